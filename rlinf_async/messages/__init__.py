@@ -1,0 +1,1 @@
+"""Messages: the plain data that crosses between workers. numpy only, no torch."""

@@ -1,0 +1,103 @@
+"""What an embodied run sends: tickets, observations, actions, trajectories.
+
+::
+
+    Collect       runtime -> env       "collect so many steps for this iteration"
+    Observations  env     -> rollout   one stage of one env worker waits for its actions
+    Actions       rollout -> env       the answer, by key ``stage_key(env_rank, stage)``
+    Trajectory    env     -> actor     what one stage collected for one iteration, by key of the DP rank
+
+Shapes are written with ``E`` envs of one stage, ``T`` steps, ``D`` observation values and ``A`` action values.
+Arrays are float32 unless said otherwise. Discrete actions are int64 ``[T, E]``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+
+
+def stage_key(env_rank: int, stage: int) -> str:
+    """The key under which a stage's answers travel."""
+    return f"{env_rank}/{stage}"
+
+
+class Collect(msgspec.Struct, frozen=True, kw_only=True):
+    """runtime -> env: collect ``steps`` steps in every env of this worker for ``iteration``."""
+
+    iteration: int
+    steps: int
+    min_version: int
+    """The oldest weights that may act: ``iteration - max_staleness``, at least 0."""
+
+
+class Observations(msgspec.Struct, kw_only=True):
+    """env -> rollout: one stage waits."""
+
+    env_rank: int
+    stage: int
+    incarnation: int
+    """How many times this env worker was restarted; an answer to an earlier life is dropped."""
+    sequence: int
+    """Counts this stage's questions; the answer carries it back."""
+    observation: Floats
+    """``[E, D]``"""
+    min_version: int
+    value_only: bool = False
+    """The trajectory ends here: only values are asked for, for the bootstrap."""
+    final_observation: Floats | None = None
+    """``[K, D]``: the last observations of the K episodes that were truncated in the last step."""
+
+
+class Actions(msgspec.Struct, kw_only=True):
+    """rollout -> env: the answer to one `Observations`."""
+
+    incarnation: int
+    sequence: int
+    action: Floats | Ints | None
+    """``[E, A]`` (or int64 ``[E]``); None when only values were asked for."""
+    log_prob: Floats | None
+    """``[E]``, of the distribution that was sampled from."""
+    value: Floats
+    """``[E]``"""
+    final_value: Floats | None
+    """``[K]``: values of ``final_observation``."""
+    version: int
+    """The weights that answered."""
+
+
+class Trajectory(msgspec.Struct, kw_only=True):
+    """env -> actor: what one stage collected for one iteration."""
+
+    iteration: int
+    env_rank: int
+    stage: int
+    observation: Floats
+    """``[T, E, D]``, as the env gave it (not normalised)"""
+    action: Floats | Ints
+    """``[T, E, A]`` or int64 ``[T, E]``"""
+    log_prob: Floats
+    """``[T, E]``"""
+    value: Floats
+    """``[T + 1, E]``; the last row is the bootstrap value"""
+    reward: Floats
+    """``[T, E]``"""
+    terminated: Bools
+    """``[T, E]``: the episode ended for good: no bootstrap"""
+    truncated: Bools
+    """``[T, E]``: the episode was cut: bootstrap with ``final_value``"""
+    final_value: Floats
+    """``[T, E]``: value of the observation an episode was cut at, 0 elsewhere"""
+    version: Ints
+    """``[T]``: the weights that acted at each step"""
+    episode_return: list[float] = []
+    """undiscounted return of each episode that ended in here"""
+    episode_length: list[int] = []
+    """steps of each episode that ended in here"""
+    episode_success: list[bool] = []
+    """of each episode that ended in here, where the env reports ``is_success`` (or ``success``)"""

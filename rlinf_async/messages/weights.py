@@ -1,0 +1,37 @@
+"""Weights on their way: actor -> rollout, inference. Bytes in buckets, under one version."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+
+class TensorSlot(msgspec.Struct, frozen=True):
+    """Where one tensor lies inside a bucket."""
+
+    name: str
+    dtype: str
+    """torch's name without the prefix: ``"float32"``, ``"bfloat16"``"""
+    shape: tuple[int, ...]
+    offset: int
+    """bytes from the start of the bucket"""
+
+
+class WeightBucket(msgspec.Struct, frozen=True):
+    """Some whole tensors, back to back."""
+
+    slots: tuple[TensorSlot, ...]
+    data: NDArray[np.uint8]
+    """``[bytes]``"""
+    checksum: int
+    """crc32 of ``data``"""
+
+
+class WeightUpdate(msgspec.Struct, frozen=True):
+    """All tensors of one version. Half an update is never applied: the receiver checks before it loads."""
+
+    version: int
+    buckets: tuple[WeightBucket, ...]
+    checksum: int
+    """crc32 over the version, the slots and the buckets' checksums"""

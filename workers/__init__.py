@@ -1,0 +1,4 @@
+"""Workers: the roles of a run."""
+
+if __name__ != "rlinf_async.workers":
+    raise ImportError(f"import this package as 'rlinf_async.workers', not as {__name__!r}")
