@@ -1,0 +1,26 @@
+"""Configuration: TOML files and command-line overrides, read strictly into typed Structs.
+
+A Struct stands beside the code that it configures; nothing here knows any of them::
+
+    class Optimizer(msgspec.Struct, kw_only=True, frozen=True):
+        lr: float = 3e-4
+
+    class Run(msgspec.Struct, kw_only=True, frozen=True):
+        optimizer: Optimizer = Optimizer()
+
+    run = load("run.toml", {"optimizer.lr": "1e-5"}, Run)
+"""
+
+from rlinf_async.config.dump import to_toml
+from rlinf_async.config.errors import ConfigError, MissingDevice, MissingExtra, UsageError
+from rlinf_async.config.load import Document, load
+
+__all__ = [
+    "ConfigError",
+    "Document",
+    "MissingDevice",
+    "MissingExtra",
+    "UsageError",
+    "load",
+    "to_toml",
+]

@@ -1,0 +1,75 @@
+"""Reading a configuration: a TOML file, then the command line over it, into one typed Struct."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import tomllib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from rlinf_async.config.convert import convert_struct
+from rlinf_async.config.errors import ConfigError, Path
+from rlinf_async.config.locate import find_line
+from rlinf_async.config.overrides import apply_overrides, flag, path_of
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class Document:
+    """A TOML file as read: its tables, and where in it each setting stands."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name = name
+        self._text = text
+        try:
+            self.tables: dict[str, Any] = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"not valid TOML: {error}", origin=name) from None
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Document:
+        """The file's content; `ConfigError` where it cannot be read or is not TOML."""
+        name = os.fspath(path)
+        try:
+            return cls(name, pathlib.Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot be read: {error.strerror}", origin=name) from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"is not UTF-8 text: {error}", origin=name) from None
+
+    def without(self, key: str) -> Document:
+        """The same file, one top-level setting left out."""
+        other = Document(self.name, self._text)
+        other.tables.pop(key, None)
+        return other
+
+    def origin(self, path: Path) -> str:
+        """``file:line`` of a setting, or the file alone where it is not written there."""
+        line = find_line(self._text, path)
+        return self.name if line is None else f"{self.name}:{line}"
+
+    def to(self, type_: type[S], overrides: Mapping[str, str] | None = None) -> S:
+        """The document as a Struct, with ``dotted.path: text`` overrides over it."""
+        changes = overrides or {}
+        try:
+            tables = apply_overrides(self.tables, changes, type_)
+            return convert_struct(tables, type_, (), None)
+        except ConfigError as error:
+            raise error.at(self._blame(error.path, changes)) from error.__cause__
+
+    def _blame(self, path: Path, overrides: Mapping[str, str]) -> str:
+        given = [path_of(name) for name in overrides]
+        mine = [one for one in given if one == path[: len(one)] or one[: len(path)] == path != ()]
+        return f"command line ({flag(mine[0])})" if mine else self.origin(path)
+
+
+def load(path: str | os.PathLike[str], overrides: Mapping[str, str], type_: type[S]) -> S:
+    """The configuration in the file ``path``, with ``{"actor.lr": "1e-5"}`` over it, as ``type_``.
+
+    Raises `ConfigError` that names the file and line (or flag), the setting's full path, what was
+    found, what was expected, and the nearest valid name.
+    """
+    return Document.read(path).to(type_, overrides)
