@@ -1,4 +1,60 @@
-"""Typed async channels."""
+"""Typed async channels: the only way that workers talk to one another."""
 
 if __name__ != "rlinf_async.channels":
     raise ImportError(f"import this package as 'rlinf_async.channels', not as {__name__!r}")
+
+from rlinf_async.channels.ends import Fresh, Key, Lease, Receiver, Sender, TooStale
+from rlinf_async.channels.errors import (
+    ChannelClosed,
+    ChannelEmpty,
+    ChannelError,
+    ChannelFailed,
+    ChannelFull,
+    ConnectionLost,
+    EndOfChannel,
+    HandshakeFailed,
+    ItemTooLarge,
+    LeaseLost,
+    MalformedFrame,
+    NoReceivers,
+    WireError,
+    WrongItemType,
+)
+from rlinf_async.channels.latest import Latest, LatestReceiver, LatestSender, LatestStatistics
+from rlinf_async.channels.local import Channel
+from rlinf_async.channels.statistics import DeadLetter, Statistics
+from rlinf_async.channels.waitfor import Wait, current_party, find_cycle, render
+
+__all__ = [
+    "Channel",
+    "ChannelClosed",
+    "ChannelEmpty",
+    "ChannelError",
+    "ChannelFailed",
+    "ChannelFull",
+    "ConnectionLost",
+    "DeadLetter",
+    "EndOfChannel",
+    "Fresh",
+    "HandshakeFailed",
+    "ItemTooLarge",
+    "Key",
+    "Latest",
+    "LatestReceiver",
+    "LatestSender",
+    "LatestStatistics",
+    "Lease",
+    "LeaseLost",
+    "MalformedFrame",
+    "NoReceivers",
+    "Receiver",
+    "Sender",
+    "Statistics",
+    "TooStale",
+    "Wait",
+    "WireError",
+    "WrongItemType",
+    "current_party",
+    "find_cycle",
+    "render",
+]

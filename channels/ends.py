@@ -1,0 +1,260 @@
+"""The two ends of a channel, as every worker sees them.
+
+`Sender` and `Receiver` are abstract: `rlinf_async.channels.local` implements them over a queue in
+this process, `rlinf_async.channels.wire` over a connection to the process that owns the queue. What
+stands here is the same for both.
+
+Life of an end::
+
+    made ---- first use, ``with`` ----> open ---- close() ----> closed (any later use:
+    ChannelClosed)
+
+Only open ends are counted: a channel has ended when its last open sender has closed and its items
+are taken.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar, overload
+
+import msgspec
+
+from rlinf_async.channels.errors import EndOfChannel
+from rlinf_async.channels.statistics import Statistics
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
+
+Key = str | int
+"""Routes an item to one consumer."""
+
+
+class Fresh(msgspec.Struct, Generic[T], frozen=True):
+    """An item whose weights are at most ``max_lag`` versions old."""
+
+    item: T
+    lag: int
+
+
+class TooStale(msgspec.Struct, Generic[T], frozen=True):
+    """An item whose weights are more than ``max_lag`` versions old: counted, and yours to
+    handle."""
+
+    item: T
+    lag: int
+
+
+class Lease(Sequence[T_co]):
+    """Items that were taken but not yet consumed.
+
+    ``deliveries[i]`` says how often item ``i`` has been handed out, this time included.
+    """
+
+    __slots__ = ("_items", "deliveries")
+
+    def __init__(self, items: Sequence[T_co], deliveries: Sequence[int]) -> None:
+        self._items = items
+        self.deliveries = deliveries
+
+    @overload
+    def __getitem__(self, index: int) -> T_co: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T_co]: ...
+    def __getitem__(self, index: int | slice) -> T_co | Sequence[T_co]:
+        return self._items[index]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class End(abc.ABC):
+    """What both ends share: a name, a type, and being closed."""
+
+    __slots__ = ()
+
+    @property
+    @abc.abstractmethod
+    def channel_name(self) -> str:
+        """Name of the channel."""
+
+    @property
+    @abc.abstractmethod
+    def item_type(self) -> Any:
+        """The type of the channel's items."""
+
+    @abc.abstractmethod
+    def open(self) -> Self:
+        """Count this end as open from now on (its first use does the same)."""
+
+    @abc.abstractmethod
+    def clone(self, holder: str | None = None) -> Self:
+        """Another open end of the same channel, closed on its own.
+
+        ``holder`` names who will use it in reports; by default, whoever runs now.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give this end up. Closing twice is harmless."""
+
+    @abc.abstractmethod
+    async def statistics(self) -> Statistics:
+        """What the channel has seen so far."""
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        type_name = getattr(self.item_type, "__name__", str(self.item_type))
+        return f"<{type(self).__name__} of {self.channel_name!r} [{type_name}]>"
+
+
+class Sender(End, Generic[T_contra]):
+    """The end that items are put into."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    async def put(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
+        """Put an item; wait while the channel is full.
+
+        A cancelled ``put`` leaves no item behind, unless it had been taken already.
+
+        Raises:
+            WrongItemType: the item is not of the channel's type.
+            NoReceivers: every receiver has closed.
+            ChannelClosed: this end, or the whole channel, was closed.
+            ChannelFailed: somebody failed the channel.
+        """
+
+    @abc.abstractmethod
+    def put_nowait(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
+        """Put an item, or raise `ChannelFull`. Only where the channel lives in this process."""
+
+    @abc.abstractmethod
+    def fail(self, error: BaseException | str) -> None:
+        """End the channel with an error: every waiting and every later use of any end raises it."""
+
+
+class Receiver(End, Generic[T_co]):
+    """The end that items are taken from."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    async def get(self, *, key: Key | None = None) -> T_co:
+        """Take the oldest item of this key; wait while there is none.
+
+        A cancelled ``get`` leaves the item in the channel.
+
+        Raises:
+            EndOfChannel: every sender has closed and nothing is left.
+            ChannelClosed: this end was closed.
+            ChannelFailed: somebody failed the channel.
+        """
+
+    @abc.abstractmethod
+    def get_nowait(self, *, key: Key | None = None) -> T_co:
+        """Take an item, or raise `ChannelEmpty`. Only where the channel lives in this process."""
+
+    @abc.abstractmethod
+    async def get_batch(
+        self, *, weight: int, at_least: int | None = None, key: Key | None = None
+    ) -> list[T_co]:
+        """Take items, oldest first, until their weights reach ``weight``.
+
+        The batch never exceeds ``weight``, but for an item that is heavier by itself: it is
+        delivered alone. With ``at_least`` the batch is delivered as soon as it weighs that much and
+        nothing more is ready. At the end of the channel what is left is delivered, however little.
+
+        Raises: as `get`.
+        """
+
+    @abc.abstractmethod
+    async def _take(
+        self, weight: int, at_least: int | None, key: Key | None
+    ) -> tuple[int, Lease[T_co]]:
+        """Take items under a lease; its number and its items."""
+
+    @abc.abstractmethod
+    def _settle(self, lease: int, error: BaseException | None) -> None:
+        """Consume a lease's items, or with an error put them back."""
+
+    @abc.abstractmethod
+    def _count_stale(self) -> None:
+        """One more item came back as `TooStale`."""
+
+    @asynccontextmanager
+    async def lease(
+        self, *, weight: int = 1, at_least: int | None = None, key: Key | None = None
+    ) -> AsyncIterator[Lease[T_co]]:
+        """Take items as `get_batch` does, but consume them only when the block ends normally.
+
+        An exception, a cancellation, or the death of this process puts them back at the head, in
+        order. An item that has failed ``max_deliveries`` times goes to the channel's dead letters
+        with the error instead.
+        """
+        number, items = await self._take(weight, at_least, key)
+        try:
+            yield items
+        except BaseException as error:
+            self._settle(number, error)
+            raise
+        self._settle(number, None)
+
+    async def get_within_lag(
+        self, *, current: int, max_lag: int, key: Key | None = None
+    ) -> Fresh[T_co] | TooStale[T_co]:
+        """Take an item and say whether its weights are recent enough.
+
+        The item's ``version`` (a number, or the versions of its parts, of which the oldest counts)
+        is compared with ``current``. A stale item is never mixed in: it comes back as `TooStale`,
+        and is counted.
+        """
+        item = await self.get(key=key)
+        lag = current - oldest_version(item)
+        if lag <= max_lag:
+            return Fresh(item, lag)
+        self._count_stale()
+        return TooStale(item, lag)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T_co:
+        try:
+            return await self.get()
+        except EndOfChannel:
+            raise StopAsyncIteration from None
+
+
+def oldest_version(item: object) -> int:
+    """The oldest weight version that had a part in this item.
+
+    Raises:
+        TypeError: the item carries no ``version``.
+    """
+    version: Any = getattr(item, "version", None)
+    if version is None:
+        raise TypeError(
+            f"{type(item).__name__} carries no 'version', so its staleness cannot be known: "
+            "give it a field 'version' (an int, or one for each part)"
+        )
+    return int(version) if hasattr(version, "__int__") and not _has_parts(version) else min(version)
+
+
+def _has_parts(version: Any) -> bool:
+    return getattr(version, "ndim", 0) > 0 or isinstance(version, Sequence)

@@ -1,0 +1,108 @@
+"""What waits under one key of a channel: items, those who want one, those who have one to give."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from rlinf_async.channels.ends import Key
+
+
+class Entry(msgspec.Struct, eq=False):
+    """An item in its place."""
+
+    item: Any
+    weight: int
+    seq: int
+    deliveries: int = 0
+
+
+class Lane:
+    """What waits under one key: items, those who want one, those who have one to give."""
+
+    __slots__ = ("entries", "getters", "key", "putters", "weight")
+
+    def __init__(self, key: Key | None) -> None:
+        self.key = key
+        self.entries: deque[Entry] = deque()
+        self.getters: deque[GetWait] = deque()
+        self.putters: deque[PutWait] = deque()
+        self.weight = 0
+
+    @property
+    def idle(self) -> bool:
+        return not (self.entries or self.getters or self.putters)
+
+    def push(self, entry: Entry) -> None:
+        self.entries.append(entry)
+        self.weight += entry.weight
+
+    def pop(self) -> Entry:
+        entry = self.entries.popleft()
+        self.weight -= entry.weight
+        return entry
+
+    def push_back(self, entries: Iterable[Entry]) -> None:
+        """Return entries to where they were: the head, in order of their first arrival."""
+        returned = sorted(entries, key=lambda entry: entry.seq)
+        self.weight += sum(entry.weight for entry in returned)
+        if self.entries and returned and returned[-1].seq > self.entries[0].seq:
+            self.entries = deque(sorted((*returned, *self.entries), key=lambda entry: entry.seq))
+        else:
+            self.entries.extendleft(reversed(returned))
+
+
+class PutWait:
+    """A put that waits for room."""
+
+    __slots__ = ("entry", "future", "lane", "party", "since")
+
+    def __init__(self, lane: Lane, entry: Entry, party: str) -> None:
+        loop = asyncio.get_running_loop()
+        self.lane = lane
+        self.entry = entry
+        self.party = party
+        self.since = loop.time()
+        self.future: asyncio.Future[None] = loop.create_future()
+
+
+class GetWait:
+    """A get that waits for items, and those it has collected so far."""
+
+    __slots__ = ("at_least", "future", "lane", "party", "since", "taken", "target", "weight")
+
+    def __init__(self, lane: Lane, target: int, at_least: int, party: str) -> None:
+        loop = asyncio.get_running_loop()
+        self.lane = lane
+        self.target = target
+        self.at_least = at_least
+        self.party = party
+        self.since = loop.time()
+        self.taken: list[Entry] = []
+        self.weight = 0
+        self.future: asyncio.Future[list[Entry]] = loop.create_future()
+
+    def collect(self) -> bool:
+        """Take what fits from the lane; whether the batch is complete."""
+        lane = self.lane
+        while lane.entries:
+            weight = lane.entries[0].weight
+            if self.taken and self.weight + weight > self.target:
+                return True  # the head would not fit: whole items only
+            self.taken.append(lane.pop())
+            self.weight += weight
+            if self.weight >= self.target:
+                return True
+        return self.weight >= self.at_least
+
+
+class LeaseRecord(msgspec.Struct):
+    """Entries that somebody holds."""
+
+    key: Key | None
+    entries: list[Entry]
+    holder: str

@@ -1,0 +1,230 @@
+"""`Latest`: a channel that holds only the newest value.
+
+For what is superseded, not consumed: weight versions, scaling decisions. Each published value gets
+the next version, from 1; receivers wait for one newer than they have. Values that nobody saw are
+counted, never a surprise.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
+
+from rlinf_async.channels.errors import (
+    ChannelClosed,
+    ChannelFailed,
+    EndOfChannel,
+    WrongItemType,
+)
+from rlinf_async.channels.itemtypes import runtime_class
+from rlinf_async.channels.waitfor import Wait, current_party
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class LatestStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What a `Latest` has seen so far."""
+
+    name: str
+    version: int
+    """of the newest value; 0 before the first"""
+    superseded: int
+    """values that were replaced before any receiver took them"""
+    waiting: int
+
+
+class LatestSender(abc.ABC, Generic[T_contra]):
+    """The end that values are published at."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    async def publish(self, value: T_contra) -> int:
+        """Replace the value; its version. Never waits for a receiver."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """No newer value will come: waiting receivers end."""
+
+
+class LatestReceiver(abc.ABC, Generic[T_co]):
+    """The end that values are read from. It remembers which version it has seen."""
+
+    __slots__ = ("version",)
+
+    version: int
+    """of the value last returned; 0 before the first"""
+
+    @abc.abstractmethod
+    async def get(self, *, newer_than: int | None = None) -> T_co:
+        """The newest value, once it is newer than ``newer_than`` (default: than the last one seen
+        here).
+
+        Raises:
+            EndOfChannel: closed, and nothing newer will come.
+            ChannelFailed: somebody failed it.
+        """
+
+    @abc.abstractmethod
+    def get_nowait(self) -> T_co | None:
+        """The newest value if it is newer than the last one seen here, else None."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T_co:
+        try:
+            return await self.get()
+        except EndOfChannel:
+            raise StopAsyncIteration from None
+
+
+class Latest(Generic[T]):
+    """Holds the newest value only. Lives in one process; its ends may be anywhere."""
+
+    def __init__(self, item_type: type[T], *, name: str) -> None:
+        self.item_type: Any = item_type
+        self.name = name
+        self.version = 0
+        self.superseded = 0
+        self._class = runtime_class(item_type)
+        self._value: Any = None
+        self._seen = True
+        self._closed = False
+        self._error: ChannelFailed | None = None
+        self._waits: dict[asyncio.Future[None], tuple[str, float, int]] = {}
+        self.publisher = "its publisher"
+        self.sender: LatestSender[T] = LocalLatestSender(self)
+
+    @property
+    def receiver(self) -> LatestReceiver[T]:
+        """A new receiver, which has seen nothing yet."""
+        return LocalLatestReceiver(self)
+
+    def publish_nowait(self, value: T) -> int:
+        """Replace the value; its version."""
+        self._check()
+        if self._closed:
+            raise ChannelClosed(f"channel {self.name!r} was closed: nothing can be published")
+        if not isinstance(value, self._class):
+            raise WrongItemType(
+                f"channel {self.name!r} carries {self.item_type}, not {type(value).__name__}"
+            )
+        self.superseded += not self._seen
+        self._value, self._seen = value, False
+        self.version += 1
+        self.publisher = current_party.get()
+        self._wake()
+        return self.version
+
+    def take_newer(self, than: int) -> tuple[int, T] | None:
+        """The newest value and its version, or None where it is not newer."""
+        self._check()
+        if self.version > than:
+            self._seen = True
+            return self.version, self._value
+        if self._closed:
+            raise EndOfChannel(f"channel {self.name!r} has ended at version {self.version}")
+        return None
+
+    async def wait_newer(self, than: int, party: str | None = None) -> tuple[int, T]:
+        """Wait for a value newer than this version."""
+        while (found := self.take_newer(than)) is None:
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[None] = loop.create_future()
+            self._waits[future] = (party or current_party.get(), loop.time(), than)
+            try:
+                await future
+            finally:
+                self._waits.pop(future, None)
+        return found
+
+    def close(self) -> None:
+        """No newer value will come."""
+        self._closed = True
+        self._wake()
+
+    def fail(self, error: BaseException | str) -> None:
+        """Every waiting and later use raises."""
+        if self._error is None:
+            said = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+            self._error = ChannelFailed(f"channel {self.name!r} failed: {said}")
+            self._error.__cause__ = error if isinstance(error, BaseException) else None
+            self._wake()
+
+    def statistics(self) -> LatestStatistics:
+        return LatestStatistics(
+            name=self.name,
+            version=self.version,
+            superseded=self.superseded,
+            waiting=len(self._waits),
+        )
+
+    def waits(self) -> list[Wait]:
+        """Everybody who waits for a newer value."""
+        now = asyncio.get_running_loop().time() if self._waits else 0.0
+        return [
+            Wait(party, "get", self.name, f"newer than {than}", now - since, (self.publisher,))
+            for party, since, than in self._waits.values()
+        ]
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _wake(self) -> None:
+        for future in self._waits:
+            if not future.done():
+                future.set_result(None)
+
+
+class LocalLatestSender(LatestSender[T_contra]):
+    """Publishes to a `Latest` in this process."""
+
+    __slots__ = ("_latest",)
+
+    def __init__(self, latest: Latest[Any]) -> None:
+        self._latest = latest
+
+    @property
+    def latest(self) -> Latest[Any]:
+        return self._latest
+
+    async def publish(self, value: T_contra) -> int:
+        return self._latest.publish_nowait(value)
+
+    async def close(self) -> None:
+        self._latest.close()
+
+
+class LocalLatestReceiver(LatestReceiver[T_co]):
+    """Reads a `Latest` in this process."""
+
+    __slots__ = ("_latest",)
+
+    def __init__(self, latest: Latest[Any]) -> None:
+        self._latest = latest
+        self.version = 0
+
+    @property
+    def latest(self) -> Latest[Any]:
+        return self._latest
+
+    async def get(self, *, newer_than: int | None = None) -> T_co:
+        than = self.version if newer_than is None else newer_than
+        self.version, value = await self._latest.wait_newer(than)
+        result: T_co = value
+        return result
+
+    def get_nowait(self) -> T_co | None:
+        found = self._latest.take_newer(self.version)
+        if found is None:
+            return None
+        self.version, value = found
+        result: T_co = value
+        return result

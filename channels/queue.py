@@ -1,0 +1,484 @@
+"""The queue behind a channel, in the process that owns it.
+
+Invariants, each with a test of that name:
+
+* an item is in exactly one place: a lane, a waiting put, a batch being collected, a lease, the dead
+  letters, or taken;
+* the order is FIFO for each key, and whoever waits is served in arrival order;
+* no wakeup is lost: an item never rests in a lane while somebody who could take it waits;
+* a lane holds at most ``capacity`` items and ``max_weight`` weight (a single heavier item is let in
+  when it is empty).
+
+Nothing here waits: ``start_...`` either finishes at once or returns a wait whose future the end
+awaits. Items are handed directly to the waiter, so nobody can overtake it; a waiter that is
+cancelled afterwards gives them back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, Literal
+
+from rlinf_async.channels.ends import Key
+from rlinf_async.channels.errors import (
+    ChannelClosed,
+    ChannelEmpty,
+    ChannelError,
+    ChannelFailed,
+    EndOfChannel,
+    LeaseLost,
+    NoReceivers,
+    WrongItemType,
+)
+from rlinf_async.channels.itemtypes import runtime_class, type_name
+from rlinf_async.channels.lanes import Entry, GetWait, Lane, LeaseRecord, PutWait
+from rlinf_async.channels.statistics import DeadLetter, Statistics
+from rlinf_async.channels.waitfor import Wait, current_party
+
+
+class Queue:
+    """The state of one channel. See the module's invariants."""
+
+    def __init__(
+        self, item_type: Any, name: str, capacity: int, max_weight: int | None, max_deliveries: int
+    ) -> None:
+        self.item_type = item_type
+        self.item_class = runtime_class(item_type)
+        self.name = name
+        self.capacity = capacity
+        self.max_weight = max_weight
+        self.max_deliveries = max_deliveries
+        self.lane = Lane(None)
+        self.lanes: dict[Key, Lane] = {}
+        self.senders: dict[int, str] = {}
+        self.receivers: dict[int, str] = {}
+        self.leases: dict[int, LeaseRecord] = {}
+        self.dead_letters: list[DeadLetter] = []
+        self.open = True  # not closed, not failed: what the fast path asks
+        self.failure: tuple[str, BaseException | None] | None = None
+        self.had_sender = self.had_receiver = False
+        self.puts = self.gets = self.put_waits = self.get_waits = 0
+        self.put_wait_seconds = self.get_wait_seconds = 0.0
+        self.redelivered = self.stale = 0
+        self._numbers = count(1)
+        self._seq = 0
+        self._born = _now()
+
+    # ---- ends
+
+    def add_sender(self, holder: str) -> int:
+        self._check_open()
+        number = next(self._numbers)
+        self.senders[number] = holder
+        self.had_sender = True
+        return number
+
+    def remove_sender(self, number: int) -> None:
+        if self.senders.pop(number, None) is not None and not self.senders:
+            self._end_getters()
+
+    def add_receiver(self, holder: str) -> int:
+        number = next(self._numbers)
+        self.receivers[number] = holder
+        self.had_receiver = True
+        return number
+
+    def remove_receiver(self, number: int) -> None:
+        if self.receivers.pop(number, None) is not None and not self.receivers:
+            for lane in self._every_lane():
+                self._refuse_putters(lane, self._no_receivers())
+
+    @property
+    def ended(self) -> bool:
+        """No item can come any more."""
+        return not self.open or (self.had_sender and not self.senders)
+
+    def close(self) -> None:
+        """No more items; what is queued can still be taken."""
+        if self.open:
+            self.open = False
+            for lane in self._every_lane():
+                self._refuse_putters(lane, self._closed_error())
+            self._end_getters()
+
+    def fail(self, error: BaseException | str) -> None:
+        """Every waiting and later use raises. The first error stays."""
+        if self.failure is not None:
+            return
+        self.failure = (_say(error), error if isinstance(error, BaseException) else None)
+        self.open = False
+        for lane in self._every_lane():
+            self._refuse_putters(lane, self._failed_error())
+            self._refuse_getters(lane)
+
+    # ---- put
+
+    def start_put(
+        self, item: Any, key: Key | None, weight: int, party: str | None = None
+    ) -> PutWait | None:
+        """Put at once, or return the wait for room."""
+        if key is None and self.open and (self.receivers or not self.had_receiver) and weight >= 0:
+            lane = self.lane  # the common case, without a call
+        else:
+            lane = self._lane_for_put(key, weight)
+        self.puts += 1
+        self._seq = seq = self._seq + 1
+        entry = Entry(item, weight, seq)
+        entries = lane.entries
+        if entries and (
+            len(entries) >= self.capacity
+            or lane.putters
+            or (self.max_weight is not None and lane.weight + weight > self.max_weight)
+        ):
+            wait = PutWait(lane, entry, party or current_party.get())
+            lane.putters.append(wait)
+            self.put_waits += 1
+            return wait
+        entries.append(entry)
+        lane.weight += weight
+        if lane.getters:
+            self._serve(lane)
+        return None
+
+    def check_item(self, item: Any) -> None:
+        """Refuse an item that is not of the channel's type."""
+        if not isinstance(item, self.item_class):
+            raise WrongItemType(
+                f"channel {self.name!r} carries {type_name(self.item_type)}, "
+                f"not {type(item).__name__} (got {_short(item)})"
+            )
+
+    def has_room(self, key: Key | None, weight: int) -> bool:
+        """Whether a put would succeed at once."""
+        lane = self.lane if key is None else self.lanes.get(key)
+        return lane is None or (not lane.putters and self._has_room(lane, weight))
+
+    def abandon_put(self, wait: PutWait) -> None:
+        """The putter was cancelled: leave no item behind, unless it has been taken."""
+        self._count_put_wait(wait)
+        lane = wait.lane
+        if wait in lane.putters:
+            lane.putters.remove(wait)
+            self.puts -= 1
+        elif wait.entry in lane.entries:
+            lane.entries.remove(wait.entry)
+            lane.weight -= wait.entry.weight
+            self.puts -= 1
+        self._serve(lane)  # what waits behind it may fit now
+        self._forget(lane)
+
+    def finish_put(self, wait: PutWait) -> None:
+        """The put has gone through; account for its wait."""
+        self._count_put_wait(wait)
+
+    # ---- get
+
+    def take_one(self, key: Key | None) -> Entry | None:
+        """The head of this key at once, or None if one would have to wait for it."""
+        lane = self.lane if key is None else self.lanes.get(key)
+        if lane is None or not lane.entries or lane.getters or self.failure is not None:
+            return None
+        entry = lane.entries.popleft()
+        lane.weight -= entry.weight
+        self.gets += 1
+        if lane.putters:
+            self._admit(lane)
+        if key is not None:
+            self._forget(lane)
+        return entry
+
+    def start_get(
+        self, key: Key | None, target: int, at_least: int | None, party: str | None = None
+    ) -> list[Entry] | GetWait:
+        """Take a batch at once, or return the wait for it.
+
+        Raises:
+            EndOfChannel, ChannelFailed: nothing will come.
+            ValueError: ``target`` or ``at_least`` is not positive.
+        """
+        least = target if at_least is None else at_least
+        if target < 1 or not 1 <= least <= target:
+            raise ValueError(
+                f"channel {self.name!r}: a batch needs 1 <= at_least <= weight, "
+                f"got weight={target}, at_least={at_least}"
+            )
+        if self.failure is not None:
+            raise self._failed_error()
+        lane = self._lane(key)
+        wait = GetWait(lane, target, least, party or current_party.get())
+        lane.getters.append(wait)
+        self._serve(lane)
+        if wait.future.done():
+            self._forget(lane)
+            return wait.future.result()
+        self.get_waits += 1
+        return wait
+
+    def abandon_get(self, wait: GetWait) -> None:
+        """The getter was cancelled: what it was handed or had collected stays in the channel."""
+        if wait.future.done() and not wait.future.cancelled():
+            if wait.future.exception() is None:
+                self.return_entries(wait.lane.key, wait.future.result())
+        elif wait in wait.lane.getters:
+            wait.lane.getters.remove(wait)
+            wait.lane.push_back(wait.taken)
+            self._serve(wait.lane)
+
+    def finish_get(self, wait: GetWait) -> None:
+        """The get is over, in whichever way; account for its wait."""
+        self._count_get_wait(wait)
+        self._forget(wait.lane)
+
+    def return_entries(self, key: Key | None, entries: list[Entry]) -> None:
+        """Put entries that were taken back at the head."""
+        lane = self._lane(key)
+        self.gets -= len(entries)
+        lane.push_back(entries)
+        self._serve(lane)
+
+    # ---- leases
+
+    def grant(self, key: Key | None, entries: list[Entry], holder: str) -> int:
+        """Record who holds these entries; the lease's number."""
+        number = next(self._numbers)
+        for entry in entries:
+            entry.deliveries += 1
+        self.leases[number] = LeaseRecord(key, entries, holder)
+        return number
+
+    def acknowledge(self, number: int) -> None:
+        """The leased items are consumed.
+
+        Raises:
+            LeaseLost: they went back to the channel before.
+        """
+        lease = self.leases.pop(number, None)
+        if lease is None:
+            raise LeaseLost(
+                f"lease {number} on channel {self.name!r} was taken back before it was "
+                "acknowledged: somebody else will get its items"
+            )
+        self._after_lease(lease)
+
+    def put_back(self, number: int, error: BaseException | str) -> None:
+        """Return leased items, or bury those that have failed too often."""
+        lease = self.leases.pop(number, None)
+        if lease is None:
+            return
+        again: list[Entry] = []
+        for entry in lease.entries:
+            if entry.deliveries >= self.max_deliveries:
+                self.dead_letters.append(DeadLetter(entry.item, entry.deliveries, _say(error)))
+            else:
+                again.append(entry)
+        self.redelivered += len(again)
+        self.return_entries(lease.key, again)
+        self._after_lease(lease)
+
+    # ---- seen
+
+    def waits(self) -> list[Wait]:
+        """Everybody who waits on this channel, oldest first."""
+        found = [
+            self._describe(wait, "put") for lane in self._every_lane() for wait in lane.putters
+        ]
+        found += [
+            self._describe(wait, "get") for lane in self._every_lane() for wait in lane.getters
+        ]
+        return sorted(found, key=lambda wait: -wait.seconds)
+
+    def statistics(self) -> Statistics:
+        lanes = list(self._every_lane())
+        return Statistics(
+            name=self.name,
+            capacity=self.capacity,
+            depth=sum(len(lane.entries) for lane in lanes),
+            weight=sum(lane.weight for lane in lanes),
+            puts=self.puts,
+            gets=self.gets,
+            put_waits=self.put_waits,
+            put_wait_seconds=self.put_wait_seconds,
+            get_waits=self.get_waits,
+            get_wait_seconds=self.get_wait_seconds,
+            waiting_putters=sum(len(lane.putters) for lane in lanes),
+            waiting_getters=sum(len(lane.getters) for lane in lanes),
+            leases_out=sum(len(lease.entries) for lease in self.leases.values()),
+            redelivered=self.redelivered,
+            dead_letters=len(self.dead_letters),
+            stale=self.stale,
+            senders=len(self.senders),
+            receivers=len(self.receivers),
+            seconds=_now() - self._born,
+        )
+
+    # ---- inside
+
+    def _lane(self, key: Key | None) -> Lane:
+        if key is None:
+            return self.lane
+        lane = self.lanes.get(key)
+        if lane is None:
+            lane = self.lanes[key] = Lane(key)
+        return lane
+
+    def _lane_for_put(self, key: Key | None, weight: int) -> Lane:
+        if not self.open:
+            self._check_open()
+        if self.had_receiver and not self.receivers:
+            raise self._no_receivers()
+        if weight < 0:
+            raise ValueError(f"channel {self.name!r}: an item cannot weigh {weight}")
+        return self.lane if key is None else self._lane(key)
+
+    def _every_lane(self) -> Iterator[Lane]:
+        yield self.lane
+        yield from list(self.lanes.values())
+
+    def _forget(self, lane: Lane) -> None:
+        """Keys come and go; an idle one must not stay in memory."""
+        if lane.key is not None and lane.idle and self.lanes.get(lane.key) is lane:
+            del self.lanes[lane.key]
+
+    def _has_room(self, lane: Lane, weight: int) -> bool:
+        if not lane.entries:
+            return True
+        if len(lane.entries) >= self.capacity:
+            return False
+        return self.max_weight is None or lane.weight + weight <= self.max_weight
+
+    def _admit(self, lane: Lane) -> None:
+        """Let waiting putters in, in order, while there is room."""
+        while lane.putters and self._has_room(lane, lane.putters[0].entry.weight):
+            wait = lane.putters.popleft()
+            if not wait.future.done():
+                lane.push(wait.entry)
+                wait.future.set_result(None)
+
+    def _serve(self, lane: Lane) -> None:
+        """Hand items to those who wait, in order, and fill the room that this makes."""
+        self._admit(lane)
+        while lane.getters:
+            wait = lane.getters[0]
+            if wait.future.done():  # cancelled; its task has not run yet
+                lane.getters.popleft()
+                lane.push_back(wait.taken)
+                wait.taken = []
+                continue
+            complete = wait.collect()
+            while not complete and lane.putters:
+                self._admit(lane)
+                complete = wait.collect()
+            if not complete and not self._nothing_can_come(lane, wait):
+                break
+            lane.getters.popleft()
+            self._deliver(wait)
+            self._admit(lane)
+
+    def _nothing_can_come(self, lane: Lane, wait: GetWait) -> bool:
+        """The channel has ended, and nobody else holds a lease whose items might come back."""
+        return self.ended and not any(
+            lease.key == lane.key and lease.holder != wait.party for lease in self.leases.values()
+        )
+
+    def _after_lease(self, lease: LeaseRecord) -> None:
+        """Those who waited for the items of this last lease can see the end now."""
+        lane = self._lane(lease.key)
+        if self.ended:
+            self._serve(lane)
+        self._forget(lane)
+
+    def _deliver(self, wait: GetWait) -> None:
+        if wait.taken:
+            self.gets += len(wait.taken)
+            wait.future.set_result(wait.taken)
+        else:
+            wait.future.set_exception(self._end_error())
+
+    def _end_getters(self) -> None:
+        for lane in self._every_lane():
+            self._serve(lane)
+
+    def _refuse_putters(self, lane: Lane, error: ChannelError) -> None:
+        while lane.putters:
+            wait = lane.putters.popleft()
+            self.puts -= 1
+            if not wait.future.done():
+                wait.future.set_exception(error)
+
+    def _refuse_getters(self, lane: Lane) -> None:
+        while lane.getters:
+            wait = lane.getters.popleft()
+            lane.push_back(wait.taken)
+            if not wait.future.done():
+                wait.future.set_exception(self._failed_error())
+
+    def _count_put_wait(self, wait: PutWait) -> None:
+        self.put_wait_seconds += asyncio.get_running_loop().time() - wait.since
+
+    def _count_get_wait(self, wait: GetWait) -> None:
+        self.get_wait_seconds += asyncio.get_running_loop().time() - wait.since
+
+    def _describe(self, wait: PutWait | GetWait, operation: Literal["put", "get"]) -> Wait:
+        others = self.receivers if operation == "put" else self.senders
+        key = wait.lane.key
+        return Wait(
+            party=wait.party,
+            operation=operation,
+            channel=self.name,
+            key=None if key is None else str(key),
+            seconds=_now() - wait.since,
+            unblockers=tuple(dict.fromkeys(others.values())),
+        )
+
+    def _check_open(self) -> None:
+        if self.failure is not None:
+            raise self._failed_error()
+        if not self.open:
+            raise self._closed_error()
+
+    def _failed_error(self) -> ChannelFailed:
+        said, cause = self.failure or ("", None)
+        error = ChannelFailed(f"channel {self.name!r} failed: {said}")
+        error.__cause__ = cause
+        return error
+
+    def _closed_error(self) -> ChannelClosed:
+        return ChannelClosed(f"channel {self.name!r} was closed: nothing can be put any more")
+
+    def empty_error(self, key: Key | None) -> ChannelError:
+        """Why a get finds nothing: the channel failed, has ended, or is just empty."""
+        if self.failure is not None:
+            return self._failed_error()
+        lane = self._lane(key)
+        ended = self.ended and not lane.entries and not self.leases
+        self._forget(lane)
+        return self._end_error() if ended else ChannelEmpty(f"channel {self.name!r} is empty")
+
+    def _end_error(self) -> EndOfChannel:
+        return EndOfChannel(f"channel {self.name!r} has ended: every sender closed, nothing left")
+
+    def _no_receivers(self) -> NoReceivers:
+        return NoReceivers(
+            f"channel {self.name!r} has no receiver left: every consumer has closed its end"
+        )
+
+
+def _now() -> float:
+    """The loop's clock where one runs; channels may be made before."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        import time
+
+        return time.monotonic()
+
+
+def _short(item: Any) -> str:
+    text = repr(item)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _say(error: BaseException | str) -> str:
+    return error if isinstance(error, str) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,55 @@
+"""What a channel has seen so far."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Statistics(msgspec.Struct, frozen=True, kw_only=True):
+    """One channel's counts since it was made. Times are in seconds of the event loop's clock."""
+
+    name: str
+    capacity: int
+    """items that each key may hold before ``put`` waits"""
+    depth: int
+    """items queued now, over all keys"""
+    weight: int
+    """their weight"""
+    puts: int
+    gets: int
+    put_waits: int
+    """puts that found the channel full"""
+    put_wait_seconds: float
+    get_waits: int
+    """gets that found nothing"""
+    get_wait_seconds: float
+    waiting_putters: int
+    waiting_getters: int
+    leases_out: int
+    """items taken by lease and neither acknowledged nor returned"""
+    redelivered: int
+    """items that a failed or cancelled lease has put back"""
+    dead_letters: int
+    """items given up after ``max_deliveries``"""
+    stale: int
+    """items that came back as `TooStale`"""
+    senders: int
+    receivers: int
+    seconds: float
+    """age of the channel"""
+
+    @property
+    def rate(self) -> float:
+        """Items taken per second, over the channel's whole life."""
+        return self.gets / self.seconds if self.seconds > 0 else 0.0
+
+
+class DeadLetter(msgspec.Struct, frozen=True):
+    """An item that failed in every lease that took it."""
+
+    item: Any
+    deliveries: int
+    error: str
+    """what the last holder raised"""

@@ -1,0 +1,91 @@
+"""Who waits for whom.
+
+Every wait on a channel is recorded with its *party*: the worker and the method that wait. A channel
+also knows which parties hold its open ends. Together they answer the question that every hang
+raises: who waits, on what, for how long, and who could end the wait. `find_cycle` looks for parties
+that can only be woken by one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextvars import ContextVar
+from typing import Literal
+
+import msgspec
+
+current_party: ContextVar[str] = ContextVar("current_party", default="main")
+"""Who is running: ``"Doubler[1].run"`` inside a worker's call, ``"main"`` elsewhere."""
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """One party that waits on one channel."""
+
+    party: str
+    operation: Literal["put", "get"]
+    channel: str
+    key: str | None
+    seconds: float
+    unblockers: tuple[str, ...]
+    """The parties that hold the other end: only they can end this wait."""
+
+    def __str__(self) -> str:
+        key = "" if self.key is None else f" (key {self.key})"
+        on = (
+            "no open sender: its producer is gone or was never started"
+            if self.operation == "get"
+            else "no open receiver: its consumer is gone or was never started"
+        )
+        if self.unblockers:
+            on = "only " + ", ".join(self.unblockers) + " can end this wait"
+        return (
+            f"{self.party} has waited {self.seconds:.1f} s to {self.operation} on channel "
+            f"{self.channel!r}{key}; {on}"
+        )
+
+
+def find_cycle(waits: Iterable[Wait]) -> tuple[Wait, ...]:
+    """The first ring of waits in which each party can be woken only by parties that wait
+    themselves.
+
+    A wait that nobody can end (a producer that died or was never started) is a ring of one.
+    """
+    by_party: dict[str, list[Wait]] = {}
+    for wait in waits:
+        by_party.setdefault(wait.party, []).append(wait)
+    stuck = {party: list(of) for party, of in by_party.items()}
+    changed = True
+    while changed:  # a party is free if one of its waits can be ended by a party that is free
+        changed = False
+        for party, of in list(stuck.items()):
+            if any(other not in stuck for wait in of for other in wait.unblockers):
+                del stuck[party]
+                changed = True
+    if not stuck:
+        return ()
+    path: list[Wait] = []
+    seen: dict[str, int] = {}
+    party = next(iter(stuck))
+    while party not in seen:
+        seen[party] = len(path)
+        wait = stuck[party][0]
+        path.append(wait)
+        if not wait.unblockers:
+            return (wait,)
+        party = wait.unblockers[0]
+    return tuple(path[seen[party] :])
+
+
+def render(waits: Iterable[Wait]) -> str:
+    """The report that a person reads: the ring first, then every other wait, oldest first."""
+    every = sorted(waits, key=lambda wait: -wait.seconds)
+    cycle = find_cycle(every)
+    lines: list[str] = []
+    if cycle:
+        lines.append("nobody can go on:")
+        lines += [f"  {wait}" for wait in cycle]
+    rest = [wait for wait in every if wait not in cycle]
+    if rest:
+        lines.append("also waiting:" if cycle else "waiting:")
+        lines += [f"  {wait}" for wait in rest]
+    return "\n".join(lines) if lines else "nobody waits on a channel"
