@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from rlinf_async.channels.ends import Key
+from rlinf_async.channels.waitfor import WaitFuture
 
 
 class Entry(msgspec.Struct, eq=False):
@@ -67,7 +68,7 @@ class PutWait:
         self.entry = entry
         self.party = party
         self.since = loop.time()
-        self.future: asyncio.Future[None] = loop.create_future()
+        self.future: asyncio.Future[None] = WaitFuture(loop=loop)
 
 
 class GetWait:
@@ -84,7 +85,7 @@ class GetWait:
         self.since = loop.time()
         self.taken: list[Entry] = []
         self.weight = 0
-        self.future: asyncio.Future[list[Entry]] = loop.create_future()
+        self.future: asyncio.Future[list[Entry]] = WaitFuture(loop=loop)
 
     def collect(self) -> bool:
         """Take what fits from the lane; whether the batch is complete."""

@@ -20,7 +20,7 @@ from rlinf_async.channels.errors import (
     WrongItemType,
 )
 from rlinf_async.channels.itemtypes import runtime_class
-from rlinf_async.channels.waitfor import Wait, current_party
+from rlinf_async.channels.waitfor import Wait, WaitFuture, current_party
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -97,7 +97,7 @@ class Latest(Generic[T]):
         self._seen = True
         self._closed = False
         self._error: ChannelFailed | None = None
-        self._waits: dict[asyncio.Future[None], tuple[str, float, int]] = {}
+        self._waits: dict[WaitFuture, tuple[str, float, int]] = {}
         self.publisher = "its publisher"
         self.sender: LatestSender[T] = LocalLatestSender(self)
 
@@ -136,7 +136,7 @@ class Latest(Generic[T]):
         """Wait for a value newer than this version."""
         while (found := self.take_newer(than)) is None:
             loop = asyncio.get_running_loop()
-            future: asyncio.Future[None] = loop.create_future()
+            future = WaitFuture(loop=loop)
             self._waits[future] = (party or current_party.get(), loop.time(), than)
             try:
                 await future

@@ -8,14 +8,22 @@ that can only be woken by one another.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 current_party: ContextVar[str] = ContextVar("current_party", default="main")
 """Who is running: ``"Doubler[1].run"`` inside a worker's call, ``"main"`` elsewhere."""
+
+
+class WaitFuture(asyncio.Future[Any]):
+    """What a task awaits while it waits on a channel: nothing but the channel can end it.
+
+    The runtime tells by this type whether a worker could still go on by itself.
+    """
 
 
 class Wait(msgspec.Struct, frozen=True):
