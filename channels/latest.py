@@ -19,7 +19,7 @@ from rlinf_async.channels.errors import (
     EndOfChannel,
     WrongItemType,
 )
-from rlinf_async.channels.itemtypes import runtime_class
+from rlinf_async.channels.itemtypes import runtime_class, type_name
 from rlinf_async.channels.waitfor import Wait, WaitFuture, current_party
 
 T = TypeVar("T")
@@ -43,6 +43,16 @@ class LatestSender(abc.ABC, Generic[T_contra]):
 
     __slots__ = ()
 
+    @property
+    @abc.abstractmethod
+    def channel_name(self) -> str:
+        """Name of the channel."""
+
+    @property
+    @abc.abstractmethod
+    def item_type(self) -> Any:
+        """The type of its values."""
+
     @abc.abstractmethod
     async def publish(self, value: T_contra) -> int:
         """Replace the value; its version. Never waits for a receiver."""
@@ -59,6 +69,16 @@ class LatestReceiver(abc.ABC, Generic[T_co]):
 
     version: int
     """of the value last returned; 0 before the first"""
+
+    @property
+    @abc.abstractmethod
+    def channel_name(self) -> str:
+        """Name of the channel."""
+
+    @property
+    @abc.abstractmethod
+    def item_type(self) -> Any:
+        """The type of its values."""
 
     @abc.abstractmethod
     async def get(self, *, newer_than: int | None = None) -> T_co:
@@ -195,6 +215,14 @@ class LocalLatestSender(LatestSender[T_contra]):
     def latest(self) -> Latest[Any]:
         return self._latest
 
+    @property
+    def channel_name(self) -> str:
+        return self._latest.name
+
+    @property
+    def item_type(self) -> Any:
+        return self._latest.item_type
+
     async def publish(self, value: T_contra) -> int:
         return self._latest.publish_nowait(value)
 
@@ -214,6 +242,14 @@ class LocalLatestReceiver(LatestReceiver[T_co]):
     @property
     def latest(self) -> Latest[Any]:
         return self._latest
+
+    @property
+    def channel_name(self) -> str:
+        return self._latest.name
+
+    @property
+    def item_type(self) -> Any:
+        return self._latest.item_type
 
     async def get(self, *, newer_than: int | None = None) -> T_co:
         than = self.version if newer_than is None else newer_than
