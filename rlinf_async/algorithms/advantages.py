@@ -1,0 +1,96 @@
+"""Advantages by name. Shapes: ``T`` steps, ``E`` envs; arrays are float32 unless said otherwise.
+
+An advantage function never normalises: that is `normalize_advantages`, so that it can be done over
+a batch, a global batch or a group, whichever the algorithm asks for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from rlinf_async.algorithms.registry import Registry
+from rlinf_async.messages.embodied import Bools, Floats
+
+
+class AdvantageInputs(NamedTuple):
+    """What was collected, in the order it happened."""
+
+    reward: Floats
+    """``[T, E]``"""
+    value: Floats
+    """``[T + 1, E]``; the last row is the bootstrap value"""
+    terminated: Bools
+    """``[T, E]``: the episode ended for good"""
+    truncated: Bools
+    """``[T, E]``: the episode was cut"""
+    final_value: Floats
+    """``[T, E]``: value of the observation an episode was cut at; read at truncated steps only"""
+
+
+class Advantages(NamedTuple):
+    """Both ``[T, E]``, float32."""
+
+    advantage: Floats
+    returns: Floats
+    """the target of the value function"""
+
+
+class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which advantage, and its discounts."""
+
+    name: str = "gae"
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+
+    def __post_init__(self) -> None:
+        for field in ("gamma", "gae_lambda"):
+            number = getattr(self, field)
+            if not 0.0 <= number <= 1.0:
+                raise ValueError(f"{field} is {number}; it must lie between 0 and 1")
+
+
+class AdvantageFunction(Protocol):
+    """The shape of a registered advantage."""
+
+    def __call__(self, inputs: AdvantageInputs, config: AdvantageConfig, /) -> Advantages: ...
+
+
+advantage_functions: Registry[AdvantageFunction] = Registry("advantage")
+register_advantage = advantage_functions.register
+
+
+def compute_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
+    """Check the shapes and call the advantage named in ``config``.
+
+    Raises `UnknownName` for an unknown advantage and `ValueError` for shapes that do not fit.
+    """
+    _check_shapes(inputs)
+    return advantage_functions[config.name](inputs, config)
+
+
+def normalize_advantages(advantage: Floats, epsilon: float = 1e-8) -> Floats:
+    """Return ``advantage`` with mean 0 and standard deviation 1, over all its elements.
+
+    One element, or equal ones, give zeros: there is nothing to prefer.
+    """
+    centered = advantage - advantage.mean(dtype=np.float64)
+    deviation = float(np.sqrt(np.mean(np.square(centered), dtype=np.float64)))
+    normalized: Floats = (centered / (deviation + epsilon)).astype(np.float32)
+    return normalized
+
+
+def _check_shapes(inputs: AdvantageInputs) -> None:
+    steps = inputs.reward.shape
+    expected = {
+        "value": (steps[0] + 1, *steps[1:]),
+        "terminated": steps,
+        "truncated": steps,
+        "final_value": steps,
+    }
+    for field, shape in expected.items():
+        found = getattr(inputs, field).shape
+        if found != shape:
+            raise ValueError(f"{field} has shape {found}; with reward {steps} it must be {shape}")

@@ -1,0 +1,137 @@
+"""Losses by name, and the small formulas they are made of. ``B`` is the (micro-)batch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rlinf_async.algorithms.registry import Registry
+
+
+class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which loss, and its coefficients."""
+
+    name: str = "ppo"
+    clip_low: float = 0.2
+    """the ratio is held above ``1 - clip_low``"""
+    clip_high: float = 0.2
+    """the ratio is held below ``1 + clip_high``"""
+    dual_clip: float | None = None
+    """with a negative advantage the loss is held below ``-dual_clip * advantage``; above 1"""
+    value_clip: float | None = None
+    """new values are held this near to the old ones"""
+    value_coefficient: float = 1.0
+    """times half the mean squared error"""
+    entropy_coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.clip_low < 1.0:
+            raise ValueError(f"clip_low is {self.clip_low}; it must lie between 0 and 1")
+        if self.clip_high <= 0.0:
+            raise ValueError(f"clip_high is {self.clip_high}; it must be above 0")
+        if self.dual_clip is not None and self.dual_clip <= 1.0:
+            raise ValueError(f"dual_clip is {self.dual_clip}; it must be above 1, or left out")
+        if self.value_clip is not None and self.value_clip <= 0.0:
+            raise ValueError(f"value_clip is {self.value_clip}; it must be above 0, or left out")
+
+
+class LossInputs(NamedTuple):
+    """One micro-batch: what the policy says now, and what it said when it acted. All ``[B]``."""
+
+    log_prob: Tensor
+    entropy: Tensor
+    value: Tensor
+    old_log_prob: Tensor
+    old_value: Tensor
+    advantage: Tensor
+    returns: Tensor
+
+
+class LossOutput(NamedTuple):
+    """A scalar to differentiate, and detached scalars to look at."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+class LossFunction(Protocol):
+    """The shape of a registered loss."""
+
+    def __call__(self, inputs: LossInputs, config: LossConfig, /) -> LossOutput: ...
+
+
+loss_functions: Registry[LossFunction] = Registry("loss")
+register_loss = loss_functions.register
+
+
+class PolicyLoss(NamedTuple):
+    """Scalars."""
+
+    loss: Tensor
+    approx_kl: Tensor
+    clip_fraction: Tensor
+
+
+def clipped_policy_loss(
+    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, config: LossConfig
+) -> PolicyLoss:
+    """Return PPO's clipped surrogate (Schulman et al. 2017, equation 7), negated; inputs ``[B]``.
+
+    With ``dual_clip`` it is also bounded from the other side for negative advantages (Ye et al.
+    2020, equation 5).
+    """
+    log_ratio = log_prob - old_log_prob
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    loss = torch.maximum(-advantage * ratio, -advantage * clipped)
+    if config.dual_clip is not None:
+        bounded = torch.minimum(loss, -config.dual_clip * advantage)
+        loss = torch.where(advantage < 0, bounded, loss)
+    with torch.no_grad():
+        clip_fraction = (ratio != clipped).to(ratio.dtype).mean()
+        kl = approximate_kl(log_ratio)
+    return PolicyLoss(loss.mean(), kl, clip_fraction)
+
+
+def approximate_kl(log_ratio: Tensor) -> Tensor:
+    """Return the estimate ``mean(ratio - 1 - log ratio)`` of KL(old, new); ``log_ratio [B]``.
+
+    It is never negative and unbiased under the old policy (Schulman 2020, "Approximating KL
+    divergence", k3).
+    """
+    return (torch.expm1(log_ratio) - log_ratio).mean()
+
+
+def value_loss(
+    value: Tensor, old_value: Tensor, returns: Tensor, clip: float | None = None
+) -> Tensor:
+    """Return half the mean squared error of ``value``; inputs ``[B]``.
+
+    With ``clip`` it is the larger of that and the error of the value held within ``clip`` of the
+    old one, element by element.
+    """
+    error = (value - returns).square()
+    if clip is not None:
+        near = old_value + (value - old_value).clamp(-clip, clip)
+        error = torch.maximum(error, (near - returns).square())
+    return 0.5 * error.mean()
+
+
+@register_loss("ppo")
+def ppo_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
+    """Return the clipped policy loss + value loss - entropy bonus (Schulman et al. 2017, eq. 9)."""
+    policy = clipped_policy_loss(inputs.log_prob, inputs.old_log_prob, inputs.advantage, config)
+    value = value_loss(inputs.value, inputs.old_value, inputs.returns, config.value_clip)
+    entropy = inputs.entropy.mean()
+    loss = policy.loss + config.value_coefficient * value - config.entropy_coefficient * entropy
+    metrics = {
+        "policy_loss": policy.loss.detach(),
+        "value_loss": value.detach(),
+        "entropy": entropy.detach(),
+        "approx_kl": policy.approx_kl,
+        "clip_fraction": policy.clip_fraction,
+    }
+    return LossOutput(loss, metrics)

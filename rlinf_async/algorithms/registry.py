@@ -1,0 +1,59 @@
+"""A table of named functions, and an error that helps when the name is wrong."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class UnknownName(LookupError):
+    """Nothing is registered under this name; the message lists what is, nearest first."""
+
+    def __init__(self, kind: str, name: str, known: list[str]) -> None:
+        nearest = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        listed = ", ".join(repr(entry) for entry in known) or "none"
+        super().__init__(f"no {kind} is called {name!r}{hint} (known: {listed})")
+        self.kind = kind
+        self.name = name
+        self.known = known
+
+
+class Registry(Generic[T]):
+    """Names to functions of one kind.
+
+    Raises `UnknownName` for a name that is not there and `ValueError` for one given twice.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Return a decorator that enters its function under ``name``."""
+
+        def enter(entry: T) -> T:
+            if self._entries.get(name, entry) is not entry:
+                raise ValueError(
+                    f"a {self.kind} called {name!r} is registered already; choose another name"
+                )
+            self._entries[name] = entry
+            return entry
+
+        return enter
+
+    def __getitem__(self, name: str) -> T:
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise UnknownName(self.kind, name, self.names()) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def names(self) -> list[str]:
+        """Return the registered names, sorted."""
+        return sorted(self._entries)
