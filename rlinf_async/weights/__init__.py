@@ -1,0 +1,17 @@
+"""Weights as buckets of bytes, under one version, checked before they are used."""
+
+from rlinf_async.weights.errors import WeightsDamaged, WeightsError, WeightsMismatch
+from rlinf_async.weights.pack import DEFAULT_BUCKET_BYTES, pack
+from rlinf_async.weights.unpack import check_fit, load, unpack, verify
+
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "WeightsDamaged",
+    "WeightsError",
+    "WeightsMismatch",
+    "check_fit",
+    "load",
+    "pack",
+    "unpack",
+    "verify",
+]
