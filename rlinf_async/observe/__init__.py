@@ -1,0 +1,41 @@
+"""What a run shows while it goes on, and what it leaves behind.
+
+::
+
+    run_folder      where all of it is kept             files           whole or not there
+    metrics         rows of numbers: CSV and sinks      learning_curve  a picture of them
+    trace           spans of workers                    perfetto        the trace file
+    busy, timeline  who was busy when, and its picture  video           the policy in its env
+    progress        the live view                       summary         what the run came to
+
+Light names are here; what draws is imported from its own module, because workers trace and never
+draw: ``from rlinf_async.observe.timeline import draw_timeline``.
+"""
+
+from rlinf_async.observe.errors import MetricsError, ObserveError, RunFolderError, VideoError
+from rlinf_async.observe.metrics import MetricsSink, MetricsWriter
+from rlinf_async.observe.perfetto import read_perfetto, write_perfetto
+from rlinf_async.observe.run_folder import RunFolder
+from rlinf_async.observe.summary import Staleness, Summary, last_line, read_summary, write_summary
+from rlinf_async.observe.trace import WAIT, Span, SpanRecorder, is_waiting
+
+__all__ = [
+    "WAIT",
+    "MetricsError",
+    "MetricsSink",
+    "MetricsWriter",
+    "ObserveError",
+    "RunFolder",
+    "RunFolderError",
+    "Span",
+    "SpanRecorder",
+    "Staleness",
+    "Summary",
+    "VideoError",
+    "is_waiting",
+    "last_line",
+    "read_perfetto",
+    "read_summary",
+    "write_perfetto",
+    "write_summary",
+]

@@ -1,0 +1,127 @@
+"""A CSV of numbers that only grows, and survives being killed at any byte.
+
+The first column is ``step``. A new name becomes a new last column: the file is then replaced by one
+with the longer header, at once. A row is one write to the end of the file, so a kill can tear only
+the last line; a torn line is dropped when the file is opened again.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from rlinf_async.observe.errors import MetricsError, RunFolderError
+from rlinf_async.observe.files import append_all, atomic_write, explaining
+
+STEP = "step"
+
+
+class CsvLog:
+    """An open CSV log. ``keep_to`` is the last step of the old file to keep; None keeps nothing."""
+
+    def __init__(self, path: Path, *, keep_to: int | None) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+        header, rows = _read(path)
+        kept = [row for row in rows if keep_to is not None and _is_kept(row, header, keep_to)]
+        self.dropped_rows = len(rows) - len(kept)
+        self._columns = header if kept else [STEP]
+        self._replace(kept)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one row.
+
+        Raises:
+            MetricsError: a metric is named ``step``, or its name holds a line break.
+            RunFolderError: the row could not be written.
+        """
+        new = [name for name in metrics if name not in self._columns]
+        for name in (STEP, *new):
+            _check_name(name, metrics)
+        if new:
+            self._widen(new)
+        row = {STEP: step, **metrics}
+        line = _line(_text(row.get(name)) for name in self._columns)
+        with explaining("write", self._path):
+            if self._descriptor is None:
+                raise RunFolderError(f"{self._path} was closed and then written to")
+            append_all(self._descriptor, line.encode())
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _widen(self, new: list[str]) -> None:
+        header, rows = _read(self._path)
+        self._columns = [*self._columns, *new]
+        self._replace([row for row in rows if len(row) == len(header)])
+
+    def _replace(self, rows: list[list[str]]) -> None:
+        """Write the whole file anew, and append to that one from here on."""
+        self.close()
+        width = len(self._columns)
+        lines = [_line(self._columns)]
+        lines += [_line([*row, *[""] * (width - len(row))]) for row in rows]
+        atomic_write(self._path, "".join(lines))
+        with explaining("open", self._path):
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+
+
+def read_columns(path: Path) -> dict[str, list[float]]:
+    """The columns of a metrics file by name; NaN where a row has no value. Torn rows are left out.
+
+    Raises:
+        RunFolderError: the file cannot be read, or is not such a CSV.
+    """
+    header, rows = _read(path)
+    whole = [row for row in rows if len(row) == len(header)]
+    try:
+        numbers = [[float(cell) if cell else float("nan") for cell in row] for row in whole]
+    except ValueError as error:
+        raise RunFolderError(f"{path} holds something that is not a number: {error}") from error
+    return {name: [row[column] for row in numbers] for column, name in enumerate(header)}
+
+
+def _read(path: Path) -> tuple[list[str], list[list[str]]]:
+    """Header and rows, torn ones included; an absent or empty file has the header ``step``."""
+    with explaining("read", path):
+        content = path.read_bytes() if path.exists() else b""
+    whole, _, torn = content.decode(errors="replace").rpartition("\n")
+    rows = list(csv.reader(io.StringIO(whole, newline="")))
+    if torn and rows:
+        rows.append([])
+    if not rows:
+        return [STEP], []
+    if rows[0][:1] != [STEP]:
+        raise RunFolderError(
+            f"{path} does not start with a column {STEP!r}: it is not a metrics file of a run; "
+            "move it away"
+        )
+    return rows[0], rows[1:]
+
+
+def _is_kept(row: list[str], header: list[str], keep_to: int) -> bool:
+    return len(row) == len(header) and row[0].isdecimal() and int(row[0]) <= keep_to
+
+
+def _check_name(name: str, metrics: Mapping[str, float]) -> None:
+    if name == STEP and STEP in metrics:
+        raise MetricsError(f"a metric may not be named {STEP!r}: that column is the row's step")
+    if not name or "\n" in name or "\r" in name:
+        raise MetricsError(f"{name!r} cannot name a metric: it is empty or holds a line break")
+
+
+def _line(cells: Iterable[str]) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerow(list(cells))
+    return buffer.getvalue()
+
+
+def _text(value: float | None) -> str:
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:.12g}"

@@ -1,0 +1,178 @@
+"""Metrics of a run: one row of numbers per iteration, in a CSV and in named sinks.
+
+The CSV is the record that everything else reads; a sink (TensorBoard, or one from the entry point
+group ``rlinf_async.metrics``) gets the same rows.
+
+Invariant: however often a run is killed and resumed, each step stands in the CSV once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Protocol, Self, SupportsFloat
+
+from rlinf_async.observe.csv_log import CsvLog
+from rlinf_async.observe.errors import MetricsError, ObserveError
+
+SINK_GROUP: Final = "rlinf_async.metrics"
+
+# The names that the learning curve and the live view know; a run may write any others beside them.
+ENV_STEPS: Final = "env_steps"
+SECONDS: Final = "train_seconds"
+RETURN: Final = "return"
+SUCCESS_RATE: Final = "success_rate"
+
+
+class MetricsSink(Protocol):
+    """Something that takes rows of metrics. Made as ``factory(folder, resume_at)``."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+SinkFactory = Callable[[Path, int | None], MetricsSink]
+"""``(run folder, last step to keep or None)`` -> sink. Steps after that one will come again."""
+
+
+class MetricsWriter:
+    """Writes rows to ``metrics.csv`` and to the named sinks.
+
+    Args:
+        folder: the run folder.
+        resume_at: the last step to keep of an earlier start; later rows are dropped, because they
+            will be made again. None keeps nothing.
+        sinks: names of sinks: ``tensorboard``, or those of the entry point group
+            ``rlinf_async.metrics``.
+
+    Raises:
+        RunFolderError: a file cannot be written.
+        MetricsError: a sink is unknown or did not open.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        resume_at: int | None = None,
+        sinks: Sequence[str] = ("tensorboard",),
+    ) -> None:
+        path = Path(folder)
+        factories = {name: find_sink(name) for name in sinks}
+        self._csv = CsvLog(path / "metrics.csv", keep_to=resume_at)
+        self._sinks: dict[str, MetricsSink] = {}
+        try:
+            for name, factory in factories.items():
+                self._sinks[name] = _open_sink(name, factory, path, resume_at)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def dropped_rows(self) -> int:
+        """Rows of earlier starts that were dropped: past the resume point, or torn by a kill."""
+        return self._csv.dropped_rows
+
+    def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Write one row. A metric seen for the first time becomes a new column at the end.
+
+        Raises:
+            MetricsError: a metric is not a number, or a sink broke; it is named.
+            RunFolderError: the disk is full, or the like.
+        """
+        row = {name: _as_number(name, value) for name, value in metrics.items()}
+        self._csv.write(step, row)
+        for name, sink in self._sinks.items():
+            try:
+                sink.write(step, row)
+            except ObserveError:
+                raise
+            except Exception as error:
+                raise MetricsError(_broken(name, f"at step {step}", error)) from error
+
+    def close(self) -> None:
+        """Close the CSV and every sink, also after one of them failed to close."""
+        self._csv.close()
+        failure: MetricsError | None = None
+        while self._sinks:
+            name, sink = self._sinks.popitem()
+            try:
+                sink.close()
+            except Exception as error:
+                failure = MetricsError(_broken(name, "when it was closed", error))
+                failure.__cause__ = error
+        if failure is not None:
+            raise failure
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except MetricsError:
+            if error is None:
+                raise  # otherwise the error on its way out is the first cause
+
+
+def find_sink(name: str) -> SinkFactory:
+    """The factory of a sink by name.
+
+    Raises:
+        MetricsError: there is none of that name, or its package does not import.
+    """
+    if name == "tensorboard":
+        return _tensorboard
+    installed = {entry.name: entry for entry in entry_points(group=SINK_GROUP)}
+    if name not in installed:
+        known = ", ".join(sorted({"tensorboard", *installed}))
+        raise MetricsError(
+            f"there is no metrics sink {name!r}; known: {known}. A package adds one by the entry "
+            f"point group {SINK_GROUP!r}"
+        )
+    try:
+        factory: SinkFactory = installed[name].load()
+    except Exception as error:
+        raise MetricsError(_broken(name, "when it was imported", error)) from error
+    return factory
+
+
+def _tensorboard(folder: Path, resume_at: int | None) -> MetricsSink:
+    # Imported here: it takes a quarter of a second, which a worker that only traces need not pay.
+    from rlinf_async.observe.tensorboard_sink import TensorBoardSink
+
+    return TensorBoardSink(folder, resume_at)
+
+
+def _open_sink(name: str, factory: SinkFactory, folder: Path, resume_at: int | None) -> MetricsSink:
+    try:
+        return factory(folder, resume_at)
+    except ObserveError:
+        raise
+    except Exception as error:
+        raise MetricsError(_broken(name, "when it was opened", error)) from error
+
+
+def _as_number(name: str, value: SupportsFloat) -> float:
+    """A plain int or float of whatever was given: a numpy scalar, a one-element tensor."""
+    if isinstance(value, int):
+        return int(value)
+    try:
+        if isinstance(value, str):
+            raise TypeError("a string is not a number")
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise MetricsError(f"metric {name!r} is {value!r}, which is not a number") from error
+
+
+def _broken(name: str, when: str, error: Exception) -> str:
+    return f"metrics sink {name!r} failed {when}: {type(error).__name__}: {error}"

@@ -1,0 +1,255 @@
+"""The live view of a run: a table redrawn in a terminal, a plain line now and then elsewhere.
+
+The view has no thread and no timer of its own: it draws in `ProgressView.update`, as often as its
+rate allows. Nothing that happens to the terminal stops a run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Final, Self
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_REDRAW_SECONDS: Final = 0.2
+_ROWS: Final = 10  # of channels, and of workers; the rest is counted
+_NARROW: Final = 60  # columns, below which bars and details are left out
+
+
+class ChannelView(msgspec.Struct, kw_only=True, frozen=True):
+    """One channel: how many items it holds, of how many it takes."""
+
+    name: str
+    depth: int
+    capacity: int | None = None
+
+
+class WorkerView(msgspec.Struct, kw_only=True, frozen=True):
+    """One worker: what it does, or what it waits for and for how many seconds."""
+
+    name: str
+    doing: str = ""
+    waiting_for: str | None = None
+    waiting_seconds: float = 0.0
+    restarts: int = 0
+
+
+class ProgressState(msgspec.Struct, kw_only=True):
+    """All that the view shows. What is not known yet is None and shows as ``-``."""
+
+    run: str
+    iteration: int
+    iterations: int | None = None
+    env_steps: int = 0
+    seconds: float = 0.0
+    """Of training."""
+    steps_per_second: float | None = None
+    return_: float | None = None
+    success_rate: float | None = None
+    staleness: float | None = None
+    """Mean versions behind, of the last batch."""
+    channels: Sequence[ChannelView] = ()
+    workers: Sequence[WorkerView] = ()
+    note: str = ""
+    """One sentence about what goes on now: starting, evaluating, a worker that was restarted."""
+
+
+class ProgressView:
+    """Shows the newest `ProgressState`.
+
+    ::
+
+        with ProgressView() as view:
+            view.update(state)
+
+    Args:
+        console: where to; standard output where it is None.
+        interval: seconds between two lines where the output is not a terminal.
+        clock: seconds; for tests.
+    """
+
+    def __init__(
+        self,
+        *,
+        console: Console | None = None,
+        interval: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = Console(highlight=False) if console is None else console
+        self._clock = clock
+        self._every = _REDRAW_SECONDS if self._console.is_terminal else interval
+        self._live: Live | None = None
+        self._newest: ProgressState | None = None
+        self._shown: ProgressState | None = None
+        self._next = float("-inf")
+        self._gone = False
+
+    def update(self, state: ProgressState) -> None:
+        """Take the newest state, and show it where the last one was shown long enough ago."""
+        self._newest = state
+        now = self._clock()
+        if now >= self._next:
+            self._next = now + self._every
+            self._show(state)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False, transient=False)
+            self._guarded(self._live.start)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Show the last state, which may have come too soon after the one before."""
+        if self._newest is not None and self._newest is not self._shown:
+            self._show(self._newest)
+        if self._live is not None:
+            self._guarded(self._live.stop)
+            self._live = None
+
+    def _show(self, state: ProgressState) -> None:
+        self._shown = state
+        live = self._live
+        if live is not None:
+            picture = picture_of(state, self._console.width)
+            self._guarded(lambda: live.update(picture, refresh=True))
+        else:
+            self._guarded(lambda: self._console.print(line_of(state), soft_wrap=True))
+
+    def _guarded(self, show: Callable[[], object]) -> None:
+        """Show, or go on without a view: the terminal or pipe may be gone (``| head``)."""
+        if self._gone:
+            return
+        try:
+            show()
+        except OSError:
+            self._gone = True
+
+
+def line_of(state: ProgressState) -> Text:
+    """The state in one plain ASCII line."""
+    parts = [
+        f"{state.run}: iteration {_of(state.iteration, state.iterations)}",
+        f"{state.env_steps} steps in {state.seconds:.0f} s",
+        f"{_number(state.steps_per_second, '.0f')} steps/s",
+        f"return {_number(state.return_, '.2f')}",
+        f"success {_number(state.success_rate, '.0%')}",
+        f"staleness {_number(state.staleness, '.1f')}",
+    ]
+    if state.channels:
+        depths = (f"{view.name} {_of(view.depth, view.capacity)}" for view in state.channels)
+        parts.append("channels " + " ".join(depths))
+    waiting = [view.name for view in state.workers if view.waiting_for is not None]
+    if waiting:
+        parts.append("waiting: " + " ".join(waiting))
+    return Text(" | ".join([*parts, *([state.note] if state.note else [])]))
+
+
+def picture_of(state: ProgressState, width: int) -> RenderableType:
+    """The state as the table of the live view, for a terminal of so many columns."""
+    wide = width >= _NARROW
+    parts: list[RenderableType] = [_headline(state)]
+    if wide and state.iterations:
+        parts.append(ProgressBar(total=state.iterations, completed=state.iteration))
+    if state.note:
+        parts.append(Text(state.note, style="yellow", overflow="ellipsis", no_wrap=True))
+    if state.channels:
+        parts.append(_channels(state.channels, wide=wide))
+    if state.workers:
+        parts.append(_workers(state.workers, wide=wide))
+    body = Group(*parts)
+    return Panel(body, title=Text(state.run), title_align="left") if wide else body
+
+
+def _headline(state: ProgressState) -> Table:
+    """The numbers of the run; a narrow terminal folds them into further lines."""
+    figures = [
+        ("iteration", _of(state.iteration, state.iterations)),
+        ("steps", f"{state.env_steps:,}"),
+        ("steps/s", _number(state.steps_per_second, ",.0f")),
+        ("seconds", f"{state.seconds:.0f}"),
+        ("return", _number(state.return_, ".2f")),
+        ("success", _number(state.success_rate, ".0%")),
+        ("staleness", _number(state.staleness, ".1f")),
+    ]
+    text = Text("   ").join(Text.assemble(f"{name} ", (value, "bold")) for name, value in figures)
+    grid = Table.grid()
+    grid.add_row(text)
+    return grid
+
+
+def _channels(channels: Sequence[ChannelView], *, wide: bool) -> Table:
+    table = _table("channel", "depth", *(["fill"] if wide else []))
+    for view in channels[:_ROWS]:
+        cells: list[RenderableType] = [Text(view.name), Text(_of(view.depth, view.capacity))]
+        if wide:
+            cells.append(_fill(view))
+        table.add_row(*cells)
+    return _with_rest(table, len(channels))
+
+
+def _fill(view: ChannelView) -> RenderableType:
+    """A bar that is red where the channel is full: its senders wait."""
+    if not view.capacity:
+        return Text("no limit", style="dim")
+    style = "red" if view.depth >= view.capacity else "cyan"
+    return ProgressBar(
+        total=view.capacity,
+        completed=min(view.depth, view.capacity),
+        width=16,
+        complete_style=style,
+        finished_style=style,
+    )
+
+
+def _workers(workers: Sequence[WorkerView], *, wide: bool) -> Table:
+    """The workers, those that wait longest first where not all can be shown."""
+    shown = workers
+    if len(workers) > _ROWS:
+        shown = sorted(workers, key=lambda view: -view.waiting_seconds)[:_ROWS]
+    table = _table("worker", "doing", *(["restarts"] if wide else []))
+    for view in shown:
+        cells = [Text(view.name), _doing(view)]
+        if wide:
+            cells.append(Text(str(view.restarts) if view.restarts else "", style="yellow"))
+        table.add_row(*cells)
+    return _with_rest(table, len(workers))
+
+
+def _doing(view: WorkerView) -> Text:
+    if view.waiting_for is None:
+        return Text(view.doing, style="green")
+    return Text(f"waits {view.waiting_seconds:.1f} s for {view.waiting_for}", style="dim")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name, no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def _with_rest(table: Table, count: int) -> Table:
+    if count > _ROWS:
+        table.add_row(Text(f"and {count - _ROWS} more", style="dim"))
+    return table
+
+
+def _of(value: int, total: int | None) -> str:
+    return str(value) if total is None else f"{value}/{total}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,226 @@
+"""The run folder: where a run keeps everything that it leaves.
+
+::
+
+    DIR/
+      run.json            marks the folder as ours: how often it was started, and when
+      config.toml         the configuration (config.1.toml, ...: of earlier starts, if it differed)
+      metrics.csv         one row per iteration
+      tensorboard/        the same for TensorBoard
+      checkpoints/        what --resume goes on from
+      learning_curve.png  video.mp4  trace.json  timeline.png  summary.json      written at the end
+
+Invariant: a folder belongs to one run, and to one process at a time. A fresh run never writes into
+somebody's files, and two processes never write into one folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from rlinf_async.observe.errors import RunFolderError
+from rlinf_async.observe.files import atomic_write, explaining, is_partial
+
+_MARKER = "run.json"
+_LOCK = ".lock"
+_CONFIG = "config.toml"
+
+
+class _Marker(msgspec.Struct, kw_only=True):
+    """What ``run.json`` holds. Times are seconds since 1970, UTC."""
+
+    made_by: str = "rlinf_async"
+    starts: list[float]
+
+
+class RunFolder:
+    """A run's folder, held by this process until `close`. Made by `RunFolder.create`."""
+
+    def __init__(self, path: Path, lock: int, *, resumed: bool, notes: Iterable[str] = ()) -> None:
+        self.path = path
+        self.resumed = resumed
+        """Whether an earlier start of this run left its files here."""
+        self.notes = tuple(notes)
+        """What the user should be told about how the folder was opened."""
+        self._lock: int | None = lock
+
+    @classmethod
+    def create(
+        cls, path: str | os.PathLike[str], *, config_text: str, resume: bool = False
+    ) -> RunFolder:
+        """Make the folder, or with ``resume`` take up the run in it, and record the configuration.
+
+        With ``resume``, a folder that is absent or empty starts a fresh run and a note says so: a
+        run that was killed before it had written anything is started again by the same command.
+
+        Raises:
+            RunFolderError: the folder holds something else, or a run and ``resume`` is False, or a
+                run that is still going on; or the disk is full or not writable.
+        """
+        folder = Path(path).expanduser().absolute()
+        with explaining("make the run folder", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        marker = _read_marker(folder, resume=resume)
+        lock = _take_lock(folder)
+        try:
+            notes = _record_start(folder, marker, config_text, resume=resume)
+        except BaseException:
+            os.close(lock)
+            raise
+        return cls(folder, lock, resumed=marker is not None, notes=notes)
+
+    @property
+    def config(self) -> Path:
+        return self.path / _CONFIG
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.csv"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def learning_curve(self) -> Path:
+        return self.path / "learning_curve.png"
+
+    @property
+    def video(self) -> Path:
+        return self.path / "video.mp4"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace.json"
+
+    @property
+    def timeline(self) -> Path:
+        return self.path / "timeline.png"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def close(self) -> None:
+        """Let another process take the folder; a second close does nothing."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _read_marker(folder: Path, *, resume: bool) -> _Marker | None:
+    """The marker of the run in the folder, None where it is empty; refuses what is not ours."""
+    with explaining("read the run folder", folder):
+        marker = folder / _MARKER
+        if not marker.exists():
+            _refuse_strangers(folder)
+            return None
+        content = marker.read_bytes()
+    try:
+        known = msgspec.json.decode(content, type=_Marker)
+    except msgspec.DecodeError as error:
+        raise RunFolderError(
+            f"{marker} is not the marker of a rlinf_async run ({error}); choose another folder"
+        ) from error
+    if not resume:
+        raise RunFolderError(
+            f"{folder} already holds a run; go on with it (--resume), choose another folder "
+            "(--out DIR), or remove it"
+        )
+    return known
+
+
+def _refuse_strangers(folder: Path) -> None:
+    """A folder without our marker may hold nothing but what a killed start left behind."""
+    strangers = sorted(
+        entry.name for entry in folder.iterdir() if entry.name != _LOCK and not is_partial(entry)
+    )
+    if strangers:
+        raise RunFolderError(
+            f"{folder} is not empty and not a run folder (it holds {strangers[0]!r}"
+            f"{f' and {len(strangers) - 1} more' if len(strangers) > 1 else ''}); "
+            "choose an empty or a new folder (--out DIR)"
+        )
+
+
+def _take_lock(folder: Path) -> int:
+    """Hold the folder for this process; the kernel lets go of it however the process ends."""
+    path = folder / _LOCK
+    with explaining("write", path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with explaining("lock", path):
+            _lock_exclusively(descriptor, folder)
+    except RunFolderError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _lock_exclusively(descriptor: int, folder: Path) -> None:
+    try:
+        # lockf, not flock: a forked worker that outlives us for a moment does not inherit it.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        raise RunFolderError(
+            f"another process is running in {folder}; wait for it or stop it, or choose another "
+            "folder (--out DIR)"
+        ) from error
+
+
+def _record_start(
+    folder: Path, marker: _Marker | None, config_text: str, *, resume: bool
+) -> list[str]:
+    """Write configuration and marker; the notes say what is unusual."""
+    notes: list[str] = []
+    if marker is None:
+        if resume:
+            notes.append(f"nothing to resume in {folder}: starting from the beginning")
+        marker = _Marker(starts=[])
+    marker.starts.append(time.time())
+    # The marker first: a start killed right after it has left a folder that we know as ours.
+    atomic_write(folder / _MARKER, msgspec.json.format(msgspec.json.encode(marker)))
+    _record_config(folder, config_text, notes)
+    for name in ("tensorboard", "checkpoints"):
+        with explaining("make", folder / name):
+            (folder / name).mkdir(exist_ok=True)
+    return notes
+
+
+def _record_config(folder: Path, config_text: str, notes: list[str]) -> None:
+    """Write ``config.toml``, and keep the one before under a number where it differs."""
+    path = folder / _CONFIG
+    with explaining("read", path):
+        before = (
+            path.read_text(encoding="utf-8", errors="replace") if path.exists() else config_text
+        )
+    if before != config_text:
+        number = 1
+        while (kept := folder / f"config.{number}.toml").exists():
+            number += 1
+        atomic_write(kept, before)
+        notes.append(f"the configuration changed since the last start: the old one is {kept}")
+    atomic_write(path, config_text)

@@ -1,0 +1,242 @@
+"""A video of a policy in its environment.
+
+Everything happens in the calling thread, on an env that is made here: an OpenGL context belongs to
+the thread that made it, and rendering from another one gives black frames without an error. So do
+not call this by ``asyncio.to_thread``, nor after other rendering envs of this process were closed;
+the runtime gives it a process of its own. Black frames that come all the same are an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol, Self, SupportsFloat
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rlinf_async.observe.errors import VideoError
+from rlinf_async.observe.files import replacing
+
+Frame = NDArray[np.uint8]
+
+_DEFAULT_FPS: Final = 25.0
+_MOST_BLANK: Final = 0.5  # share of frames of one colour; above it the renderer is at fault
+
+
+class RenderedEnv(Protocol):
+    """What is used of a Gymnasium env, made with ``render_mode="rgb_array"``."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
+
+    def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]: ...
+
+    def step(self, action: Any, /) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]: ...
+
+    def render(self) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+class VideoReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the video shows."""
+
+    path: str
+    frames: int
+    blank_frames: int
+    """Frames of a single colour."""
+    fps: float
+    returns: list[float]
+    """Undiscounted return of each episode."""
+    successes: list[bool | None]
+    """Whether each episode ended in success; None where the env does not say."""
+
+
+def record_video(
+    make_env: Callable[[], RenderedEnv],
+    act: Callable[[Any], Any],
+    path: Path,
+    *,
+    episodes: int = 3,
+    seed: int | None = None,
+    max_steps: int = 1000,
+) -> VideoReport:
+    """Play episodes and write them as an mp4 (H.264), at the env's own frame rate.
+
+    Sets ``MUJOCO_GL=egl`` for this process where there is no display and nothing else was chosen.
+
+    Args:
+        make_env: makes the env, with ``render_mode="rgb_array"``; called here, and closed here.
+        act: observation -> action. What it raises goes through as it is.
+        max_steps: of one episode, for an env that does not end.
+
+    Raises:
+        VideoError: the env could not be made, did not step or render, or rendered blank frames;
+            or ffmpeg is missing or failed. No file is left then.
+        RunFolderError: the disk is full, or the like.
+    """
+    choose_headless_renderer()
+    seeds = [seed, *[None] * (episodes - 1)]
+    with (
+        _made(make_env) as env,
+        replacing(path) as partial,
+        _Mp4(partial, _fps(env)) as video,
+    ):
+        played = [_play(env, act, video, max_steps, seed=one) for one in seeds]
+        _refuse_blank(video)
+    return VideoReport(
+        path=str(path),
+        frames=video.frames,
+        blank_frames=video.blank_frames,
+        fps=video.fps,
+        returns=[total for total, _ in played],
+        successes=[success for _, success in played],
+    )
+
+
+def choose_headless_renderer() -> None:
+    """Let MuJoCo render by EGL on a Linux host without a display, unless the user chose."""
+    has_display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if sys.platform == "linux" and not has_display:
+        os.environ.setdefault("MUJOCO_GL", "egl")
+
+
+@contextlib.contextmanager
+def _made(make_env: Callable[[], RenderedEnv]) -> Iterator[RenderedEnv]:
+    """The env, closed afterwards. What went wrong before the closing is what is raised."""
+    with _naming("make the env"):
+        env = make_env()
+    try:
+        yield env
+    except BaseException:
+        with contextlib.suppress(Exception):
+            env.close()
+        raise
+    with _naming("close the env"):
+        env.close()
+
+
+def _play(
+    env: RenderedEnv, act: Callable[[Any], Any], video: _Mp4, max_steps: int, *, seed: int | None
+) -> tuple[float, bool | None]:
+    """One episode: its return, and whether it ended in success."""
+    with _naming("reset the env"):
+        observation, info = env.reset(seed=seed)
+    video.add(_render(env))
+    total = 0.0
+    for _ in range(max_steps):
+        action = act(observation)
+        with _naming("step the env"):
+            observation, reward, terminated, truncated, info = env.step(action)
+        total += float(reward)
+        video.add(_render(env))
+        if terminated or truncated:
+            break
+    success = info.get("is_success", info.get("success"))
+    return total, None if success is None else bool(success)
+
+
+def _render(env: RenderedEnv) -> Frame:
+    """One frame ``[height, width, rgb]``."""
+    with _naming("render the env"):
+        frame = env.render()
+    if frame is None:
+        raise VideoError(
+            "the env rendered nothing (render() gave None); make it with render_mode='rgb_array'"
+        )
+    image = np.asarray(frame)
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+        raise VideoError(
+            f"the env rendered {image.dtype} of shape {image.shape}; a frame is uint8 "
+            "[height, width, 3], as render_mode='rgb_array' gives it"
+        )
+    return image
+
+
+def _fps(env: RenderedEnv) -> float:
+    """The env's own rate, where it says one."""
+    fps = env.metadata.get("render_fps")
+    return float(fps) if isinstance(fps, int | float) and fps > 0 else _DEFAULT_FPS
+
+
+def _refuse_blank(video: _Mp4) -> None:
+    if video.blank_frames > _MOST_BLANK * video.frames:
+        raise VideoError(
+            f"{video.blank_frames} of {video.frames} frames are of a single colour: the renderer "
+            "does not work here. Render in the thread that made the env, in a process in which no "
+            "other rendering env was closed; or try another MUJOCO_GL "
+            f"(it is {os.environ.get('MUJOCO_GL')!r}; egl, osmesa, glfw)"
+        )
+
+
+@contextlib.contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Say which step failed. An env may raise anything, so anything is caught, and chained."""
+    try:
+        yield
+    except Exception as error:
+        raise VideoError(
+            f"no video: could not {what}: {type(error).__name__}: {error} (to render, an env needs "
+            f"a display, EGL or OSMesa; MUJOCO_GL is {os.environ.get('MUJOCO_GL')!r})"
+        ) from error
+
+
+class _Mp4:
+    """An mp4 that grows by a frame at a time. ffmpeg starts with the first, which has the size."""
+
+    def __init__(self, path: Path, fps: float) -> None:
+        self.path = path
+        self.fps = fps
+        self.frames = 0
+        self.blank_frames = 0
+        self._pipe: Any = None
+        self._shape: tuple[int, ...] = ()
+
+    def add(self, frame: Frame) -> None:
+        if self._pipe is None:
+            self._shape = frame.shape
+            self._pipe = _open_ffmpeg(self.path, (frame.shape[1], frame.shape[0]), self.fps)
+        if frame.shape != self._shape:
+            raise VideoError(
+                f"frame {self.frames} is {frame.shape}, the first one was {self._shape}: a video "
+                "has one size"
+            )
+        self.frames += 1
+        self.blank_frames += not frame.std() > 0
+        try:
+            self._pipe.send(np.ascontiguousarray(frame))
+        except OSError as error:
+            raise VideoError(f"ffmpeg failed at frame {self.frames}: {error}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._pipe is None:
+            return
+        self._pipe.close()
+        if kind is None and (not self.path.exists() or not self.path.stat().st_size):
+            raise VideoError(f"ffmpeg wrote nothing to {self.path}")
+
+
+def _open_ffmpeg(path: Path, size: tuple[int, int], fps: float) -> Any:
+    """A started generator that takes frames. ffmpeg's messages come with its errors."""
+    try:
+        import imageio_ffmpeg
+    except ModuleNotFoundError as error:
+        raise VideoError(
+            "a video needs imageio-ffmpeg: pip install 'rlinf-async[embodied]'"
+        ) from error
+    # Even sides are all that H.264 asks for; the default would scale to a multiple of 16.
+    options: dict[str, Any] = {"fps": fps, "quality": 7, "macro_block_size": 2}
+    pipe = imageio_ffmpeg.write_frames(str(path), size, ffmpeg_log_level="error", **options)
+    try:
+        pipe.send(None)
+    except (OSError, RuntimeError) as error:
+        raise VideoError(f"ffmpeg did not start: {error}") from error
+    return pipe
