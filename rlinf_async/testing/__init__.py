@@ -1,0 +1,46 @@
+"""Tools to test concurrent code: every order of events, no sleeping, nothing left behind."""
+
+from rlinf_async.testing.blocked import wait_all_blocked
+from rlinf_async.testing.blocking import LoopWatch, forbid_blocking
+from rlinf_async.testing.errors import (
+    Deadlock,
+    InvariantBroken,
+    Livelock,
+    LoopBlocked,
+    SequenceBroken,
+    Unhandled,
+)
+from rlinf_async.testing.explore import SEED_VARIABLE, explore, replay_command, run, run_on
+from rlinf_async.testing.invariants import (
+    Bounds,
+    ExactlyOnce,
+    OrderPerKey,
+    no_tasks_left,
+    nothing_left_waiting,
+)
+from rlinf_async.testing.sequencer import Sequencer
+from rlinf_async.testing.virtual_loop import VirtualLoop
+
+__all__ = [
+    "SEED_VARIABLE",
+    "Bounds",
+    "Deadlock",
+    "ExactlyOnce",
+    "InvariantBroken",
+    "Livelock",
+    "LoopBlocked",
+    "LoopWatch",
+    "OrderPerKey",
+    "SequenceBroken",
+    "Sequencer",
+    "Unhandled",
+    "VirtualLoop",
+    "explore",
+    "forbid_blocking",
+    "no_tasks_left",
+    "nothing_left_waiting",
+    "replay_command",
+    "run",
+    "run_on",
+    "wait_all_blocked",
+]

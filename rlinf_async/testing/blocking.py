@@ -1,0 +1,88 @@
+"""Find whoever keeps a real event loop from answering."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rlinf_async.testing.errors import LoopBlocked
+from rlinf_async.testing.virtual_loop import VirtualLoop
+
+
+class LoopWatch:
+    """A thread that pings a running loop and keeps the stack of whoever lets a ping wait.
+
+    Works on asyncio and uvloop. ``limit`` is in seconds. Time in which the whole process stood
+    still (the watching thread too) is not held against the loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, limit: float = 0.5) -> None:
+        self.findings: list[str] = []
+        self._loop = loop
+        self._limit = limit
+        self._loop_thread = threading.get_ident()
+        self._answered = threading.Event()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to ping; the calling thread must be the one that runs the loop."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and wait for it."""
+        self._stopped.set()
+        self._answered.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._limit / 10):
+            if self._loop.is_running() and not self._loop.is_closed():
+                self._ping()
+
+    def _ping(self) -> None:
+        self._answered.clear()
+        if self._stopped.is_set():  # `stop` sets both: do not wait for what was just cleared
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._answered.set)
+        except RuntimeError:  # closed since we looked
+            return
+        if not self._wait_for_answer() and self._loop.is_running():
+            self.findings.append(self._stack())
+            self._answered.wait()  # one finding for one block
+
+    def _wait_for_answer(self) -> bool:
+        """Wait in tenths of the limit, each of which counts once, however long it really was."""
+        return any(self._answered.wait(self._limit / 10) for _ in range(10))
+
+    def _stack(self) -> str:
+        frame = sys._current_frames().get(self._loop_thread)
+        where = "".join(traceback.format_stack(frame)[-6:]) if frame else "  (its thread has ended)"
+        return f"the event loop did not answer for {self._limit:.2f} s; it stood in\n{where}"
+
+
+@contextmanager
+def forbid_blocking(
+    loop: asyncio.AbstractEventLoop, *, limit: float = 0.5
+) -> Iterator[LoopWatch | None]:
+    """Raise `LoopBlocked` on leaving if the loop was kept from answering for ``limit`` seconds.
+
+    Enter it in the thread that runs the loop, before or while it runs. A `VirtualLoop` is not
+    watched: compute runs inline there. An error of the block itself is raised as it is.
+    """
+    if isinstance(loop, VirtualLoop):
+        yield None
+        return
+    watch = LoopWatch(loop, limit=limit)
+    watch.start()
+    try:
+        yield watch
+    finally:
+        watch.stop()
+    if watch.findings:
+        raise LoopBlocked("\n".join(watch.findings))

@@ -1,0 +1,297 @@
+"""An asyncio event loop in virtual time with a seeded wake-up order.
+
+Nothing here waits for real: when no callback is ready the clock jumps to the next timer. When there
+is no timer either, no task can ever go on, and the loop says so with `Deadlock`. Which of the ready
+callbacks runs next is drawn from the seed among the legal ones (see `ready`), so that the same seed
+gives the same run, byte for byte, and another seed another run that asyncio could have had.
+
+There are no sockets, processes or signals, and no thread but the loop's own: a function given to an
+executor runs inline, as a callback of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+import itertools
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Generator, Hashable
+from typing import Any, Final, TypeVar, TypeVarTuple
+
+from rlinf_async.testing.errors import Deadlock, Livelock
+from rlinf_async.testing.ready import Entry, FifoQueue, ReadyQueue, SeededQueue
+from rlinf_async.testing.report import describe_callback, describe_tasks, short_name, unfinished
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class VirtualFuture(asyncio.Future[T]):
+    """A future whose hash is its number, so that sets of futures keep one order in every run."""
+
+    def __init__(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._number = number
+        super().__init__(loop=loop)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class VirtualTask(asyncio.Task[T]):
+    """A task whose hash is its number: ``TaskGroup`` and ``asyncio.wait`` iterate over sets."""
+
+    def __init__(
+        self,
+        number: int,
+        coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
+        **options: Any,
+    ) -> None:
+        self._number = number  # before asyncio hashes the task to register it
+        super().__init__(coro, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """Event loop in virtual time; ``seed=None`` keeps asyncio's plain first-in-first-out order.
+
+    `describe` holds functions whose text is added to the report of a `Deadlock`. A loop that takes
+    more than ``max_steps`` steps raises `Livelock`. `trace` keeps the last ``trace_lines`` steps.
+    """
+
+    virtual: Final = True
+    """Runtimes look at this to run compute inline instead of in a thread."""
+
+    def __init__(
+        self, seed: int | None = 0, *, max_steps: int = 1_000_000, trace_lines: int = 100_000
+    ) -> None:
+        super().__init__()
+        self.seed = seed
+        self.steps = 0
+        self.describe: list[Callable[[], str]] = []
+        self._step_limit = self._max_steps = max_steps
+        self._entries: ReadyQueue = FifoQueue() if seed is None else SeededQueue(seed)
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._cancelled_timers = 0
+        self._now = 0.0
+        self._lane: Hashable = "main"
+        self._in_executor = False
+        self._numbers = itertools.count(1)
+        self._task_names: Counter[str] = Counter()
+        self._trace: deque[tuple[float, str]] = deque(maxlen=trace_lines)
+        self._idle_waiters: list[asyncio.Future[None]] = []
+        self.set_task_factory(_make_task)
+
+    def time(self) -> float:
+        """Seconds of virtual time since the loop was made."""
+        return self._now
+
+    @property
+    def trace(self) -> bytes:
+        """One line a step, ``time what``: equal for two runs only if they took the same steps."""
+        lines = [f"{when:.6f} {what}\n" for when, what in self._trace]
+        left_out = self.steps - len(lines)
+        head = [f"({left_out} earlier steps left out)\n"] if left_out else []
+        return "".join(head + lines).encode()
+
+    def until_idle(self) -> asyncio.Future[None]:
+        """A future that is done when every task waits, before the clock moves on."""
+        waiter: asyncio.Future[None] = self.create_future()
+        self._idle_waiters.append(waiter)
+        return waiter
+
+    # What asyncio asks of a loop.
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """A future with a reproducible hash."""
+        return VirtualFuture(next(self._numbers), self)
+
+    def call_soon(
+        self,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        """Schedule a callback in the lane of whoever schedules it."""
+        self._check_usable()
+        handle = asyncio.Handle(callback, args, self, context)
+        self._push(handle, callback, args, self._lane)
+        return handle
+
+    def call_soon_threadsafe(
+        self,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        """As `call_soon`; there are no other threads.
+
+        Raises RuntimeError in another thread, and in an executor's function that waits for a
+        coroutine on this loop: it runs inline, so the loop could never answer.
+        """
+        if self._in_executor and "run_coroutine_threadsafe" in describe_callback(callback):
+            raise RuntimeError(
+                "a function given to an executor waits for a coroutine on a virtual loop, which "
+                "runs the function inline and cannot answer: test this code on a real loop"
+            )
+        return self.call_soon(callback, *args, context=context)
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Schedule a callback at a virtual time; timers of the same time run in any order."""
+        self._check_usable()
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._numbers), handle))
+        return handle
+
+    def run_in_executor(
+        self, executor: object, func: Callable[[*Ts], T], *args: *Ts
+    ) -> asyncio.Future[T]:
+        """Run the function inline as a callback of its own; the executor is not used."""
+        self._check_usable()
+        future: asyncio.Future[T] = self.create_future()
+        handle = asyncio.Handle(self._execute, (future, func, *args), self, contextvars.Context())
+        self._push(handle, func, (), next(self._numbers))
+        return future
+
+    # The machinery.
+
+    def _execute(self, future: asyncio.Future[T], func: Callable[[*Ts], T], *args: *Ts) -> None:
+        if future.cancelled():  # as an executor does with work that it has not begun
+            return
+        # In a thread there would be no running loop either.
+        asyncio._set_running_loop(None)
+        self._in_executor = True
+        try:
+            result = func(*args)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        finally:
+            self._in_executor = False
+            asyncio._set_running_loop(self)
+
+    def _push(
+        self,
+        handle: asyncio.Handle,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        lane: Hashable,
+    ) -> None:
+        task = getattr(callback, "__self__", None)
+        future = args[0] if args and isinstance(args[0], asyncio.Future) else None
+        is_step = isinstance(task, asyncio.Task)
+        if isinstance(task, asyncio.Task):
+            label, lane = f"step {task.get_name()}", task
+        else:
+            label = f"call {describe_callback(callback)}"
+            if isinstance(future, asyncio.Task):
+                label += f" of {future.get_name()}"
+        self._entries.push(Entry(handle, label=label, lane=lane, is_step=is_step, future=future))
+
+    def _run_once(self) -> None:
+        """Run one callback, or let the clock jump: `BaseEventLoop.run_forever` calls this."""
+        entry = self._entries.pop()
+        if entry is None:
+            self._nothing_ready()
+            return
+        if not entry.handle.cancelled():
+            self._step(entry)
+        self._entries.finished(entry)
+
+    def _step(self, entry: Entry) -> None:
+        if self.steps >= self._step_limit:
+            self._step_limit += self._max_steps  # room for the tasks to be cancelled
+            raise Livelock(self._report(f"no end in {self.steps} steps, the last:\n{self.tail()}"))
+        self.steps += 1
+        self._trace.append((self._now, entry.label))
+        self._lane = entry.lane
+        try:
+            entry.handle._run()
+        finally:
+            self._lane = "main"
+
+    def _nothing_ready(self) -> None:
+        waiters, self._idle_waiters = self._idle_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        stopping: bool = getattr(self, "_stopping", False)
+        if not waiters and not self._advance() and not stopping:
+            raise Deadlock(self._report("no task can go on"))
+
+    def _advance(self) -> bool:
+        """Jump to the next timer and make ready what is due then."""
+        timers = self._timers
+        while timers and timers[0][2].cancelled():
+            heapq.heappop(timers)
+        if not timers:
+            return False
+        self._now = max(self._now, timers[0][0])
+        while timers and timers[0][0] <= self._now:
+            _, number, handle = heapq.heappop(timers)
+            self._push(handle, *_call_of(handle), number)
+        return True
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """`TimerHandle.cancel` calls this: forget cancelled timers once they are the most."""
+        self._cancelled_timers += 1
+        if self._cancelled_timers > 64 and self._cancelled_timers * 2 > len(self._timers):
+            self._timers = [timer for timer in self._timers if not timer[2].cancelled()]
+            heapq.heapify(self._timers)
+            self._cancelled_timers = 0
+
+    def _check_usable(self) -> None:
+        if self.is_closed():
+            raise RuntimeError("Event loop is closed")
+        running_in: int | None = getattr(self, "_thread_id", None)
+        if running_in is not None and running_in != threading.get_ident():
+            raise RuntimeError(
+                "a virtual loop was called from another thread, whose timing no seed can repeat: "
+                "give the function to run_in_executor or asyncio.to_thread, which run it inline"
+            )
+
+    def tail(self, lines: int = 12) -> str:
+        """The last steps of the trace."""
+        last = list(self._trace)[-lines:]
+        return "\n".join(f"  {when:.6f} {what}" for when, what in last)
+
+    def _report(self, finding: str) -> str:
+        tasks = unfinished(self)
+        order = "first in, first out" if self.seed is None else f"seed {self.seed}"
+        lines = [
+            f"{finding} (virtual time {self._now:.3f} s, {self.steps} steps, {order})",
+            f"{len(tasks)} unfinished tasks:",
+            describe_tasks(tasks),
+        ]
+        return "\n".join(lines + [text for hook in self.describe if (text := hook())])
+
+
+def _make_task(
+    loop: asyncio.AbstractEventLoop,
+    coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
+    **options: Any,
+) -> asyncio.Task[T]:
+    """Make a task with a reproducible hash and, unless it is given a name, a reproducible name."""
+    if not isinstance(loop, VirtualLoop):
+        raise TypeError(f"tasks of a virtual loop were asked for on {loop!r}")
+    if options.get("name") is None:
+        kind = short_name(getattr(coro, "__qualname__", type(coro).__qualname__))
+        loop._task_names[kind] += 1
+        options["name"] = f"{kind}-{loop._task_names[kind]}"
+    return VirtualTask(next(loop._numbers), coro, loop=loop, **options)
+
+
+def _call_of(handle: asyncio.Handle) -> tuple[Callable[..., object], tuple[Any, ...]]:
+    callback: Callable[..., object] = getattr(handle, "_callback")  # noqa: B009
+    args: tuple[Any, ...] = getattr(handle, "_args")  # noqa: B009
+    return callback, args
