@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NewType, Union, get_args, get_origin
 
 
 def runtime_class(item_type: Any) -> type | tuple[type, ...]:
@@ -11,6 +11,8 @@ def runtime_class(item_type: Any) -> type | tuple[type, ...]:
     if item_type is Any:
         return object
     origin = get_origin(item_type)
+    if origin is Annotated:
+        return runtime_class(get_args(item_type)[0])
     if origin in (Union, UnionType):
         found: list[type] = []
         for part in get_args(item_type):
@@ -25,6 +27,8 @@ def runtime_class(item_type: Any) -> type | tuple[type, ...]:
         return (float, int)
     if isinstance(item_type, type):
         return item_type
+    if isinstance(item_type, NewType):
+        return runtime_class(item_type.__supertype__)
     raise TypeError(f"{item_type!r} is not a type that a channel can carry")
 
 

@@ -60,11 +60,12 @@ class Lane:
 class PutWait:
     """A put that waits for room."""
 
-    __slots__ = ("entry", "future", "lane", "party", "since")
+    __slots__ = ("end", "entry", "future", "lane", "party", "since")
 
-    def __init__(self, lane: Lane, entry: Entry, party: str) -> None:
+    def __init__(self, lane: Lane, entry: Entry, party: str, end: int) -> None:
         loop = asyncio.get_running_loop()
         self.lane = lane
+        self.end = end
         self.entry = entry
         self.party = party
         self.since = loop.time()
@@ -74,11 +75,14 @@ class PutWait:
 class GetWait:
     """A get that waits for items, and those it has collected so far."""
 
-    __slots__ = ("at_least", "future", "lane", "party", "since", "taken", "target", "weight")
+    __slots__ = (
+        "at_least", "end", "future", "lane", "party", "since", "taken", "target", "weight"
+    )  # fmt: skip
 
-    def __init__(self, lane: Lane, target: int, at_least: int, party: str) -> None:
+    def __init__(self, lane: Lane, target: int, at_least: int, party: str, end: int) -> None:
         loop = asyncio.get_running_loop()
         self.lane = lane
+        self.end = end
         self.target = target
         self.at_least = at_least
         self.party = party
@@ -87,18 +91,28 @@ class GetWait:
         self.weight = 0
         self.future: asyncio.Future[list[Entry]] = WaitFuture(loop=loop)
 
+    @property
+    def enough(self) -> bool:
+        """Whether the batch may be delivered as it is."""
+        return self.weight >= self.at_least
+
     def collect(self) -> bool:
-        """Take what fits from the lane; whether the batch is complete."""
+        """Take what fits from the lane; whether nothing more would fit."""
         lane = self.lane
         while lane.entries:
             weight = lane.entries[0].weight
             if self.taken and self.weight + weight > self.target:
-                return True  # the head would not fit: whole items only
+                return True  # whole items only
             self.taken.append(lane.pop())
             self.weight += weight
             if self.weight >= self.target:
                 return True
-        return self.weight >= self.at_least
+        return False
+
+    def give_back(self) -> list[Entry]:
+        """Let go of what was collected."""
+        taken, self.taken, self.weight = self.taken, [], 0
+        return taken
 
 
 class LeaseRecord(msgspec.Struct):

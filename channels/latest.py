@@ -116,7 +116,7 @@ class Latest(Generic[T]):
         self._value: Any = None
         self._seen = True
         self._closed = False
-        self._error: ChannelFailed | None = None
+        self._failure: tuple[str, BaseException | None] | None = None
         self._waits: dict[WaitFuture, tuple[str, float, int]] = {}
         self.publisher = "its publisher"
         self.sender: LatestSender[T] = LocalLatestSender(self)
@@ -133,7 +133,8 @@ class Latest(Generic[T]):
             raise ChannelClosed(f"channel {self.name!r} was closed: nothing can be published")
         if not isinstance(value, self._class):
             raise WrongItemType(
-                f"channel {self.name!r} carries {self.item_type}, not {type(value).__name__}"
+                f"channel {self.name!r} carries {type_name(self.item_type)}, "
+                f"not {type(value).__name__}"
             )
         self.superseded += not self._seen
         self._value, self._seen = value, False
@@ -171,10 +172,9 @@ class Latest(Generic[T]):
 
     def fail(self, error: BaseException | str) -> None:
         """Every waiting and later use raises."""
-        if self._error is None:
+        if self._failure is None:
             said = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-            self._error = ChannelFailed(f"channel {self.name!r} failed: {said}")
-            self._error.__cause__ = error if isinstance(error, BaseException) else None
+            self._failure = said, error if isinstance(error, BaseException) else None
             self._wake()
 
     def statistics(self) -> LatestStatistics:
@@ -194,8 +194,9 @@ class Latest(Generic[T]):
         ]
 
     def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self._failure is not None:
+            said, cause = self._failure
+            raise ChannelFailed(f"channel {self.name!r} failed: {said}") from cause
 
     def _wake(self) -> None:
         for future in self._waits:

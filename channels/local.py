@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from rlinf_async.channels.ends import Key, Lease, Receiver, Sender
@@ -143,12 +142,12 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
             self.open()
         if item.__class__ is not queue.item_class:
             queue.check_item(item)
-        wait = queue.start_put(item, key, weight)
+        wait = queue.start_put(item, key, weight, None, self._number)
         if wait is None:
             return
         try:
             await wait.future
-        except asyncio.CancelledError:
+        except BaseException:
             queue.abandon_put(wait)
             raise
         queue.finish_put(wait)
@@ -206,12 +205,12 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
 
     async def _entries(self, weight: int, at_least: int | None, key: Key | None) -> list[Entry]:
         queue = self._queue
-        taken = queue.start_get(key, weight, at_least)
+        taken = queue.start_get(key, weight, at_least, None, self._number)
         if not isinstance(taken, GetWait):
             return taken
         try:
             entries = await taken.future
-        except asyncio.CancelledError:
+        except BaseException:
             queue.abandon_get(taken)
             raise
         finally:

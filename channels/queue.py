@@ -6,8 +6,8 @@ Invariants, each with a test of that name:
   letters, or taken;
 * the order is FIFO for each key, and whoever waits is served in arrival order;
 * no wakeup is lost: an item never rests in a lane while somebody who could take it waits;
-* a lane holds at most ``capacity`` items and ``max_weight`` weight (a single heavier item is let in
-  when it is empty).
+* a lane admits at most ``capacity`` items and ``max_weight`` weight (a single heavier item is let
+  in when it is empty; what a lease or a cancelled get returns goes back over and above).
 
 Nothing here waits: ``start_...`` either finishes at once or returns a wait whose future the end
 awaits. Items are handed directly to the waiter, so nobody can overtake it; a waiter that is
@@ -17,7 +17,8 @@ cancelled afterwards gives them back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, Literal
 
@@ -64,31 +65,41 @@ class Queue:
         self.redelivered = self.stale = 0
         self._numbers = count(1)
         self._seq = 0
-        self._born = _now()
+        self._born: float | None = None  # not yet: it may be made before the loop that runs it
 
     # ---- ends
 
     def add_sender(self, holder: str) -> int:
         self._check_open()
-        number = next(self._numbers)
-        self.senders[number] = holder
+        self.senders[number := self._new_end()] = holder
         self.had_sender = True
         return number
 
     def remove_sender(self, number: int) -> None:
-        if self.senders.pop(number, None) is not None and not self.senders:
-            self._end_getters()
+        """Close a sender: its own waiting puts are refused, and the last one ends the channel."""
+        if self.senders.pop(number, None) is not None:
+            for lane in self._every_lane():
+                self._refuse_putters(lane, self._closed_while_waiting, number)
+                self._serve(lane)
 
     def add_receiver(self, holder: str) -> int:
-        number = next(self._numbers)
-        self.receivers[number] = holder
+        self.receivers[number := self._new_end()] = holder
         self.had_receiver = True
         return number
 
     def remove_receiver(self, number: int) -> None:
-        if self.receivers.pop(number, None) is not None and not self.receivers:
+        """Close a receiver: its own waiting gets are refused, and with the last one all puts."""
+        if self.receivers.pop(number, None) is not None:
             for lane in self._every_lane():
-                self._refuse_putters(lane, self._no_receivers())
+                self._refuse_getters(lane, self._closed_while_waiting, number)
+                if not self.receivers:
+                    self._refuse_putters(lane, self._no_receivers)
+                self._serve(lane)
+
+    def _new_end(self) -> int:
+        if self._born is None:
+            self._born = _now()
+        return next(self._numbers)
 
     @property
     def ended(self) -> bool:
@@ -100,8 +111,8 @@ class Queue:
         if self.open:
             self.open = False
             for lane in self._every_lane():
-                self._refuse_putters(lane, self._closed_error())
-            self._end_getters()
+                self._refuse_putters(lane, self._closed_error)
+                self._serve(lane)
 
     def fail(self, error: BaseException | str) -> None:
         """Every waiting and later use raises. The first error stays."""
@@ -110,19 +121,25 @@ class Queue:
         self.failure = (_say(error), error if isinstance(error, BaseException) else None)
         self.open = False
         for lane in self._every_lane():
-            self._refuse_putters(lane, self._failed_error())
-            self._refuse_getters(lane)
+            self._refuse_putters(lane, self._failed_error)
+            self._refuse_getters(lane, self._failed_error)
 
     # ---- put
 
     def start_put(
-        self, item: Any, key: Key | None, weight: int, party: str | None = None
+        self, item: Any, key: Key | None, weight: int, party: str | None = None, end: int = 0
     ) -> PutWait | None:
-        """Put at once, or return the wait for room."""
-        if key is None and self.open and (self.receivers or not self.had_receiver) and weight >= 0:
+        """Put at once, or return the wait for room, which the sender numbered ``end`` owns.
+
+        Raises:
+            ChannelClosed, ChannelFailed, NoReceivers: nobody will take it.
+            ValueError: ``weight`` is not positive.
+        """
+        if key is None and self.open and (self.receivers or not self.had_receiver) and weight > 0:
             lane = self.lane  # the common case, without a call
         else:
-            lane = self._lane_for_put(key, weight)
+            self._check_put(weight)
+            lane = self._lane(key)
         self.puts += 1
         self._seq = seq = self._seq + 1
         entry = Entry(item, weight, seq)
@@ -132,7 +149,7 @@ class Queue:
             or lane.putters
             or (self.max_weight is not None and lane.weight + weight > self.max_weight)
         ):
-            wait = PutWait(lane, entry, party or current_party.get())
+            wait = PutWait(lane, entry, party or current_party.get(), end)
             lane.putters.append(wait)
             self.put_waits += 1
             return wait
@@ -151,13 +168,16 @@ class Queue:
             )
 
     def has_room(self, key: Key | None, weight: int) -> bool:
-        """Whether a put would succeed at once."""
+        """Whether a put would succeed at once; raises what `start_put` raises."""
+        self._check_put(weight)
         lane = self.lane if key is None else self.lanes.get(key)
         return lane is None or (not lane.putters and self._has_room(lane, weight))
 
     def abandon_put(self, wait: PutWait) -> None:
-        """The putter was cancelled: leave no item behind, unless it has been taken."""
-        self._count_put_wait(wait)
+        """The putter was cancelled or refused: leave no item behind, unless it has been taken."""
+        self.finish_put(wait)
+        if wait.future.done() and not wait.future.cancelled():
+            wait.future.exception()  # seen: asyncio must not log it as never retrieved
         lane = wait.lane
         if wait in lane.putters:
             lane.putters.remove(wait)
@@ -170,8 +190,8 @@ class Queue:
         self._forget(lane)
 
     def finish_put(self, wait: PutWait) -> None:
-        """The put has gone through; account for its wait."""
-        self._count_put_wait(wait)
+        """The put is over, in whichever way; account for its wait."""
+        self.put_wait_seconds += _now() - wait.since
 
     # ---- get
 
@@ -190,9 +210,14 @@ class Queue:
         return entry
 
     def start_get(
-        self, key: Key | None, target: int, at_least: int | None, party: str | None = None
+        self,
+        key: Key | None,
+        target: int,
+        at_least: int | None,
+        party: str | None = None,
+        end: int = 0,
     ) -> list[Entry] | GetWait:
-        """Take a batch at once, or return the wait for it.
+        """Take a batch at once, or return the wait for it, which the receiver ``end`` owns.
 
         Raises:
             EndOfChannel, ChannelFailed: nothing will come.
@@ -207,7 +232,7 @@ class Queue:
         if self.failure is not None:
             raise self._failed_error()
         lane = self._lane(key)
-        wait = GetWait(lane, target, least, party or current_party.get())
+        wait = GetWait(lane, target, least, party or current_party.get(), end)
         lane.getters.append(wait)
         self._serve(lane)
         if wait.future.done():
@@ -228,14 +253,16 @@ class Queue:
 
     def finish_get(self, wait: GetWait) -> None:
         """The get is over, in whichever way; account for its wait."""
-        self._count_get_wait(wait)
+        self.get_wait_seconds += _now() - wait.since
         self._forget(wait.lane)
 
     def return_entries(self, key: Key | None, entries: list[Entry]) -> None:
-        """Put entries that were taken back at the head."""
+        """Put entries that were taken back at the head, before what is being collected."""
         lane = self._lane(key)
         self.gets -= len(entries)
         lane.push_back(entries)
+        if lane.getters:
+            lane.push_back(lane.getters[0].give_back())
         self._serve(lane)
 
     # ---- leases
@@ -310,7 +337,7 @@ class Queue:
             stale=self.stale,
             senders=len(self.senders),
             receivers=len(self.receivers),
-            seconds=_now() - self._born,
+            seconds=0.0 if self._born is None else _now() - self._born,
         )
 
     # ---- inside
@@ -323,14 +350,14 @@ class Queue:
             lane = self.lanes[key] = Lane(key)
         return lane
 
-    def _lane_for_put(self, key: Key | None, weight: int) -> Lane:
-        if not self.open:
-            self._check_open()
+    def _check_put(self, weight: int) -> None:
+        self._check_open()
         if self.had_receiver and not self.receivers:
             raise self._no_receivers()
-        if weight < 0:
-            raise ValueError(f"channel {self.name!r}: an item cannot weigh {weight}")
-        return self.lane if key is None else self._lane(key)
+        if weight < 1:
+            raise ValueError(
+                f"channel {self.name!r}: an item weighs at least 1, got weight={weight}"
+            )
 
     def _every_lane(self) -> Iterator[Lane]:
         yield self.lane
@@ -352,7 +379,9 @@ class Queue:
         """Let waiting putters in, in order, while there is room."""
         while lane.putters and self._has_room(lane, lane.putters[0].entry.weight):
             wait = lane.putters.popleft()
-            if not wait.future.done():
+            if wait.future.done():  # cancelled; its task has not run yet
+                self.puts -= 1
+            else:
                 lane.push(wait.entry)
                 wait.future.set_result(None)
 
@@ -363,24 +392,27 @@ class Queue:
             wait = lane.getters[0]
             if wait.future.done():  # cancelled; its task has not run yet
                 lane.getters.popleft()
-                lane.push_back(wait.taken)
-                wait.taken = []
+                lane.push_back(wait.give_back())
                 continue
-            complete = wait.collect()
-            while not complete and lane.putters:
+            full = wait.collect()
+            while not full and lane.putters:
                 self._admit(lane)
-                complete = wait.collect()
-            if not complete and not self._nothing_can_come(lane, wait):
+                full = wait.collect()
+            if not (full or wait.enough or self._nothing_can_come(lane, wait)):
                 break
             lane.getters.popleft()
             self._deliver(wait)
             self._admit(lane)
 
     def _nothing_can_come(self, lane: Lane, wait: GetWait) -> bool:
-        """The channel has ended, and nobody else holds a lease whose items might come back."""
-        return self.ended and not any(
-            lease.key == lane.key and lease.holder != wait.party for lease in self.leases.values()
-        )
+        """The channel has ended, and no lease of another party can still give its items back.
+
+        Holders that wait here themselves count as done: each would wait for the others for ever.
+        """
+        if not self.ended:
+            return False
+        others = {lease.holder for lease in self.leases.values() if lease.key == lane.key}
+        return others - {wait.party} <= {getter.party for getter in lane.getters}
 
     def _after_lease(self, lease: LeaseRecord) -> None:
         """Those who waited for the items of this last lease can see the end now."""
@@ -396,40 +428,40 @@ class Queue:
         else:
             wait.future.set_exception(self._end_error())
 
-    def _end_getters(self) -> None:
-        for lane in self._every_lane():
-            self._serve(lane)
-
-    def _refuse_putters(self, lane: Lane, error: ChannelError) -> None:
-        while lane.putters:
-            wait = lane.putters.popleft()
-            self.puts -= 1
+    def _refuse_putters(
+        self, lane: Lane, error: Callable[[], ChannelError], end: int | None = None
+    ) -> None:
+        """Raise an error of their own in all waiting puts, or in those of one sender."""
+        refused = [wait for wait in lane.putters if end is None or wait.end == end]
+        lane.putters = deque(wait for wait in lane.putters if wait not in refused)
+        self.puts -= len(refused)
+        for wait in refused:
             if not wait.future.done():
-                wait.future.set_exception(error)
+                wait.future.set_exception(error())
 
-    def _refuse_getters(self, lane: Lane) -> None:
-        while lane.getters:
-            wait = lane.getters.popleft()
-            lane.push_back(wait.taken)
+    def _refuse_getters(
+        self, lane: Lane, error: Callable[[], ChannelError], end: int | None = None
+    ) -> None:
+        """Raise an error of their own in all waiting gets, or in those of one receiver."""
+        refused = [wait for wait in lane.getters if end is None or wait.end == end]
+        lane.getters = deque(wait for wait in lane.getters if wait not in refused)
+        for wait in refused:
+            lane.push_back(wait.give_back())
             if not wait.future.done():
-                wait.future.set_exception(self._failed_error())
-
-    def _count_put_wait(self, wait: PutWait) -> None:
-        self.put_wait_seconds += asyncio.get_running_loop().time() - wait.since
-
-    def _count_get_wait(self, wait: GetWait) -> None:
-        self.get_wait_seconds += asyncio.get_running_loop().time() - wait.since
+                wait.future.set_exception(error())
 
     def _describe(self, wait: PutWait | GetWait, operation: Literal["put", "get"]) -> Wait:
-        others = self.receivers if operation == "put" else self.senders
+        others = list((self.receivers if operation == "put" else self.senders).values())
         key = wait.lane.key
+        if not others and operation == "get":  # only a lease can still give items back
+            others = [lease.holder for lease in self.leases.values() if lease.key == key]
         return Wait(
             party=wait.party,
             operation=operation,
             channel=self.name,
             key=None if key is None else str(key),
             seconds=_now() - wait.since,
-            unblockers=tuple(dict.fromkeys(others.values())),
+            unblockers=tuple(dict.fromkeys(others)),
         )
 
     def _check_open(self) -> None:
@@ -446,6 +478,9 @@ class Queue:
 
     def _closed_error(self) -> ChannelClosed:
         return ChannelClosed(f"channel {self.name!r} was closed: nothing can be put any more")
+
+    def _closed_while_waiting(self) -> ChannelClosed:
+        return ChannelClosed(f"this end of channel {self.name!r} was closed while it waited")
 
     def empty_error(self, key: Key | None) -> ChannelError:
         """Why a get finds nothing: the channel failed, has ended, or is just empty."""

@@ -8,7 +8,10 @@ import msgspec
 
 
 class Statistics(msgspec.Struct, frozen=True, kw_only=True):
-    """One channel's counts since it was made. Times are in seconds of the event loop's clock."""
+    """One channel's counts since its first end was opened.
+
+    Times are in seconds of the event loop's clock.
+    """
 
     name: str
     capacity: int
@@ -38,7 +41,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     senders: int
     receivers: int
     seconds: float
-    """age of the channel"""
+    """since the first end was opened"""
 
     @property
     def rate(self) -> float:
