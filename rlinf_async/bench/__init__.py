@@ -1,0 +1,27 @@
+"""The bench harness: ours and the others alternating in one run, medians, a verdict for each bar.
+
+A bench is a folder under ``benchmarks/`` whose ``bench.py`` defines ``BENCH``; its cases are
+commands that print one line of JSON with what they measured::
+
+    BENCH = Bench(
+        name="channels",
+        summary="in-process put and get",
+        cases=(Case("ours", ("{python}", "{here}/ours.py")), Case("other", ...)),
+        bars=(ratio("pairs", metric="pairs_per_s", ours="ours", theirs="other", at_least=0.8),),
+    )
+"""
+
+from rlinf_async.bench.model import Bar, Bench, Case, Outcome, Peer, printed_json, ratio
+from rlinf_async.bench.results import Absence, Results
+
+__all__ = [
+    "Absence",
+    "Bar",
+    "Bench",
+    "Case",
+    "Outcome",
+    "Peer",
+    "Results",
+    "printed_json",
+    "ratio",
+]

@@ -1,0 +1,108 @@
+"""Running one case once: pinned, with a clean environment, and never left running."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+
+from rlinf_async.bench.model import Case, Outcome
+from rlinf_async.bench.results import Sample
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_TAIL = 400
+"""characters of a failed command's last words that are shown"""
+_GRACE = 10.0
+"""seconds between asking a command to stop and killing it"""
+
+
+class CaseFailed(Exception):
+    """A case's command failed, hung, or printed no measurement."""
+
+
+def run_case(case: Case, *, python: str, here: pathlib.Path, repetition: int) -> Sample:
+    """One run of a case; `CaseFailed` says what went wrong."""
+    with tempfile.TemporaryDirectory(prefix="rlinf-bench-") as scratch:
+        out = pathlib.Path(scratch) / "out"
+        out.mkdir()
+        words = {"python": python, "here": str(here), "out": str(out)}
+        command = [word.format(repetition=repetition, **words) for word in case.command]
+        stdout = _output_of(case, command, cwd=scratch)
+        try:
+            return case.read(Outcome(stdout, out))
+        except (OSError, ValueError) as error:
+            raise CaseFailed(f"left no measurement: {error}") from error
+
+
+def _output_of(case: Case, command: list[str], cwd: str) -> str:
+    try:
+        with pinned(case.cores):
+            process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=environment_for(case),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise CaseFailed(f"cannot start {command[0]}: {error.strerror}") from error
+    with _stopped_at_the_end(process):
+        try:
+            stdout, stderr = process.communicate(timeout=case.timeout)
+        except subprocess.TimeoutExpired:
+            raise CaseFailed(f"not done after {case.timeout:.0f} s") from None
+    if process.returncode != 0:
+        last_words = (stderr or stdout).strip()[-_TAIL:]
+        raise CaseFailed(f"exit code {process.returncode}: {last_words}")
+    return stdout
+
+
+def environment_for(case: Case) -> dict[str, str]:
+    """Our environment without what would change a peer: paths into our own, thread counts."""
+    dropped = {*_THREAD_VARIABLES, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    if case.threads is not None:
+        kept |= dict.fromkeys(_THREAD_VARIABLES, str(case.threads))
+    return kept | dict(case.environment)
+
+
+@contextlib.contextmanager
+def pinned(cores: int) -> Iterator[None]:
+    """What is started in here runs on this many cores (fewer where there are fewer)."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(before)[-cores:])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextlib.contextmanager
+def _stopped_at_the_end(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Leaves nothing running: the command's whole session is asked to stop, then killed."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            _signal(process, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE)
+        _signal(process, signal.SIGKILL)
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)

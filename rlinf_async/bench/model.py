@@ -1,0 +1,118 @@
+"""What a bench is made of: cases, the peers they need, and bars."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Mapping
+
+from rlinf_async.bench.results import Results, Sample
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """Somebody else's software, in a virtualenv of its own with the Python that runs us."""
+
+    name: str
+    requirements: tuple[tuple[str, ...], ...]
+    """Pinned, in stages that are installed one after the other (torch before what needs it)."""
+
+    @property
+    def pins(self) -> tuple[str, ...]:
+        """All requirements, in order."""
+        return tuple(pin for stage in self.requirements for pin in stage)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a case's command left behind."""
+
+    stdout: str
+    out: pathlib.Path
+    """The empty folder it was given as ``{out}``."""
+
+
+def printed_json(outcome: Outcome) -> Sample:
+    """The sample that a command printed: its last line, a JSON object of numbers."""
+    lines = outcome.stdout.strip().splitlines()
+    return sample_of(json.loads(lines[-1] if lines else ""))
+
+
+def sample_of(measured: object) -> Sample:
+    """The numbers of a JSON object; ValueError where it is no object or holds none."""
+    if not isinstance(measured, dict):
+        raise ValueError(f"expected a JSON object, found {measured!r}")
+    numbers = {
+        str(name): float(value)
+        for name, value in measured.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+    if not numbers:
+        raise ValueError(f"no numbers in {measured!r}")
+    return numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One command to measure."""
+
+    name: str
+    command: tuple[str, ...]
+    """May hold ``{python}`` (ours, or the peer's), ``{here}`` (the bench's folder), ``{out}`` (an
+    empty folder) and ``{repetition}`` (0, 1, 2, ...: a seed)."""
+    peer: Peer | None = None
+    """Whose virtualenv runs it; None: ours."""
+    requires: tuple[str, ...] = ()
+    """Modules that our own interpreter must have for it."""
+    cores: int = 1
+    """How many cores it is pinned to."""
+    threads: int | None = 1
+    """``OMP_NUM_THREADS``; None leaves it unset."""
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    timeout: float = 600.0
+    """seconds for one run"""
+    read: Callable[[Outcome], Sample] = printed_json
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """What must be reached."""
+
+    name: str
+    cases: tuple[str, ...]
+    """The cases that it is measured from."""
+    value: Callable[[Results], float]
+    target: Callable[[Results], float]
+    unit: str = ""
+    at_most: bool = False
+    """The target is an upper bound."""
+
+    def held(self, value: float, target: float) -> bool:
+        """Whether the value reaches the target (NaN never does)."""
+        return value <= target if self.at_most else value >= target
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Cases that run alternating, and the bars they are held against."""
+
+    name: str
+    summary: str
+    """One line for ``--list``."""
+    cases: tuple[Case, ...]
+    bars: tuple[Bar, ...]
+    repetitions: int = 5
+    notes: tuple[str, ...] = ()
+    """What a reader of the table must know, printed below it."""
+
+
+def ratio(name: str, *, metric: str, ours: str, theirs: str, at_least: float) -> Bar:
+    """The bar "our median is at least so many times theirs"."""
+    return Bar(
+        name=name,
+        cases=(ours, theirs),
+        value=lambda results: results.median(ours, metric) / results.median(theirs, metric),
+        target=lambda _: at_least,
+        unit="x",
+    )

@@ -1,0 +1,144 @@
+"""A bench's result as tables for a person and as JSON for a program."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlinf_async.bench.machine import Machine
+from rlinf_async.bench.model import Bench, Case
+from rlinf_async.bench.results import Results, Sample
+from rlinf_async.bench.verdict import FELL_SHORT, HELD, NOT_MEASURED, Verdict
+
+_COLOURS = {HELD: "green", FELL_SHORT: "red", NOT_MEASURED: "yellow"}
+
+
+class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one case measured."""
+
+    samples: list[Sample]
+    medians: Sample
+    peer: tuple[str, ...] = ()
+    """What its virtualenv was made from; empty where our own interpreter ran it."""
+    gap: str = ""
+    """Why there are no samples."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about one run of a bench."""
+
+    bench: str
+    started: datetime.datetime
+    machine: Machine
+    repetitions: int
+    cases: dict[str, CaseReport]
+    bars: list[Verdict]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fell_short(self) -> int:
+        """How many bars fell short."""
+        return _count(self.bars, FELL_SHORT)
+
+    @property
+    def last_line(self) -> str:
+        """``N bars held, M fell short``."""
+        held = _count(self.bars, HELD)
+        return f"{held} bar{'' if held == 1 else 's'} held, {self.fell_short} fell short"
+
+
+def case_reports(bench: Bench, results: Results) -> dict[str, CaseReport]:
+    """What each case measured, in the bench's order."""
+    return {case.name: _case_report(case, results) for case in bench.cases}
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the tables, the notes, and the last line."""
+    console.print(_measurements(report))
+    console.print(_bars(report))
+    machine = report.machine
+    load = machine.load_average[0]
+    console.print(
+        f"{machine.cores} cores of {machine.cpu}, Python {machine.python}, load {load:.1f}",
+        highlight=False,
+    )
+    for note in report.notes:
+        console.print(note, highlight=False)
+    if unmeasured := _count(report.bars, NOT_MEASURED):
+        console.print(f"{unmeasured} not measured", highlight=False)
+    console.print(report.last_line, highlight=False)
+
+
+def number(value: float) -> str:
+    """A measurement with as many digits as mean something."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def _case_report(case: Case, results: Results) -> CaseReport:
+    peer = case.peer.pins if case.peer else ()
+    if case.name in results.gaps:
+        return CaseReport(samples=[], medians={}, peer=peer, gap=str(results.gaps[case.name]))
+    metrics = results.metrics(case.name)
+    medians = {metric: results.median(case.name, metric) for metric in metrics}
+    return CaseReport(samples=results.samples[case.name], medians=medians, peer=peer)
+
+
+def _measurements(report: Report) -> Table:
+    table = Table(title=f"{report.bench}: medians of {report.repetitions}", title_justify="left")
+    table.add_column("case", no_wrap=True)
+    table.add_column("metric", no_wrap=True)
+    table.add_column("median", justify="right", no_wrap=True)
+    table.add_column("lowest .. highest", justify="right")
+    for name, case in report.cases.items():
+        for row in _rows(name, case):
+            table.add_row(*row)
+        table.add_section()
+    return table
+
+
+def _rows(name: str, case: CaseReport) -> Iterator[Sequence[str]]:
+    if case.gap:
+        yield name, "", "", case.gap
+    for position, (metric, median) in enumerate(case.medians.items()):
+        values = [sample[metric] for sample in case.samples]
+        spread = f"{number(min(values))} .. {number(max(values))}"
+        label = "" if position else name
+        yield label, metric, number(median), spread
+
+
+def _bars(report: Report) -> Table:
+    table = Table(title="bars", title_justify="left")
+    table.add_column("bar")
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("target", justify="right", no_wrap=True)
+    table.add_column("verdict")
+    for verdict in report.bars:
+        table.add_row(verdict.bar, _value(verdict), _target(verdict), _outcome(verdict))
+    return table
+
+
+def _value(verdict: Verdict) -> str:
+    return "" if verdict.value is None else f"{number(verdict.value)}{verdict.unit}"
+
+
+def _target(verdict: Verdict) -> str:
+    if verdict.target is None:
+        return ""
+    sign = "<=" if verdict.at_most else ">="
+    return f"{sign} {number(verdict.target)}{verdict.unit}"
+
+
+def _outcome(verdict: Verdict) -> Text:
+    text = f"{verdict.outcome}: {verdict.reason}" if verdict.reason else verdict.outcome
+    return Text(text, style=_COLOURS[verdict.outcome])
+
+
+def _count(bars: Sequence[Verdict], outcome: str) -> int:
+    return sum(verdict.outcome == outcome for verdict in bars)
