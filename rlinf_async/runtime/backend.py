@@ -1,0 +1,101 @@
+"""What a cluster needs of the place where its workers run.
+
+``local`` runs them as coroutines of this event loop, ``process`` as OS processes of this host. Both
+are driven through the same two protocols, so everything above (groups, restarts, reports) is
+written once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+import msgspec
+
+from rlinf_async.channels import Channel, Latest
+from rlinf_async.observe.trace import Span
+from rlinf_async.workers.base import Worker
+from rlinf_async.workers.context import WorkerInfo
+from rlinf_async.workers.errors import WorkerDied
+from rlinf_async.workers.methods import Method
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is needed to start one rank, and to start it again."""
+
+    cls: type[Worker]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    info: WorkerInfo
+    env: dict[str, str]
+
+
+class Activity(msgspec.Struct, frozen=True):
+    """Whether a worker could go on by itself."""
+
+    calls: tuple[str, ...] = ()
+    """methods that run now"""
+    blocked: bool = False
+    """every one of its tasks waits on a channel or for another task"""
+    computing: int = 0
+    """calls in its compute thread"""
+
+
+class WorkerHandle(Protocol):
+    """One started rank."""
+
+    died: asyncio.Future[WorkerDied]
+    """set when the worker is gone although nobody stopped it"""
+
+    async def call(self, method: Method, arguments: dict[str, Any]) -> Any:
+        """Run a method there.
+
+        Raises:
+            WorkerError: it raised.
+            WorkerDied: the worker went while the call ran.
+        """
+        ...
+
+    async def activity(self) -> Activity:
+        """What the worker is doing now."""
+        ...
+
+    async def spans(self) -> list[Span]:
+        """The spans recorded since the last time."""
+        ...
+
+    async def stop(self, grace: float) -> None:
+        """End the worker; by force after ``grace`` seconds."""
+        ...
+
+
+class Backend(Protocol):
+    """Where workers run."""
+
+    async def open(self) -> None:
+        """Get ready to start workers."""
+        ...
+
+    def publish(self, channel: Channel[Any] | Latest[Any]) -> None:
+        """Make a channel known, so that its ends can be given to workers."""
+        ...
+
+    async def start(self, spec: WorkerSpec) -> WorkerHandle:
+        """Start one rank and run its ``setup``.
+
+        Raises:
+            WorkerError: ``__init__`` or ``setup`` raised, or the process died.
+        """
+        ...
+
+    def rendezvous(self, group: str, life: int) -> str:
+        """A fresh meeting point for a group's torch.distributed, as ``init_method``."""
+        ...
+
+    def pid(self, name: str) -> int | None:
+        """The process of a worker, where it has one of its own."""
+        ...
+
+    async def close(self) -> None:
+        """Leave nothing behind."""
+        ...

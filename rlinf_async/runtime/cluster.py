@@ -1,0 +1,335 @@
+"""`Cluster`: makes channels, starts workers, and leaves nothing behind.
+
+::
+
+                     waits for                         unblocked by
+    the body         calls, channels                   workers; a failure cancels it
+    a call's part    its rank's restart, its method    the worker's reply or death
+    a worker         its mailbox, channels, compute    calls, items, its own thread
+    leaving          calls, workers, processes         cancellation, then force after `grace`
+
+The body of ``async with`` and everything it started end together: the first failure cancels the
+rest and is raised once, with the worker, rank, host, method and traceback of its cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from rlinf_async.channels import Channel, Latest, Wait, render
+from rlinf_async.observe.trace import Span
+from rlinf_async.runtime.backend import Backend, WorkerSpec
+from rlinf_async.runtime.group import WorkerGroup, is_secondary
+from rlinf_async.runtime.placement import Placement, host_devices
+from rlinf_async.runtime.stall import internal
+from rlinf_async.runtime.supervise import Never, Restart, Supervisor
+from rlinf_async.runtime.watch import Watch
+from rlinf_async.workers.base import Worker
+from rlinf_async.workers.context import Device, WorkerInfo
+from rlinf_async.workers.errors import BuildError
+
+T = TypeVar("T")
+W = TypeVar("W", bound=Worker)
+log = logging.getLogger(__name__)
+
+
+class Cluster:
+    """A task group whose tasks are workers. Make one with `local` or `process`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        devices: Sequence[Device] | None = None,
+        deadlock_after: float | None = 10.0,
+        grace: float = 5.0,
+    ) -> None:
+        self._backend = backend
+        self.devices = tuple(host_devices() if devices is None else devices)
+        self.grace = grace
+        self.channels: dict[str, Channel[Any] | Latest[Any]] = {}
+        self.groups: dict[str, WorkerGroup[Any]] = {}
+        self._spans: list[Span] = []
+        self._lives: Counter[str] = Counter()
+        self._parent: asyncio.Task[Any] | None = None
+        self._cause: BaseException | None = None
+        self._aborted = False
+        self._entered = False
+        self._watch = Watch(self, deadlock_after)
+
+    @classmethod
+    def local(cls, *, devices: Sequence[Device] | None = None, **options: Any) -> Self:
+        """Workers are coroutines of this event loop: for debugging, tests and simulation."""
+        from rlinf_async.runtime.local import LocalBackend
+
+        return cls(LocalBackend(), devices=devices, **options)
+
+    @classmethod
+    def process(
+        cls,
+        *,
+        devices: Sequence[Device] | None = None,
+        heartbeat_limit: float = 60.0,
+        **options: Any,
+    ) -> Self:
+        """One OS process per worker on this host.
+
+        Args:
+            devices: what placements choose from; by default the host's accelerators, else its CPU
+                cores.
+            heartbeat_limit: seconds after which a worker whose event loop does not answer is
+                killed.
+            options: ``deadlock_after`` (seconds of nobody being able to go on before `Deadlock` is
+                raised; None: only reported), ``grace`` (seconds that workers get to finish when the
+                cluster ends).
+        """
+        from rlinf_async.runtime.process import ProcessBackend
+
+        return cls(ProcessBackend(heartbeat_limit=heartbeat_limit), devices=devices, **options)
+
+    # ---- the graph
+
+    def channel(
+        self,
+        item_type: type[T],
+        *,
+        name: str,
+        capacity: int = 64,
+        max_weight: int | None = None,
+        max_deliveries: int = 5,
+    ) -> Channel[T]:
+        """A new channel. See `Channel` for the arguments.
+
+        Raises:
+            BuildError: the name is taken.
+        """
+        made: Channel[T] = Channel(
+            item_type,
+            name=name,
+            capacity=capacity,
+            max_weight=max_weight,
+            max_deliveries=max_deliveries,
+        )
+        self._publish(made)
+        return made
+
+    def latest(self, item_type: type[T], *, name: str) -> Latest[T]:
+        """A new `Latest`: a channel that holds only the newest value."""
+        made: Latest[T] = Latest(item_type, name=name)
+        self._publish(made)
+        return made
+
+    async def launch(
+        self,
+        worker: type[W],
+        *args: Any,
+        count: int = 1,
+        placement: Placement | None = None,
+        name: str | None = None,
+        restart: Never | Restart | None = None,
+        collective: str | None = None,
+        env: dict[str, str] | None = None,
+        **kwargs: Any,
+    ) -> WorkerGroup[W]:
+        """Start ``count`` ranks of a worker class and run their ``setup``.
+
+        Args:
+            worker: the class.
+            args, kwargs: for its ``__init__``.
+            placement: which devices each rank gets; without one, none are assigned.
+            name: of the group in errors and reports; by default the class's name.
+            restart: what to do when a rank's process dies; by default the run ends.
+            collective: torch.distributed backend for the group; see `Worker.join_collective`.
+            env: environment variables of the ranks' processes.
+
+        Raises:
+            BuildError: wrong arguments, name or placement; nothing was started.
+            WorkerError: ``__init__`` or ``setup`` raised in a rank.
+        """
+        group = name or worker.__name__
+        policy = restart or Never()
+        self._check_launch(worker, group, count, collective, policy, args, kwargs)
+        places = placement.assign(count, self.devices) if placement else [()] * count
+        self._lives[group] += 1
+        meeting = self._backend.rendezvous(group, self._lives[group]) if collective else ""
+        supervisors = [
+            Supervisor(
+                self._backend,
+                WorkerSpec(
+                    cls=worker,
+                    args=args,
+                    kwargs=kwargs,
+                    info=WorkerInfo(
+                        group=group,
+                        rank=rank,
+                        world_size=count,
+                        devices=places[rank],
+                        collective=collective,
+                        rendezvous=meeting,
+                    ),
+                    env=env or {},
+                ),
+                policy,
+                self._on_idle_death,
+            )
+            for rank in range(count)
+        ]
+        made = WorkerGroup(worker, group, supervisors, self._on_failure)
+        self.groups[group] = made
+        await _all_or_none([asyncio.create_task(one.start(), name=one.name) for one in supervisors])
+        return made
+
+    # ---- seen
+
+    def waits(self) -> list[Wait]:
+        """Everybody who waits on a channel of this cluster, the longest first."""
+        found = [wait for channel in self.channels.values() for wait in channel.waits()]
+        return sorted(found, key=lambda wait: -wait.seconds)
+
+    def report(self) -> str:
+        """Who waits for whom, for a person."""
+        return render(self.waits())
+
+    def pid(self, name: str) -> int | None:
+        """The process of a worker by its name (``"Env[0]"``); None where it has none of its own."""
+        return self._backend.pid(name)
+
+    async def spans(self) -> list[Span]:
+        """All spans that workers have recorded since the last time."""
+        for supervisor in self._supervisors():
+            handle = supervisor.handle_nowait()
+            if handle is not None:
+                self._spans += await handle.spans()
+        taken, self._spans = self._spans, []
+        return taken
+
+    # ---- life
+
+    async def __aenter__(self) -> Self:
+        if self._entered:
+            raise RuntimeError("a Cluster can be entered once: make another one")
+        self._entered = True
+        self._parent = asyncio.current_task()
+        await self._backend.open()
+        self._watch.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._close_shielded()
+        if self._aborted and self._parent is not None:
+            self._parent.uncancel()
+        cause = self._cause
+        if cause is None or cause is error:
+            return
+        if error is None:
+            if self._aborted:
+                raise cause
+        elif self._aborted and isinstance(error, asyncio.CancelledError):
+            raise cause from cause.__cause__  # not from our own cancellation
+        elif is_secondary(error):
+            raise cause from error
+
+    def abort(self, cause: BaseException) -> None:
+        """End the cluster: cancel its body and raise this when it is left. The first cause
+        counts."""
+        if self._cause is None or (is_secondary(self._cause) and not self._aborted):
+            self._cause = cause
+        if not self._aborted and self._parent is not None and not self._parent.done():
+            self._aborted = True
+            self._parent.cancel()
+
+    def _on_failure(self, error: BaseException, awaited: bool) -> None:
+        if self._cause is None:
+            self._cause = error
+        if not awaited:
+            self.abort(error)
+
+    def _on_idle_death(self, death: BaseException) -> None:
+        self.abort(death)
+
+    async def _close_shielded(self) -> None:
+        """Close even if the parent is cancelled meanwhile; again cancelled, close without grace."""
+        closing = internal(asyncio.create_task(self._close(), name="close cluster"))
+        while not closing.done():
+            try:
+                await asyncio.shield(closing)
+            except asyncio.CancelledError:
+                if closing.done():
+                    break
+                self.grace = 0.0
+        closing.result()
+
+    async def _close(self) -> None:
+        self._watch.stop()
+        for group in self.groups.values():
+            for call in list(group.calls):
+                call.cancel()
+        calls = [call for group in self.groups.values() for call in list(group.calls)]
+        await asyncio.gather(*(call.finished() for call in calls))
+        stops = [supervisor.stop(self.grace) for supervisor in self._supervisors()]
+        results = await asyncio.gather(*stops, return_exceptions=True)
+        await self._backend.close()
+        for result in results:
+            if isinstance(result, Exception):
+                log.error("while a worker was stopped: %s", result)
+
+    # ---- inside
+
+    def _supervisors(self) -> list[Supervisor]:
+        return [one for group in self.groups.values() for one in group.supervisors]
+
+    def _publish(self, made: Channel[Any] | Latest[Any]) -> None:
+        if made.name in self.channels:
+            raise BuildError(f"there is a channel {made.name!r} already: give each its own name")
+        self.channels[made.name] = made
+        self._backend.publish(made)
+
+    def _check_launch(
+        self,
+        worker: object,
+        group: str,
+        count: int,
+        collective: str | None,
+        policy: Never | Restart,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        if not isinstance(worker, type) or not issubclass(worker, Worker):
+            raise BuildError(f"launch() takes a subclass of Worker, not {worker!r}")
+        if self._parent is None:
+            raise BuildError("enter the cluster first: async with Cluster.process() as c: ...")
+        if count < 1:
+            raise BuildError(f"{group}: count must be at least 1, got {count}")
+        if group in self.groups:
+            raise BuildError(f"there is a group {group!r} already: pass another name=")
+        if collective is not None and count > 1 and isinstance(policy, Restart):
+            raise BuildError(
+                f"{group}: ranks of one torch.distributed group cannot be restarted one by one: "
+                "leave restart out, and resume from a checkpoint"
+            )
+        try:
+            inspect.signature(worker).bind(*args, **kwargs)
+        except TypeError as error:
+            raise BuildError(f"{worker.__name__}.__init__: {error}") from None
+
+
+async def _all_or_none(tasks: list[asyncio.Task[None]]) -> None:
+    """Await all tasks; at the first failure cancel the rest and raise it, not a group of one."""
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -1,0 +1,288 @@
+"""`WorkerGroup`: the ranks of one worker class, and typed calls to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from rlinf_async.channels import ChannelError, LatestReceiver, LatestSender
+from rlinf_async.channels.ends import End
+from rlinf_async.channels.ends import Sender as SenderEnd
+from rlinf_async.runtime.stall import WorkFuture, internal, result_of
+from rlinf_async.runtime.supervise import Supervisor
+from rlinf_async.workers.base import Worker
+from rlinf_async.workers.errors import BuildError, WorkerDied, WorkerError
+from rlinf_async.workers.methods import Method, method_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+W = TypeVar("W", bound=Worker)
+
+
+class GroupCall(Generic[R]):
+    """A call that runs on one or more ranks. Await it for its result; it runs whether or not you
+    do.
+
+    If nobody awaits it when it fails, the failure ends the cluster: it is never lost.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self._result: asyncio.Future[R] = WorkFuture()
+        self._runner: asyncio.Task[None] | None = None
+        self._awaited = 0
+
+    def done(self) -> bool:
+        """Whether the result, or the failure, is there."""
+        return self._result.done()
+
+    def cancel(self) -> None:
+        """Stop the methods on all ranks; awaiting raises `asyncio.CancelledError`."""
+        if self._runner is not None and not self.done():
+            self._runner.cancel()
+
+    def __await__(self) -> Generator[Any, None, R]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> R:
+        self._awaited += 1
+        try:
+            return await result_of(self._result)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        finally:
+            self._awaited -= 1
+
+    async def finished(self) -> None:
+        """Wait until nothing of it runs any more, however it ended."""
+        if self._runner is not None:
+            await asyncio.wait([self._runner])
+
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody will see a failure."""
+        return self._awaited > 0
+
+    def __repr__(self) -> str:
+        return f"<GroupCall {self.label} {'done' if self.done() else 'running'}>"
+
+
+class WorkerGroup(Generic[W]):
+    """The ranks of one worker class."""
+
+    def __init__(
+        self,
+        cls: type[W],
+        name: str,
+        supervisors: Sequence[Supervisor],
+        on_failure: Callable[[BaseException, bool], None],
+    ) -> None:
+        self.worker_class: type[Worker] = cls
+        self.name = name
+        self.supervisors = supervisors
+        self._on_failure = on_failure
+        self.calls: set[GroupCall[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self.supervisors)
+
+    def __getitem__(self, rank: int) -> WorkerRef[W]:
+        if not 0 <= rank < len(self):
+            raise IndexError(f"{self.name} has ranks 0 to {len(self) - 1}, not {rank}")
+        return WorkerRef(self, rank)
+
+    @property
+    def restarts(self) -> int:
+        """How often ranks were restarted, in total."""
+        return sum(supervisor.restarts for supervisor in self.supervisors)
+
+    def call(
+        self,
+        method: Callable[Concatenate[W, P], Awaitable[R]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> GroupCall[list[R]]:
+        """Run a method on every rank. The result has one value per rank, in rank order.
+
+        Channel ends among the arguments are cloned for each rank and closed when its call returns.
+
+        Raises:
+            BuildError: an argument does not fit the method; nothing was sent.
+        """
+        return self._issue(range(len(self)), method, args, kwargs)
+
+    def call_on(
+        self,
+        ranks: Iterable[int],
+        method: Callable[Concatenate[W, P], Awaitable[R]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> GroupCall[list[R]]:
+        """Run a method on some ranks. The result is in the order of ``ranks``."""
+        chosen = list(ranks)
+        wrong = [rank for rank in chosen if not 0 <= rank < len(self)]
+        if wrong:
+            raise BuildError(f"{self.name} has ranks 0 to {len(self) - 1}, not {wrong}")
+        return self._issue(chosen, method, args, kwargs)
+
+    def issue_one(
+        self, rank: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> GroupCall[Any]:
+        """A call on one rank whose result is the value itself."""
+        return self._issue([rank], function, args, kwargs, single=True)
+
+    def _issue(
+        self,
+        ranks: Iterable[int],
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        single: bool = False,
+    ) -> GroupCall[Any]:
+        method = method_of(self.worker_class, function)
+        arguments = method.bind(args, kwargs)
+        call: GroupCall[Any] = GroupCall(f"{self.name}.{method.name}")
+        parts = [self._part(call, rank, method, arguments) for rank in ranks]
+        runner = asyncio.create_task(self._run(call, parts, single), name=call.label)
+        call._runner = internal(runner)
+        self.calls.add(call)
+        return call
+
+    def _part(
+        self, call: GroupCall[Any], rank: int, method: Method, arguments: dict[str, Any]
+    ) -> asyncio.Task[Any]:
+        supervisor = self.supervisors[rank]
+        ends: list[Any] = []
+        holder = f"{supervisor.name}.{method.name}"
+        own = {name: _clone_ends(value, holder, ends) for name, value in arguments.items()}
+        supervisor.calls += 1
+        task = asyncio.create_task(self._call_rank(supervisor, method, own), name=holder)
+
+        def after(done: asyncio.Task[Any]) -> None:
+            supervisor.calls -= 1
+            error = None if done.cancelled() else done.exception()
+            if error is not None:  # told before the channels pass it on: the first is the cause
+                self._on_failure(error, call.awaited)
+            for end in ends:
+                _release(end, error)
+
+        task.add_done_callback(after)
+        return internal(task)
+
+    async def _call_rank(
+        self, supervisor: Supervisor, method: Method, arguments: dict[str, Any]
+    ) -> Any:
+        while True:
+            worker = await supervisor.handle()
+            try:
+                return await worker.call(method, arguments)
+            except WorkerDied:
+                if supervisor.handle_nowait() is worker:
+                    raise  # nobody noticed the death: do not spin
+
+    async def _run(
+        self, call: GroupCall[Any], parts: list[asyncio.Task[Any]], single: bool
+    ) -> None:
+        try:
+            _, pending = await asyncio.wait(parts, return_when=asyncio.FIRST_EXCEPTION)
+            error = _first_error(parts)
+            if pending:
+                await _cancel_all(pending)
+            _settle(call, parts, error, single)
+        except asyncio.CancelledError:
+            await _cancel_all(parts)
+            call._result.cancel()
+        finally:
+            self.calls.discard(call)
+
+
+class WorkerRef(Generic[W]):
+    """One rank of a group."""
+
+    def __init__(self, group: WorkerGroup[W], rank: int) -> None:
+        self.group = group
+        self.rank = rank
+
+    @property
+    def name(self) -> str:
+        """Group and rank: ``"Doubler[1]"``."""
+        return self.group.supervisors[self.rank].name
+
+    def call(
+        self,
+        method: Callable[Concatenate[W, P], Awaitable[R]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> GroupCall[R]:
+        """Run a method on this rank; the result is its value."""
+        return self.group.issue_one(self.rank, method, args, kwargs)
+
+
+def _clone_ends(value: Any, holder: str, ends: list[Any]) -> Any:
+    """The same argument with every channel end replaced by this call's own clone."""
+    if isinstance(value, End):
+        clone = value.clone(holder)
+        ends.append(clone)
+        return clone
+    if isinstance(value, (LatestSender, LatestReceiver)):
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(_clone_ends(one, holder, ends) for one in value)
+    if type(value) is dict:
+        return {key: _clone_ends(one, holder, ends) for key, one in value.items()}
+    return value
+
+
+def _release(end: Any, error: BaseException | None) -> None:
+    """A call that failed must not look like a producer that finished."""
+    if error is not None and isinstance(end, SenderEnd):
+        end.fail(error)
+    else:
+        end.close()
+
+
+def _first_error(parts: Sequence[asyncio.Task[Any]]) -> BaseException | None:
+    """The failure that explains the others: one that is not just a channel's news of it."""
+    errors = [
+        error
+        for part in parts
+        if part.done() and not part.cancelled() and (error := part.exception()) is not None
+    ]
+    primary = [error for error in errors if not is_secondary(error)]
+    return next(iter(primary or errors), None)
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether an error only passes on what happened elsewhere, through a channel."""
+    if isinstance(error, WorkerError):
+        return error.failure.channel_error
+    return isinstance(error, ChannelError)
+
+
+def _settle(
+    call: GroupCall[Any],
+    parts: Sequence[asyncio.Task[Any]],
+    error: BaseException | None,
+    single: bool,
+) -> None:
+    result = call._result
+    if result.done():
+        return
+    if error is not None:
+        result.set_exception(error)
+        result.exception()  # retrieved: the cluster may have been told instead
+    elif any(part.cancelled() for part in parts):
+        result.cancel()
+    else:
+        values = [part.result() for part in parts]
+        result.set_result(values[0] if single else values)
+
+
+async def _cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    every = list(tasks)
+    for task in every:
+        task.cancel()
+    await asyncio.gather(*every, return_exceptions=True)

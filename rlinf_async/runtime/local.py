@@ -1,0 +1,83 @@
+"""Workers as coroutines of this event loop: plain breakpoints, and deterministic under the virtual
+loop."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rlinf_async.channels import Channel, Latest
+from rlinf_async.observe.trace import Span, SpanRecorder
+from rlinf_async.runtime.backend import Activity, WorkerSpec
+from rlinf_async.runtime.stall import all_blocked
+from rlinf_async.workers.errors import BuildError, WorkerDied
+from rlinf_async.workers.host import WorkerHost
+from rlinf_async.workers.methods import Method
+
+
+class LocalWorker:
+    """One rank in this process."""
+
+    def __init__(self, host: WorkerHost, recorder: SpanRecorder) -> None:
+        self._host = host
+        self._recorder = recorder
+        self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
+
+    async def call(self, method: Method, arguments: dict[str, Any]) -> Any:
+        return await self._host.call(method.name, arguments)
+
+    async def activity(self) -> Activity:
+        return activity_of(self._host)
+
+    async def spans(self) -> list[Span]:
+        return self._recorder.take()
+
+    async def stop(self, grace: float) -> None:
+        await self._host.stop()
+        self.died.cancel()
+
+
+class LocalBackend:
+    """Starts workers in this event loop. Only one rank of a group may use torch.distributed
+    here."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="rlinf-async-")
+
+    async def open(self) -> None:
+        pass
+
+    def publish(self, channel: Channel[Any] | Latest[Any]) -> None:
+        pass
+
+    async def start(self, spec: WorkerSpec) -> LocalWorker:
+        if spec.info.collective is not None and spec.info.world_size > 1:
+            raise BuildError(
+                f"{spec.info.group}: torch.distributed needs a process for each rank, and "
+                f"Cluster.local() has one for all {spec.info.world_size}: use Cluster.process()"
+            )
+        recorder = SpanRecorder(spec.info.name)
+        host = WorkerHost(spec.cls, spec.args, spec.kwargs, spec.info, recorder.span)
+        await host.start()
+        return LocalWorker(host, recorder)
+
+    def rendezvous(self, group: str, life: int) -> str:
+        return (Path(self._folder.name) / f"{group}-{life}").as_uri()
+
+    def pid(self, name: str) -> int | None:
+        return None
+
+    async def close(self) -> None:
+        self._folder.cleanup()
+
+
+def activity_of(host: WorkerHost) -> Activity:
+    """What a worker in this process is doing now, as far as its calls' own tasks tell."""
+    labels = tuple(invocation.method for invocation in host.calls.values())
+    return Activity(
+        calls=labels,
+        blocked=host.context.computing == 0 and all_blocked(host.calls),
+        computing=host.context.computing,
+    )

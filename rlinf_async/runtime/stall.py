@@ -1,0 +1,74 @@
+"""Is anybody left who could make progress?
+
+A task is *blocked* if what it awaits can be ended by others only: a wait on a channel, or another
+task, which is asked the same. Anything else (a timer, a socket, a thread) may end by itself, so the
+benefit of the doubt goes to the task: a verdict of "blocked" is one that holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from types import CoroutineType
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+from rlinf_async.channels.waitfor import WaitFuture
+
+R = TypeVar("R")
+
+_internal: WeakSet[asyncio.Task[Any]] = WeakSet()
+
+
+class WorkFuture(asyncio.Future[Any]):
+    """What a task awaits while a worker works for it: only that worker can end it."""
+
+
+async def result_of(future: asyncio.Future[R]) -> R:
+    """Await a future that others await too: being cancelled here leaves it alone."""
+    if not future.done():
+        mine: asyncio.Future[None] = WorkFuture()
+
+        def wake(_: asyncio.Future[R]) -> None:
+            if not mine.done():
+                mine.set_result(None)
+
+        future.add_done_callback(wake)
+        try:
+            await mine
+        finally:
+            future.remove_done_callback(wake)
+    return future.result()
+
+
+def internal(task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+    """Mark a task as the runtime's own: it serves others and never makes progress by itself."""
+    _internal.add(task)
+    return task
+
+
+def all_blocked(tasks: Iterable[asyncio.Task[Any]]) -> bool:
+    """Whether every task that is not the runtime's own is blocked."""
+    return all(is_blocked(task) for task in tasks if task not in _internal and not task.done())
+
+
+def is_blocked(task: asyncio.Task[Any]) -> bool:
+    """Whether only others can wake this task."""
+    awaited = getattr(task, "_fut_waiter", None)
+    if awaited is None:
+        return task is asyncio.current_task()  # runnable
+    if isinstance(awaited, (WaitFuture, WorkFuture, asyncio.Task)):
+        return True
+    children = getattr(awaited, "_children", None)  # asyncio.gather
+    if children is not None:
+        return all(isinstance(one, (asyncio.Task, WaitFuture, WorkFuture)) for one in children)
+    return _leaves_task_group(task)
+
+
+def _leaves_task_group(task: asyncio.Task[Any]) -> bool:
+    """Whether the task is at the end of an ``async with TaskGroup()``, waiting for its children."""
+    inner: Any = task.get_coro()
+    while isinstance(getattr(inner, "cr_await", None), CoroutineType):
+        inner = inner.cr_await
+    code = getattr(inner, "cr_code", None)
+    return code is asyncio.TaskGroup.__aexit__.__code__

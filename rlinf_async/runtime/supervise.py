@@ -1,0 +1,157 @@
+"""Keeps the ranks of a group alive.
+
+::
+
+    started --died--> restart allowed? --yes--> started again (next incarnation); its calls are
+    issued again
+                            |
+                            no --> the death is raised by its calls, or, if none runs, ends the
+                            cluster
+
+A call outlives the worker that runs it: it holds its channel ends meanwhile, so nobody downstream
+sees an end of channel, and items that the dead worker had leased are delivered again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from rlinf_async.runtime.backend import Backend, WorkerHandle, WorkerSpec
+from rlinf_async.runtime.stall import WorkFuture, internal, result_of
+from rlinf_async.workers.errors import WorkerDied, WorkerError
+
+log = logging.getLogger(__name__)
+
+
+class Never(msgspec.Struct, frozen=True):
+    """A death ends the run with its cause."""
+
+
+class Restart(msgspec.Struct, frozen=True):
+    """A rank whose process dies is started again, at most ``max`` times within ``within`` seconds.
+
+    An exception that a method raises is no death: it would only be raised again.
+    """
+
+    max: int = 3
+    within: float = 60.0
+
+
+class Supervisor:
+    """One rank: its current handle, or the restart that is under way."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        spec: WorkerSpec,
+        policy: Never | Restart,
+        on_idle_death: Callable[[WorkerError], None],
+    ) -> None:
+        self._backend = backend
+        self._spec = spec
+        self._policy = policy
+        self._on_idle_death = on_idle_death
+        self._restarts: deque[float] = deque()
+        self._handle: asyncio.Future[WorkerHandle] | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self.calls = 0
+        """calls that run or wait on this rank"""
+        self.restarts = 0
+        self.stopping = False
+
+    @property
+    def name(self) -> str:
+        return self._spec.info.name
+
+    async def start(self) -> None:
+        """Start the rank's first life."""
+        handle = await self._backend.start(self._spec)
+        self._adopt(handle)
+
+    async def handle(self) -> WorkerHandle:
+        """The live worker; waits for a restart that is under way.
+
+        Raises:
+            WorkerDied: it is gone for good.
+        """
+        if self._handle is None:
+            raise RuntimeError(f"{self.name} was not started")
+        return await result_of(self._handle)
+
+    def handle_nowait(self) -> WorkerHandle | None:
+        """The live worker, or None while there is none."""
+        ready = self._handle
+        if ready is None or not ready.done() or ready.cancelled() or ready.exception():
+            return None
+        return ready.result()
+
+    async def stop(self, grace: float) -> None:
+        """End the rank for good."""
+        self.stopping = True
+        if self._restarting is not None:
+            self._restarting.cancel()
+            await asyncio.gather(self._restarting, return_exceptions=True)
+        handle = self.handle_nowait()
+        if handle is not None:
+            await handle.stop(grace)
+
+    def _adopt(self, handle: WorkerHandle) -> None:
+        if self._handle is None or self._handle.done():
+            self._handle = WorkFuture()
+        self._handle.set_result(handle)
+        handle.died.add_done_callback(self._on_death)
+
+    def _on_death(self, died: asyncio.Future[WorkerDied]) -> None:
+        if died.cancelled() or self.stopping:
+            return
+        death = died.result()
+        self._handle = WorkFuture()
+        self._handle.add_done_callback(_retrieve)
+        if self._may_restart():
+            log.warning("%s; starting it again (%d so far)", death.summary, self.restarts)
+            task = asyncio.create_task(self._restart(), name=f"restart {self.name}")
+            self._restarting = internal(task)
+        else:
+            self._give_up(death)
+
+    def _may_restart(self) -> bool:
+        if isinstance(self._policy, Never):
+            return False
+        now = asyncio.get_running_loop().time()
+        while self._restarts and self._restarts[0] < now - self._policy.within:
+            self._restarts.popleft()
+        if len(self._restarts) >= self._policy.max:
+            return False
+        self._restarts.append(now)
+        self.restarts += 1
+        return True
+
+    async def _restart(self) -> None:
+        info = msgspec.structs.replace(self._spec.info, incarnation=self.restarts)
+        self._spec = msgspec.structs.replace(self._spec, info=info)
+        try:
+            self._adopt(await self._backend.start(self._spec))
+        except WorkerError as error:
+            self._give_up(error)
+
+    def _give_up(self, death: WorkerError) -> None:
+        if isinstance(self._policy, Restart):
+            death.add_note(
+                f"{self.name} was restarted {self.restarts} times; the policy allows "
+                f"{self._policy.max} within {self._policy.within:g} s"
+            )
+        if self._handle is not None and not self._handle.done():
+            self._handle.set_exception(death)
+        if not self.calls:
+            self._on_idle_death(death)
+
+
+def _retrieve(future: asyncio.Future[WorkerHandle]) -> None:
+    """A death that no call waits for is reported otherwise."""
+    if not future.cancelled():
+        future.exception()

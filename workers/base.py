@@ -1,0 +1,120 @@
+"""`Worker`: a class with async methods, a mailbox, and a thread for blocking work.
+
+::
+
+    class Doubler(Worker):
+        async def run(self, numbers: Receiver[Number], doubled: Sender[Number]) -> None:
+            async for number in numbers:
+                await doubled.put(Number(number.value * 2))
+
+What a rank goes through::
+
+    created -> __init__ -> setup() -> ready: calls run, several at once -> teardown() -> gone
+
+Channel ends given as arguments of a call belong to that call: every rank gets its own clone, and it
+is closed when the call returns. So "the last sender has closed" means "every producer has
+returned".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
+from typing import Any, ParamSpec, TypeVar
+
+from rlinf_async.workers.context import Device, WorkerContext
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Worker:
+    """Base class of all workers. Its attributes are there before ``__init__`` runs."""
+
+    _context: WorkerContext
+
+    @property
+    def name(self) -> str:
+        """Group and rank: ``"Doubler[1]"``."""
+        return self._context.info.name
+
+    @property
+    def rank(self) -> int:
+        """This worker's number in its group, from 0."""
+        return self._context.info.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many workers the group has."""
+        return self._context.info.world_size
+
+    @property
+    def incarnation(self) -> int:
+        """How often this rank was restarted after its death; 0 in the first life."""
+        return self._context.info.incarnation
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices that the placement gave to this rank; empty without a placement."""
+        return self._context.info.devices
+
+    @property
+    def device(self) -> str:
+        """The first device as torch names it: ``"cuda:0"``, else ``"cpu"``."""
+        found = self.devices
+        return str(found[0]) if found and found[0].kind == "cuda" else "cpu"
+
+    @cached_property
+    def log(self) -> logging.Logger:
+        """A logger under this worker's name."""
+        return logging.getLogger(f"rlinf_async.{self.name}")
+
+    async def setup(self) -> None:
+        """Runs once after ``__init__``, before the first call. Override it to load what takes
+        long."""
+
+    async def teardown(self) -> None:
+        """Runs once after the last call. Override it to release what ``setup`` took."""
+
+    async def compute(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run blocking work in this worker's compute thread and wait for its result.
+
+        The event loop goes on meanwhile: it answers calls, cancellation and heartbeats, and fetches
+        the next batch. There is one such thread, so blocking work runs in the order in which it was
+        asked for. A cancelled wait does not stop work that has begun.
+        """
+        context = contextvars.copy_context()
+        call = partial(context.run, fn, *args, **kwargs)
+        self._context.computing += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._context.executor, call)
+        finally:
+            self._context.computing -= 1
+
+    def span(self, name: str, **args: Any) -> AbstractContextManager[Any]:
+        """Mark what runs inside the block as a named span of the run's trace."""
+        return self._context.span(name, **args)
+
+    async def join_collective(self) -> None:
+        """Set up torch.distributed with the other ranks of this group.
+
+        Asked for by ``launch(..., collective="gloo")``; call it in `setup`. Waits for all ranks.
+        """
+        from rlinf_async.workers.collective import join
+
+        await self.compute(join, self._context.info)
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>" if hasattr(self, "_context") else f"<{type(self).__name__}>"
+
+
+def make(cls: type[Worker], context: WorkerContext, args: tuple[Any, ...], kwargs: Any) -> Worker:
+    """Build a worker whose place in the run is known inside ``__init__``."""
+    worker = cls.__new__(cls)
+    worker._context = context
+    worker.__init__(*args, **kwargs)  # type: ignore[misc]
+    return worker

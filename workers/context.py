@@ -1,0 +1,60 @@
+"""What a worker is told about its place in the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import msgspec
+
+OpenSpan = Callable[..., AbstractContextManager[Any]]
+
+
+class Device(msgspec.Struct, frozen=True):
+    """One accelerator, or one CPU core where there is none."""
+
+    kind: str
+    """``"cuda"`` or ``"cpu"``"""
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.index}"
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Plain data: crosses to the worker's process."""
+
+    group: str
+    rank: int
+    world_size: int
+    devices: tuple[Device, ...] = ()
+    incarnation: int = 0
+    """how often this rank was restarted"""
+    collective: str | None = None
+    """torch.distributed backend of the group (``"gloo"``, ``"nccl"``), where asked for"""
+    rendezvous: str = ""
+    """where the group's ranks meet, as torch's ``init_method``"""
+
+    @property
+    def name(self) -> str:
+        """Group and rank: ``"Rollout[1]"``."""
+        return f"{self.group}[{self.rank}]"
+
+
+class WorkerContext:
+    """A worker's place in the run and the means it is given."""
+
+    def __init__(
+        self, info: WorkerInfo, executor: ThreadPoolExecutor, span: OpenSpan | None = None
+    ) -> None:
+        self.info = info
+        self.executor = executor
+        self.span: OpenSpan = span or _no_span
+        self.computing = 0
+        """calls in the compute thread now"""
+
+
+def _no_span(name: str, **args: Any) -> AbstractContextManager[None]:
+    return nullcontext()

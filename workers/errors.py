@@ -1,0 +1,91 @@
+"""What can go wrong with workers, by what the caller can do about it.
+
+::
+
+    BuildError              the graph is wrong: nothing was started (also a ValueError)
+    WorkerError             a call failed inside a worker: worker, rank, host, method, traceback
+     +-- WorkerDied         the worker's process ended by itself: exit code or signal
+     +-- WorkerUnresponsive the worker's event loop stopped answering
+    Deadlock                every worker waits for another: who, on which channel, how long
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Self
+
+import msgspec
+
+
+class BuildError(ValueError):
+    """The worker graph is wrong. Raised before anything is started; names both sides."""
+
+
+class Deadlock(RuntimeError):
+    """Everybody waits, and nobody is left who could wake them."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """An exception in a worker, as plain data that can cross to another process."""
+
+    worker: str
+    host: str
+    pid: int
+    method: str
+    error_type: str
+    message: str
+    traceback: str
+    channel_error: bool = False
+    """it only passes on what somebody else did to a channel"""
+
+
+class WorkerError(RuntimeError):
+    """A call failed inside a worker.
+
+    In one process the original exception is the ``__cause__``; from another process its type,
+    message and traceback are in ``failure``.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+        super().__init__(
+            f"{failure.worker} failed in {failure.method} "
+            f"(process {failure.pid} on {failure.host}): {failure.error_type}: {failure.message}"
+            + (f"\n\n{failure.traceback.rstrip()}" if failure.traceback else "")
+        )
+
+    @property
+    def worker(self) -> str:
+        """Group and rank: ``"Rollout[1]"``."""
+        return self.failure.worker
+
+    @property
+    def summary(self) -> str:
+        """The first line: who, where, what."""
+        return str(self).split("\n", 1)[0]
+
+    @classmethod
+    def of(cls, error: BaseException, *, worker: str, host: str, pid: int, method: str) -> Self:
+        """Wrap an exception caught here."""
+        from rlinf_async.channels import ChannelError
+
+        return cls(
+            Failure(
+                worker=worker,
+                host=host,
+                pid=pid,
+                method=method,
+                error_type=type(error).__name__,
+                message=str(error),
+                traceback="".join(traceback.format_exception(error)),
+                channel_error=isinstance(error, ChannelError),
+            )
+        )
+
+
+class WorkerDied(WorkerError):
+    """The worker's process ended by itself."""
+
+
+class WorkerUnresponsive(WorkerError):
+    """The worker's event loop did not answer within the limit; it was killed."""
