@@ -1,0 +1,107 @@
+"""How one pull is carried out: on the event loop, or in a compute thread.
+
+A pull is a coroutine that hands everything it waits for to a `Wait`. On the loop, `wait_here`
+awaits it. In a thread, `ThreadDriver` sends it to the loop and blocks, so the coroutine itself
+never suspends: it, and every plain handler it calls, run in the thread that pulls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import CancelledError, Future
+from threading import Lock
+from typing import Any, Protocol, TypeVar
+
+from rlinf_async.channels.batching.errors import PullCancelled
+
+R = TypeVar("R")
+
+
+class Wait(Protocol):
+    """Waits for something on the event loop."""
+
+    def __call__(self, awaitable: Awaitable[R], /) -> Awaitable[R]: ...
+
+
+async def wait_here(awaitable: Awaitable[R]) -> R:
+    """Wait on the running loop."""
+    return await awaitable
+
+
+async def settle(value: R | Awaitable[R], wait: Wait) -> R:
+    """What a function gave that may be plain or async."""
+    if inspect.isawaitable(value):
+        result: R = await wait(value)
+        return result
+    return value
+
+
+class ThreadDriver:
+    """Runs pulls in the calling thread and their waits on ``loop``."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = Lock()
+        self._waiting: Future[Any] | None = None
+        self._closed = False
+
+    def run(self, pull: Callable[[Wait], Coroutine[Any, Any, R]]) -> R:
+        """The result of one pull.
+
+        Raises:
+            PullCancelled: closed, before or while it waited, or the loop went away.
+            RuntimeError: called on the loop's own thread, which would wait for itself.
+        """
+        if _running_loop() is self._loop:
+            raise RuntimeError(
+                "a blocking pull on its own event loop would wait for itself for ever: use "
+                "`async for` here, or pull from a thread (`await worker.compute(...)`)"
+            )
+        coroutine = pull(self._wait)
+        try:
+            coroutine.send(None)
+        except StopIteration as done:
+            result: R = done.value
+            return result
+        coroutine.close()
+        raise RuntimeError("the pull awaited something outside its Wait")
+
+    def close(self) -> None:
+        """End the pull that waits now, if any, and every later one. From any thread."""
+        with self._lock:
+            self._closed = True
+            if self._waiting is not None:
+                self._waiting.cancel()
+
+    async def _wait(self, awaitable: Awaitable[R]) -> R:
+        future = self._submit(awaitable)
+        try:
+            return future.result()
+        except CancelledError:
+            raise PullCancelled(
+                "the wait for the next batch was cancelled: the blocking view was closed or its "
+                "event loop is stopping"
+            ) from None
+        finally:
+            # An interrupt (Ctrl-C) in this thread must not leave the wait running on the loop.
+            future.cancel()
+            self._waiting = None
+
+    def _submit(self, awaitable: Awaitable[R]) -> Future[R]:
+        with self._lock:
+            if self._closed or self._loop.is_closed():
+                if inspect.iscoroutine(awaitable):
+                    awaitable.close()
+                what = "the blocking view" if self._closed else "its event loop"
+                raise PullCancelled(f"{what} was closed: no further batch can be waited for")
+            self._waiting = asyncio.run_coroutine_threadsafe(wait_here(awaitable), self._loop)
+            return self._waiting
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:  # an ordinary thread
+        return None

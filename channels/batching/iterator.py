@@ -1,0 +1,324 @@
+"""From whatever arrives to the micro-batches that a trainer needs.
+
+::
+
+    receiver --> inbox --on_batch--> samples --on_global_batch--> windows --cut--> ready --> you
+                 (as received)       (a queue)  (or no handler)   (gathered)       (micro-batches)
+
+How long samples are held back before the first micro-batch goes out:
+
+===============================  ==============================================================
+fixed ``micro_batch_size``       until one micro-batch is there: training overlaps with arrival
+``max_tokens_per_micro_batch``   until a window is there: ``balance_window`` samples (overlaps), or
+                                 the global batch where none is given
+with ``on_global_batch``         until the **whole global batch** is there, in either mode: the
+                                 handler must see all of it
+===============================  ==============================================================
+
+Invariants: every sample is yielded exactly once. Where batches were cut on their way makes no
+difference. A stage lets go of a batch only once the next stage has it, so a cancellation or an
+error anywhere loses nothing and the next pull goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from typing import Generic, Self, TypeVar
+
+from rlinf_async.channels.batching.blocking import BlockingBatches
+from rlinf_async.channels.batching.cutter import Agree, Cutter
+from rlinf_async.channels.batching.driving import Wait, wait_here
+from rlinf_async.channels.batching.errors import (
+    BadBatch,
+    BatchingError,
+    IncompleteBatch,
+    IteratorBusy,
+    UnfinishedGlobalBatch,
+)
+from rlinf_async.channels.batching.intake import Handler, Intake, call
+from rlinf_async.channels.batching.operations import BatchOps, join
+from rlinf_async.channels.batching.sizes import BatchSizes
+from rlinf_async.channels.ends import Key, Receiver
+from rlinf_async.channels.errors import EndOfChannel
+
+B = TypeVar("B")
+
+
+class BatchResizingIterator(Generic[B]):
+    """Reads batches of any size and yields micro-batches, global batch after global batch.
+
+    ``async for`` goes on until every sender has closed; `global_batch` stops after the samples of
+    one optimizer step; `blocking` is the same for a compute thread. One task or thread pulls at a
+    time.
+
+    Args:
+        receiver: where the batches come from.
+        ops: how to measure, cut and join them: `ListOps`, `DictOps`, `StructOps` or your own.
+        total_batch_size: samples of a step on this rank.
+        num_global_batches: optimizer steps in a step; must divide the total.
+        micro_batch_size: samples of each micro-batch; must divide the global batch.
+        max_tokens_per_micro_batch: instead: token limit of each micro-batch. The samples of a
+            window are then reordered, so that micro-batches hold about equally many tokens.
+        balance_window: samples per window; must divide the global batch, which is the default.
+        on_batch: called on every batch received that has samples (advantages). May change its size.
+        on_global_batch: called on every global batch before it is cut (normalisation). Must keep
+            its size. Makes the iterator gather a whole global batch before it yields.
+        agree: needed with a token limit: makes the number of micro-batches of each window the same
+            on every rank, called once per window. A single rank gives `alone`.
+        key: reads only the items of this key.
+        keep_batches: keep what was yielded for `get_all_batches`, which must then be called.
+
+    Raises `BatchSizeError` when built with sizes that do not fit one another. A pull raises
+    `HandlerFailed`, `BadBatch`, `SampleTooLong`, `CountsDisagree`, `IncompleteBatch`, and what the
+    receiver or ``agree`` raises.
+    """
+
+    def __init__(
+        self,
+        receiver: Receiver[B],
+        ops: BatchOps[B],
+        *,
+        total_batch_size: int,
+        num_global_batches: int = 1,
+        micro_batch_size: int | None = None,
+        max_tokens_per_micro_batch: int | None = None,
+        balance_window: int | None = None,
+        on_batch: Handler[B] | None = None,
+        on_global_batch: Handler[B] | None = None,
+        agree: Agree | None = None,
+        key: Key | None = None,
+        keep_batches: bool = False,
+    ) -> None:
+        self._sizes = BatchSizes(
+            total_batch_size=total_batch_size,
+            num_global_batches=num_global_batches,
+            micro_batch_size=micro_batch_size,
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+            balance_window=balance_window,
+        )
+        self._ops = ops
+        self._intake = Intake(receiver, ops, on_batch, key)
+        self._on_global_batch = on_global_batch
+        self._cutter = Cutter(ops, max_tokens_per_micro_batch, agree)
+        self._gathered: list[B] = []  # what windows and ready were made from, while it can go back
+        self._windows: deque[B] = deque()
+        self._ready: deque[B] = deque()
+        self._kept: list[B] | None = [] if keep_batches else None
+        self._taken = 0  # samples yielded of the open global batch
+        self._finished_global_batches = 0
+        self._busy = False
+
+    # -- pulling ------------------------------------------------------------------------------
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> B:
+        try:
+            return await self.pull(wait_here)
+        except EndOfChannel:
+            raise StopAsyncIteration from None
+
+    async def global_batch(self) -> AsyncGenerator[B, None]:
+        """The micro-batches up to the end of a global batch.
+
+        Raises `EndOfChannel` when the channel ended before it began.
+        """
+        last = False
+        while not last:
+            micro_batch = await self.pull(wait_here)
+            last = self.finished_global_batch
+            yield micro_batch
+
+    async def prefetch_one_batch(self) -> B:
+        """The next micro-batch, which stays next: it counts once, when it is taken."""
+        return await self.peek(wait_here)
+
+    async def count_micro_batches(self) -> int:
+        """Micro-batches left in the open, or else the next, global batch.
+
+        Known at once for a fixed size; a token limit makes this wait for the whole global batch.
+        """
+        return await self.count(wait_here)
+
+    def blocking(self, loop: asyncio.AbstractEventLoop) -> BlockingBatches[B]:
+        """A view for a compute thread; ``loop`` runs the receiver."""
+        return BlockingBatches(self, loop)
+
+    # -- between pulls ------------------------------------------------------------------------
+
+    @property
+    def sizes(self) -> BatchSizes:
+        """The sizes in force."""
+        return self._sizes
+
+    @property
+    def finished_global_batch(self) -> bool:
+        """No global batch is open: the last micro-batch taken was the last of its global batch."""
+        return self._taken == 0
+
+    @property
+    def finished_global_batches(self) -> int:
+        """Global batches taken completely so far."""
+        return self._finished_global_batches
+
+    @property
+    def queued_samples(self) -> int:
+        """Samples handled but not yet taken."""
+        return len(self._intake.samples) + self._size_of(self._windows) + self._size_of(self._ready)
+
+    @property
+    def empty_batches(self) -> int:
+        """Batches without samples that were received and passed over."""
+        return self._intake.empty_batches
+
+    def check_finished_global_batch(self) -> None:
+        """Raise `UnfinishedGlobalBatch` if a global batch is open."""
+        if not self.finished_global_batch:
+            raise UnfinishedGlobalBatch(
+                f"global batch {self._finished_global_batches} is open: {self._taken} of its "
+                f"{self._sizes.global_batch_size} samples have been taken. Take the rest first."
+            )
+
+    def get_all_batches(self) -> B | None:
+        """Everything taken since the last call, joined; None if nothing was.
+
+        Raises `BatchingError` unless built with ``keep_batches=True``.
+        """
+        if self._kept is None:
+            raise BatchingError(
+                "batches are not kept after they are taken: build the iterator with "
+                "keep_batches=True to use get_all_batches()"
+            )
+        kept, self._kept = self._kept, []
+        return join(self._ops, kept) if kept else None
+
+    def reset_total_batch_size(self, total_batch_size: int) -> None:
+        """Use another share of the step from the next global batch on.
+
+        The number of global batches stays. Samples that wait, also those that were cut already,
+        are cut anew, and ``on_global_batch`` sees them as they came to it. With a token limit every
+        rank must do this at the same place.
+
+        Raises:
+            UnfinishedGlobalBatch: a global batch is open.
+            BatchSizeError: the new sizes do not fit; the old ones stay in force.
+            IteratorBusy: a pull is under way.
+        """
+        with self._exclusive():
+            self.check_finished_global_batch()
+            self._sizes = self._sizes.with_total(total_batch_size)
+            self._intake.samples.put_back(self._gathered)
+            self._gathered.clear()
+            self._windows.clear()
+            self._ready.clear()
+
+    # -- one pull, wherever it runs -----------------------------------------------------------
+
+    async def pull(self, wait: Wait, /) -> B:
+        """Take the next micro-batch. For drivers: others use ``async for`` or `blocking`."""
+        with self._exclusive():
+            await self._prepare(wait)
+            return self._take()
+
+    async def peek(self, wait: Wait, /) -> B:
+        """Prepare the next micro-batch without taking it. For drivers."""
+        with self._exclusive():
+            await self._prepare(wait)
+            return self._ready[0]
+
+    async def count(self, wait: Wait, /) -> int:
+        """`count_micro_batches`, for drivers."""
+        with self._exclusive():
+            left = self._sizes.global_batch_size - self._taken
+            if self._sizes.micro_batch_size is not None:
+                return left // self._sizes.micro_batch_size
+            while self._size_of(self._ready) < left:
+                await self._cut_next(wait)
+            return len(self._ready)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if self._busy:
+            raise IteratorBusy(
+                "another task or thread is pulling from this iterator: give each consumer its "
+                "own iterator over a clone of the receiver"
+            )
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    def _take(self) -> B:
+        micro_batch = self._ready.popleft()
+        self._gathered.clear()  # the global batch is open: no way back
+        self._taken += self._ops.size(micro_batch)
+        if self._taken == self._sizes.global_batch_size:
+            self._taken = 0
+            self._finished_global_batches += 1
+        if self._kept is not None:
+            self._kept.append(micro_batch)
+        return micro_batch
+
+    async def _prepare(self, wait: Wait) -> None:
+        while not self._ready:
+            await self._cut_next(wait)
+
+    async def _cut_next(self, wait: Wait) -> None:
+        if not self._windows:
+            await self._gather(wait)
+        micro_batches = await self._cutter.cut(self._windows[0], wait)
+        self._windows.popleft()
+        self._ready.extend(micro_batches)
+
+    async def _gather(self, wait: Wait) -> None:
+        size = self._sizes.window_size
+        if self._on_global_batch is not None:
+            size = self._sizes.global_batch_size
+        try:
+            await self._intake.fill(size, wait)
+        except EndOfChannel:
+            self._check_nothing_open()
+            raise
+        gathered = self._intake.samples.peek(size)
+        handled = await self._handle_global_batch(gathered, wait)
+        windows = list(self._even_parts(handled, self._sizes.window_size))
+        self._intake.samples.drop(size)
+        self._windows.extend(windows)
+        self._gathered.append(gathered)
+
+    async def _handle_global_batch(self, batch: B, wait: Wait) -> B:
+        if self._on_global_batch is None:
+            return batch
+        size, index = self._ops.size(batch), self._finished_global_batches
+        handled = await call(self._on_global_batch, batch, "on_global_batch", index, wait)
+        if self._ops.size(handled) != size:
+            raise BadBatch(
+                f"on_global_batch returned {self._ops.size(handled)} samples for the {size} of "
+                f"global batch {index}: it must keep their number (mask samples instead)"
+            )
+        return handled
+
+    def _check_nothing_open(self) -> None:
+        position = self._finished_global_batches % self._sizes.num_global_batches
+        have = self._taken + self.queued_samples
+        if have or position:
+            raise IncompleteBatch(
+                have=have,
+                size=self._sizes.global_batch_size,
+                position=position,
+                count=self._sizes.num_global_batches,
+            ) from None
+
+    def _even_parts(self, batch: B, size: int) -> Iterator[B]:
+        whole = self._ops.size(batch)
+        if whole == size:
+            return iter([batch])
+        return (self._ops.slice(batch, at, at + size) for at in range(0, whole, size))
+
+    def _size_of(self, batches: deque[B]) -> int:
+        return sum(self._ops.size(batch) for batch in batches)
