@@ -33,6 +33,6 @@ BENCH = Bench(
     bars=(*_bars("asyncio.Queue", 0.8), *_bars("anyio stream", 2.0)),
     repetitions=5,
     notes=(
-        "items per second; one core, one process, the same event loop for all (uvloop if installed)",
+        "items per second; one core, one process, one event loop for all (uvloop if installed)",
     ),
 )

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 
 from rlinf_async.bench import Bar, Bench, Case, Outcome, Peer, Results
-from rlinf_async.bench.model import Sample, sample_of
+from rlinf_async.bench.model import sample_of
+from rlinf_async.bench.results import Sample
 
 OURS = "ours"
 THEIRS = ("sb3, 1 thread", "sb3, 2 threads")
@@ -99,7 +100,7 @@ BENCH = Bench(
     ),
     repetitions=3,
     notes=(
-        "two cores each; seeds 0, 1, 2; return: mean of deterministic evaluation episodes; "
-        "theirs is the faster of one and two torch threads",
+        "two cores each; seeds 0, 1, 2; theirs is the faster of one and two torch threads",
+        "return: mean of deterministic evaluation episodes after training",
     ),
 )

@@ -58,7 +58,13 @@ class Document:
             tables = apply_overrides(self.tables, changes, type_)
             return convert_struct(tables, type_, (), None)
         except ConfigError as error:
-            raise error.at(self._blame(error.path, changes)) from error.__cause__
+            raise self.located(error, changes) from error.__cause__
+
+    def located(
+        self, error: ConfigError, overrides: Mapping[str, str] | None = None
+    ) -> ConfigError:
+        """The same error with the line or the flag that its path came from."""
+        return error.at(self._blame(error.path, overrides or {}))
 
     def _blame(self, path: Path, overrides: Mapping[str, str]) -> str:
         given = [path_of(name) for name in overrides]

@@ -1,0 +1,47 @@
+"""The command line: ``rlinf-async train | check | bench``.
+
+Exit codes: 0 it went well; 1 the run failed, or a bench's bar fell short; 2 wrong input, found
+before any worker started; 130 Ctrl-C.
+
+Importing this brings in click and nothing heavy: torch and the runtime are loaded by the command
+that needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+from rlinf_async.cli.bench import bench
+from rlinf_async.cli.failures import guarded
+from rlinf_async.cli.jobs import FindJob, Session, registered_job
+from rlinf_async.cli.train import check, train
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="rlinf-async", prog_name="rlinf-async")
+def commands() -> None:
+    """Reinforcement-learning post-training as a graph of async workers and typed channels."""
+
+
+commands.add_command(train)
+commands.add_command(check)
+commands.add_command(bench)
+
+
+def main(arguments: Sequence[str] | None = None, find_job: FindJob = registered_job) -> int:
+    """Run one command and return its exit code.
+
+    ``find_job`` gives the job for a configuration's ``job = "name"``.
+    """
+    session = Session(find_job)
+    return guarded(
+        lambda: commands.main(
+            args=None if arguments is None else list(arguments),
+            prog_name="rlinf-async",
+            standalone_mode=False,
+            obj=session,
+        ),
+        session,
+    )

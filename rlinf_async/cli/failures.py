@@ -1,0 +1,75 @@
+"""How a command ends: its exit code, and one clear message for whatever went wrong."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+
+import click
+
+from rlinf_async.cli.jobs import Session
+from rlinf_async.config.errors import UsageError
+
+OK = 0
+FAILED = 1
+WRONG_INPUT = 2
+INTERRUPTED = 130
+
+
+def guarded(command: Callable[[], object], session: Session) -> int:
+    """Run a command; whatever it raises is told on stderr and becomes the exit code."""
+    try:
+        result = command()
+    except BaseException as error:
+        return _failed(_first_cause(error), session)
+    return result if isinstance(result, int) else OK
+
+
+def _failed(error: BaseException, session: Session) -> int:
+    if isinstance(error, click.exceptions.Exit):
+        return error.exit_code
+    if isinstance(error, click.ClickException):
+        error.show()
+        return error.exit_code
+    if isinstance(error, (KeyboardInterrupt, click.Abort)):
+        click.echo("interrupted", err=True)
+        return INTERRUPTED
+    if isinstance(error, UsageError):
+        click.echo(f"error: {error}", err=True)
+        return WRONG_INPUT
+    if not isinstance(error, Exception):
+        raise error
+    _report(error, session)
+    return FAILED
+
+
+def _report(error: Exception, session: Session) -> None:
+    if session.traceback:
+        click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+        return
+    click.echo(f"error: {_text(error)}", err=True)
+    if not _is_ours(error):
+        click.echo("(--traceback shows where this was raised)", err=True)
+
+
+def _text(error: BaseException) -> str:
+    """Our own errors speak for themselves; another's text is often nothing without its type."""
+    if _is_ours(error):
+        return str(error)
+    if isinstance(error, BaseExceptionGroup):
+        causes = "\n".join(f"- {_text(inner)}" for inner in error.exceptions)
+        return f"{len(error.exceptions)} things failed:\n{causes}"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _is_ours(error: BaseException) -> bool:
+    return type(error).__module__.split(".")[0] == "rlinf_async"
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """The one error inside a group; a group with an interrupt in it is an interrupt."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    if (interrupts := error.subgroup(KeyboardInterrupt)) is not None:
+        return _first_cause(interrupts.exceptions[0])
+    return _first_cause(error.exceptions[0]) if len(error.exceptions) == 1 else error

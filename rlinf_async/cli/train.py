@@ -1,0 +1,115 @@
+"""``rlinf-async train`` and ``rlinf-async check``."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import click
+import msgspec
+
+from rlinf_async.cli import arguments
+from rlinf_async.cli.jobs import Job, Session
+from rlinf_async.config import ConfigError, Document, UsageError, to_toml
+
+JOB = "job"
+
+_settings = {"ignore_unknown_options": True, "allow_interspersed_args": True}
+
+
+@click.command(
+    context_settings=_settings,
+    options_metavar="[OPTIONS] [--section.field VALUE]...",
+)
+@click.option("--out", type=click.Path(path_type=pathlib.Path), help="The run folder.")
+@click.option("--resume", is_flag=True, help="Go on where the run in --out DIR was.")
+@click.option("--seed", type=int, help="The same as the setting 'seed' in the file.")
+@click.option("--traceback", is_flag=True, help="Show the driver's traceback if the run fails.")
+@click.argument("tokens", nargs=-1, type=click.UNPROCESSED, metavar="FILE.toml")
+@click.pass_obj
+def train(
+    session: Session,
+    out: pathlib.Path | None,
+    resume: bool,
+    seed: int | None,
+    traceback: bool,
+    tokens: tuple[str, ...],
+) -> None:
+    """Run the job that FILE.toml describes.
+
+    Every setting of the file can be given here too, by its path: --actor.optimizer.lr 1e-4.
+    """
+    session.traceback = traceback
+    file, overrides = arguments.split(tokens)
+    if seed is not None:
+        overrides["seed"] = str(seed)
+    job, config = _read(session, file, overrides)
+    _check_folder(out, resume)
+    job.run(config, out, resume)
+
+
+@click.command(
+    context_settings=_settings,
+    options_metavar="[OPTIONS] [--section.field VALUE]...",
+)
+@click.option("--show", is_flag=True, help="Print every setting with the value a run would have.")
+@click.argument("tokens", nargs=-1, type=click.UNPROCESSED, metavar="FILE.toml")
+@click.pass_obj
+def check(session: Session, show: bool, tokens: tuple[str, ...]) -> None:
+    """Say whether the run that FILE.toml describes could start; start nothing."""
+    file, overrides = arguments.split(tokens)
+    _, config = _read(session, file, overrides)
+    if show:
+        click.echo(to_toml(config), nl=False)
+    else:
+        click.echo(f"{file}: ok")
+
+
+def _read(session: Session, file: str, overrides: Mapping[str, str]) -> tuple[Job, Any]:
+    """The job that a file names, and its checked configuration."""
+    document = Document.read(file)
+    job = _job_of(session, document)
+    config = _without_job_where_unknown(job, document).to(job.config_type, overrides)
+    try:
+        job.check(config)
+    except ConfigError as error:
+        raise document.located(error, overrides) from error
+    return job, config
+
+
+def _job_of(session: Session, document: Document) -> Job:
+    name = document.tables.get(JOB)
+    if not isinstance(name, str):
+        raise ConfigError(
+            f'the file must say which job it is for, at its top: {JOB} = "embodied_ppo"',
+            path=(JOB,),
+            origin=document.name,
+        )
+    try:
+        return session.find_job(name)
+    except ConfigError as error:
+        raise document.located(error) from None
+
+
+def _without_job_where_unknown(job: Job, document: Document) -> Document:
+    """The document as the job's Struct has it: a Struct need not repeat which job it is for."""
+    names = {field.encode_name for field in msgspec.structs.fields(job.config_type)}
+    return document if JOB in names else document.without(JOB)
+
+
+def _check_folder(out: pathlib.Path | None, resume: bool) -> None:
+    """A run is never written over; a run to go on with has to be named."""
+    if resume and out is None:
+        raise UsageError("--resume needs --out DIR: which run is to go on?")
+    if out is None:
+        return
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out}: is a file; name a folder")
+    occupied = out.is_dir() and any(out.iterdir())
+    if occupied and not resume:
+        raise UsageError(
+            f"--out {out}: holds a run already; add --resume to go on with it, or name another"
+        )
+    if resume and not occupied:
+        click.echo(f"nothing to resume in {out}: starting from the beginning", err=True)

@@ -1,0 +1,75 @@
+"""One case, run once: what it sees, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import sys
+
+import pytest
+
+from rlinf_async.bench import Case, Outcome
+from rlinf_async.bench.execute import CaseFailed, pinned, run_case
+from tests.bench.conftest import printing
+
+
+def run(case: Case, repetition: int = 0) -> dict[str, float]:
+    return run_case(
+        case, python=sys.executable, here=pathlib.Path("/somewhere"), repetition=repetition
+    )
+
+
+def test_a_case_is_told_its_repetition() -> None:
+    case = Case("seeded", ("{python}", "-c", "import sys; print(sys.argv[1])", "{repetition}"))
+    seeded = dataclasses.replace(case, read=lambda outcome: {"seed": float(outcome.stdout)})
+    assert run(seeded, repetition=2) == {"seed": 2.0}
+
+
+def test_a_case_may_leave_its_measurement_in_a_file() -> None:
+    def read(outcome: Outcome) -> dict[str, float]:
+        return {"size": float((outcome.out / "size").read_text(encoding="utf-8"))}
+
+    program = "import sys, pathlib; pathlib.Path(sys.argv[1], 'size').write_text('4')"
+    assert run(Case("file", ("{python}", "-c", program, "{out}"), read=read)) == {"size": 4.0}
+
+
+def test_paths_into_our_own_environment_are_not_handed_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    program = "import os; print('{{\"paths\": %d}}' % ('PYTHONPATH' in os.environ))"
+    assert run(printing("clean", program)) == {"paths": 0.0}
+
+
+def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "pid"
+    program = (
+        "import signal, subprocess, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+        f"child = subprocess.Popen(['sleep', '100']); "
+        f"open({str(file)!r}, 'w').write(str(child.pid)); child.wait()"
+    )
+    with pytest.raises(CaseFailed, match="not done after 1 s"):
+        run(dataclasses.replace(printing("stuck", program), timeout=1.0))
+    assert not _is_running(int(file.read_text()))
+
+
+def test_a_command_that_cannot_be_started_is_named() -> None:
+    with pytest.raises(CaseFailed, match="cannot start /no/such/program: No such file"):
+        run(Case("absent", ("/no/such/program",)))
+
+
+def test_pinning_ends_with_its_block() -> None:
+    before = os.sched_getaffinity(0)
+    with pinned(1):
+        assert len(os.sched_getaffinity(0)) == 1
+    assert os.sched_getaffinity(0) == before
+
+
+def _is_running(pid: int) -> bool:
+    """Whether the process is there and not merely waiting to be reaped."""
+    try:
+        status = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
