@@ -1,0 +1,62 @@
+# Each target makes .venv and installs what it needs on first use; a second run reuses it.
+#
+#   make demo    a robot arm learns to reach, in about a minute    (OUT=folder, SEED=n)
+#   make test    every test                                        (PYTEST_ARGS="-k channels")
+#   make check   ruff, ruff format, mypy, pyright
+#   make bench   every bench, with its peers; fails where a bar fell short    (BENCHES="channels")
+#
+# PYTHON=python3.12 chooses the interpreter. On Linux, PyPI's torch brings several GB of CUDA along;
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu gets the CPU build instead.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check bench clean
+
+RECENT := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11 python3.14; do \
+	$$name -c '$(RECENT)' 2>/dev/null && echo $$name && break; done)
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
+
+OUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
+SEED ?= 0
+BENCHES ?= $(shell $(BIN)/rlinf-async bench --list | cut -d' ' -f1)
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+install: $(INSTALLED)
+
+# torch goes first: what depends on it then takes the build that is there.
+$(INSTALLED): pyproject.toml
+	@test -n "$(PYTHON)" && $(PYTHON) -c '$(RECENT)' || { \
+		echo "rlinf_async needs Python 3.11 or newer, found: $$(python3 --version 2>&1)." >&2; \
+		echo "Install one and name it: make PYTHON=/path/to/python3.12" >&2; exit 2; }
+	@echo "installing into .venv with $$($(PYTHON) --version) (a minute or more, once)"
+	@$(PYTHON) -m venv .venv || { \
+		echo "cannot make .venv; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch>=2.11,<2.14'
+	@$(PIP) -e '.[embodied,dev]'
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/rlinf-async train examples/fetch_reach_ppo.toml --out $(OUT) --seed $(SEED)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+bench: $(INSTALLED)
+	@mkdir -p runs; short=0; for name in $(BENCHES); do \
+		echo $(BIN)/rlinf-async bench $$name --peers --json runs/bench-$$name.json; \
+		$(BIN)/rlinf-async bench $$name --peers --json runs/bench-$$name.json || short=1; \
+	done; exit $$short
+
+clean:
+	rm -rf .venv .peers build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
