@@ -132,7 +132,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         Raises RuntimeError in another thread, and in an executor's function that waits for a
         coroutine on this loop: it runs inline, so the loop could never answer.
         """
-        if self._in_executor and "run_coroutine_threadsafe" in describe_callback(callback):
+        origin = getattr(callback, "__qualname__", "")
+        if self._in_executor and origin.startswith("run_coroutine_threadsafe."):
             raise RuntimeError(
                 "a function given to an executor waits for a coroutine on a virtual loop, which "
                 "runs the function inline and cannot answer: test this code on a real loop"
@@ -200,6 +201,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         """Run one callback, or let the clock jump: `BaseEventLoop.run_forever` calls this."""
+        if self.steps >= self._step_limit:
+            self._step_limit += self._max_steps  # room for the tasks to be cancelled
+            raise Livelock(self._report(f"no end in {self.steps} steps"))
         entry = self._entries.pop()
         if entry is None:
             self._nothing_ready()
@@ -209,9 +213,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._entries.finished(entry)
 
     def _step(self, entry: Entry) -> None:
-        if self.steps >= self._step_limit:
-            self._step_limit += self._max_steps  # room for the tasks to be cancelled
-            raise Livelock(self._report(f"no end in {self.steps} steps, the last:\n{self.tail()}"))
         self.steps += 1
         self._trace.append((self._now, entry.label))
         self._lane = entry.lane

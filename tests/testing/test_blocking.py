@@ -1,0 +1,91 @@
+"""A blocked event loop is found on asyncio and uvloop, and an idle or busy one is not."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from rlinf_async.testing import LoopBlocked, VirtualLoop, forbid_blocking, run_on
+from rlinf_async.testing.pytest_plugin import RunOnLoop
+
+LIMIT = 0.1
+
+
+def block_for_long() -> None:
+    time.sleep(3.5 * LIMIT)
+
+
+def work_a_little() -> None:
+    time.sleep(LIMIT / 3)
+
+
+def block_and_fail() -> None:
+    block_for_long()
+    raise KeyError
+
+
+async def blocking_main() -> None:
+    block_for_long()
+
+
+def test_whoever_blocks_the_loop_is_named(run_on_loop: RunOnLoop) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with (
+            pytest.raises(LoopBlocked, match="in block_for_long"),
+            forbid_blocking(loop, limit=LIMIT),
+        ):
+            await blocking_main()
+
+    run_on_loop(main())
+
+
+def test_a_loop_that_waits_or_works_in_small_steps_is_not_blocked(run_on_loop: RunOnLoop) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with forbid_blocking(loop, limit=LIMIT) as watch:
+            await asyncio.sleep(2 * LIMIT)
+            for _ in range(3):
+                work_a_little()  # and answer in between
+                await asyncio.sleep(0)
+            await asyncio.to_thread(block_for_long)
+        assert watch is not None
+        assert watch.findings == []
+
+    run_on_loop(main())
+
+
+def test_a_loop_that_does_not_run_is_not_blocked() -> None:
+    loop = asyncio.new_event_loop()
+    with forbid_blocking(loop, limit=LIMIT) as watch:
+        block_for_long()
+    loop.close()
+    assert watch is not None
+    assert watch.findings == []
+
+
+def test_an_error_of_the_block_is_raised_as_it_is(run_on_loop: RunOnLoop) -> None:
+    async def main() -> None:
+        with pytest.raises(KeyError), forbid_blocking(asyncio.get_running_loop(), limit=LIMIT):
+            block_and_fail()
+
+    run_on_loop(main())
+
+
+def test_no_thread_is_left(run_on_loop: RunOnLoop) -> None:
+    async def main() -> set[str]:
+        with forbid_blocking(asyncio.get_running_loop(), limit=LIMIT):
+            await asyncio.sleep(0)
+        return {thread.name for thread in threading.enumerate()}
+
+    before = sum(thread.name == "loop-watch" for thread in threading.enumerate())
+    run_on_loop(main())
+    assert sum(thread.name == "loop-watch" for thread in threading.enumerate()) == before
+
+
+def test_a_virtual_loop_is_not_watched() -> None:
+    loop = VirtualLoop(0)
+    with forbid_blocking(loop, limit=LIMIT) as watch:
+        run_on(loop, blocking_main())
+    assert watch is None
