@@ -1,0 +1,40 @@
+"""How asynchronous tests run.
+
+An ``async def`` test runs on the loop that its ``loop_kind`` fixture names (asyncio in debug mode
+where it has none). Fixtures that are asynchronous context managers are entered around it, in its
+loop. It fails if it leaves a task, keeps the loop from answering, or lets an error reach nobody.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Any
+
+import pytest
+
+from rlinf_async.testing import no_tasks_left
+from tests.loops import run_on_kind
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run ``async def`` tests; leave the others to pytest."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    names = inspect.signature(test).parameters
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    kind = pyfuncitem.funcargs.get("loop_kind", "asyncio")
+    run_on_kind(str(kind), lambda: _body(test, arguments))
+    return True
+
+
+async def _body(test: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    async with AsyncExitStack() as stack:
+        for argument in arguments.values():
+            if isinstance(argument, AbstractAsyncContextManager):
+                await stack.enter_async_context(argument)
+        await test(**arguments)
+    no_tasks_left()
