@@ -6,6 +6,8 @@ rate allows. Nothing that happens to the terminal stops a run.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -21,7 +23,7 @@ from rich.text import Text
 
 _REDRAW_SECONDS: Final = 0.2
 _ROWS: Final = 10  # of channels, and of workers; the rest is counted
-_NARROW: Final = 60  # columns, below which bars and details are left out
+_NARROW: Final = 72  # columns, below which bars and details are left out
 
 
 class ChannelView(msgspec.Struct, kw_only=True, frozen=True):
@@ -62,6 +64,19 @@ class ProgressState(msgspec.Struct, kw_only=True):
     """One sentence about what goes on now: starting, evaluating, a worker that was restarted."""
 
 
+class RunConsole(Console):
+    """A console whose reader may leave (``| head``): rich would end the process then."""
+
+    def on_broken_pipe(self) -> None:
+        """Say nothing more, and let what others print go nowhere instead of failing."""
+        self.quiet = True
+        with contextlib.suppress(OSError):  # not a file of the system: nothing to lead away
+            reader_left = self.file.fileno()
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, reader_left)
+            os.close(nowhere)
+
+
 class ProgressView:
     """Shows the newest `ProgressState`.
 
@@ -79,18 +94,17 @@ class ProgressView:
     def __init__(
         self,
         *,
-        console: Console | None = None,
+        console: RunConsole | None = None,
         interval: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console = Console(highlight=False) if console is None else console
+        self._console = RunConsole(highlight=False) if console is None else console
         self._clock = clock
         self._every = _REDRAW_SECONDS if self._console.is_terminal else interval
         self._live: Live | None = None
         self._newest: ProgressState | None = None
         self._shown: ProgressState | None = None
         self._next = float("-inf")
-        self._gone = False
 
     def update(self, state: ProgressState) -> None:
         """Take the newest state, and show it where the last one was shown long enough ago."""
@@ -129,13 +143,11 @@ class ProgressView:
             self._guarded(lambda: self._console.print(line_of(state), soft_wrap=True))
 
     def _guarded(self, show: Callable[[], object]) -> None:
-        """Show, or go on without a view: the terminal or pipe may be gone (``| head``)."""
-        if self._gone:
-            return
+        """Show, or go on without a view: the terminal may be gone (a closed ssh session)."""
         try:
             show()
         except OSError:
-            self._gone = True
+            self._console.quiet = True
 
 
 def line_of(state: ProgressState) -> Text:
@@ -150,19 +162,21 @@ def line_of(state: ProgressState) -> Text:
     ]
     if state.channels:
         depths = (f"{view.name} {_of(view.depth, view.capacity)}" for view in state.channels)
-        parts.append("channels " + " ".join(depths))
+        parts.append("channels " + ", ".join(depths))
     waiting = [view.name for view in state.workers if view.waiting_for is not None]
     if waiting:
-        parts.append("waiting: " + " ".join(waiting))
+        parts.append("waiting: " + ", ".join(waiting))
     return Text(" | ".join([*parts, *([state.note] if state.note else [])]))
 
 
 def picture_of(state: ProgressState, width: int) -> RenderableType:
     """The state as the table of the live view, for a terminal of so many columns."""
     wide = width >= _NARROW
-    parts: list[RenderableType] = [_headline(state)]
+    parts: list[RenderableType] = [_headline(state, wide=wide)]
     if wide and state.iterations:
-        parts.append(ProgressBar(total=state.iterations, completed=state.iteration))
+        bar = Table.grid(expand=True)
+        bar.add_row(ProgressBar(total=state.iterations, completed=state.iteration))
+        parts.append(bar)
     if state.note:
         parts.append(Text(state.note, style="yellow", overflow="ellipsis", no_wrap=True))
     if state.channels:
@@ -173,8 +187,8 @@ def picture_of(state: ProgressState, width: int) -> RenderableType:
     return Panel(body, title=Text(state.run), title_align="left") if wide else body
 
 
-def _headline(state: ProgressState) -> Table:
-    """The numbers of the run; a narrow terminal folds them into further lines."""
+def _headline(state: ProgressState, *, wide: bool) -> RenderableType:
+    """The numbers of the run: a row of a table, or where that is too wide a text that folds."""
     figures = [
         ("iteration", _of(state.iteration, state.iterations)),
         ("steps", f"{state.env_steps:,}"),
@@ -184,10 +198,12 @@ def _headline(state: ProgressState) -> Table:
         ("success", _number(state.success_rate, ".0%")),
         ("staleness", _number(state.staleness, ".1f")),
     ]
-    text = Text("   ").join(Text.assemble(f"{name} ", (value, "bold")) for name, value in figures)
-    grid = Table.grid()
-    grid.add_row(text)
-    return grid
+    if not wide:
+        named = (Text.assemble(f"{name} ", (value, "bold")) for name, value in figures)
+        return Text(", ").join(named)
+    table = _table(*(name for name, _ in figures))
+    table.add_row(*(Text(value, style="bold") for _, value in figures))
+    return table
 
 
 def _channels(channels: Sequence[ChannelView], *, wide: bool) -> Table:

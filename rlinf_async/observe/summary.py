@@ -85,7 +85,8 @@ def last_line(folder: RunFolder, summary: Summary) -> str:
         folder.checkpoints,
     )
     names = [path.name + "/" * path.is_dir() for path in left if _holds_something(path)]
-    return f"{summary.run} {_result(summary)} -> {folder.path} ({', '.join(names)})"
+    what = ", ".join(names) or "nothing was written"
+    return f"{summary.run} {_result(summary)} -> {folder.path} ({what})"
 
 
 def _result(summary: Summary) -> str:

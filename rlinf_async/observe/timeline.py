@@ -108,9 +108,9 @@ def _middle(run: _Run, close_up: float | None) -> list[tuple[int, int, str]]:
 def _close_up_length(run: _Run) -> int:
     """Nanoseconds in which both the busiest and the calmest worker show something to see."""
     counts = [len(row) for row in run.pieces.values()]
-    if not counts:
-        return 0
     whole = run.end - run.start
+    if not counts or not all(counts):
+        return 0
     wanted = whole * _OF_THE_CALMEST / min(counts)
     return int(min(max(wanted, whole * _FEWEST / max(counts)), whole * _MOST / max(counts)))
 

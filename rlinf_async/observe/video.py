@@ -13,16 +13,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol, Self, SupportsFloat
+from typing import Any, Final, Protocol, SupportsFloat
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from rlinf_async.observe.errors import VideoError
 from rlinf_async.observe.files import replacing
-
-Frame = NDArray[np.uint8]
+from rlinf_async.observe.mp4 import Frame, Mp4
 
 _DEFAULT_FPS: Final = 25.0
 _MOST_BLANK: Final = 0.5  # share of frames of one colour; above it the renderer is at fault
@@ -85,7 +83,7 @@ def record_video(
     with (
         _made(make_env) as env,
         replacing(path) as partial,
-        _Mp4(partial, _fps(env)) as video,
+        Mp4(partial, fps=_fps(env)) as video,
     ):
         played = [_play(env, act, video, max_steps, seed=one) for one in seeds]
         _refuse_blank(video)
@@ -122,7 +120,7 @@ def _made(make_env: Callable[[], RenderedEnv]) -> Iterator[RenderedEnv]:
 
 
 def _play(
-    env: RenderedEnv, act: Callable[[Any], Any], video: _Mp4, max_steps: int, *, seed: int | None
+    env: RenderedEnv, act: Callable[[Any], Any], video: Mp4, max_steps: int, *, seed: int | None
 ) -> tuple[float, bool | None]:
     """One episode: its return, and whether it ended in success."""
     with _naming("reset the env"):
@@ -164,7 +162,7 @@ def _fps(env: RenderedEnv) -> float:
     return float(fps) if isinstance(fps, int | float) and fps > 0 else _DEFAULT_FPS
 
 
-def _refuse_blank(video: _Mp4) -> None:
+def _refuse_blank(video: Mp4) -> None:
     if video.blank_frames > _MOST_BLANK * video.frames:
         raise VideoError(
             f"{video.blank_frames} of {video.frames} frames are of a single colour: the renderer "
@@ -184,59 +182,3 @@ def _naming(what: str) -> Iterator[None]:
             f"no video: could not {what}: {type(error).__name__}: {error} (to render, an env needs "
             f"a display, EGL or OSMesa; MUJOCO_GL is {os.environ.get('MUJOCO_GL')!r})"
         ) from error
-
-
-class _Mp4:
-    """An mp4 that grows by a frame at a time. ffmpeg starts with the first, which has the size."""
-
-    def __init__(self, path: Path, fps: float) -> None:
-        self.path = path
-        self.fps = fps
-        self.frames = 0
-        self.blank_frames = 0
-        self._pipe: Any = None
-        self._shape: tuple[int, ...] = ()
-
-    def add(self, frame: Frame) -> None:
-        if self._pipe is None:
-            self._shape = frame.shape
-            self._pipe = _open_ffmpeg(self.path, (frame.shape[1], frame.shape[0]), self.fps)
-        if frame.shape != self._shape:
-            raise VideoError(
-                f"frame {self.frames} is {frame.shape}, the first one was {self._shape}: a video "
-                "has one size"
-            )
-        self.frames += 1
-        self.blank_frames += not frame.std() > 0
-        try:
-            self._pipe.send(np.ascontiguousarray(frame))
-        except OSError as error:
-            raise VideoError(f"ffmpeg failed at frame {self.frames}: {error}") from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._pipe is None:
-            return
-        self._pipe.close()
-        if kind is None and (not self.path.exists() or not self.path.stat().st_size):
-            raise VideoError(f"ffmpeg wrote nothing to {self.path}")
-
-
-def _open_ffmpeg(path: Path, size: tuple[int, int], fps: float) -> Any:
-    """A started generator that takes frames. ffmpeg's messages come with its errors."""
-    try:
-        import imageio_ffmpeg
-    except ModuleNotFoundError as error:
-        raise VideoError(
-            "a video needs imageio-ffmpeg: pip install 'rlinf-async[embodied]'"
-        ) from error
-    # Even sides are all that H.264 asks for; the default would scale to a multiple of 16.
-    options: dict[str, Any] = {"fps": fps, "quality": 7, "macro_block_size": 2}
-    pipe = imageio_ffmpeg.write_frames(str(path), size, ffmpeg_log_level="error", **options)
-    try:
-        pipe.send(None)
-    except (OSError, RuntimeError) as error:
-        raise VideoError(f"ffmpeg did not start: {error}") from error
-    return pipe

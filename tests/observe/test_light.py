@@ -1,0 +1,26 @@
+"""A worker that only traces does not pay for what draws."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "matplotlib", "tensorboard", "rich", "gymnasium", "imageio_ffmpeg", "numpy")
+
+
+@pytest.mark.parametrize("heavy", HEAVY)
+def test_the_package_is_imported_without(heavy: str) -> None:
+    program = f"import sys, rlinf_async.observe; sys.exit({heavy!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_nothing_of_it_brings_in_torch() -> None:
+    program = (
+        "import sys\n"
+        "from rlinf_async.observe import learning_curve, progress, tensorboard_sink, timeline\n"
+        "from rlinf_async.observe import video\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,209 @@
+"""However often a run is killed and resumed, each step stands in the CSV once."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlinf_async.observe import MetricsError, MetricsWriter, RunFolderError
+from rlinf_async.observe import metrics as metrics_module
+from rlinf_async.observe.csv_log import read_columns
+from tests.observe.test_files import full_disk_after
+
+WRITE_FOR_EVER = """
+import itertools, sys
+from rlinf_async.observe import MetricsWriter
+writer = MetricsWriter(sys.argv[1], resume_at=int(sys.argv[2]), sinks=[])
+for step in itertools.count(int(sys.argv[2]) + 1):
+    writer.write(step, {"return": step * 0.5})
+    print(step, flush=True)
+"""
+
+
+def steps_of(folder: Path) -> list[float]:
+    return read_columns(folder / "metrics.csv")["step"]
+
+
+def write_steps(folder: Path, steps: range, *, resume_at: int | None = None) -> None:
+    with MetricsWriter(folder, resume_at=resume_at, sinks=[]) as writer:
+        for step in steps:
+            writer.write(step, {"return": float(step)})
+
+
+def test_a_row_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, sinks=[]) as writer:
+        writer.write(0, {"env_steps": 800, "return": -1.25, "a, b": np.float32(0.5)})
+    assert (tmp_path / "metrics.csv").read_text() == (
+        'step,env_steps,return,"a, b"\n0,800,-1.25,0.5\n'
+    )
+
+
+def test_a_row_is_in_the_file_before_the_writer_is_closed(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, sinks=[]) as writer:
+        writer.write(0, {"return": 1.0})
+        assert steps_of(tmp_path) == [0.0]
+
+
+def test_a_new_metric_becomes_the_last_column_and_earlier_rows_are_empty_there(
+    tmp_path: Path,
+) -> None:
+    with MetricsWriter(tmp_path, sinks=[]) as writer:
+        writer.write(0, {"return": 1.0})
+        writer.write(1, {"eval_return": 3.0, "return": 2.0})
+        writer.write(2, {"return": 2.5})
+    columns = read_columns(tmp_path / "metrics.csv")
+    assert list(columns) == ["step", "return", "eval_return"]
+    assert columns["return"] == [1.0, 2.0, 2.5]
+    assert np.isnan(columns["eval_return"]).tolist() == [True, False, True]
+
+
+def test_numbers_that_are_not_finite_stay_what_they_are(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, sinks=[]) as writer:
+        writer.write(0, {"loss": math.nan, "ratio": math.inf})
+    columns = read_columns(tmp_path / "metrics.csv")
+    assert math.isnan(columns["loss"][0])
+    assert columns["ratio"] == [math.inf]
+
+
+def test_rows_past_the_resume_point_are_dropped_and_counted(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(5))
+    with MetricsWriter(tmp_path, resume_at=2, sinks=[]) as writer:
+        assert writer.dropped_rows == 2
+        writer.write(3, {"return": 3.0})
+    assert steps_of(tmp_path) == [0, 1, 2, 3]
+
+
+def test_resuming_twice_doubles_nothing(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(4))
+    for _ in range(2):
+        write_steps(tmp_path, range(2, 4), resume_at=1)
+    assert steps_of(tmp_path) == [0, 1, 2, 3]
+
+
+def test_a_fresh_writer_keeps_nothing(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(4))
+    write_steps(tmp_path, range(1))
+    assert steps_of(tmp_path) == [0]
+
+
+def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
+    write_steps(tmp_path, range(3))
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(path.read_bytes()[:-2])
+    assert steps_of(tmp_path) == [0, 1]
+    with MetricsWriter(tmp_path, resume_at=9, sinks=[]) as writer:
+        assert writer.dropped_rows == 1
+    assert steps_of(tmp_path) == [0, 1]
+
+
+def test_a_writer_killed_in_the_middle_loses_no_row_it_had_written(tmp_path: Path) -> None:
+    seen = -1
+    for _ in range(2):
+        command = [sys.executable, "-c", WRITE_FOR_EVER, str(tmp_path), str(seen)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for _ in range(50):
+                seen = int(process.stdout.readline())
+            process.kill()
+    with MetricsWriter(tmp_path, resume_at=seen, sinks=[]):
+        assert steps_of(tmp_path) == list(range(seen + 1))
+
+
+def test_a_full_disk_is_a_clear_error_and_the_torn_row_is_repaired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with MetricsWriter(tmp_path, sinks=[]) as writer, monkeypatch.context() as patch:
+        writer.write(0, {"return": 1.0})
+        patch.setattr("os.write", full_disk_after(3))
+        with pytest.raises(RunFolderError, match=r"metrics\.csv: No space left on device"):
+            writer.write(1, {"return": 1.5})
+    with MetricsWriter(tmp_path, resume_at=5, sinks=[]) as writer:
+        assert writer.dropped_rows == 1
+        writer.write(1, {"return": 1.5})
+    assert steps_of(tmp_path) == [0, 1]
+
+
+def test_a_file_that_is_no_metrics_file_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("name,price\napple,1\n")
+    with pytest.raises(RunFolderError, match="it is not a metrics file of a run"):
+        MetricsWriter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"loss": "high"}, "metric 'loss' is 'high', which is not a number"),
+        ({"loss": None}, "metric 'loss' is None, which is not a number"),
+        ({"loss": np.zeros(2)}, "metric 'loss' is .* which is not a number"),
+        ({"step": 1.0}, "a metric may not be named 'step'"),
+        ({"a\nb": 1.0}, "cannot name a metric"),
+    ],
+)
+def test_a_bad_metric_is_named(tmp_path: Path, metrics: dict[str, float], message: str) -> None:
+    with (
+        MetricsWriter(tmp_path, sinks=[]) as writer,
+        pytest.raises(MetricsError, match=message),
+    ):
+        writer.write(0, metrics)
+
+
+class ListSink:
+    """A sink that keeps its rows, and breaks at step 2."""
+
+    made: list[tuple[Path, int | None]]
+    rows: list[tuple[int, dict[str, float]]]
+
+    def __init__(self, folder: Path, resume_at: int | None) -> None:
+        type(self).made = [(folder, resume_at)]
+        type(self).rows = []
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == 2:
+            raise ConnectionError("the server is gone")
+        self.rows.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        self.rows.append((-1, {}))
+
+
+@pytest.fixture
+def list_sink(monkeypatch: pytest.MonkeyPatch) -> type[ListSink]:
+    """`ListSink`, installed as the entry point ``list``."""
+    target = f"{__name__}:ListSink"
+    entry = EntryPoint(name="list", value=target, group=metrics_module.SINK_GROUP)
+    monkeypatch.setattr(metrics_module, "entry_points", lambda *, group: [entry])
+    return ListSink
+
+
+def test_a_sink_of_another_package_gets_every_row(
+    tmp_path: Path, list_sink: type[ListSink]
+) -> None:
+    with MetricsWriter(tmp_path, resume_at=None, sinks=["list"]) as writer:
+        writer.write(0, {"return": 1.0})
+    assert list_sink.made == [(tmp_path, None)]
+    assert list_sink.rows == [(0, {"return": 1.0}), (-1, {})]
+
+
+@pytest.mark.usefixtures("list_sink")
+def test_a_sink_that_breaks_is_named_with_its_cause(tmp_path: Path) -> None:
+    message = "metrics sink 'list' failed at step 2: ConnectionError: the server is gone"
+    with (
+        MetricsWriter(tmp_path, sinks=["list"]) as writer,
+        pytest.raises(MetricsError, match=message),
+    ):
+        writer.write(2, {"return": 1.0})
+    assert steps_of(tmp_path) == [2]
+
+
+@pytest.mark.usefixtures("list_sink")
+def test_an_unknown_sink_is_an_error_that_lists_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(MetricsError, match=r"no metrics sink 'wandb'; known: list, tensorboard"):
+        MetricsWriter(tmp_path, sinks=["wandb"])
+    assert not (tmp_path / "metrics.csv").exists()

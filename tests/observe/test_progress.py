@@ -1,0 +1,187 @@
+"""The live view shows the newest state and never stops a run."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from rlinf_async.observe.progress import (
+    ChannelView,
+    ProgressState,
+    ProgressView,
+    RunConsole,
+    WorkerView,
+    line_of,
+    picture_of,
+)
+
+STATE = ProgressState(
+    run="reach",
+    iteration=12,
+    iterations=40,
+    env_steps=33600,
+    seconds=17.2,
+    steps_per_second=1953.2,
+    return_=-2.128,
+    success_rate=0.91,
+    staleness=0.8,
+    channels=[
+        ChannelView(name="observations", depth=8, capacity=8),
+        ChannelView(name="trajectories", depth=1),
+    ],
+    workers=[
+        WorkerView(name="env 0", doing="step", restarts=1),
+        WorkerView(name="rollout 0", waiting_for="observations", waiting_seconds=0.4),
+    ],
+    note="env 0 was restarted",
+)
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class GonePipe(io.StringIO):
+    """The pipe of a reader that has left."""
+
+    def write(self, text: str, /) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def drawn(state: ProgressState, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console.print(picture_of(state, width))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_picture_has_everything_that_is_known() -> None:
+    picture = drawn(STATE, 100)
+    for part in (
+        *("reach", "12/40", "33,600", "1,953", "-2.13", "91%", "0.8", "8/8", "no limit"),
+        *("env 0", "step", "waits 0.4 s for observations", "env 0 was restarted"),
+    ):
+        assert part in picture
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 12, 40, 71, 72, 80, 200])
+def test_the_picture_keeps_within_the_terminal(width: int) -> None:
+    assert max(len(line) for line in drawn(STATE, width).splitlines()) <= width
+
+
+def test_what_is_not_known_is_a_dash_and_no_zero() -> None:
+    line = line_of(ProgressState(run="reach", iteration=0)).plain
+    assert line == (
+        "reach: iteration 0 | 0 steps in 0 s | - steps/s | return - | success - | staleness -"
+    )
+    assert "success" in drawn(ProgressState(run="reach", iteration=0), 80)
+
+
+def test_the_line_is_plain_ascii_and_one_line() -> None:
+    line = line_of(STATE).plain
+    assert line.isascii()
+    assert line == (
+        "reach: iteration 12/40 | 33600 steps in 17 s | 1953 steps/s | return -2.13 | success 91% "
+        "| staleness 0.8 | channels observations 8/8, trajectories 1 | waiting: rollout 0 "
+        "| env 0 was restarted"
+    )
+
+
+def test_names_with_markup_are_shown_as_they_are() -> None:
+    state = msgspec.structs.replace(STATE, run="[bold]a[/]", note="[/nothing]")
+    assert "[bold]a[/]" in drawn(state, 100)
+    assert "[/nothing]" in drawn(state, 100)
+
+
+def test_of_many_workers_those_that_wait_longest_are_shown_and_the_rest_counted() -> None:
+    workers = [
+        WorkerView(name=f"env {rank}", waiting_for="actions", waiting_seconds=rank)
+        for rank in range(100)
+    ]
+    picture = drawn(msgspec.structs.replace(STATE, workers=workers, note=""), 100)
+    assert "env 99" in picture
+    assert "env 0 " not in picture
+    assert "and 90 more" in picture
+
+
+def test_without_a_terminal_a_line_is_printed_now_and_then_and_at_the_end() -> None:
+    clock, out = Clock(), io.StringIO()
+    console = RunConsole(file=out, force_terminal=False, width=40)
+    with ProgressView(console=console, interval=5.0, clock=clock) as view:
+        for iteration in range(8):
+            view.update(ProgressState(run="reach", iteration=iteration))
+            clock.now += 2.0
+    lines = out.getvalue().splitlines()
+    assert [line.split(" | ")[0] for line in lines] == [
+        "reach: iteration 0",
+        "reach: iteration 3",
+        "reach: iteration 6",
+        "reach: iteration 7",
+    ]
+
+
+def test_the_last_state_is_not_printed_twice() -> None:
+    out = io.StringIO()
+    with ProgressView(console=RunConsole(file=out, force_terminal=False)) as view:
+        view.update(STATE)
+    assert len(out.getvalue().splitlines()) == 1
+
+
+def test_a_terminal_gets_the_picture_and_is_left_in_order() -> None:
+    clock, out = Clock(), io.StringIO()
+    console = RunConsole(file=out, force_terminal=True, width=100, height=40)
+    with ProgressView(console=console, clock=clock) as view:
+        view.update(msgspec.structs.replace(STATE, iteration=1))
+        view.update(msgspec.structs.replace(STATE, iteration=2))
+        clock.now += 1.0
+        view.update(msgspec.structs.replace(STATE, iteration=3))
+    text = out.getvalue()
+    assert "1/40" in text
+    assert "2/40" not in text, "it came too soon after the one before"
+    assert "3/40" in text
+    hide, show = "\x1b[?25l", "\x1b[?25h"
+    assert text.rindex(show) > text.rindex(hide), "the cursor is visible again"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_run_goes_on_when_the_reader_of_its_output_has_left(terminal: bool) -> None:
+    console = RunConsole(file=GonePipe(), force_terminal=terminal, width=80)
+    with ProgressView(console=console, interval=0.0) as view:
+        view.update(STATE)
+        assert console.quiet
+        view.update(STATE)
+
+
+def test_what_is_printed_after_the_reader_has_left_does_not_fail() -> None:
+    program = (
+        "from rlinf_async.observe.progress import ProgressState, ProgressView\n"
+        "with ProgressView(interval=0.0) as view:\n"
+        "    for iteration in range(9):\n"
+        "        view.update(ProgressState(run='reach', iteration=iteration))\n"
+        "print('the last line')\n"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_an_ascii_terminal_can_show_it() -> None:
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Console(file=file, width=80, force_terminal=True).print(picture_of(STATE, 80))
+    file.seek(0)
+    assert "12/40" in file.read()
