@@ -22,8 +22,9 @@ class Mp4:
     Leaving the block ends the file; it is whole then, or a `VideoError` carries what ffmpeg said.
     """
 
-    def __init__(self, path: Path, *, fps: float) -> None:
+    def __init__(self, path: Path, *, fps: float, shown_as: Path) -> None:
         self.path = path
+        self._shown_as = shown_as  # in messages: ``path`` may be a name that is not to stay
         self.fps = fps
         self.frames = 0
         self.blank_frames = 0
@@ -102,5 +103,7 @@ class Mp4:
 
     def _failure(self) -> str:
         self._messages.seek(0)
-        said = " ".join(self._messages.read().decode(errors="replace").split())
-        return f"ffmpeg failed to write {self.path} at frame {self.frames}: {said or 'no message'}"
+        lines = self._messages.read().decode(errors="replace").splitlines() or ["no message"]
+        # The first line has the cause, behind the address of the part of ffmpeg that speaks.
+        cause = lines[0].rpartition("] ")[2].replace(str(self.path), str(self._shown_as))
+        return f"ffmpeg failed to write {self._shown_as} at frame {self.frames}: {cause}"

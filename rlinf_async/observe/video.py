@@ -83,7 +83,7 @@ def record_video(
     with (
         _made(make_env) as env,
         replacing(path) as partial,
-        Mp4(partial, fps=_fps(env)) as video,
+        Mp4(partial, fps=_fps(env), shown_as=path) as video,
     ):
         played = [_play(env, act, video, max_steps, seed=one) for one in seeds]
         _refuse_blank(video)
