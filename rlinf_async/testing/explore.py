@@ -24,11 +24,13 @@ def run(main: Coroutine[Any, Any, T], *, seed: int | None = 0, max_steps: int = 
     Raises what ``main`` raises, `Deadlock`, `Livelock`, or `Unhandled` when ``main`` succeeded but
     callbacks or forgotten tasks failed.
     """
+    __tracebackhide__ = True  # pytest: a failure is in the code under test, not in these frames
     return run_on(VirtualLoop(seed, max_steps=max_steps), main)
 
 
 def run_on(loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end on this loop, then cancel what is left and close the loop."""
+    __tracebackhide__ = True
     unhandled: list[Exception] = []
     loop.set_exception_handler(lambda _, context: unhandled.append(_error_of(context)))
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
@@ -54,8 +56,12 @@ def explore(
     The first failure is raised with notes: its last steps, its seed and the command that replays
     it. With ``RLINF_ASYNC_SEED=17`` in the environment only seed 17 runs.
     """
+    __tracebackhide__ = True
     only = _seed_from_environment()
-    return [_run_one(main_factory, seed, max_steps) for seed in (seeds if only is None else [only])]
+    results: list[T] = []
+    for seed in seeds if only is None else [only]:
+        results.append(_run_one(main_factory, seed, max_steps))  # noqa: PERF401  # hidden frames
+    return results
 
 
 def replay_command(seed: int) -> str:
@@ -69,6 +75,7 @@ def replay_command(seed: int) -> str:
 
 
 def _run_one(main_factory: Callable[[], Coroutine[Any, Any, T]], seed: int, max_steps: int) -> T:
+    __tracebackhide__ = True
     loop = VirtualLoop(seed, max_steps=max_steps)
     try:
         return run_on(loop, main_factory())

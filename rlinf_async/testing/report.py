@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any
 
-_ASYNCIO = os.path.dirname(asyncio.__file__)
+_LIBRARIES = (
+    os.path.dirname(asyncio.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,  # rlinf_async itself
+)
 
 
 def is_waiting(task: asyncio.Task[Any]) -> bool:
@@ -51,10 +54,12 @@ def _where(task: asyncio.Task[Any]) -> str:
     stack = _await_stack(task.get_coro())
     if not stack:
         return "has not started"
-    own = [place for place in stack if not place[0].co_filename.startswith(_ASYNCIO)]
+    own = [place for place in stack if not place[0].co_filename.startswith(_LIBRARIES)]
     code, line = (own or stack)[-1]
     text = linecache.getline(code.co_filename, line).strip()
-    return f"stands in {short_name(code.co_qualname)} ({_shown(code.co_filename)}:{line}): {text}"
+    inside = "" if code is stack[-1][0] else f" [in {short_name(stack[-1][0].co_qualname)}]"
+    place = f"{_shown(code.co_filename)}:{line}"
+    return f"stands in {short_name(code.co_qualname)} ({place}): {text}{inside}"
 
 
 def _await_stack(awaitable: Any) -> list[tuple[CodeType, int]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlinf_async.testing import SEED_VARIABLE, explore, replay_command
+from rlinf_async.testing.pytest_plugin import pytest_report_header
 
 PLANTED = """
 import asyncio
@@ -124,3 +125,10 @@ def test_a_parameter_with_special_characters_is_quoted(monkeypatch: pytest.Monke
     assert (
         replay_command(3) == "RLINF_ASYNC_SEED=3 python -m pytest 'tests/test_a.py::test_b[x y]' -q"
     )
+
+
+def test_the_plugin_says_when_one_seed_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SEED_VARIABLE, "17")
+    assert pytest_report_header() == "RLINF_ASYNC_SEED=17: explore runs this seed only"
+    monkeypatch.delenv(SEED_VARIABLE)
+    assert pytest_report_header() is None

@@ -261,7 +261,7 @@ def test_a_deadlock_names_every_task_and_what_it_waits_for() -> None:
     assert report[0] == "no task can go on (virtual time 0.000 s, 3 steps, seed 0)"
     assert report[1] == "3 unfinished tasks:"
     assert report[2].startswith("  first stands in copy (tests/testing/test_virtual_loop.py:")
-    assert report[2].endswith("): target.put_nowait(await source.get())")
+    assert report[2].endswith("): target.put_nowait(await source.get()) [in Queue.get]")
     assert report[3].startswith("  main-1 stands in main (")
     assert report[3].endswith("): await first [waits for task first]")
     assert report[4].startswith("  second stands in copy (")
