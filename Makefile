@@ -30,8 +30,9 @@ install: $(INSTALLED)
 
 # torch goes first: what depends on it then takes the build that is there.
 $(INSTALLED): pyproject.toml
-	@test -n "$(PYTHON)" && $(PYTHON) -c '$(RECENT)' || { \
-		echo "rlinf_async needs Python 3.11 or newer, found: $$(python3 --version 2>&1)." >&2; \
+	@test -n "$(PYTHON)" && $(PYTHON) -c '$(RECENT)' 2>/dev/null || { \
+		echo "rlinf_async needs Python 3.11 or newer, and $(or $(PYTHON),python3) is not:" >&2; \
+		$(or $(PYTHON),python3) --version >&2; \
 		echo "Install one and name it: make PYTHON=/path/to/python3.12" >&2; exit 2; }
 	@echo "installing into .venv with $$($(PYTHON) --version) (a minute or more, once)"
 	@$(PYTHON) -m venv .venv || { \

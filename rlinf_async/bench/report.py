@@ -95,7 +95,7 @@ def _measurements(report: Report) -> Table:
     table.add_column("case", no_wrap=True)
     table.add_column("metric", no_wrap=True)
     table.add_column("median", justify="right", no_wrap=True)
-    table.add_column("lowest .. highest", justify="right")
+    table.add_column("lowest .. highest", justify="right", overflow="fold")
     for name, case in report.cases.items():
         for row in _rows(name, case):
             table.add_row(*row)
@@ -118,7 +118,7 @@ def _bars(report: Report) -> Table:
     table.add_column("bar")
     table.add_column("value", justify="right", no_wrap=True)
     table.add_column("target", justify="right", no_wrap=True)
-    table.add_column("verdict")
+    table.add_column("verdict", overflow="fold")
     for verdict in report.bars:
         table.add_row(verdict.bar, _value(verdict), _target(verdict), _outcome(verdict))
     return table

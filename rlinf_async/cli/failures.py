@@ -34,13 +34,22 @@ def _failed(error: BaseException, session: Session) -> int:
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         click.echo("interrupted", err=True)
         return INTERRUPTED
-    if isinstance(error, UsageError):
+    if _is_wrong_input(error):
         click.echo(f"error: {error}", err=True)
         return WRONG_INPUT
     if not isinstance(error, Exception):
         raise error
     _report(error, session)
     return FAILED
+
+
+def _is_wrong_input(error: BaseException) -> bool:
+    """Whether the error was found before anything started."""
+    if isinstance(error, UsageError):
+        return True
+    from rlinf_async.workers.errors import BuildError
+
+    return isinstance(error, BuildError)
 
 
 def _report(error: Exception, session: Session) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from rlinf_async.config import ConfigError, MissingDevice, UsageError
+from rlinf_async.workers.errors import BuildError
 
 
 class Settings(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -30,6 +31,7 @@ class WorkerError(Exception):
 
 ENDINGS: dict[str, BaseException] = {
     "worker": WorkerError("env[1] (rank 1 of 2) raised ValueError in step: no such joint"),
+    "build": BuildError("channel 'numbers': nobody puts anything into it"),
     "disk": OSError(28, "No space left on device", "runs/a/metrics.csv"),
     "interrupt": KeyboardInterrupt(),
     "group": ExceptionGroup("several", [WorkerError("env[0] died")]),

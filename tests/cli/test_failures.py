@@ -14,6 +14,7 @@ from tests.cli.conftest import CommandLine
     ("end", "code", "message"),
     [
         ("worker", 1, "error: env[1] (rank 1 of 2) raised ValueError in step: no such joint\n"),
+        ("build", 2, "error: channel 'numbers': nobody puts anything into it\n"),
         ("group", 1, "error: env[0] died\n"),
         ("interrupt", 130, "interrupted\n"),
         ("interrupted group", 130, "interrupted\n"),
