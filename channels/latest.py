@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import abc
 import asyncio
+from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import (
     ChannelClosed,
     ChannelFailed,
@@ -112,6 +114,7 @@ class Latest(Generic[T]):
         self.name = name
         self.version = 0
         self.superseded = 0
+        self.decode: Callable[[Encoded], Any] | None = None  # set where other processes publish
         self._class = runtime_class(item_type)
         self._value: Any = None
         self._seen = True
@@ -126,12 +129,12 @@ class Latest(Generic[T]):
         """A new receiver, which has seen nothing yet."""
         return LocalLatestReceiver(self)
 
-    def publish_nowait(self, value: T) -> int:
-        """Replace the value; its version."""
+    def publish_nowait(self, value: T | Encoded, party: str | None = None) -> int:
+        """Replace the value; its version. One from another process stays encoded until taken."""
         self._check()
         if self._closed:
             raise ChannelClosed(f"channel {self.name!r} was closed: nothing can be published")
-        if not isinstance(value, self._class):
+        if not isinstance(value, self._class) and not (self.decode and isinstance(value, Encoded)):
             raise WrongItemType(
                 f"channel {self.name!r} carries {type_name(self.item_type)}, "
                 f"not {type(value).__name__}"
@@ -139,11 +142,11 @@ class Latest(Generic[T]):
         self.superseded += not self._seen
         self._value, self._seen = value, False
         self.version += 1
-        self.publisher = current_party.get()
+        self.publisher = party or current_party.get()
         self._wake()
         return self.version
 
-    def take_newer(self, than: int) -> tuple[int, T] | None:
+    def take_newer(self, than: int) -> tuple[int, T | Encoded] | None:
         """The newest value and its version, or None where it is not newer."""
         self._check()
         if self.version > than:
@@ -153,7 +156,7 @@ class Latest(Generic[T]):
             raise EndOfChannel(f"channel {self.name!r} has ended at version {self.version}")
         return None
 
-    async def wait_newer(self, than: int, party: str | None = None) -> tuple[int, T]:
+    async def wait_newer(self, than: int, party: str | None = None) -> tuple[int, T | Encoded]:
         """Wait for a value newer than this version."""
         while (found := self.take_newer(than)) is None:
             loop = asyncio.get_running_loop()
@@ -164,6 +167,16 @@ class Latest(Generic[T]):
             finally:
                 self._waits.pop(future, None)
         return found
+
+    def value(self, found: T | Encoded) -> T:
+        """The value to hand out here. One from another process is decoded now.
+
+        Raises:
+            MalformedFrame: it is not of the channel's type.
+        """
+        given: Any = found
+        value: T = self.decode(given) if isinstance(given, Encoded) and self.decode else given
+        return value
 
     def close(self) -> None:
         """No newer value will come."""
@@ -254,8 +267,8 @@ class LocalLatestReceiver(LatestReceiver[T_co]):
 
     async def get(self, *, newer_than: int | None = None) -> T_co:
         than = self.version if newer_than is None else newer_than
-        self.version, value = await self._latest.wait_newer(than)
-        result: T_co = value
+        self.version, found = await self._latest.wait_newer(than)
+        result: T_co = self._latest.value(found)
         return result
 
     def get_nowait(self) -> T_co | None:
@@ -263,5 +276,5 @@ class LocalLatestReceiver(LatestReceiver[T_co]):
         if found is None:
             return None
         self.version, value = found
-        result: T_co = value
+        result: T_co = self._latest.value(value)
         return result

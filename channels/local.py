@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from rlinf_async.channels.ends import Key, Lease, Receiver, Sender
-from rlinf_async.channels.errors import ChannelClosed, ChannelFull
+from rlinf_async.channels.errors import ChannelClosed, ChannelFull, MalformedFrame
 from rlinf_async.channels.lanes import Entry, GetWait
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.statistics import DeadLetter, Statistics
@@ -99,6 +99,15 @@ class _LocalEnd:
         self._spent = False
 
     @property
+    def number(self) -> int:
+        """What the queue knows this open end by."""
+        return self._number
+
+    @property
+    def queue(self) -> Queue:
+        return self._queue
+
+    @property
     def channel_name(self) -> str:
         return self._queue.name
 
@@ -183,10 +192,11 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
     async def get(self, *, key: Key | None = None) -> T_co:
         if not self._live:
             self.open()
-        entry = self._queue.take_one(key)
+        queue = self._queue
+        entry = queue.take_one(key)
         if entry is None:
             entry = (await self._entries(1, None, key))[0]
-        item: T_co = entry.item
+        item: T_co = entry.item if queue.decode is None else queue.values(key, [entry])[0]
         return item
 
     def get_nowait(self, *, key: Key | None = None) -> T_co:
@@ -194,14 +204,14 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         entry = self._queue.take_one(key)
         if entry is None:
             raise self._queue.empty_error(key)
-        item: T_co = entry.item
+        item: T_co = self._queue.values(key, [entry])[0]
         return item
 
     async def get_batch(
         self, *, weight: int, at_least: int | None = None, key: Key | None = None
     ) -> list[T_co]:
         self.open()
-        return [entry.item for entry in await self._entries(weight, at_least, key)]
+        return self._queue.values(key, await self._entries(weight, at_least, key))
 
     async def _entries(self, weight: int, at_least: int | None, key: Key | None) -> list[Entry]:
         queue = self._queue
@@ -223,7 +233,11 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         self.open()
         entries = await self._entries(weight, at_least, key)
         number = self._queue.grant(key, entries, current_party.get())
-        items: list[T_co] = [entry.item for entry in entries]
+        try:
+            items: list[T_co] = [self._queue.value(entry) for entry in entries]
+        except MalformedFrame as error:
+            self._queue.put_back(number, error)
+            raise
         return number, Lease(items, [entry.deliveries for entry in entries])
 
     def _settle(self, lease: int, error: BaseException | None) -> None:

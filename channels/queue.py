@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, Literal
 
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import (
     ChannelClosed,
@@ -30,6 +31,7 @@ from rlinf_async.channels.errors import (
     ChannelFailed,
     EndOfChannel,
     LeaseLost,
+    MalformedFrame,
     NoReceivers,
     WrongItemType,
 )
@@ -58,6 +60,7 @@ class Queue:
         self.leases: dict[int, LeaseRecord] = {}
         self.dead_letters: list[DeadLetter] = []
         self.open = True  # not closed, not failed: what the fast path asks
+        self.decode: Callable[[Encoded], Any] | None = None  # set where other processes put
         self.failure: tuple[str, BaseException | None] | None = None
         self.had_sender = self.had_receiver = False
         self.puts = self.gets = self.put_waits = self.get_waits = 0
@@ -189,6 +192,18 @@ class Queue:
         self._serve(lane)  # what waits behind it may fit now
         self._forget(lane)
 
+    def retract(self, key: Key | None, item: Any) -> None:
+        """Its put was cancelled after it went through: take it out, unless it has been taken."""
+        lane = self._lane(key)
+        for entry in lane.entries:
+            if entry.item is item:
+                lane.entries.remove(entry)
+                lane.weight -= entry.weight
+                self.puts -= 1
+                break
+        self._serve(lane)
+        self._forget(lane)
+
     def finish_put(self, wait: PutWait) -> None:
         """The put is over, in whichever way; account for its wait."""
         self.put_wait_seconds += _now() - wait.since
@@ -265,6 +280,35 @@ class Queue:
             lane.push_back(lane.getters[0].give_back())
         self._serve(lane)
 
+    def value(self, entry: Entry) -> Any:
+        """The item to hand out here. One from another process is decoded now.
+
+        Raises:
+            MalformedFrame: it is not of the channel's type.
+        """
+        item = entry.item
+        return self.decode(item) if item.__class__ is Encoded and self.decode else item
+
+    def values(self, key: Key | None, entries: list[Entry]) -> list[Any]:
+        """The items to hand out; one that cannot be decoded is buried, the others go back.
+
+        Raises:
+            MalformedFrame: as `value`.
+        """
+        found: list[Any] = []
+        for index, entry in enumerate(entries):
+            try:
+                found.append(self.value(entry))
+            except MalformedFrame as error:
+                self.bury(entry, error)
+                self.return_entries(key, entries[:index] + entries[index + 1 :])
+                raise
+        return found
+
+    def bury(self, entry: Entry, error: BaseException | str) -> None:
+        """Nobody can use this item: keep it with the dead letters."""
+        self.dead_letters.append(DeadLetter(entry.item, entry.deliveries, _say(error)))
+
     # ---- leases
 
     def grant(self, key: Key | None, entries: list[Entry], holder: str) -> int:
@@ -274,6 +318,15 @@ class Queue:
             entry.deliveries += 1
         self.leases[number] = LeaseRecord(key, entries, holder)
         return number
+
+    def ungrant(self, number: int) -> None:
+        """Nobody took the lease: its items go back as if they had not been handed out."""
+        lease = self.leases.pop(number, None)
+        if lease is not None:
+            for entry in lease.entries:
+                entry.deliveries -= 1
+            self.return_entries(lease.key, lease.entries)
+            self._after_lease(lease)
 
     def acknowledge(self, number: int) -> None:
         """The leased items are consumed.
@@ -297,7 +350,7 @@ class Queue:
         again: list[Entry] = []
         for entry in lease.entries:
             if entry.deliveries >= self.max_deliveries:
-                self.dead_letters.append(DeadLetter(entry.item, entry.deliveries, _say(error)))
+                self.bury(entry, error)
             else:
                 again.append(entry)
         self.redelivered += len(again)

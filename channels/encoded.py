@@ -1,0 +1,27 @@
+"""An item in the form in which it travels between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Encoded:
+    """MessagePack bytes, and the large arrays that were left out of them.
+
+    A queue carries an item that came from another process in this form until somebody here takes
+    it, so an item that is only forwarded is never decoded.
+    """
+
+    __slots__ = ("buffers", "data")
+
+    def __init__(self, data: bytes, buffers: Sequence[memoryview | bytearray] = ()) -> None:
+        self.data = data
+        self.buffers = buffers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel."""
+        return len(self.data) + sum(len(buffer) for buffer in self.buffers)
+
+    def __repr__(self) -> str:
+        return f"<Encoded {self.nbytes} bytes, {len(self.buffers)} arrays apart>"

@@ -1,0 +1,50 @@
+"""Channels between processes: typed frames over a Unix socket, and no pickle.
+
+::
+
+    codec       items   <-> MessagePack, with large arrays apart
+    framing     bytes   <-> frames                    (pure: no socket, no clock)
+    transfer    frames  <-> messages, large ones in chunks
+    auth        who may speak: proof of the cluster's secret, before anything else
+    connection  requests, replies, notices, cancellation, heartbeats between two processes
+    server      the owner of channels answers the ends of other processes
+    client      those ends
+
+"""
+
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.wire.client import (
+    ChannelClient,
+    RemoteLatestReceiver,
+    RemoteLatestSender,
+    RemoteReceiver,
+    RemoteSender,
+)
+from rlinf_async.channels.wire.codec import Decoder, Encoder, encode
+from rlinf_async.channels.wire.connection import Connection
+from rlinf_async.channels.wire.endpoint import Server, connect, serve
+from rlinf_async.channels.wire.failures import RemoteError
+from rlinf_async.channels.wire.protocol import EndRef
+from rlinf_async.channels.wire.router import Request, Router
+from rlinf_async.channels.wire.server import ChannelServer
+
+__all__ = [
+    "ChannelClient",
+    "ChannelServer",
+    "Connection",
+    "Decoder",
+    "Encoded",
+    "Encoder",
+    "EndRef",
+    "RemoteError",
+    "RemoteLatestReceiver",
+    "RemoteLatestSender",
+    "RemoteReceiver",
+    "RemoteSender",
+    "Request",
+    "Router",
+    "Server",
+    "connect",
+    "encode",
+    "serve",
+]

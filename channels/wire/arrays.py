@@ -1,0 +1,156 @@
+"""numpy arrays and torch CPU tensors as bytes, and back.
+
+An array travels as a `Head` (its kind, dtype and shape) inside the MessagePack, and its elements
+either there too (up to `INLINE_BYTES`) or as a buffer beside it. Elements are always in C order;
+strides do not travel. Neither numpy nor torch is imported before an array is at hand.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+INLINE_BYTES: Final = 4096
+"""Up to this size a copy costs less than a buffer of its own."""
+
+
+class Head(msgspec.Struct, array_like=True, frozen=True):
+    """What the elements of an array mean."""
+
+    kind: Literal["numpy", "torch"]
+    dtype: Any
+    """numpy: what `numpy.lib.format.dtype_to_descr` says; torch: ``"bfloat16"``"""
+    shape: tuple[int, ...]
+    elements: int | bytes
+    """the buffer's index, or the elements themselves"""
+
+
+class CannotTravel(Exception):
+    """Why a value has no form in which it could travel. The codec adds where it stands."""
+
+
+def is_array(value: object) -> bool:
+    """Whether this is a numpy array."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def is_number(value: object) -> bool:
+    """Whether this is a numpy scalar."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic)
+
+
+def is_tensor(value: object) -> bool:
+    """Whether this is a torch tensor."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def array_elements(array: np.ndarray[Any, Any]) -> tuple[Any, memoryview]:
+    """An array's dtype as plain data, and its elements in C order (a view where it can be).
+
+    Raises:
+        CannotTravel: it holds Python objects, or is a subclass that would lose its meaning.
+    """
+    import numpy as np
+
+    if type(array) not in (np.ndarray, np.memmap):
+        raise CannotTravel(
+            f"a {type(array).__name__} cannot travel without losing what it adds to an array: "
+            "send numpy.asarray of it, or its parts"
+        )
+    dtype = array.dtype
+    if dtype.hasobject:
+        raise CannotTravel(f"an array of dtype {dtype} holds Python objects: give it a plain dtype")
+    if dtype.kind not in "biufcmMSUV" or (dtype.kind == "V" and dtype.type is not np.void):
+        raise CannotTravel(f"an array of dtype {dtype}, which is not numpy's own: view it as bytes")
+    flat = np.ascontiguousarray(array).reshape(-1)
+    elements = flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8)
+    return np.lib.format.dtype_to_descr(dtype), elements.data
+
+
+def tensor_elements(tensor: torch.Tensor) -> tuple[str, memoryview]:
+    """A tensor's dtype and its elements in C order (a view where it can be).
+
+    Gradients do not travel: the tensor is detached.
+
+    Raises:
+        CannotTravel: it is not a dense tensor in the CPU's memory.
+    """
+    import torch
+
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise CannotTravel(f"a tensor of layout {tensor.layout} cannot travel: send its parts")
+    if tensor.device.type != "cpu":
+        raise CannotTravel(f"a tensor on {tensor.device} cannot travel: send tensor.cpu()")
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    elements = flat.view(torch.uint8).numpy()
+    return str(tensor.dtype).removeprefix("torch."), elements.data
+
+
+def restore(head: Head, elements: bytearray) -> Any:
+    """The array over these elements: writable, and without a copy.
+
+    Raises:
+        ValueError: the head does not fit the elements.
+    """
+    if any(size < 0 for size in head.shape) or len(head.shape) > 32:
+        raise ValueError(f"an array of shape {head.shape}")
+    return (
+        _restore_numpy(head, elements) if head.kind == "numpy" else _restore_torch(head, elements)
+    )
+
+
+def _check_size(head: Head, item_bytes: int, elements: bytearray) -> None:
+    expected = math.prod(head.shape) * item_bytes
+    if expected != len(elements):
+        raise ValueError(
+            f"an array of shape {list(head.shape)} and dtype {head.dtype} takes {expected} bytes, "
+            f"{len(elements)} arrived"
+        )
+
+
+def _restore_numpy(head: Head, elements: bytearray) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    dtype = np.lib.format.descr_to_dtype(_as_descr(head.dtype))
+    if dtype.hasobject:
+        raise ValueError(f"an array of dtype {dtype} holds Python objects")
+    _check_size(head, dtype.itemsize, elements)
+    if not elements:
+        return np.empty(head.shape, dtype)
+    return np.frombuffer(elements, dtype).reshape(head.shape)
+
+
+def _as_descr(descr: Any) -> Any:
+    """A numpy dtype's description: its fields are tuples again."""
+    if not isinstance(descr, list):
+        return descr
+    return [tuple(_as_field_part(part) for part in field) for field in descr]
+
+
+def _as_field_part(part: Any) -> Any:
+    """A field's name, its titles, its dtype (again a list of fields), or its shape."""
+    if isinstance(part, list) and not any(isinstance(inner, list) for inner in part):
+        return tuple(part)
+    return _as_descr(part)
+
+
+def _restore_torch(head: Head, elements: bytearray) -> torch.Tensor:
+    import torch
+
+    dtype = getattr(torch, head.dtype, None) if isinstance(head.dtype, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {head.dtype!r}")
+    _check_size(head, dtype.itemsize, elements)
+    if not elements:
+        return torch.empty(head.shape, dtype=dtype)
+    return torch.frombuffer(elements, dtype=dtype).reshape(head.shape)

@@ -1,0 +1,294 @@
+"""The ends of a channel that lives in another process.
+
+They are open from the start: the owner counted them when it gave them away. A cancelled wait leaves
+the channel as it was; an end whose connection is lost raises `ConnectionLost`.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any, Self, TypeVar
+
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.ends import Key, Lease, Receiver, Sender
+from rlinf_async.channels.errors import (
+    ChannelClosed,
+    ChannelError,
+    LeaseLost,
+    MalformedFrame,
+    WrongItemType,
+)
+from rlinf_async.channels.itemtypes import runtime_class, type_name
+from rlinf_async.channels.latest import LatestReceiver, LatestSender
+from rlinf_async.channels.statistics import Statistics
+from rlinf_async.channels.waitfor import current_party
+from rlinf_async.channels.wire import protocol
+from rlinf_async.channels.wire.codec import Decoder, Encoder, split
+from rlinf_async.channels.wire.connection import Connection
+from rlinf_async.channels.wire.protocol import EndRef
+
+T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
+
+_clone_numbers = count(1)
+_encode = Encoder().encode
+
+
+class ChannelClient:
+    """Makes ends of what the owner sent over this connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def end(self, ref: EndRef, item_type: Any) -> AnyRemoteEnd:
+        """The end that this stands for, of a channel of ``item_type``.
+
+        Raises:
+            TypeError: items of this type cannot travel.
+        """
+        wire = Wire(self._connection, ref, item_type)
+        if ref.kind == "sender":
+            return RemoteSender(wire, ref.number)
+        if ref.kind == "receiver":
+            return RemoteReceiver(wire, ref.number)
+        if ref.kind == "latest_sender":
+            return RemoteLatestSender(wire, ref.number)
+        return RemoteLatestReceiver(wire, ref.number, ref.version)
+
+
+class Wire:
+    """What the ends of one channel in this process share."""
+
+    def __init__(self, connection: Connection, ref: EndRef, item_type: Any) -> None:
+        self.connection = connection
+        self.channel_name = ref.channel
+        self.item_type = item_type
+        self.item_class = runtime_class(item_type)
+        self.decode = Decoder(item_type).decode
+
+    def encode(self, item: object) -> Encoded:
+        """The item as it travels.
+
+        Raises:
+            WrongItemType: it is not of the channel's type, or a part of it cannot travel.
+        """
+        if not isinstance(item, self.item_class):
+            raise WrongItemType(
+                f"channel {self.channel_name!r} carries {type_name(self.item_type)}, "
+                f"not {type(item).__name__} (got {item!r:.80})"
+            )
+        try:
+            return _encode(item)
+        except WrongItemType as error:
+            raise WrongItemType(f"channel {self.channel_name!r}: {error}") from error
+
+    def decode_each(self, taken: protocol.Taken, body: Encoded | None) -> list[Any]:
+        try:
+            return [self.decode(part) for part in split(taken.sizes, body)]
+        except MalformedFrame as error:
+            raise MalformedFrame(f"channel {self.channel_name!r}: {error}") from error
+
+    def elsewhere(self, what: str, instead: str) -> ChannelError:
+        return ChannelError(
+            f"channel {self.channel_name!r} lives in another process ({self.connection.peer}): "
+            f"{what} cannot know its state; use {instead}"
+        )
+
+
+class _RemoteEnd:
+    """The life of an end over a connection."""
+
+    __slots__ = ("_closed", "_number", "_wire")
+
+    def __init__(self, wire: Wire, number: int) -> None:
+        self._wire = wire
+        self._number = number
+        self._closed = False
+
+    @property
+    def channel_name(self) -> str:
+        return self._wire.channel_name
+
+    @property
+    def item_type(self) -> Any:
+        return self._wire.item_type
+
+    def open(self) -> Self:
+        if self._closed:
+            raise ChannelClosed(
+                f"this {type(self).__name__.removeprefix('Remote').lower()} of channel "
+                f"{self.channel_name!r} was closed: clone an end before closing it to use it again"
+            )
+        return self
+
+    def clone(self, holder: str | None = None) -> Self:
+        self.open()
+        number = -next(_clone_numbers)
+        clone = protocol.Clone(self._number, number, holder or current_party.get())
+        self._wire.connection.notify("channel.clone", clone, control=True)
+        return type(self)(self._wire, number)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._tell("channel.close", protocol.End(self._number))
+
+    async def statistics(self) -> Statistics:
+        self.open()
+        found, _ = await self._wire.connection.request(
+            "channel.statistics", protocol.End(self._number), reply=Statistics
+        )
+        return found
+
+    def _tell(self, kind: str, meta: Any) -> None:
+        """Say it in the order of what was said before; to a lost owner there is nothing to say."""
+        if not self._wire.connection.closed:
+            self._wire.connection.notify(kind, meta)
+
+
+class RemoteSender(_RemoteEnd, Sender[T_contra]):
+    """A sender of a channel in another process."""
+
+    __slots__ = ()
+
+    async def put(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
+        self.open()
+        body = self._wire.encode(item)
+        put = protocol.Put(self._number, key, weight, current_party.get())
+        await self._wire.connection.request(
+            "channel.put", put, body, reply=protocol.Nothing, on_channel=True
+        )
+
+    def put_nowait(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
+        raise self._wire.elsewhere("put_nowait", "await put(...)")
+
+    def fail(self, error: BaseException | str) -> None:
+        self.open()
+        self._tell("channel.fail", protocol.Fail(self._number, _say(error)))
+        self.close()
+
+
+class RemoteReceiver(_RemoteEnd, Receiver[T_co]):
+    """A receiver of a channel in another process."""
+
+    __slots__ = ()
+
+    async def get(self, *, key: Key | None = None) -> T_co:
+        taken, body = await self._ask(1, None, key)
+        item: T_co = self._wire.decode_each(taken, body)[0]
+        return item
+
+    def get_nowait(self, *, key: Key | None = None) -> T_co:
+        raise self._wire.elsewhere("get_nowait", "await get(), or a task that gets ahead")
+
+    async def get_batch(
+        self, *, weight: int, at_least: int | None = None, key: Key | None = None
+    ) -> list[T_co]:
+        return self._wire.decode_each(*await self._ask(weight, at_least, key))
+
+    async def _ask(
+        self, weight: int, at_least: int | None, key: Key | None, lease: bool = False
+    ) -> tuple[protocol.Taken, Encoded | None]:
+        self.open()
+        get = protocol.Get(self._number, key, weight, at_least, current_party.get(), lease)
+        return await self._wire.connection.request(
+            "channel.get", get, reply=protocol.Taken, on_channel=True
+        )
+
+    async def _take(
+        self, weight: int, at_least: int | None, key: Key | None
+    ) -> tuple[int, Lease[T_co]]:
+        taken, body = await self._ask(weight, at_least, key, lease=True)
+        try:
+            items: list[T_co] = self._wire.decode_each(taken, body)
+        except MalformedFrame as error:
+            self._settle(taken.lease, error)
+            raise
+        return taken.lease, Lease(items, taken.deliveries)
+
+    def _settle(self, lease: int, error: BaseException | None) -> None:
+        connection = self._wire.connection
+        if connection.closed:
+            if error is None:
+                raise LeaseLost(
+                    f"lease {lease} on channel {self.channel_name!r} was taken back before it was "
+                    f"acknowledged: the connection to {connection.peer} was lost"
+                )
+            return
+        settle = protocol.Settle(lease, None if error is None else _say(error))
+        connection.notify("channel.settle", settle, control=True)
+
+    def _count_stale(self) -> None:
+        self._tell("channel.stale", protocol.End(self._number))
+
+
+class RemoteLatestSender(LatestSender[T_contra]):
+    """Publishes to a `Latest` in another process."""
+
+    __slots__ = ("_number", "_wire")
+
+    def __init__(self, wire: Wire, number: int) -> None:
+        self._wire = wire
+        self._number = number
+
+    @property
+    def channel_name(self) -> str:
+        return self._wire.channel_name
+
+    @property
+    def item_type(self) -> Any:
+        return self._wire.item_type
+
+    async def publish(self, value: T_contra) -> int:
+        body = self._wire.encode(value)
+        publish = protocol.Publish(self._number, current_party.get())
+        found, _ = await self._wire.connection.request(
+            "latest.publish", publish, body, reply=protocol.Version
+        )
+        return found.version
+
+    async def close(self) -> None:
+        await self._wire.connection.request(
+            "latest.close", protocol.End(self._number), reply=protocol.Nothing
+        )
+
+
+class RemoteLatestReceiver(LatestReceiver[T_co]):
+    """Reads a `Latest` in another process."""
+
+    __slots__ = ("_number", "_wire")
+
+    def __init__(self, wire: Wire, number: int, version: int = 0) -> None:
+        self._wire = wire
+        self._number = number
+        self.version = version
+
+    @property
+    def channel_name(self) -> str:
+        return self._wire.channel_name
+
+    @property
+    def item_type(self) -> Any:
+        return self._wire.item_type
+
+    async def get(self, *, newer_than: int | None = None) -> T_co:
+        than = self.version if newer_than is None else newer_than
+        newer = protocol.Newer(self._number, than, current_party.get())
+        found, body = await self._wire.connection.request(
+            "latest.newer", newer, reply=protocol.Version, on_channel=True
+        )
+        value: T_co = self._wire.decode(body or Encoded(b""))
+        self.version = found.version
+        return value
+
+    def get_nowait(self) -> T_co | None:
+        raise self._wire.elsewhere("get_nowait", "await get(), or a task that reads ahead")
+
+
+AnyRemoteEnd = (
+    RemoteSender[Any] | RemoteReceiver[Any] | RemoteLatestSender[Any] | RemoteLatestReceiver[Any]
+)
+
+
+def _say(error: BaseException | str) -> str:
+    return error if isinstance(error, str) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,73 @@
+"""Whether the other side still lives: a stopped process keeps its sockets open."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, Self
+
+import msgspec
+
+from rlinf_async.channels.wire.framing import FrameType, pack_small
+from rlinf_async.channels.wire.outbox import Outbox
+
+HEARTBEAT_LIMIT: Final = 15.0
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    """How often a side says that it lives, and how long it may be silent. In seconds."""
+
+    interval: float
+    limit: float
+
+    @classmethod
+    def of(cls, limit: float, interval: float | None = None) -> Self:
+        """With an interval that fits the limit, if none is given."""
+        return cls(min(1.0, limit / 8) if interval is None else interval, limit)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.interval < self.limit:
+            raise ValueError(
+                f"a heartbeat needs 0 < interval < limit, got interval={self.interval}, "
+                f"limit={self.limit}"
+            )
+
+
+class Pulse:
+    """Sends heartbeats where nothing else is sent, and watches for the peer's."""
+
+    def __init__(
+        self, heartbeat: Heartbeat, outbox: Outbox, silent: Callable[[float], None]
+    ) -> None:
+        self._heartbeat = heartbeat
+        self._outbox = outbox
+        self._silent = silent
+        self._loop = asyncio.get_running_loop()
+        self._last_heard = self._last_tick = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Beat from now on."""
+        self._last_heard = self._last_tick = self._loop.time()
+        self._timer = self._loop.call_later(self._heartbeat.interval, self._tick)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def heard(self) -> None:
+        """The peer said something."""
+        self._last_heard = self._loop.time()
+
+    def _tick(self) -> None:
+        now, interval = self._loop.time(), self._heartbeat.interval
+        if now - self._last_tick > 2 * interval:
+            # This process was stopped or blocked itself: what the peer said may wait unread.
+            self._last_heard = now
+        self._last_tick = now
+        if now - self._last_heard > self._heartbeat.limit:
+            self._silent(now - self._last_heard)
+            return
+        if now - self._outbox.last_sent >= interval / 2:
+            self._outbox.add_control(pack_small(FrameType.PING))
+        self._timer = self._loop.call_later(interval, self._tick)

@@ -1,0 +1,110 @@
+"""What waits to be sent: two lanes, coalesced into one write for each turn of the loop.
+
+Control frames always go first; large messages are cut into chunks, so what is ahead of a control
+frame is never more than one batch and what the transport holds already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from rlinf_async.channels.wire.framing import CHUNK_BYTES, Bytes
+from rlinf_async.channels.wire.transfer import Outgoing
+
+BATCH_BYTES = CHUNK_BYTES
+HIGH_WATER = 256 * 1024
+LOW_WATER = 64 * 1024
+
+
+class Outbox:
+    """The outgoing side of a connection."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._transport: asyncio.WriteTransport | None = None
+        self._control: deque[Bytes] = deque()
+        self._data: deque[Outgoing] = deque()
+        self._paused = False
+        self._scheduled = False
+        self.sent_bytes = 0
+        self.last_sent = loop.time()
+
+    def attach(self, transport: asyncio.WriteTransport) -> None:
+        """Send through this transport from now on."""
+        transport.set_write_buffer_limits(high=HIGH_WATER, low=LOW_WATER)
+        self._transport = transport
+
+    def detach(self) -> None:
+        """Send no more, and hold nothing."""
+        self._transport = None
+        self._control.clear()
+        self._data.clear()
+
+    @property
+    def waiting(self) -> int:
+        """Messages that have not been given to the transport."""
+        return len(self._control) + len(self._data)
+
+    def add_control(self, frame: Bytes) -> None:
+        """Send a small frame ahead of all data."""
+        self._control.append(frame)
+        self._schedule()
+
+    def add_data(self, message: Outgoing) -> None:
+        """Send a message in its turn."""
+        self._data.append(message)
+        self._schedule()
+
+    def withdraw(self, number: int) -> bool:
+        """Forget what was not sent of this request; whether none of it was."""
+        for message in self._data:
+            if message.number == number and message.request:
+                self._data.remove(message)
+                return not message.begun
+        return False
+
+    def pause(self) -> None:
+        """The transport holds enough."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """The transport can take more."""
+        self._paused = False
+        self.flush()
+
+    def flush(self) -> None:
+        """Give the transport what it can take now."""
+        self._scheduled = False
+        while not self._paused and (batch := self._batch()):
+            self._write(batch)
+
+    def flush_all(self) -> None:
+        """Give the transport everything, though it may hold much: it is about to close."""
+        while batch := self._batch():
+            self._write(batch)
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self.flush)
+
+    def _write(self, batch: list[Bytes]) -> None:
+        if self._transport is not None:
+            self._transport.writelines(batch)
+            self.last_sent = self._loop.time()
+
+    def _batch(self) -> list[Bytes]:
+        """The next frames, control first, of about `BATCH_BYTES`."""
+        batch: list[Bytes] = list(self._control)
+        self._control.clear()
+        size = sum(map(len, batch))
+        while self._data and size < BATCH_BYTES:
+            frame = self._data[0].next_frame()
+            if frame is None:
+                self._data.popleft()
+                continue
+            batch += frame
+            size += sum(map(len, frame))
+        self.sent_bytes += size
+        return batch

@@ -1,0 +1,103 @@
+"""What the ends of a channel and its owner say to each other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from rlinf_async.channels.ends import Key
+
+EndKind = Literal["sender", "receiver", "latest_sender", "latest_receiver"]
+
+
+class EndRef(msgspec.Struct, frozen=True):
+    """The end of a channel on its way to another process, which it stays open for."""
+
+    number: int
+    kind: EndKind
+    channel: str
+    version: int = 0
+    """a `LatestReceiver`'s: what it has seen"""
+
+
+class Nothing(msgspec.Struct, array_like=True, frozen=True):
+    """A reply that says no more than that it was done."""
+
+
+class Put(msgspec.Struct, array_like=True, frozen=True):
+    """client -> owner: put the body."""
+
+    end: int
+    key: Key | None
+    weight: int
+    party: str
+
+
+class Get(msgspec.Struct, array_like=True, frozen=True):
+    """client -> owner: take a batch, under a lease if ``lease``."""
+
+    end: int
+    key: Key | None
+    weight: int
+    at_least: int | None
+    party: str
+    lease: bool = False
+
+
+class Taken(msgspec.Struct, array_like=True, frozen=True):
+    """owner -> client: the items are in the body."""
+
+    sizes: list[tuple[int, int]]
+    """of each item: bytes of MessagePack, number of buffers"""
+    lease: int = 0
+    deliveries: list[int] = []
+
+
+class Settle(msgspec.Struct, array_like=True, frozen=True):
+    """client -> owner: consume the items of a lease, or put them back because of ``error``."""
+
+    lease: int
+    error: str | None
+
+
+class Clone(msgspec.Struct, array_like=True, frozen=True):
+    """client -> owner: open another end. The client numbers it, below zero, for itself."""
+
+    end: int
+    number: int
+    holder: str
+
+
+class End(msgspec.Struct, array_like=True, frozen=True):
+    """client -> owner: close this end; or count a stale item; or tell the statistics."""
+
+    end: int
+
+
+class Fail(msgspec.Struct, array_like=True, frozen=True):
+    """client -> owner: end the channel with an error."""
+
+    end: int
+    error: str
+
+
+class Publish(msgspec.Struct, array_like=True, frozen=True):
+    """client -> owner: the body is the newest value."""
+
+    end: int
+    party: str
+
+
+class Newer(msgspec.Struct, array_like=True, frozen=True):
+    """client -> owner: the newest value, once it is newer than this version."""
+
+    end: int
+    than: int
+    party: str
+
+
+class Version(msgspec.Struct, array_like=True, frozen=True):
+    """owner -> client: of the value that was published, or that is in the body."""
+
+    version: int

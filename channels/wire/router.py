@@ -1,0 +1,100 @@
+"""Which handler answers which kind of request."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from rlinf_async.channels.encoded import Encoded
+
+if TYPE_CHECKING:
+    from rlinf_async.channels.wire.connection import Connection
+
+M = TypeVar("M")
+
+Reply = tuple[Any, Encoded | None]
+Handler = Callable[["Connection", M, Encoded | None], Awaitable[Reply]]
+Undo = Callable[[str | None], None]
+"""Called if a reply was not taken: with None when the asker cancelled, else with why it is lost."""
+
+
+class Request(Generic[M]):
+    """A request of the peer that a handler answers, now or later, once.
+
+    For a notice, which nobody waits for, replies go nowhere and failures are logged.
+    """
+
+    __slots__ = ("abandon", "body", "connection", "kind", "lane", "meta", "number", "open")
+
+    def __init__(
+        self,
+        connection: Connection,
+        kind: str,
+        number: int,
+        lane: int,
+        meta: M,
+        body: Encoded | None,
+    ) -> None:
+        self.connection = connection
+        self.kind = kind
+        self.number = number
+        self.lane = lane
+        self.meta = meta
+        self.body = body
+        self.open = True
+        """whether an answer is still wanted"""
+        self.abandon: Callable[[], None] | None = None
+        """called if the answer is wanted no more before it was given"""
+
+    def reply(self, meta: Any, body: Encoded | None = None, *, undo: Undo | None = None) -> None:
+        """Answer. ``undo`` is called if the answer turns out not to have been taken.
+
+        Raises:
+            ItemTooLarge: the answer is over a limit; the request is still open.
+        """
+        if self.open:
+            self.connection.send_reply(self, meta, body, undo)
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with an error."""
+        if self.open:
+            self.connection.send_failure(self, error)
+
+
+class Route(NamedTuple):
+    """How one kind of request is read and answered."""
+
+    decode: Callable[[bytes], Any]
+    answer: Callable[[Request[Any]], None] | None
+    handle: Handler[Any] | None
+
+
+class Router:
+    """The kinds of requests that this process answers."""
+
+    def __init__(self) -> None:
+        self.routes: dict[str, Route] = {}
+
+    def add(self, kind: str, meta_type: type[M] | None, handler: Handler[M]) -> None:
+        """Answer this kind with a coroutine, which is cancelled when the asker cancels or dies.
+
+        Args:
+            kind: what askers call it.
+            meta_type: of its arguments, a small msgspec Struct; None if it has none.
+        """
+        self._add(kind, Route(msgspec.msgpack.Decoder(meta_type).decode, None, handler))
+
+    def add_sync(
+        self, kind: str, meta_type: type[M] | None, handler: Callable[[Request[M]], None]
+    ) -> None:
+        """Answer this kind with a function that calls ``request.reply``, at once or later."""
+        self._add(kind, Route(msgspec.msgpack.Decoder(meta_type).decode, handler, None))
+
+    def _add(self, kind: str, route: Route) -> None:
+        if kind in self.routes:
+            raise ValueError(f"requests of kind {kind!r} have a handler already")
+        if not 1 <= len(kind.encode()) <= 255:
+            raise ValueError(f"the kind of a request has 1 to 255 bytes, {kind!r} does not")
+        self.routes[kind] = route

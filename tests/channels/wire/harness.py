@@ -1,0 +1,112 @@
+"""Both sides of a real Unix socket in one event loop."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rlinf_async.channels import Channel, Latest, LatestReceiver, LatestSender, Receiver, Sender
+from rlinf_async.channels.wire import (
+    ChannelClient,
+    ChannelServer,
+    Connection,
+    Router,
+    Server,
+    connect,
+    serve,
+)
+
+T = TypeVar("T")
+
+SECRET = b"a secret for tests, 32 bytes long"
+
+
+class Wired:
+    """An owner of channels, and the processes (all in this loop) that are connected to it."""
+
+    def __init__(self, channels: ChannelServer, server: Server) -> None:
+        self.channels = channels
+        self.server = server
+        self.lost: list[tuple[str, str]] = []
+        """names of the peers that were lost, and why, in order"""
+
+    @property
+    def path(self) -> Path:
+        return self.server.path
+
+    async def join(self, name: str = "worker", **options: Any) -> Connection:
+        """One more process."""
+        return await connect(self.path, SECRET, name=name, router=Router(), **options)
+
+    def sender(self, channel: Channel[T], connection: Connection, holder: str = "w") -> Sender[T]:
+        """A sender for the process behind this connection."""
+        ref = self.channels.end_ref(channel.sender, holder)
+        end = ChannelClient(connection).end(ref, channel.item_type)
+        assert isinstance(end, Sender)
+        return end
+
+    def receiver(
+        self, channel: Channel[T], connection: Connection, holder: str = "w"
+    ) -> Receiver[T]:
+        """A receiver for the process behind this connection."""
+        ref = self.channels.end_ref(channel.receiver, holder)
+        end = ChannelClient(connection).end(ref, channel.item_type)
+        assert isinstance(end, Receiver)
+        return end
+
+
+@asynccontextmanager
+async def wired(**options: Any) -> AsyncIterator[Wired]:
+    """An owner of channels that others can `join`."""
+    router = Router()
+    channels = ChannelServer(router)
+    with tempfile.TemporaryDirectory(prefix="wire-") as folder:
+        lost: list[tuple[str, str]] = []
+        async with await serve(
+            Path(folder) / "owner.sock",
+            SECRET,
+            name="owner",
+            router=router,
+            on_disconnect=lambda connection, reason: lost.append((connection.peer, reason)),
+            **options,
+        ) as server:
+            owner = Wired(channels, server)
+            owner.lost = lost
+            yield owner
+
+
+@asynccontextmanager
+async def remote_pair(channel: Channel[T]) -> AsyncIterator[tuple[Sender[T], Receiver[T]]]:
+    """Ends of this channel as a worker in another process has them. Closed when the block ends."""
+    async with wired() as owner:
+        connection = await owner.join()
+        sender, receiver = owner.sender(channel, connection), owner.receiver(channel, connection)
+        try:
+            yield sender, receiver
+        finally:
+            sender.close()
+            receiver.close()
+            connection.close()
+            await connection.wait_closed()
+
+
+@asynccontextmanager
+async def remote_latest(
+    latest: Latest[T],
+) -> AsyncIterator[tuple[LatestSender[T], LatestReceiver[T]]]:
+    """Ends of this `Latest` as a worker in another process has them."""
+    async with wired() as owner:
+        connection = await owner.join()
+        client = ChannelClient(connection)
+        sender = client.end(owner.channels.end_ref(latest.sender, "w"), latest.item_type)
+        receiver = client.end(owner.channels.end_ref(latest.receiver, "w"), latest.item_type)
+        assert isinstance(sender, LatestSender)
+        assert isinstance(receiver, LatestReceiver)
+        try:
+            yield sender, receiver
+        finally:
+            connection.close()
+            await connection.wait_closed()
