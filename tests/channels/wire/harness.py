@@ -94,7 +94,7 @@ async def remote_pair(channel: Channel[T]) -> AsyncIterator[tuple[Sender[T], Rec
 
 
 @asynccontextmanager
-async def remote_latest(
+async def remote_latest_pair(
     latest: Latest[T],
 ) -> AsyncIterator[tuple[LatestSender[T], LatestReceiver[T]]]:
     """Ends of this `Latest` as a worker in another process has them."""
