@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 
+from rlinf_async.algorithms.config import AdvantageConfig
 from rlinf_async.algorithms.registry import Registry
 from rlinf_async.messages.embodied import Bools, Floats
 
@@ -38,27 +38,15 @@ class Advantages(NamedTuple):
     """the target of the value function"""
 
 
-class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which advantage, and its discounts."""
-
-    name: str = "gae"
-    gamma: float = 0.99
-    gae_lambda: float = 0.95
-
-    def __post_init__(self) -> None:
-        for field in ("gamma", "gae_lambda"):
-            number = getattr(self, field)
-            if not 0.0 <= number <= 1.0:
-                raise ValueError(f"{field} is {number}; it must lie between 0 and 1")
-
-
 class AdvantageFunction(Protocol):
     """The shape of a registered advantage."""
 
     def __call__(self, inputs: AdvantageInputs, config: AdvantageConfig, /) -> Advantages: ...
 
 
-advantage_functions: Registry[AdvantageFunction] = Registry("advantage")
+advantage_functions: Registry[AdvantageFunction] = Registry(
+    "advantage", built_in=("rlinf_async.algorithms.gae",)
+)
 register_advantage = advantage_functions.register
 
 

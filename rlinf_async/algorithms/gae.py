@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlinf_async.algorithms.advantages import (
-    AdvantageConfig,
-    AdvantageInputs,
-    Advantages,
-    register_advantage,
-)
+from rlinf_async.algorithms.advantages import AdvantageInputs, Advantages, register_advantage
+from rlinf_async.algorithms.config import AdvantageConfig
 
 
 @register_advantage("gae")

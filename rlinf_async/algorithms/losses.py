@@ -4,38 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-import msgspec
 import torch
 from torch import Tensor
 
+from rlinf_async.algorithms.config import LossConfig
 from rlinf_async.algorithms.registry import Registry
-
-
-class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which loss, and its coefficients."""
-
-    name: str = "ppo"
-    clip_low: float = 0.2
-    """the ratio is held above ``1 - clip_low``"""
-    clip_high: float = 0.2
-    """the ratio is held below ``1 + clip_high``"""
-    dual_clip: float | None = None
-    """with a negative advantage the loss is held below ``-dual_clip * advantage``; above 1"""
-    value_clip: float | None = None
-    """new values are held this near to the old ones"""
-    value_coefficient: float = 1.0
-    """times half the mean squared error"""
-    entropy_coefficient: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.clip_low < 1.0:
-            raise ValueError(f"clip_low is {self.clip_low}; it must lie between 0 and 1")
-        if self.clip_high <= 0.0:
-            raise ValueError(f"clip_high is {self.clip_high}; it must be above 0")
-        if self.dual_clip is not None and self.dual_clip <= 1.0:
-            raise ValueError(f"dual_clip is {self.dual_clip}; it must be above 1, or left out")
-        if self.value_clip is not None and self.value_clip <= 0.0:
-            raise ValueError(f"value_clip is {self.value_clip}; it must be above 0, or left out")
 
 
 class LossInputs(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -25,11 +26,13 @@ class UnknownName(LookupError):
 class Registry(Generic[T]):
     """Names to functions of one kind.
 
+    ``built_in`` are modules that register when they are imported: that happens at the first look.
     Raises `UnknownName` for a name that is not there and `ValueError` for one given twice.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, built_in: tuple[str, ...] = ()) -> None:
         self.kind = kind
+        self._built_in = built_in
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -46,14 +49,19 @@ class Registry(Generic[T]):
         return enter
 
     def __getitem__(self, name: str) -> T:
-        try:
-            return self._entries[name]
-        except KeyError:
-            raise UnknownName(self.kind, name, self.names()) from None
+        if name not in self:
+            raise UnknownName(self.kind, name, self.names())
+        return self._entries[name]
 
     def __contains__(self, name: object) -> bool:
+        self._import_built_in()
         return name in self._entries
 
     def names(self) -> list[str]:
         """Return the registered names, sorted."""
+        self._import_built_in()
         return sorted(self._entries)
+
+    def _import_built_in(self) -> None:
+        for module in self._built_in:
+            importlib.import_module(module)

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf_async.algorithms import (
-    AdvantageConfig,
+from rlinf_async.algorithms.advantages import (
     AdvantageInputs,
     Advantages,
     compute_advantages,
     normalize_advantages,
 )
+from rlinf_async.algorithms.config import AdvantageConfig
 
 
 def collected(seed: int, steps: int, envs: int, end_rate: float = 0.3) -> AdvantageInputs:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlinf_async.algorithms import (
-    LossConfig,
+from rlinf_async.algorithms.config import LossConfig
+from rlinf_async.algorithms.losses import (
     LossInputs,
     approximate_kl,
     clipped_policy_loss,

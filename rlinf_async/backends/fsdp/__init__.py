@@ -1,0 +1,1 @@
+"""Training with FSDP: `FSDPModelManager`, and PPO on top of it."""

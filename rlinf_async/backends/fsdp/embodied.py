@@ -1,0 +1,181 @@
+"""Trajectories in, a better policy out: the arithmetic of `EmbodiedFSDPActor`.
+
+::
+
+    trajectories -> rewards scaled -> advantages -> one flat batch -> PPO -> normalisers updated
+                                                                          -> version + 1 -> weights
+
+Invariant: everything of one iteration (observations, rewards) is normalised by the statistics of
+the version that is being trained, and the statistics change together with the version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from rlinf_async.algorithms.advantages import AdvantageInputs, compute_advantages
+from rlinf_async.backends.fsdp import ranks
+from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
+from rlinf_async.backends.fsdp.manager import FSDPModelManager
+from rlinf_async.backends.fsdp.minibatch import FlatBatch
+from rlinf_async.backends.fsdp.ppo_update import ppo_epochs
+from rlinf_async.backends.policies.base import Policy
+from rlinf_async.backends.policies.moments import batch_moments, discounted_returns
+from rlinf_async.messages.embodied import Floats, Trajectory, stage_key
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.weights import pack
+
+
+class EmbodiedTrainer:
+    """A `TrainerBackend`: PPO over `FSDPModelManager`, for one rank of an actor group.
+
+    torch.distributed must be up when ``world_size`` is above 1. All methods are collective.
+    """
+
+    def __init__(self, config: EmbodiedTrainerConfig, world_size: int, rank: int) -> None:
+        self.config = config
+        torch.manual_seed(config.seed)
+        self.manager = FSDPModelManager(config.fsdp, world_size, rank)
+        self.manager.setup_model_and_optimizer()
+        self._policy = _policy_of(self.manager.model)
+        self._generator = torch.Generator().manual_seed(config.seed + rank)
+        self._carry: dict[str, Floats] = {}
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """How many iterations were trained."""
+        return self._version
+
+    def train(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
+        """Train on one iteration, update the normalisers, count the version up; return metrics.
+
+        The order in which trajectories arrived does not matter. Raises `ValueError` when there are
+        none or their lengths differ, and `TrainingDiverged` when nothing could be learnt.
+        """
+        ordered = sorted(trajectories, key=lambda one: (one.env_rank, one.stage))
+        if len({len(one.reward) for one in ordered}) != 1:
+            raise ValueError(
+                f"trajectories of {[len(one.reward) for one in ordered]} steps were given; one "
+                "iteration needs at least one, and all of the same length"
+            )
+        batch = self._flat_batch(ordered)
+        metrics = ppo_epochs(self.manager, batch, self.config.ppo, self._generator)
+        metrics |= _value_fit(batch)
+        self._update_normalizers(ordered)
+        self._version += 1
+        return metrics
+
+    def publish(self) -> WeightUpdate:
+        """Return weights and normalisers of the present version; empty buckets but on rank 0."""
+        state = self.manager.get_model_state_dict()
+        return pack(state, self._version, self.config.bucket_bytes)
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Write a checkpoint folder, atomically."""
+        carry = {key: torch.from_numpy(array.copy()) for key, array in self._carry.items()}
+        extra = {
+            "version": self._version,
+            "shuffle": self._generator.get_state(),
+            "reward_carry": carry,
+        }
+        self.manager.save_checkpoint(path, extra)
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Go on where the checkpoint was written, under any world size."""
+        extras = self.manager.load_checkpoint(path)
+        self._version = extras[0]["version"]
+        self._generator.set_state(extras[self.manager.rank % len(extras)]["shuffle"].clone())
+        self._carry = {
+            key: tensor.numpy().copy()
+            for extra in extras
+            for key, tensor in extra["reward_carry"].items()
+        }
+
+    def _flat_batch(self, ordered: Sequence[Trajectory]) -> FlatBatch:
+        reward = _side_by_side(ordered, "reward")
+        if self.config.normalize_reward:
+            reward = self._policy.return_normalizer.normalize(reward)
+        inputs = AdvantageInputs(
+            reward=reward,
+            value=_side_by_side(ordered, "value"),
+            terminated=_side_by_side(ordered, "terminated"),
+            truncated=_side_by_side(ordered, "truncated"),
+            final_value=_side_by_side(ordered, "final_value"),
+        )
+        advantages = compute_advantages(inputs, self.config.advantage)
+        with torch.no_grad():
+            observation = self._flat(_side_by_side(ordered, "observation"))
+            normalized = self._policy.observation_normalizer(observation)
+        advantage = self._flat(advantages.advantage)
+        if self.config.ppo.normalize_advantage == "batch":
+            advantage = self._normalized_over_ranks(advantage)
+        return FlatBatch(
+            observation=normalized,
+            action=self._flat(_side_by_side(ordered, "action")),
+            log_prob=self._flat(_side_by_side(ordered, "log_prob")),
+            value=self._flat(inputs.value[:-1]),
+            advantage=advantage,
+            returns=self._flat(advantages.returns),
+        )
+
+    def _flat(self, array: NDArray[Any]) -> Tensor:
+        # [T, E, ...] -> [T * E, ...]
+        flat = np.ascontiguousarray(array.reshape(-1, *array.shape[2:]))
+        return torch.from_numpy(flat).to(self.manager.device)
+
+    def _normalized_over_ranks(self, advantage: Tensor) -> Tensor:
+        moments = ranks.merged_moments(self.manager, batch_moments(advantage))
+        deviation = moments.variance.sqrt() + 1e-8
+        return ((advantage - moments.mean) / deviation).to(torch.float32)
+
+    def _update_normalizers(self, ordered: Sequence[Trajectory]) -> None:
+        if self.config.normalize_observation:
+            seen = batch_moments(self._flat(_side_by_side(ordered, "observation")))
+            moments = ranks.merged_moments(self.manager, seen)
+            self._policy.observation_normalizer.merge(moments)
+        if self.config.normalize_reward:
+            returns = np.concatenate([self._running_returns(one).ravel() for one in ordered])
+            scales = batch_moments(torch.from_numpy(returns).to(self.manager.device))
+            moments = ranks.merged_moments(self.manager, scales)
+            self._policy.return_normalizer.merge(moments)
+
+    def _running_returns(self, one: Trajectory) -> Floats:
+        key = stage_key(one.env_rank, one.stage)
+        carry = self._carry.get(key)
+        if carry is None or carry.shape != one.reward.shape[1:]:
+            carry = np.zeros(one.reward.shape[1:], np.float32)
+        ended = one.terminated | one.truncated
+        gamma = self.config.advantage.gamma
+        returns, self._carry[key] = discounted_returns(one.reward, ended, carry, gamma)
+        return returns
+
+
+def _policy_of(model: nn.Module) -> Policy:
+    # FSDP2 turns the policy into a subclass of itself; FSDP1 wraps it.
+    policy = model.module if isinstance(model, FullyShardedDataParallel) else model
+    if not isinstance(policy, Policy):
+        raise ValueError(
+            f"an embodied trainer needs a registered policy, not a {type(policy).__name__}: "
+            "leave `pretrained` out of its configuration"
+        )
+    return policy
+
+
+def _side_by_side(ordered: Sequence[Trajectory], field: str) -> NDArray[Any]:
+    # The envs of all stages become the columns of one array: [T, E, ...] each -> [T, sum E, ...].
+    return np.concatenate([getattr(one, field) for one in ordered], axis=1)
+
+
+def _value_fit(batch: FlatBatch) -> dict[str, float]:
+    variance = batch.returns.var(correction=0)
+    residual = (batch.returns - batch.value).var(correction=0)
+    return {"explained_variance": float(1.0 - residual / (variance + 1e-8))}

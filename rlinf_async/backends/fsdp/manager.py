@@ -1,0 +1,288 @@
+"""`FSDPModelManager`: one model, its optimizer, where they are, and their checkpoints.
+
+Names and semantics: SEMANTICS.md, "Actor over FSDP". World size 1 needs no process group.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from rlinf_async.backends.fsdp import offload, persistence, ranks
+from rlinf_async.backends.fsdp.config import FSDPConfig
+from rlinf_async.backends.fsdp.errors import OffloadedError
+from rlinf_async.backends.fsdp.gradients import GradientBuffer
+from rlinf_async.backends.fsdp.optim import LossScaler, lr_factor, parameter_groups
+from rlinf_async.backends.fsdp.pretrained import load_pretrained
+from rlinf_async.backends.fsdp.sharding import clip_gradients, gradient_sync, shard
+from rlinf_async.backends.fsdp.state import full_model_state
+from rlinf_async.backends.policies.base import policies
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class FSDPModelManager:
+    """Builds, shards, optimises, offloads, saves and loads one model on one rank.
+
+    At world size 1 the model is a plain module (see `sharding`). Methods marked collective must be
+    called by all ranks.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.AdamW
+    lr_scheduler: LambdaLR
+    grad_scaler: LossScaler
+
+    def __init__(self, cfg: FSDPConfig, world_size: int, rank: int) -> None:
+        """Keep the settings; `setup_model_and_optimizer` builds. torch.distributed is up already.
+
+        Raises `ValueError` for a rank outside the world and a device that is not there.
+        """
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}; with world_size {world_size} it must lie below that")
+        self.cfg = cfg
+        self.world_size = world_size
+        self.rank = rank
+        self.device = offload.existing_device(cfg.device)
+        self.steps = 0
+        """optimizer steps taken"""
+        self.skipped_steps = 0
+        """optimizer steps left out because the gradient norm was not finite"""
+        self.param_offloaded = False
+        self.optimizer_offloaded = False
+        self._buffers: dict[str, GradientBuffer] = {}
+
+    def model_provider_func(self) -> nn.Module:
+        """Return a new model: the registered policy, or a Hugging Face one where asked for."""
+        if self.cfg.pretrained is not None:
+            return load_pretrained(self.cfg.pretrained)
+        return policies[self.cfg.policy.name](self.cfg.policy)
+
+    def setup_model_and_optimizer(self) -> None:
+        """Build the model, shard it, and build optimizer, LR scheduler and loss scaler. Collective.
+
+        All ranks start from the weights of rank 0.
+        """
+        module = self.model_provider_func().to(self.device)
+        ranks.broadcast_module(module, self.world_size)
+        self._value_names: set[str] = getattr(module, "value_parameter_names", set)()
+        self.model = shard(module, self.cfg.strategy, self.world_size, self.device)
+        self.optimizer = self.build_optimizer(self.model, self.cfg.critic_warmup_steps > 0)
+        self.lr_scheduler = self.build_lr_scheduler(self.optimizer)
+        self.grad_scaler = self.build_grad_scaler(self.cfg.precision == "float16")
+        self.zero_grad()
+
+    def build_optimizer(
+        self, model: nn.Module, enable_critic_warmup: bool = False
+    ) -> torch.optim.AdamW:
+        """Return AdamW with the value's own parameters in a group of their own.
+
+        During critic warm-up the other group is frozen: its gradients are dropped before each step.
+        """
+        config = self.cfg.optimizer
+        groups = parameter_groups(
+            model, self._value_names, config, freeze_rest=enable_critic_warmup
+        )
+        return torch.optim.AdamW(
+            groups, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+        )
+
+    def build_lr_scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
+        """Return a constant, linear or cosine schedule with warm-up, counted in optimizer steps."""
+        return LambdaLR(optimizer, lambda step: lr_factor(step, self.cfg.scheduler))
+
+    def build_grad_scaler(self, enabled: bool) -> LossScaler:
+        """Return the loss scaler; one that is not enabled changes nothing."""
+        return LossScaler(enabled=enabled)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context in which to run the forward pass."""
+        if self.cfg.precision == "float32":
+            return nullcontext()
+        return torch.autocast(self.device.type, DTYPES[self.cfg.precision])
+
+    def before_micro_batch(
+        self, model: nn.Module, is_last_micro_batch: bool
+    ) -> AbstractContextManager[None]:
+        """Return the context of one micro-batch: gradients cross the ranks only in the last."""
+        return gradient_sync(model, enabled=is_last_micro_batch)
+
+    def backward(self, loss: Tensor) -> None:
+        """Scale the loss and add its gradients to those there are."""
+        torch.autograd.backward(self.grad_scaler.scale(loss))
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def zero_grad(self) -> None:
+        """Zero all gradients; at world size 1 they become views of one buffer a group."""
+        if self.world_size > 1:
+            self.optimizer.zero_grad(set_to_none=True)
+            return
+        for group in self._groups:
+            buffer = self._buffers.get(group["name"])
+            if buffer is None:
+                buffer = self._buffers[group["name"]] = GradientBuffer(group["params"])
+            buffer.attach()
+
+    def optimizer_step(self) -> tuple[float, list[float]]:
+        """Unscale, clip, step, schedule, and zero the gradients. Collective.
+
+        Returns the gradient norm before clipping and the learning rate that each group was stepped
+        with. A norm that is not finite skips the step, logs a warning and counts in
+        ``skipped_steps``. Raises `OffloadedError` while offloaded.
+        """
+        if self.param_offloaded or self.optimizer_offloaded:
+            raise OffloadedError(
+                "optimizer_step() while model or optimizer is offloaded: call "
+                "load_param_and_grad() and load_optimizer() first"
+            )
+        lrs = [group["lr"] for group in self._groups]
+        grad_norm = self._clip()
+        finite = math.isfinite(grad_norm)
+        if finite:
+            self.optimizer.step()
+            self._advance()
+        else:
+            self.skipped_steps += 1
+            logger.warning(
+                "gradient norm is %s after %d steps: this optimizer step is skipped (%d so far)",
+                grad_norm,
+                self.steps,
+                self.skipped_steps,
+            )
+        self.grad_scaler.update(finite=finite)
+        self.zero_grad()
+        return grad_norm, lrs
+
+    def _clip(self) -> float:
+        limit = self.cfg.optimizer.max_grad_norm
+        frozen = [group for group in self.optimizer.param_groups if group["frozen"]]
+        if self.world_size > 1:
+            for group in frozen:
+                for parameter in group["params"]:
+                    parameter.grad = None
+            gradients = (p.grad for p in self.model.parameters() if p.grad is not None)
+            self.grad_scaler.unscale(gradients)
+            return clip_gradients(self.model, limit)
+        return self._clip_buffers({group["name"] for group in frozen}, limit)
+
+    def _clip_buffers(self, frozen: set[str], limit: float | None) -> float:
+        active = [buffer for name, buffer in self._buffers.items() if name not in frozen]
+        for name in frozen:
+            self._buffers[name].detach()
+        for buffer in active:
+            buffer.collect()
+        flats = [buffer.flat for buffer in active]
+        self.grad_scaler.unscale(flats)
+        norm = math.hypot(*(torch.linalg.vector_norm(flat).item() for flat in flats))
+        if limit is not None and limit < norm < math.inf:
+            for flat in flats:
+                flat.mul_(limit / (norm + 1e-6))
+        return norm
+
+    def set_progress(self, steps: int) -> None:
+        """Put schedule and critic warm-up where they are after ``steps`` optimizer steps.
+
+        The rates are those of this run's configuration.
+        """
+        self.steps = steps
+        self.lr_scheduler.last_epoch = steps
+        factor = lr_factor(steps, self.cfg.scheduler)
+        for group in self._groups:
+            group["lr"] = group["initial_lr"] * factor
+            group["frozen"] = group["name"] == "policy" and steps < self.cfg.critic_warmup_steps
+
+    def _advance(self) -> None:
+        self.steps += 1
+        if self.cfg.scheduler.kind != "constant" or self.steps <= self.cfg.scheduler.warmup_steps:
+            self.lr_scheduler.step()
+        if self.steps == self.cfg.critic_warmup_steps:
+            for group in self._groups:
+                group["frozen"] = False
+
+    def get_model_state_dict(self, everywhere: bool = False) -> dict[str, Tensor]:
+        """Return the full state dict, on rank 0 or ``everywhere``, else ``{}``. Collective.
+
+        The tensors may be the live ones: copy what must not change (`weights.pack` copies).
+        """
+        state = full_model_state(self.model)
+        return state if everywhere or self.rank == 0 else {}
+
+    def offload_param_and_grad(self, offload_grad: bool = False) -> None:
+        """Move parameters and buffers to the CPU; gradients follow, or are dropped."""
+        if self.param_offloaded:
+            return
+        offload.check_strategy(self.cfg.strategy, self.world_size, self.device)
+        if not offload_grad:
+            self.optimizer.zero_grad(set_to_none=True)
+            self._buffers.clear()
+        offload.move_model(self.model, torch.device("cpu"))
+        self.param_offloaded = True
+
+    def load_param_and_grad(
+        self, device_id: int | str | torch.device | None = None, load_grad: bool = False
+    ) -> None:
+        """Move parameters and buffers back to ``device_id`` (the configured device when left out).
+
+        Gradients come back only with ``load_grad`` and when they were offloaded; else they are 0.
+        """
+        if not self.param_offloaded:
+            return
+        offload.move_model(self.model, self._target(device_id))
+        self.param_offloaded = False
+        if not load_grad:
+            self.zero_grad()
+        elif self.world_size == 1:
+            self._buffers = {group["name"]: _collected(group) for group in self._groups}
+
+    def offload_optimizer(self) -> None:
+        """Move the optimizer's moments to the CPU; nothing happens when there are none yet."""
+        if not self.optimizer_offloaded and self.optimizer.state:
+            offload.move_optimizer(self.optimizer, torch.device("cpu"))
+            self.optimizer_offloaded = True
+
+    def load_optimizer(self, device_id: int | str | torch.device | None = None) -> None:
+        """Move the optimizer's moments back to ``device_id``."""
+        if self.optimizer_offloaded:
+            offload.move_optimizer(self.optimizer, self._target(device_id))
+            self.optimizer_offloaded = False
+
+    def _target(self, device_id: int | str | torch.device | None) -> torch.device:
+        if device_id is None or (isinstance(device_id, int) and self.device.type == "cpu"):
+            return self.device
+        return torch.device(device_id)
+
+    def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint folder, each rank its own shard, also while offloaded. Collective.
+
+        ``extra`` (tensors and plain values) is this rank's own and comes back from
+        `load_checkpoint`. The folder appears when it is complete. Raises the `OSError` of this
+        rank, or `CheckpointError` naming the rank that failed; then the folder before is kept.
+        """
+        persistence.save(self, Path(path), extra or {})
+
+    def load_checkpoint(self, path: str | Path) -> list[dict[str, Any]]:
+        """Take model, optimizer, schedule and RNG from a checkpoint of any world size. Collective.
+
+        Returns the ``extra`` of every rank that wrote. What was offloaded stays offloaded. Raises
+        `CheckpointError` when the folder is damaged or of another model.
+        """
+        return persistence.load(self, Path(path))
+
+
+def _collected(group: dict[str, Any]) -> GradientBuffer:
+    buffer = GradientBuffer(group["params"])
+    buffer.collect()
+    return buffer

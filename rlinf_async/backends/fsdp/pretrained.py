@@ -1,0 +1,33 @@
+"""Hugging Face models, for a run that names a folder instead of a registered policy."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+def load_pretrained(folder: str) -> nn.Module:
+    """Return the causal language model in ``folder``, float32.
+
+    Raises `ValueError` when the folder holds no model and `ModuleNotFoundError` when the
+    ``transformers`` package is missing.
+    """
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(
+            f"pretrained is {folder!r}: there is no config.json in that folder; give the folder of "
+            "a Hugging Face model, or leave it out to use a registered policy"
+        )
+    try:
+        transformers = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"pretrained is {folder!r}, but the package 'transformers' is not installed: "
+            "pip install transformers"
+        ) from error
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"transformers made a {type(model).__name__} of {folder!r}, not a module")
+    return model

@@ -1,0 +1,99 @@
+"""Agreement between the ranks: start from the same weights, fail together, never hang alone.
+
+Everything here does nothing, or works locally, at world size 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlinf_async.backends.fsdp.checkpoint import FileRecord
+from rlinf_async.backends.fsdp.errors import CheckpointError
+from rlinf_async.backends.policies.moments import Moments, merge_moments
+
+
+class Rank(Protocol):
+    """Who asks."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+def broadcast_module(module: nn.Module, world_size: int) -> None:
+    """Give all ranks the parameters and buffers of rank 0."""
+    if world_size > 1:
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+
+
+def all_gather(member: Rank, tensor: Tensor) -> list[Tensor]:
+    """Return the tensor of every rank, in rank order; shapes and dtypes must be the same."""
+    if member.world_size == 1:
+        return [tensor]
+    local = tensor.to(member.device).contiguous()
+    gathered = [torch.empty_like(local) for _ in range(member.world_size)]
+    dist.all_gather(gathered, local)
+    return [one.to(tensor.device) for one in gathered]
+
+
+def merged_moments(member: Rank, moments: Moments) -> Moments:
+    """Return the moments of all ranks together, equal on each to the last bit."""
+    columns = [all_gather(member, part) for part in moments]
+    parts = [Moments(*row) for row in zip(*columns, strict=True)]
+    total = parts[0]
+    for part in parts[1:]:
+        total = merge_moments(total, part)
+    return total
+
+
+def require_equal(member: Rank, number: int, what: str) -> None:
+    """Raise `ValueError` on all ranks unless ``number`` is the same on each."""
+    found = [int(one) for one in all_gather(member, torch.tensor([number]))]
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"{what} differs between the ranks: {found}; every rank must train the same number"
+        )
+
+
+@contextlib.contextmanager
+def together(member: Rank, doing: str) -> Iterator[None]:
+    """Leave normally only if every rank did.
+
+    A rank that failed raises its own error, the others `CheckpointError` naming it, so that nobody
+    waits in the next collective for a rank that has left.
+    """
+    failed = torch.ones(1, dtype=torch.int64)
+    try:
+        yield
+        failed.zero_()
+    finally:
+        # Runs on the failing rank too: its own error then goes on from here.
+        flags = all_gather(member, failed)
+    culprits = [rank for rank, flag in enumerate(flags) if flag.item()]
+    if culprits:
+        raise CheckpointError(f"{doing} failed on rank {culprits}; see that rank's error")
+
+
+def exchange_records(member: Rank, record: FileRecord) -> tuple[FileRecord, ...]:
+    """Return the file records of all ranks."""
+    mine = torch.tensor([record.size, record.checksum], dtype=torch.int64)
+    return tuple(
+        FileRecord(f"rank_{rank}_of_{member.world_size}.pt", int(size), int(checksum))
+        for rank, (size, checksum) in enumerate(all_gather(member, mine))
+    )
+
+
+def fresh_folder(folder: Path) -> None:
+    """Make an empty folder, dropping what an earlier attempt left there."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)

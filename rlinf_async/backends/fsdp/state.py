@@ -1,0 +1,127 @@
+"""Model and optimizer state by name: ``"model.NAME"``, ``"optimizer.NAME.exp_avg"``.
+
+Values are the live tensors (FSDP2, plain) or sharded copies of them (FSDP1); each rank sees its own
+shards. Filling the values and calling `load_state` makes them the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from rlinf_async.backends.fsdp.checkpoint import Slice, check_slices, fill
+from rlinf_async.backends.fsdp.errors import CheckpointError
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+MODEL, OPTIMIZER = "model.", "optimizer."
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""what AdamW keeps of each parameter, besides the step"""
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers, sharded as they are."""
+    if isinstance(model, FullyShardedDataParallel):
+        return _tensors(get_model_state_dict(model))
+    return _tensors(model.state_dict())
+
+
+def full_model_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return whole parameters and buffers, on every rank. Collective where sharded."""
+    return _tensors(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return what the optimizer remembers of each parameter; empty before its first step."""
+    if not optimizer.state:
+        return {}
+    if isinstance(model, FullyShardedDataParallel):
+        flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
+        return {k.removeprefix("state."): v for k, v in _tensors(flat).items()}
+    return {
+        f"{name}.{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, list[Slice]]
+) -> None:
+    """Make the slices the state of model and optimizer, under the sharding there is now.
+
+    Collective for FSDP1. Call `check_state` first.
+    """
+    weights, moments = _part(saved, MODEL), _part(saved, OPTIMIZER)
+    present = model_state(model)
+    for name, tensor in present.items():
+        fill(tensor, weights[name])
+    if isinstance(model, FullyShardedDataParallel):
+        set_model_state_dict(model, dict(present))
+        _load_moments_fsdp1(model, optimizer, moments)
+    else:
+        _load_moments(model, optimizer, moments)
+
+
+def check_state(model: nn.Module, saved: Mapping[str, list[Slice]]) -> None:
+    """Raise `CheckpointError` unless names, shapes and dtypes fit the model; nothing is written."""
+    weights, moments = _part(saved, MODEL), _part(saved, OPTIMIZER)
+    present = model_state(model)
+    faults = [f"missing {name!r}" for name in present if name not in weights]
+    faults += [f"unexpected {name!r}" for name in weights if name not in present]
+    if faults:
+        raise CheckpointError(
+            f"the checkpoint is of another model: {'; '.join(faults[:8])}. Use the configuration "
+            "it was written with"
+        )
+    for name, tensor in present.items():
+        check_slices(tensor, weights[name], name)
+        for key in MOMENTS:
+            if f"{name}.{key}" in moments:
+                check_slices(tensor, moments[f"{name}.{key}"], f"{name}.{key}")
+
+
+def _part(saved: Mapping[str, list[Slice]], prefix: str) -> dict[str, list[Slice]]:
+    return {k.removeprefix(prefix): v for k, v in saved.items() if k.startswith(prefix)}
+
+
+def _load_moments(
+    model: nn.Module, optimizer: torch.optim.Optimizer, moments: Mapping[str, list[Slice]]
+) -> None:
+    optimizer.state.clear()
+    for name, parameter in model.named_parameters():
+        if f"{name}.step" not in moments:
+            continue
+        # The fused optimizer keeps the step beside its parameter.
+        step = moments[f"{name}.step"][0].data.clone().to(parameter.device)
+        optimizer.state[parameter]["step"] = step
+        for key in MOMENTS:
+            moment = torch.zeros_like(parameter, requires_grad=False)
+            fill(moment, moments[f"{name}.{key}"])
+            optimizer.state[parameter][key] = moment
+
+
+def _load_moments_fsdp1(
+    model: nn.Module, optimizer: torch.optim.Optimizer, moments: Mapping[str, list[Slice]]
+) -> None:
+    if not moments:
+        optimizer.state.clear()
+        return
+    flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    for name, tensor in _tensors(flat).items():
+        fill(tensor, moments[name.removeprefix("state.")])
+    set_optimizer_state_dict(model, optimizer, flat, options=FLAT)
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}

@@ -1,0 +1,124 @@
+"""Running mean and variance, as buffers, so that they travel and are saved with the weights.
+
+Only the actor updates them, after it trained: one weight version names both.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlinf_async.messages.embodied import Bools, Floats
+
+EPSILON = 1e-8
+
+
+class Moments(NamedTuple):
+    """Of one batch: float64, ``[D]`` each (or scalars), and the number of samples."""
+
+    mean: Tensor
+    variance: Tensor
+    samples: Tensor
+
+
+def batch_moments(batch: Tensor) -> Moments:
+    """Return the moments of ``batch [N, D]`` (or ``[N]``) over its first axis."""
+    values = batch.to(torch.float64)
+    samples = values.new_tensor(float(len(values)))
+    if not len(values):
+        return Moments(
+            values.new_zeros(values.shape[1:]), values.new_ones(values.shape[1:]), samples
+        )
+    variance, mean = torch.var_mean(values, dim=0, correction=0)
+    return Moments(mean, variance, samples)
+
+
+def merge_moments(left: Moments, right: Moments) -> Moments:
+    """Return the moments of both batches together (Chan, Golub and LeVeque 1983, equation 2.1)."""
+    samples = left.samples + right.samples
+    if not samples:
+        return left
+    delta = right.mean - left.mean
+    share = right.samples / samples
+    squares = left.variance * left.samples + right.variance * right.samples
+    squares = squares + delta.square() * left.samples * share
+    return Moments(left.mean + delta * share, squares / samples, samples)
+
+
+class RunningMoments(nn.Module):
+    """Mean 0 and variance 1 until the first update, so that normalising then changes nothing."""
+
+    mean: Tensor
+    variance: Tensor
+    count: Tensor
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("variance", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def update(self, batch: Tensor) -> None:
+        """Take in ``batch [N, D]``; raises `ValueError` for a batch that is not finite."""
+        self.merge(batch_moments(batch))
+
+    def merge(self, moments: Moments) -> None:
+        """Take in moments that were computed elsewhere, such as on all ranks together."""
+        finite = torch.isfinite(moments.mean).all() and torch.isfinite(moments.variance).all()
+        if moments.samples and not finite:
+            raise ValueError("a batch with NaN or infinity cannot enter the running statistics")
+        present = Moments(self.mean, self.variance, self.count)
+        for buffer, merged in zip(present, merge_moments(present, moments), strict=True):
+            buffer.copy_(merged)
+
+    def scale(self) -> Tensor:
+        """Return ``1 / standard deviation``, float32."""
+        return (self.variance + EPSILON).rsqrt().to(torch.float32)
+
+
+class ObservationNormalizer(RunningMoments):
+    """``(x - mean) / deviation``, held within ``clip``."""
+
+    def __init__(self, size: int, clip: float) -> None:
+        super().__init__(size)
+        self.clip = clip
+
+    def forward(self, observation: Tensor) -> Tensor:
+        """Return normalised float32 observations of the shape ``[..., D]`` given."""
+        centered = observation - self.mean.to(torch.float32)
+        return centered.mul_(self.scale()).clamp_(-self.clip, self.clip)
+
+
+class ReturnNormalizer(RunningMoments):
+    """Scales rewards by the deviation of the running discounted return, not shifting them.
+
+    Source: the `VecNormalize` of OpenAI baselines; Engstrom et al. 2020, section 3.
+    """
+
+    def __init__(self, clip: float = 10.0) -> None:
+        super().__init__()
+        self.clip = clip
+
+    def normalize(self, reward: Floats) -> Floats:
+        """Return scaled rewards of any shape, held within ``clip``."""
+        scaled: Floats = np.clip(reward * np.float32(self.scale().item()), -self.clip, self.clip)
+        return scaled
+
+
+def discounted_returns(
+    reward: Floats, ended: Bools, carry: Floats, gamma: float
+) -> tuple[Floats, Floats]:
+    """Return the running discounted return after each step ``[T, E]``, and the next ``carry [E]``.
+
+    The sum runs forward, ``R <- gamma R + r``, and starts again after a step that ended.
+    """
+    returns = np.empty_like(reward)
+    running = carry
+    for step, row in enumerate(reward):
+        running = running * np.float32(gamma) + row
+        returns[step] = running
+        running = np.where(ended[step], np.float32(0.0), running)
+    return returns, running

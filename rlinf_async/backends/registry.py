@@ -1,0 +1,52 @@
+"""Backends by name, imported only when one is asked for: nothing here needs torch."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import Any, Protocol
+
+from rlinf_async.backends.base import PolicyBackend, TrainerBackend
+
+
+class TrainerFactory(Protocol):
+    """Builds one rank's trainer from the backend's own configuration."""
+
+    def __call__(self, config: Any, world_size: int, rank: int, /) -> TrainerBackend: ...
+
+
+class PolicyFactory(Protocol):
+    """Builds a policy that answers, from the backend's own configuration."""
+
+    def __call__(self, config: Any, seed: int, device: str, /) -> PolicyBackend: ...
+
+
+TRAINERS = {"fsdp": "rlinf_async.backends.fsdp.embodied:EmbodiedTrainer"}
+"""name -> ``module:factory``; each factory's module says what its configuration is"""
+
+POLICIES = {"torch": "rlinf_async.backends.policies.serving:PolicyServer"}
+
+
+class UnknownBackend(LookupError):
+    """The message lists what there is."""
+
+
+def load_trainer_backend(name: str) -> TrainerFactory:
+    """Return what builds the trainer ``name``; raises `UnknownBackend`."""
+    factory: TrainerFactory = _load("trainer", TRAINERS, name)
+    return factory
+
+
+def load_policy_backend(name: str) -> PolicyFactory:
+    """Return what builds the policy backend ``name``; raises `UnknownBackend`."""
+    factory: PolicyFactory = _load("policy", POLICIES, name)
+    return factory
+
+
+def _load(kind: str, table: dict[str, str], name: str) -> Any:
+    if name not in table:
+        nearest = difflib.get_close_matches(name, table, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise UnknownBackend(f"no {kind} backend is called {name!r}{hint} (known: {sorted(table)})")
+    module, _, factory = table[name].partition(":")
+    return getattr(importlib.import_module(module), factory)

@@ -1,0 +1,105 @@
+"""A small run that is the same at any world size, and processes to run it in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+from rlinf_async.algorithms.config import LossConfig
+from rlinf_async.backends.fsdp.config import FSDPConfig, PPOConfig
+from rlinf_async.backends.fsdp.manager import FSDPModelManager
+from rlinf_async.backends.fsdp.minibatch import FlatBatch
+from rlinf_async.backends.fsdp.ppo_update import choose_gradient
+from rlinf_async.backends.policies.config import PolicyConfig
+
+POLICY = PolicyConfig(observation_size=5, action_size=3, hidden_sizes=(7, 6))
+LOSS = LossConfig(entropy_coefficient=0.01, value_clip=0.3)
+
+
+def in_processes(
+    work: Callable[..., None], world_size: int, folder: Path, *arguments: object
+) -> list[Any]:
+    """Run ``work(rank, world_size, folder, *arguments)`` in every rank; return what each saved."""
+    rendezvous = folder / f"rendezvous_{work.__name__}_{world_size}"
+    spawn(_start, (work, world_size, folder, rendezvous, arguments), nprocs=world_size)  # type: ignore[no-untyped-call]
+    return [load_result(folder, rank) for rank in range(world_size)]
+
+
+def save_result(folder: Path, rank: int, result: object) -> None:
+    torch.save(result, folder / f"result_{rank}.pt")
+
+
+def load_result(folder: Path, rank: int) -> Any:
+    return torch.load(folder / f"result_{rank}.pt", weights_only=True)
+
+
+def _start(
+    rank: int,
+    work: Callable[..., None],
+    world_size: int,
+    folder: Path,
+    rendezvous: Path,
+    arguments: tuple[object, ...],
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world_size)
+    try:
+        work(rank, world_size, folder, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def set_up(cfg: FSDPConfig, world_size: int = 1, rank: int = 0) -> FSDPModelManager:
+    torch.manual_seed(3)
+    manager = FSDPModelManager(cfg, world_size, rank)
+    manager.setup_model_and_optimizer()
+    return manager
+
+
+def samples(step: int, count: int = 12) -> FlatBatch:
+    """The global minibatch of one optimizer step."""
+    generator = torch.Generator().manual_seed(100 + step)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return FlatBatch(
+        observation=draw(count, 5),
+        action=draw(count, 3),
+        log_prob=draw(count) - 4.0,
+        value=draw(count),
+        advantage=draw(count),
+        returns=draw(count),
+    )
+
+
+def train_steps(
+    manager: FSDPModelManager, steps: range, micro_batches: int = 1, *, fused: bool = False
+) -> list[list[float]]:
+    """Take optimizer steps on this rank's share; return metrics and grad norm of each."""
+    gradient = choose_gradient(manager, PPOConfig(loss=LOSS, fused=fused))
+    history: list[list[float]] = []
+    for step in steps:
+        share = slice(manager.rank, None, manager.world_size)
+        mine = FlatBatch(*(column[share].contiguous() for column in samples(step)))
+        size = len(mine.action) // micro_batches
+        pieces = [
+            FlatBatch(*(column[at : at + size] for column in mine))
+            for at in range(0, len(mine.action), size)
+        ]
+        metrics = torch.zeros(5)
+        for index, piece in enumerate(pieces):
+            with manager.before_micro_batch(manager.model, index == len(pieces) - 1):
+                metrics += gradient(piece, 1.0 / micro_batches) / micro_batches
+        if manager.world_size > 1:
+            dist.all_reduce(metrics)
+            metrics /= manager.world_size
+        grad_norm, _ = manager.optimizer_step()
+        history.append([*metrics.tolist(), grad_norm])
+    return history

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from rlinf_async.backends.fsdp import checkpoint
+from rlinf_async.backends.fsdp.config import FSDPConfig, SchedulerConfig
+from rlinf_async.backends.fsdp.errors import CheckpointError
+from rlinf_async.backends.fsdp.manager import FSDPModelManager
+from tests.backends.fsdp_helpers import POLICY, set_up, train_steps
+
+CONFIG = FSDPConfig(policy=POLICY, scheduler=SchedulerConfig(kind="linear", total_steps=20))
+
+
+def trained(steps: int = 3) -> FSDPModelManager:
+    manager = set_up(CONFIG)
+    train_steps(manager, range(steps))
+    return manager
+
+
+def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path) -> None:
+    manager, resumed = trained(), set_up(CONFIG)
+    manager.save_checkpoint(tmp_path / "checkpoint", {"note": 5, "tensor": torch.ones(2)})
+    expected_noise = torch.randn(3)
+    expected = train_steps(manager, range(3, 6))
+    extras = resumed.load_checkpoint(tmp_path / "checkpoint")
+    assert torch.equal(torch.randn(3), expected_noise)
+    assert train_steps(resumed, range(3, 6)) == expected
+    assert resumed.steps == manager.steps == 6
+    assert resumed.optimizer.param_groups[0]["lr"] == manager.optimizer.param_groups[0]["lr"]
+    assert extras[0]["note"] == 5
+    assert extras[0]["tensor"].tolist() == [1.0, 1.0]
+
+
+def test_a_checkpoint_from_before_the_first_step_can_be_loaded(tmp_path: Path) -> None:
+    manager, resumed = set_up(CONFIG), trained()
+    manager.save_checkpoint(tmp_path / "checkpoint")
+    resumed.load_checkpoint(tmp_path / "checkpoint")
+    assert train_steps(resumed, range(3)) == train_steps(manager, range(3))
+
+
+def test_saving_again_replaces_the_checkpoint_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    manager, resumed = trained(), set_up(CONFIG)
+    manager.save_checkpoint(tmp_path / "checkpoint")
+    train_steps(manager, range(3, 5))
+    manager.save_checkpoint(tmp_path / "checkpoint")
+    resumed.load_checkpoint(tmp_path / "checkpoint")
+    assert resumed.steps == 5
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_save_that_fails_keeps_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = trained()
+    manager.save_checkpoint(tmp_path / "checkpoint")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    train_steps(manager, range(3, 4))
+    monkeypatch.setattr(torch, "save", full)
+    manager.offload_param_and_grad()
+    with pytest.raises(OSError, match="No space left"):
+        manager.save_checkpoint(tmp_path / "checkpoint")
+    assert manager.param_offloaded
+    resumed = set_up(CONFIG)
+    resumed.load_checkpoint(tmp_path / "checkpoint")
+    assert resumed.steps == 3
+
+
+def test_a_kill_between_the_two_renames_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    manager, resumed = trained(), set_up(CONFIG)
+    manager.save_checkpoint(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint").rename(tmp_path / ".checkpoint.previous")
+    resumed.load_checkpoint(tmp_path / "checkpoint")
+    assert resumed.steps == 3
+
+
+def test_a_kill_while_writing_does_not_hinder_the_next_save(tmp_path: Path) -> None:
+    left = tmp_path / ".checkpoint.partial"
+    left.mkdir()
+    (left / "rank_7_of_8.pt").write_bytes(b"half")
+    trained(1).save_checkpoint(tmp_path / "checkpoint")
+    assert not left.exists()
+    assert not (tmp_path / "checkpoint" / "rank_7_of_8.pt").exists()
+
+
+def test_what_was_offloaded_stays_offloaded(tmp_path: Path) -> None:
+    manager = trained()
+    manager.offload_param_and_grad()
+    manager.offload_optimizer()
+    manager.save_checkpoint(tmp_path / "checkpoint")
+    manager.load_checkpoint(tmp_path / "checkpoint")
+    assert manager.param_offloaded
+    assert manager.optimizer_offloaded
+
+
+def flip_a_bit(folder: Path) -> None:
+    target = folder / "rank_0_of_1.pt"
+    content = bytearray(target.read_bytes())
+    content[len(content) // 2] ^= 1
+    target.write_bytes(content)
+
+
+def cut_short(folder: Path) -> None:
+    target = folder / "rank_0_of_1.pt"
+    target.write_bytes(target.read_bytes()[:-10])
+
+
+def lose_a_file(folder: Path) -> None:
+    (folder / "rank_0_of_1.pt").unlink()
+
+
+def lose_the_metadata(folder: Path) -> None:
+    (folder / "metadata.json").unlink()
+
+
+def spoil_the_metadata(folder: Path) -> None:
+    (folder / "metadata.json").write_text('{"format": "one"}')
+
+
+def come_from_the_future(folder: Path) -> None:
+    metadata = msgspec.json.decode((folder / "metadata.json").read_bytes())
+    (folder / "metadata.json").write_bytes(msgspec.json.encode(metadata | {"format": 99}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (flip_a_bit, r"rank_0_of_1\.pt is damaged"),
+        (cut_short, r"rank_0_of_1\.pt is damaged"),
+        (lose_a_file, r"rank_0_of_1\.pt is missing"),
+        (lose_the_metadata, r"is not a checkpoint: it has no metadata\.json"),
+        (spoil_the_metadata, r"metadata\.json cannot be read"),
+        (come_from_the_future, "has format 99"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_loaded(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    trained().save_checkpoint(tmp_path / "checkpoint")
+    damage(tmp_path / "checkpoint")
+    manager, untouched = set_up(CONFIG), set_up(CONFIG)
+    with pytest.raises(CheckpointError, match=message):
+        manager.load_checkpoint(tmp_path / "checkpoint")
+    for ours, theirs in zip(manager.model.parameters(), untouched.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "message"),
+    [
+        ((7,), r"of another model: unexpected 'actor\.4\.weight'"),
+        ((7, 6, 6), r"of another model: missing 'actor\.6\.weight'"),
+        ((7, 5), r"'actor\.2\.weight' is \[6, 7\] in the checkpoint, \[5, 7\] in the model"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    tmp_path: Path, hidden: tuple[int, ...], message: str
+) -> None:
+    trained().save_checkpoint(tmp_path / "checkpoint")
+    other = set_up(FSDPConfig(policy=msgspec.structs.replace(POLICY, hidden_sizes=hidden)))
+    with pytest.raises(CheckpointError, match=message):
+        other.load_checkpoint(tmp_path / "checkpoint")
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    record = checkpoint.write_file(folder, "rank_0_of_1.pt", {"state": Path("anything")})
+    metadata = checkpoint.Metadata(format=1, world_size=1, files=(record,))
+    (folder / "metadata.json").write_bytes(msgspec.json.encode(metadata))
+    with pytest.raises(CheckpointError, match="holds more than tensors and plain values"):
+        set_up(CONFIG).load_checkpoint(folder)
+
+
+def test_rows_that_are_in_no_file_are_counted() -> None:
+    piece = checkpoint.Slice(torch.zeros(2, 3), start=0, rows=5)
+    with pytest.raises(CheckpointError, match="'w': 3 of 5 rows are in no file"):
+        checkpoint.check_slices(torch.zeros(5, 3), [piece], "w")
+
+
+def test_another_dtype_is_refused() -> None:
+    piece = checkpoint.Slice(torch.zeros(2, dtype=torch.float64), start=0, rows=-1)
+    with pytest.raises(CheckpointError, match=r"torch\.float64 in the checkpoint"):
+        checkpoint.check_slices(torch.zeros(2), [piece], "w")
