@@ -1,0 +1,63 @@
+"""Which environment, how many, and how they are stepped."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The environments of each env worker."""
+
+    id: str = ""
+    """a registered Gymnasium id; with ``entry_point`` only a name for reports"""
+    entry_point: str = ""
+    """``"module:function"`` or ``"file.py:function"``: called with ``kwargs``, returns the env"""
+    kwargs: dict[str, Any] = {}
+    """for ``gymnasium.make`` or the entry point"""
+    envs: int = 8
+    """environments in each worker"""
+    stages: int = 2
+    """groups of them: while one waits for its actions, another steps"""
+    seed: int = 0
+    actions: Literal["clip", "rescale"] = "clip"
+    """continuous actions outside the bounds are clipped to them, or [-1, 1] is stretched to them"""
+
+    def __post_init__(self) -> None:
+        if not self.id and not self.entry_point:
+            raise ValueError(
+                'which environment? give id, as in id = "FetchReachDense-v4", or entry_point, '
+                'as in entry_point = "my_module:make_env"'
+            )
+        module, _, function = self.entry_point.rpartition(":")
+        if self.entry_point and not (module and function):
+            raise ValueError(
+                f"entry_point is {self.entry_point!r}; it must be 'module:function' or "
+                "'file.py:function'"
+            )
+        if self.envs < 1 or self.stages < 1 or self.seed < 0:
+            raise ValueError(
+                f"envs is {self.envs}, stages is {self.stages}, seed is {self.seed}; envs and "
+                "stages must be at least 1, seed at least 0"
+            )
+        if self.envs % self.stages:
+            raise ValueError(
+                f"envs = {self.envs} cannot be divided into stages = {self.stages} groups of equal "
+                f"size: take a multiple of {self.stages}, or stages = 1"
+            )
+
+    @property
+    def name(self) -> str:
+        """What reports call the environment."""
+        return self.id or self.entry_point
+
+    @property
+    def envs_per_stage(self) -> int:
+        """Environments in each group."""
+        return self.envs // self.stages
+
+    @property
+    def rendering(self) -> bool:
+        """Whether a renderer is made: then env and renderer must stay in one thread."""
+        return self.kwargs.get("render_mode") is not None

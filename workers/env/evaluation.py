@@ -1,0 +1,95 @@
+"""Episodes of the deterministic policy, each from a fixed seed.
+
+Which episode runs in which environment changes nothing: an episode is begun by its own seed, and
+every one that is begun counts, however long it takes. So the same weights give the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from rlinf_async.messages.embodied import Floats, Ints
+from rlinf_async.workers.env.seeds import episode_seed
+from rlinf_async.workers.env.slot import Episode, Slot
+from rlinf_async.workers.env.spaces import ActionReader
+
+
+class EvaluatedEpisode(msgspec.Struct, frozen=True, kw_only=True):
+    """One episode of an evaluation."""
+
+    episode: int
+    """its number, from 0 over all env workers"""
+    episode_return: float
+    """undiscounted"""
+    length: int
+    """steps"""
+    success: bool | None
+    """None where the environment does not say"""
+    version: int
+    """the oldest weights that acted in it"""
+
+
+class Evaluation:
+    """The episodes of one evaluation that fall to this worker, a few at a time."""
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        observation_size: int,
+        actions: ActionReader,
+        episodes: Iterator[int],
+        seed: int,
+    ) -> None:
+        self._idle = list(slots)
+        self._waiting = episodes
+        self._actions = actions
+        self._seed = seed
+        self._size = observation_size
+        self._running: list[tuple[Slot, int, int | None]] = []
+        self._rows: list[Floats] = []
+        self.done: list[EvaluatedEpisode] = []
+
+    @property
+    def observation(self) -> Floats:
+        """``[E, D]`` of the episodes that run; there are fewer and fewer of them."""
+        return np.stack(self._rows)
+
+    def begin(self) -> bool:
+        """Begin episodes where environments are free; whether any run now."""
+        while self._idle and (episode := next(self._waiting, None)) is not None:
+            slot = self._idle.pop()
+            row = np.empty(self._size, np.float32)
+            slot.reset(row, episode_seed(self._seed, episode))
+            slot.check(row)
+            self._rows.append(row)
+            self._running.append((slot, episode, None))
+        return bool(self._running)
+
+    def step(self, answer: Floats | Ints | None, version: int) -> None:
+        """Take one step in every episode that runs."""
+        actions = self._actions.read(answer, len(self._running))
+        running, self._running, self._rows = self._running, [], []
+        for (slot, episode, oldest), action in zip(running, actions, strict=True):
+            row = np.empty(self._size, np.float32)
+            _, _, _, ended = slot.step(action, row)
+            slot.check(row)
+            acted = version if oldest is None else min(version, oldest)
+            if ended is None:
+                self._running.append((slot, episode, acted))
+                self._rows.append(row)
+            else:
+                self._idle.append(slot)
+                self.done.append(_evaluated(episode, ended, acted))
+
+
+def _evaluated(number: int, ended: Episode, version: int) -> EvaluatedEpisode:
+    return EvaluatedEpisode(
+        episode=number,
+        episode_return=ended.episode_return,
+        length=ended.length,
+        success=ended.success,
+        version=version,
+    )

@@ -1,0 +1,156 @@
+"""One environment from its configuration, and clear errors where it cannot be made.
+
+gymnasium is imported here when the first environment is made, gymnasium_robotics only for an id
+that gymnasium does not know.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlinf_async.config import ConfigError, MissingExtra
+from rlinf_async.workers.env.config import EnvConfig
+from rlinf_async.workers.env.errors import EnvError
+from rlinf_async.workers.env.spaces import ActionReader, EnvSpec, ObservationWriter
+
+if TYPE_CHECKING:
+    import gymnasium
+
+    Env = gymnasium.Env[Any, Any]
+
+
+def make_env(config: EnvConfig, *, render_mode: str | None = None) -> Env:
+    """Make one environment; with a ``render_mode``, use and close it in the calling thread only.
+
+    Raises:
+        MissingExtra: gymnasium, or what this environment needs, is not installed.
+        ConfigError: unknown id, wrong kwargs, or an entry point that cannot be called.
+        EnvError: the entry point raised.
+    """
+    kwargs = dict(config.kwargs)
+    if render_mode is not None:
+        kwargs["render_mode"] = render_mode
+    gym = _gymnasium(config)
+    if config.entry_point:
+        return _call(config, kwargs)
+    _register(config.id)
+    try:
+        made: Env = gym.make(config.id, disable_env_checker=True, **kwargs)
+        return made
+    except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
+        raise MissingExtra(
+            _missing(error), extra="embodied", needed_for=f"env {config.id}"
+        ) from error
+    except (gym.error.Error, TypeError) as error:
+        raise ConfigError(f"env {config.id!r} with {kwargs}: {error}", path=("id",)) from error
+
+
+def describe_env(config: EnvConfig) -> EnvSpec:
+    """What a policy must know of the environment: makes one, looks, and closes it.
+
+    Raises: as `make_env`, and `EnvError` for spaces that are not supported.
+    """
+    env = make_env(config)
+    try:
+        reader = ActionReader(env.action_space, config.name, config.actions)
+        return EnvSpec(
+            observation_size=ObservationWriter(env.observation_space, config.name).size,
+            action_size=reader.size,
+            discrete=reader.discrete,
+            max_episode_steps=env.spec.max_episode_steps if env.spec is not None else None,
+        )
+    finally:
+        env.close()
+
+
+def _gymnasium(config: EnvConfig) -> Any:
+    try:
+        return importlib.import_module("gymnasium")
+    except ModuleNotFoundError as error:
+        if error.name != "gymnasium":
+            raise
+        needed_for = f"env {config.name}"
+        raise MissingExtra("gymnasium", extra="embodied", needed_for=needed_for) from None
+
+
+def _register(name: str) -> None:
+    """Make the id known; raise `ConfigError` with the nearest ids if nobody knows it."""
+    gym = importlib.import_module("gymnasium")
+    if ":" in name or name in gym.registry:  # "module:Id" is for gymnasium to import
+        return
+    has_robotics = importlib.util.find_spec("gymnasium_robotics") is not None
+    if has_robotics:
+        gym.register_envs(importlib.import_module("gymnasium_robotics"))
+    try:
+        gym.spec(name)  # also fills in a version that was left out
+    except gym.error.Error:
+        close = difflib.get_close_matches(name, gym.registry, n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(repr(one) for one in close)}?" if close else ""
+        extra = "" if has_robotics else " (pip install 'rlinf-async[embodied]' adds robot arms)"
+        raise ConfigError(f"no env is called {name!r}{hint}{extra}", path=("id",)) from None
+
+
+def _missing(error: Exception) -> str:
+    return getattr(error, "name", None) or str(error)
+
+
+def _call(config: EnvConfig, kwargs: dict[str, Any]) -> Env:
+    function = _load(config.entry_point)
+    try:
+        env = function(**kwargs)
+    except Exception as error:
+        raise EnvError(
+            f"env {config.name}: {config.entry_point!r} with {kwargs} raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    gym = _gymnasium(config)
+    if not isinstance(env, gym.Env):
+        raise ConfigError(
+            f"{config.entry_point!r} returned a {type(env).__name__}, not a gymnasium.Env",
+            path=("entry_point",),
+        )
+    made: Env = env
+    return made
+
+
+def _load(entry_point: str) -> Callable[..., Any]:
+    where, _, name = entry_point.rpartition(":")
+    try:
+        module = (
+            _from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        )
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"{entry_point!r}: {where!r} cannot be imported: {error}", path=("entry_point",)
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(
+            f"{entry_point!r}: {where!r} has no function {name!r}", path=("entry_point",)
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def _from_file(path: Path) -> Any:
+    """The module of this file, run once a process."""
+    place = path.resolve()
+    name = f"rlinf_async_env_{hashlib.sha256(str(place).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, place)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{place} is no Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,84 @@
+"""The trajectory of one stage, while it is collected."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlinf_async.messages.embodied import Actions, Collect, Floats, Ints, Trajectory
+from rlinf_async.workers.env.errors import EnvError
+from rlinf_async.workers.env.stage import Outcome
+
+
+class Record:
+    """Takes answers and outcomes step by step, and gives a `Trajectory`.
+
+    An answer completes the step before it too: it has the values of the observations at which that
+    step's episodes were cut.
+    """
+
+    def __init__(self, ticket: Collect, env_rank: int, stage: int, shape: tuple[int, ...]) -> None:
+        """``shape`` is that of the stage's observations, ``[E, D]``."""
+        steps, envs = ticket.steps, shape[0]
+        self._step = 0
+        self._cut: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] | None = None
+        self._made = Trajectory(
+            iteration=ticket.iteration,
+            env_rank=env_rank,
+            stage=stage,
+            observation=np.empty((steps, *shape), np.float32),
+            action=np.empty(0, np.float32),  # its shape comes with the first answer
+            log_prob=np.empty((steps, envs), np.float32),
+            value=np.empty((steps + 1, envs), np.float32),
+            reward=np.empty((steps, envs), np.float32),
+            terminated=np.empty((steps, envs), np.bool_),
+            truncated=np.empty((steps, envs), np.bool_),
+            final_value=np.zeros((steps, envs), np.float32),
+            version=np.empty(steps, np.int64),
+            episode_return=[],
+            episode_length=[],
+            episode_success=[],
+        )
+
+    def acted(self, observation: Floats, answer: Actions) -> None:
+        """The policy answered ``observation``."""
+        self._values(answer)
+        made, step = self._made, self._step
+        if answer.action is None or answer.log_prob is None:
+            raise EnvError(f"the rollout worker answered {answer!r} to a question for actions")
+        if step == 0:
+            made.action = _like(answer.action, len(made.version))
+        made.observation[step] = observation
+        made.action[step] = answer.action
+        made.log_prob[step] = answer.log_prob
+        made.version[step] = answer.version
+
+    def stepped(self, outcome: Outcome) -> None:
+        """The environments took the step."""
+        made, step = self._made, self._step
+        made.reward[step] = outcome.reward
+        made.terminated[step] = outcome.terminated
+        made.truncated[step] = outcome.truncated
+        self._cut = None if outcome.final_observation is None else outcome.truncated
+        self._step = step + 1
+        for episode in outcome.episodes:
+            made.episode_return.append(episode.episode_return)
+            made.episode_length.append(episode.length)
+            if episode.success is not None:
+                made.episode_success.append(episode.success)
+
+    def finish(self, answer: Actions) -> Trajectory:
+        """The policy answered the last question, which was for values only."""
+        self._values(answer)
+        return self._made
+
+    def _values(self, answer: Actions) -> None:
+        self._made.value[self._step] = answer.value
+        if self._cut is not None:
+            if answer.final_value is None:
+                raise EnvError("the rollout worker left out the values of final observations")
+            self._made.final_value[self._step - 1][self._cut] = answer.final_value
+
+
+def _like(action: Floats | Ints, steps: int) -> Floats | Ints:
+    made: Floats | Ints = np.empty((steps, *action.shape), action.dtype)
+    return made

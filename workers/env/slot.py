@@ -1,0 +1,110 @@
+"""One environment: its seed, its episode so far, and errors that name both."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from rlinf_async.messages.embodied import Floats
+from rlinf_async.workers.env.errors import EnvFailed
+from rlinf_async.workers.env.spaces import Write
+
+if TYPE_CHECKING:
+    import gymnasium
+
+SUCCESS = ("is_success", "success")
+"""Where an environment's info says whether the episode succeeded; the first there is counts."""
+
+
+class Episode(msgspec.Struct, frozen=True):
+    """An episode that ended."""
+
+    episode_return: float
+    """undiscounted"""
+    length: int
+    """steps"""
+    success: bool | None
+    """as the environment says in the info of the last step; None where it does not"""
+
+
+class Slot:
+    """Steps one environment, writing its observations into rows ``[D]`` that it is given."""
+
+    def __init__(
+        self, env: gymnasium.Env[Any, Any], write: Write, *, label: str, seed: int
+    ) -> None:
+        self.env = env
+        self.label = label
+        """``"FetchReachDense-v4[3]"``: stands in every error"""
+        self.seed = seed
+        self.steps = 0
+        """in this environment's whole life"""
+        self._write = write
+        self._return = 0.0
+        self._length = 0
+
+    def reset(self, row: Floats, seed: int | None = None) -> None:
+        """Begin an episode; with a seed, the environment's random numbers begin there too.
+
+        Raises:
+            EnvFailed: the environment raised, or its observation has the wrong shape.
+        """
+        if seed is not None:
+            self.seed = seed
+        self._return, self._length = 0.0, 0
+        try:
+            observation, _ = self.env.reset(seed=seed)
+            self._write(observation, row)
+        except Exception as error:
+            raise self.failed("reset", error) from error
+
+    def step(self, action: Any, row: Floats) -> tuple[float, bool, bool, Episode | None]:
+        """Take one step: reward, terminated, truncated, and the episode if it ended with this step.
+
+        Raises:
+            EnvFailed: the environment raised, or its reward is NaN or infinite.
+        """
+        self.steps += 1
+        self._length += 1
+        try:
+            observation, reward, terminated, truncated, info = self.env.step(action)
+            self._write(observation, row)
+            gained = float(reward)
+        except Exception as error:
+            raise self.failed("step", error) from error
+        if not math.isfinite(gained):
+            raise EnvFailed(f"{self._where('step')} returned the reward {gained}")
+        self._return += gained
+        if not (terminated or truncated):
+            return gained, False, False, None
+        ended = Episode(self._return, self._length, _success(info))
+        return gained, bool(terminated), bool(truncated), ended
+
+    def check(self, row: Floats) -> None:
+        """Raise `EnvFailed` if the observation has NaN or infinity."""
+        bad = np.flatnonzero(~np.isfinite(row))
+        if bad.size:
+            raise EnvFailed(
+                f"{self._where('step')} returned an observation with {bad.size} values that are "
+                f"NaN or infinite as float32, the first at index {bad[0]} of {row.size}"
+            )
+
+    def failed(self, doing: str, error: Exception) -> EnvFailed:
+        """The error for something that the environment raised."""
+        return EnvFailed(f"{self._where(doing)} raised {type(error).__name__}: {error}")
+
+    def _where(self, doing: str) -> str:
+        return (
+            f"env {self.label}, seed {self.seed}, in {doing}() at step {self.steps} of its life "
+            f"and {self._length} of its episode,"
+        )
+
+
+def _success(info: dict[str, Any]) -> bool | None:
+    for name in SUCCESS:
+        if name in info:
+            return bool(info[name])
+    return None

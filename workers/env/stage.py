@@ -1,0 +1,103 @@
+"""A group of environments that is stepped together.
+
+An episode that ends is followed by the next in the same step: the row of ``observation`` is then of
+the new episode, and the last observation of one that was cut is kept for the bootstrap. Stepping
+and resetting are two calls, because a reset may take a thousand times as long::
+
+    needs_reset --reset()--> ready --step(answer)--> ready, or needs_reset where episodes ended
+
+Blocking, and for one thread at a time: `rlinf_async.workers.pace` sees to that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from rlinf_async.messages.embodied import Bools, Floats, Ints
+from rlinf_async.workers.env.slot import Episode, Slot
+from rlinf_async.workers.env.spaces import ActionReader
+
+
+class Outcome(msgspec.Struct):
+    """What one step brought. ``E`` environments, of which ``K`` had their episode cut."""
+
+    reward: Floats
+    """``[E]``"""
+    terminated: Bools
+    """``[E]``: ended for good; never cut as well"""
+    truncated: Bools
+    """``[E]``: cut"""
+    final_observation: Floats | None
+    """``[K, D]``: what the cut episodes saw last, in the order of their environments"""
+    episodes: list[Episode]
+
+
+class Stage:
+    """``E`` environments with observations of ``D`` values."""
+
+    def __init__(self, slots: Sequence[Slot], observation_size: int, actions: ActionReader) -> None:
+        self._slots = slots
+        self._actions = actions
+        self._to_reset = list(range(len(slots)))
+        self._fresh = True
+        self.observation: Floats = np.zeros((len(slots), observation_size), np.float32)
+        """``[E, D]``: what the environments show now. Never written to once it was stepped from."""
+
+    @property
+    def needs_reset(self) -> bool:
+        """Whether `reset` is due before the next step."""
+        return bool(self._to_reset)
+
+    def reset(self) -> None:
+        """Begin an episode wherever one is due; the first ones begin at the environments' seeds.
+
+        Raises:
+            EnvFailed: an environment raised, or showed NaN or infinity.
+        """
+        for index in self._to_reset:
+            slot = self._slots[index]
+            slot.reset(self.observation[index], slot.seed if self._fresh else None)
+        self._check(self.observation)
+        self._to_reset, self._fresh = [], False
+
+    def step(self, answer: Floats | Ints | None) -> Outcome:
+        """Take one step in every environment, with actions ``[E, A]`` (or int64 ``[E]``).
+
+        Raises:
+            EnvFailed: an environment raised, or returned NaN or infinity.
+            EnvError: the actions do not fit.
+        """
+        actions = self._actions.read(answer, len(self._slots))
+        shown = np.empty_like(self.observation)
+        stepped = [
+            slot.step(action, row)
+            for slot, action, row in zip(self._slots, actions, shown, strict=True)
+        ]
+        self._check(shown)
+        reward, terminated, truncated, episodes = zip(*stepped, strict=True)
+        ended = np.array(terminated, np.bool_)
+        cut = np.array(truncated, np.bool_) & ~ended
+        self.observation = shown
+        self._to_reset = [index for index, done in enumerate(episodes) if done is not None]
+        return Outcome(
+            np.array(reward, np.float32),
+            ended,
+            cut,
+            shown[cut] if self._to_reset and cut.any() else None,
+            [episode for episode in episodes if episode is not None],
+        )
+
+    def close(self) -> None:
+        """Close the environments."""
+        for slot in self._slots:
+            slot.env.close()
+
+    def _check(self, observation: Floats) -> None:
+        if math.isfinite(float(observation.sum())):  # one sum is the cheapest look at all of them
+            return
+        for slot, row in zip(self._slots, observation, strict=True):
+            slot.check(row)

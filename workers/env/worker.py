@@ -1,0 +1,261 @@
+"""`EnvWorker`: steps environments, asks for actions, and hands on trajectories.
+
+::
+
+    tickets ---lease---> +------------ EnvWorker ------------+ ---Trajectory, key actor rank--->
+                         | stage 0: step, ask, wait          |
+    Actions, own key --> | stage 1:       step, ask, wait    | ---Observations--->
+                         +-----------------------------------+
+
+                     waits for                       unblocked by
+    collect          a ticket under its rank         the runtime
+    each stage       its actions                     a rollout worker
+    stepping         the other stage's step          itself: one thread, one piece at a time
+
+While one stage waits for its actions, another steps. The environments go on from ticket to ticket.
+
+Exactly once: a ticket is acknowledged when the trajectories of all its stages are put. A worker
+that dies or is cancelled before leaves it to the next, which collects all stages again; the actor
+knows a trajectory that comes twice by its iteration, env rank and stage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rlinf_async.channels import EndOfChannel, Receiver, Sender
+from rlinf_async.messages.embodied import Actions, Collect, Floats, Observations, Trajectory
+from rlinf_async.workers.base import Worker
+from rlinf_async.workers.env.config import EnvConfig
+from rlinf_async.workers.env.conversation import Conversation
+from rlinf_async.workers.env.evaluation import EvaluatedEpisode, Evaluation
+from rlinf_async.workers.env.record import Record
+from rlinf_async.workers.env.seeds import env_seed
+from rlinf_async.workers.env.slot import Slot
+from rlinf_async.workers.env.spaces import ActionReader, EnvSpec, ObservationWriter
+from rlinf_async.workers.env.stage import Outcome, Stage
+from rlinf_async.workers.pace import SHORT, Pace
+
+if TYPE_CHECKING:
+    import gymnasium
+
+
+class EnvReport(msgspec.Struct, kw_only=True):
+    """What one rank's `EnvWorker.collect` did."""
+
+    tickets: int = 0
+    env_steps: int = 0
+    episodes: int = 0
+    dropped_answers: int = 0
+    """answers to questions that this worker no longer asked: harmless, and rare"""
+
+
+class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Which episodes to evaluate, over all env workers."""
+
+    episodes: int
+    seed: int = 0
+    """of the episodes; the same seed gives the same episodes"""
+    min_version: int = 0
+    """the oldest weights that may act"""
+
+
+class EnvWorker(Worker):
+    """One rank of the env group.
+
+    Args:
+        config: the environments of this worker.
+        actor_ranks: how many actor ranks share the trajectories; ``env_rank * stages + stage``
+            modulo it is the key of a trajectory.
+    """
+
+    def __init__(self, config: EnvConfig, *, actor_ranks: int = 1) -> None:
+        if actor_ranks < 1:
+            raise ValueError(f"actor_ranks is {actor_ranks}; it must be at least 1")
+        self.config = config
+        self.actor_ranks = actor_ranks
+        # A renderer gives black frames in any other thread than the one that made it.
+        self._pace = Pace(self, short=0.0 if config.rendering else SHORT)
+        self._conversations = [self._conversation(stage) for stage in range(config.stages)]
+        self._evaluating = self._conversation(config.stages)
+        self._evaluation_slots: list[Slot] = []
+        self._stages: list[Stage] = []
+
+    async def setup(self) -> None:
+        """Make the environments; they are reset when the first ticket comes."""
+        await self._pace.run("make envs", self._make_stages)
+
+    async def teardown(self) -> None:
+        """Close the environments."""
+        await self._pace.run("close envs", self._close)
+
+    async def describe(self) -> EnvSpec:
+        """What a policy must know of the environment."""
+        limit = self._any_env.spec.max_episode_steps if self._any_env.spec else None
+        return EnvSpec(
+            observation_size=self._writer.size,
+            action_size=self._reader.size,
+            discrete=self._reader.discrete,
+            max_episode_steps=limit,
+        )
+
+    async def collect(
+        self,
+        tickets: Receiver[Collect],
+        observations: Sender[Observations],
+        actions: Receiver[Actions],
+        trajectories: Sender[Trajectory],
+    ) -> EnvReport:
+        """Work off tickets under this rank's key until they end.
+
+        Raises:
+            EnvFailed: an environment raised, or returned NaN or infinity.
+            EnvError: the policy's actions do not fit the environment.
+            RolloutGone: the answers ended before the tickets.
+        """
+        report = EnvReport()
+        dropped = sum(one.dropped for one in self._conversations)
+        while await self._collect_next(tickets, observations, actions, trajectories, report):
+            pass
+        report.dropped_answers = sum(one.dropped for one in self._conversations) - dropped
+        return report
+
+    async def evaluate(
+        self, plan: EvaluationPlan, observations: Sender[Observations], actions: Receiver[Actions]
+    ) -> list[EvaluatedEpisode]:
+        """Run this rank's share of the plan's episodes with the deterministic policy.
+
+        In environments of their own, so that those of `collect` are left as they are; both may run
+        at the same time. Returns the episodes in the order of their numbers.
+
+        Raises: as `collect`.
+        """
+        mine = range(self.rank, plan.episodes, self.world_size)
+        await self._pace.run("make envs", self._make_evaluation_slots, len(mine))
+        slots = self._evaluation_slots[: len(mine)]
+        run = Evaluation(slots, self._writer.size, self._reader, iter(mine), plan.seed)
+        ask = partial(self._evaluating.ask, observations, actions)
+        while await self._pace.run("reset", run.begin):
+            answer = await ask(run.observation, min_version=plan.min_version, deterministic=True)
+            await self._pace.run("step", run.step, answer.action, answer.version)
+        return sorted(run.done, key=lambda one: one.episode)
+
+    # ---- collecting
+
+    async def _collect_next(
+        self,
+        tickets: Receiver[Collect],
+        observations: Sender[Observations],
+        actions: Receiver[Actions],
+        trajectories: Sender[Trajectory],
+        report: EnvReport,
+    ) -> bool:
+        """Work off one ticket; False at their end."""
+        try:
+            async with tickets.lease(key=self.rank) as batch:
+                ticket = batch[0]
+                made = await _all(
+                    self._collect_stage(ticket, stage, observations, actions)
+                    for stage in range(self.config.stages)
+                )
+                for trajectory in made:
+                    await trajectories.put(trajectory, key=self._trajectory_key(trajectory))
+        except EndOfChannel:  # of the tickets: nothing else here ends without its own error
+            return False
+        report.tickets += 1
+        report.env_steps += ticket.steps * self.config.envs
+        report.episodes += sum(len(trajectory.episode_return) for trajectory in made)
+        return True
+
+    async def _collect_stage(
+        self,
+        ticket: Collect,
+        number: int,
+        observations: Sender[Observations],
+        actions: Receiver[Actions],
+    ) -> Trajectory:
+        stage = self._stages[number]
+        ask = partial(
+            self._conversations[number].ask, observations, actions, min_version=ticket.min_version
+        )
+        record = Record(ticket, self.rank, number, stage.observation.shape)
+        if stage.needs_reset:  # the first ticket, or one was given up between a step and its reset
+            await self._pace.run("reset", stage.reset)
+        final: Floats | None = None
+        for _ in range(ticket.steps):
+            answer = await ask(stage.observation, final_observation=final)
+            record.acted(stage.observation, answer)
+            outcome = await self._step(stage, answer)
+            record.stepped(outcome)
+            final = outcome.final_observation
+        return record.finish(await ask(stage.observation, final_observation=final, value_only=True))
+
+    async def _step(self, stage: Stage, answer: Actions) -> Outcome:
+        outcome = await self._pace.run("step", stage.step, answer.action)
+        if stage.needs_reset:
+            await self._pace.run("reset", stage.reset)
+        return outcome
+
+    def _trajectory_key(self, trajectory: Trajectory) -> int:
+        return (self.rank * self.config.stages + trajectory.stage) % self.actor_ranks
+
+    # ---- making
+
+    def _conversation(self, stage: int) -> Conversation:
+        return Conversation(self.rank, stage, self.incarnation)
+
+    def _make_stages(self) -> None:
+        first = self._make_env()
+        self._any_env = first
+        self._writer = ObservationWriter(first.observation_space, self.config.name)
+        self._reader = ActionReader(first.action_space, self.config.name, self.config.actions)
+        per_stage = self.config.envs_per_stage
+        for number in range(self.config.stages):
+            slots = [
+                self._slot(first if (number, env) == (0, 0) else self._make_env(), number, env)
+                for env in range(per_stage)
+            ]
+            self._stages.append(Stage(slots, self._writer.size, self._reader))
+
+    def _make_evaluation_slots(self, episodes: int) -> None:
+        wanted = min(episodes, self.config.envs)
+        for env in range(len(self._evaluation_slots), wanted):
+            slot = self._slot(self._make_env(), self.config.stages, env)
+            self._evaluation_slots.append(slot)
+
+    def _make_env(self) -> gymnasium.Env[Any, Any]:
+        from rlinf_async.workers.env.make import make_env
+
+        return make_env(self.config)
+
+    def _slot(self, env: gymnasium.Env[Any, Any], stage: int, index: int) -> Slot:
+        number = stage * self.config.envs_per_stage + index
+        seed = env_seed(
+            self.config.seed,
+            rank=self.rank,
+            stage=stage,
+            env=index,
+            incarnation=self.incarnation,
+        )
+        return Slot(env, self._writer.write, label=f"{self.config.name}[{number}]", seed=seed)
+
+    def _close(self) -> None:
+        for stage in self._stages:
+            stage.close()
+        for slot in self._evaluation_slots:
+            slot.env.close()
+
+
+async def _all(stages: Iterable[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
+    """Run all stages at once; the first failure cancels the others and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(stage) for stage in stages]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures.exceptions[0].__cause__
+    return [task.result() for task in tasks]
