@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from rlinf_async.channels import LatestReceiver, LatestSender, Receiver, Sender
 from rlinf_async.channels.ends import End
@@ -24,28 +25,15 @@ class Method:
     """One async method of a worker class: its name, its signature, its types."""
 
     def __init__(self, cls: type[Worker], function: Callable[..., Any]) -> None:
-        name = getattr(function, "__name__", "")
-        if getattr(cls, name, None) is None or not inspect.iscoroutinefunction(getattr(cls, name)):
-            raise BuildError(
-                f"{cls.__name__} has no async method {name or function!r}: "
-                f"pass a method of the class, like {cls.__name__}.run"
-            )
-        self.name = name
-        self.label = f"{cls.__name__}.{name}"
-        real = getattr(cls, name)
-        try:
-            hints = get_type_hints(real)
-        except NameError as error:
-            raise BuildError(
-                f"{self.label}: its annotations cannot be resolved ({error}): types of messages "
-                "must be importable at run time, not only under TYPE_CHECKING"
-            ) from None
+        self.name = _own_name(cls, function)
+        self.label = f"{cls.__name__}.{self.name}"
+        real = getattr(cls, self.name)
+        hints = _resolved(real, self.label)
         self.returns = hints.pop("return", Any)
         signature = inspect.signature(real)
         parameters = list(signature.parameters.values())[1:]
         self.signature = signature.replace(parameters=parameters)
-        variadic = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        if variadic or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
+        if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
             raise BuildError(
                 f"{self.label}: a method that is called from outside takes plain named parameters, "
                 f"not {signature}"
@@ -67,13 +55,36 @@ class Method:
         return dict(bound.arguments)
 
     def _check(self, name: str, value: Any) -> None:
-        wanted = self.types[name]
-        if isinstance(value, END_KINDS):
-            problem = end_mismatch(wanted, value)
-        else:
-            problem = argument_mismatch(wanted, value)
+        problem = mismatch(self.types[name], value)
         if problem:
             raise BuildError(f"{self.label}: parameter {name!r} {problem}")
+
+
+def _own_name(cls: type[Worker], function: Callable[..., Any]) -> str:
+    name = getattr(function, "__name__", "")
+    owners = [base for base in cls.__mro__ if vars(base).get(name) is function]
+    if name and not owners and hasattr(cls, name):
+        given = getattr(function, "__qualname__", repr(function))
+        raise BuildError(
+            f"{cls.__name__} is called with {given}, which is not a method of {cls.__name__} or of "
+            f"a class it derives from: pass {cls.__name__}.{name}"
+        )
+    if not owners or not inspect.iscoroutinefunction(getattr(cls, name)):
+        raise BuildError(
+            f"{cls.__name__} has no async method {name or function!r}: "
+            f"pass a method of the class, like {cls.__name__}.run"
+        )
+    return name
+
+
+def _resolved(function: Callable[..., Any], label: str) -> dict[str, Any]:
+    try:
+        return get_type_hints(function)
+    except (NameError, AttributeError) as error:
+        raise BuildError(
+            f"{label}: its annotations cannot be resolved ({error}): types of messages "
+            "must be importable at run time, not only under TYPE_CHECKING"
+        ) from None
 
 
 _methods: dict[tuple[type[Worker], object], Method] = {}
@@ -87,6 +98,39 @@ def method_of(cls: type[Worker], function: Callable[..., Any]) -> Method:
     return found
 
 
+def mismatch(wanted: Any, value: Any) -> str:
+    """Why this value does not fit this annotation, ends inside lists and dicts included; empty
+    where it does."""
+    if not _holds_ends(value):
+        return argument_mismatch(wanted, value)
+    choices = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
+    problems = [_first_mismatch(one, value) for one in choices]
+    return "" if "" in problems else problems[0]
+
+
+def _first_mismatch(wanted: Any, value: Any) -> str:
+    if isinstance(value, END_KINDS):
+        return end_mismatch(wanted, value)
+    found = (mismatch(of, part) for of, part in _inside(wanted, value))
+    return next(filter(None, found), "") or argument_mismatch(wanted, value)
+
+
+def _holds_ends(value: Any) -> bool:
+    if type(value) in (list, tuple, dict):
+        return any(_holds_ends(part) for _, part in _inside(Any, value))
+    return isinstance(value, END_KINDS)
+
+
+def _inside(wanted: Any, value: Any) -> list[tuple[Any, Any]]:
+    """Each value inside a list, tuple or dict, with its annotation."""
+    types = get_args(wanted)
+    if type(value) is dict:
+        return [(types[-1] if types else Any, part) for part in value.values()]
+    if get_origin(wanted) is tuple and len(types) == len(value) and Ellipsis not in types:
+        return list(zip(types, value, strict=True))
+    return [(types[0] if types else Any, part) for part in value]
+
+
 def end_mismatch(wanted: Any, end: Any) -> str:
     """Why this end does not fit this annotation; empty where it does."""
     kind = _kind(end)
@@ -96,6 +140,8 @@ def end_mismatch(wanted: Any, end: Any) -> str:
             f"is given a {said}, but is not annotated: write {kind.__name__}[...] there, "
             "items are decoded by it"
         )
+    if wanted is kind:
+        return f"is a bare {kind.__name__}: write {kind.__name__}[{type_name(end.item_type)}]"
     if get_origin(wanted) is not kind:
         return f"wants {describe(wanted)}, but is given a {said}"
     (item_type,) = get_args(wanted)
