@@ -85,11 +85,14 @@ class WorkerHost:
             self._worker = make(cls, self.context, args, kwargs)
             step = "setup"
             await self._worker.setup()
+            step = "done"
         except Exception as error:
-            self.state = State.FAILED
             raise self._wrap(error, step) from error
         finally:
             current_party.reset(token)
+            if step != "done":
+                self.state = State.FAILED
+                self.context.executor.shutdown(wait=False, cancel_futures=True)
         self.state = State.READY
         self._server = asyncio.create_task(self._serve(), name=f"{self.info.name} mailbox")
 
@@ -117,12 +120,8 @@ class WorkerHost:
         ready = self.state is State.READY
         self.state = State.STOPPING
         self.mailbox.close()
-        for task in list(self.calls):
-            task.cancel()
-        await asyncio.gather(*self.calls, return_exceptions=True)
-        if self._server is not None:
-            await asyncio.gather(self._server, return_exceptions=True)
         try:
+            await self._end_calls()
             if ready and self._worker is not None:
                 await self._worker.teardown()
         except Exception as error:
@@ -132,9 +131,19 @@ class WorkerHost:
             self.context.executor.shutdown(wait=False, cancel_futures=True)
             self.state = State.STOPPED
 
+    async def _end_calls(self) -> None:
+        if self._server is not None:  # first: it starts no more calls then
+            await asyncio.gather(self._server, return_exceptions=True)
+        for task in self.calls:
+            task.cancel()
+        await asyncio.gather(*self.calls, return_exceptions=True)
+
     async def _serve(self) -> None:
         async for invocation in self.mailbox.receiver:
             if invocation.result.done():  # cancelled before it began
+                continue
+            if self.state is not State.READY:  # put before the mailbox was closed
+                invocation.result.cancel()
                 continue
             label = f"{self.info.name}.{invocation.method}"
             task = asyncio.create_task(self._run(invocation), name=label)
@@ -151,13 +160,23 @@ class WorkerHost:
         try:
             method = getattr(self._worker, invocation.method)
             value = await method(**invocation.arguments)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            inside = RuntimeError("it awaited what was cancelled; nobody had cancelled the call")
+            inside.__cause__ = error
+            self._fail(invocation, inside)
         except Exception as error:
-            if not invocation.result.done():
-                invocation.result.set_exception(self._wrap(error, invocation.method))
-                invocation.result.exception()  # retrieved: the caller may be gone
+            self._fail(invocation, error)
         else:
             if not invocation.result.done():
                 invocation.result.set_result(value)
+
+    def _fail(self, invocation: Invocation, error: Exception) -> None:
+        if not invocation.result.done():
+            invocation.result.set_exception(self._wrap(error, invocation.method))
+            invocation.result.exception()  # retrieved: the caller may be gone
 
     async def _cancel(self, result: asyncio.Future[Any]) -> None:
         for task, invocation in list(self.calls.items()):
