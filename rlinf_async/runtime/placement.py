@@ -47,7 +47,8 @@ class Packed(msgspec.Struct, frozen=True):
                 f"{self}: devices must be a whole number, or a fraction up to 1, got {per_rank}"
             )
         whole = max(1, int(per_rank))
-        firsts = [self.start + int(rank * per_rank + 1e-9) for rank in range(count)]
+        sharing = 1 if per_rank >= 1 else int(1 / per_rank + 1e-9)  # ranks that fit one device
+        firsts = [self.start + rank // sharing * whole for rank in range(count)]
         return [_pick(devices, range(first, first + whole), self, count) for first in firsts]
 
 
@@ -79,9 +80,12 @@ class Ranks(msgspec.Struct, frozen=True):
 def _pick(
     devices: Sequence[Device], wanted: Sequence[int], by: object, count: int
 ) -> tuple[Device, ...]:
-    highest = max(wanted, default=0)
-    if not wanted or highest >= len(devices) or min(wanted) < 0:
-        raise _missing(by, count, highest + 1, devices)
+    if not wanted:
+        raise BuildError(f"{by} gives a worker no device: leave the placement out, or list one")
+    if min(wanted) < 0:
+        raise BuildError(f"{by} asks for device {min(wanted)}: devices are numbered from 0")
+    if max(wanted) >= len(devices):
+        raise _missing(by, count, max(wanted) + 1, devices)
     return tuple(devices[index] for index in wanted)
 
 
