@@ -4,6 +4,7 @@ loop."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from rlinf_async.runtime.stall import all_blocked
 from rlinf_async.workers.errors import BuildError, WorkerDied
 from rlinf_async.workers.host import WorkerHost
 from rlinf_async.workers.methods import Method
+
+log = logging.getLogger(__name__)
 
 
 class LocalWorker:
@@ -35,8 +38,14 @@ class LocalWorker:
         return self._recorder.take()
 
     async def stop(self, grace: float) -> None:
-        await self._host.stop()
         self.died.cancel()
+        try:
+            async with asyncio.timeout(grace):
+                await self._host.stop()
+        except TimeoutError:
+            log.warning(
+                "%s did not stop within %.1f s and is left behind", self._host.info.name, grace
+            )
 
 
 class LocalBackend:
@@ -44,10 +53,10 @@ class LocalBackend:
     here."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="rlinf-async-")
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     async def open(self) -> None:
-        pass
+        self._folder = tempfile.TemporaryDirectory(prefix="rlinf-async-")
 
     def publish(self, channel: Channel[Any] | Latest[Any]) -> None:
         pass
@@ -64,13 +73,16 @@ class LocalBackend:
         return LocalWorker(host, recorder)
 
     def rendezvous(self, group: str, life: int) -> str:
+        if self._folder is None:
+            raise RuntimeError("the cluster was not entered")
         return (Path(self._folder.name) / f"{group}-{life}").as_uri()
 
     def pid(self, name: str) -> int | None:
         return None
 
     async def close(self) -> None:
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 def activity_of(host: WorkerHost) -> Activity:
