@@ -17,6 +17,7 @@ cancelled afterwards gives them back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -307,7 +308,10 @@ class Queue:
 
     def bury(self, entry: Entry, error: BaseException | str) -> None:
         """Nobody can use this item: keep it with the dead letters."""
-        self.dead_letters.append(DeadLetter(entry.item, entry.deliveries, _say(error)))
+        item = entry.item
+        with contextlib.suppress(MalformedFrame):  # then it is kept as it came
+            item = self.value(entry)
+        self.dead_letters.append(DeadLetter(item, entry.deliveries, _say(error)))
 
     # ---- leases
 

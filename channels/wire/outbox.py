@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from rlinf_async.channels.wire.framing import CHUNK_BYTES, Bytes
-from rlinf_async.channels.wire.transfer import Outgoing
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.wire.framing import CHUNK_BYTES, Bytes, FrameType
+from rlinf_async.channels.wire.transfer import DATA, Outgoing, outgoing
 
 BATCH_BYTES = CHUNK_BYTES
 HIGH_WATER = 256 * 1024
@@ -46,14 +47,32 @@ class Outbox:
         """Messages that have not been given to the transport."""
         return len(self._control) + len(self._data)
 
+    def send(
+        self,
+        kind: FrameType,
+        number: int,
+        head: bytes,
+        body: Encoded | None,
+        lane: int,
+        *,
+        flags: int = 0,
+        what: str,
+    ) -> None:
+        """Send a message in its lane; one that takes several frames goes with the data.
+
+        Raises:
+            ItemTooLarge: it is over a limit; nothing of it is sent.
+        """
+        message, small = outgoing(kind, number, head, body, lane, flags=flags, what=what)
+        if lane == DATA or not small:
+            self._data.append(message)
+        else:
+            self._control.extend(message.next_frame() or ())
+        self._schedule()
+
     def add_control(self, frame: Bytes) -> None:
         """Send a small frame ahead of all data."""
         self._control.append(frame)
-        self._schedule()
-
-    def add_data(self, message: Outgoing) -> None:
-        """Send a message in its turn."""
-        self._data.append(message)
         self._schedule()
 
     def withdraw(self, number: int) -> bool:

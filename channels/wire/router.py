@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -10,12 +10,13 @@ import msgspec
 from rlinf_async.channels.encoded import Encoded
 
 if TYPE_CHECKING:
+    from rlinf_async.channels.wire.answering import Answering
     from rlinf_async.channels.wire.connection import Connection
 
 M = TypeVar("M")
 
 Reply = tuple[Any, Encoded | None]
-Handler = Callable[["Connection", M, Encoded | None], Awaitable[Reply]]
+Handler = Callable[["Connection", M, Encoded | None], Coroutine[Any, Any, Reply]]
 Undo = Callable[[str | None], None]
 """Called if a reply was not taken: with None when the asker cancelled, else with why it is lost."""
 
@@ -26,11 +27,22 @@ class Request(Generic[M]):
     For a notice, which nobody waits for, replies go nowhere and failures are logged.
     """
 
-    __slots__ = ("abandon", "body", "connection", "kind", "lane", "meta", "number", "open")
+    __slots__ = (
+        "_answering",
+        "abandon",
+        "body",
+        "connection",
+        "kind",
+        "lane",
+        "meta",
+        "number",
+        "open",
+    )
 
     def __init__(
         self,
         connection: Connection,
+        answering: Answering,
         kind: str,
         number: int,
         lane: int,
@@ -38,6 +50,7 @@ class Request(Generic[M]):
         body: Encoded | None,
     ) -> None:
         self.connection = connection
+        self._answering = answering
         self.kind = kind
         self.number = number
         self.lane = lane
@@ -55,12 +68,12 @@ class Request(Generic[M]):
             ItemTooLarge: the answer is over a limit; the request is still open.
         """
         if self.open:
-            self.connection.send_reply(self, meta, body, undo)
+            self._answering.reply(self, meta, body, undo)
 
     def fail(self, error: BaseException) -> None:
         """Answer with an error."""
         if self.open:
-            self.connection.send_failure(self, error)
+            self._answering.fail(self, error)
 
 
 class Route(NamedTuple):

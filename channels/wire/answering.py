@@ -1,0 +1,167 @@
+"""The peer's requests, until they are answered and the answer was taken."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import Coroutine
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.errors import ChannelError, MalformedFrame
+from rlinf_async.channels.wire.failures import report
+from rlinf_async.channels.wire.framing import Flag, FrameType
+from rlinf_async.channels.wire.outbox import Outbox
+from rlinf_async.channels.wire.router import Reply, Request, Route, Router, Undo
+from rlinf_async.channels.wire.transfer import Message
+
+if TYPE_CHECKING:
+    from rlinf_async.channels.wire.connection import Connection
+
+log = logging.getLogger(__name__)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Answering:
+    """What the peer of a connection waits for."""
+
+    def __init__(self, connection: Connection, router: Router, outbox: Outbox) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._connection = connection
+        self._router = router
+        self._outbox = outbox
+        self._asked: dict[int, Request[Any]] = {}
+        self._tasks: dict[asyncio.Task[Reply], Request[Any]] = {}
+        self._untaken: dict[int, Undo] = {}
+        self._lost: str | None = None
+
+    # ---- what arrives
+
+    def handle(self, message: Message) -> None:
+        """Give a request or a notice to its handler.
+
+        Raises:
+            MalformedFrame: it cannot be read.
+        """
+        head = message.head
+        size = head[0] + 1 if head else 0
+        number = message.number if message.type == FrameType.REQUEST else 0
+        try:
+            kind = head[1:size].decode()
+            route = self._router.routes.get(kind)
+            meta = None if route is None else route.decode(head[size:])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise MalformedFrame(f"the arguments of a request: {error}") from error
+        request = Request(self._connection, self, kind, number, message.lane, meta, message.body)
+        if number:
+            self._asked[number] = request
+        if route is None:
+            request.fail(ChannelError(f"nobody answers requests of kind {kind!r} here"))
+        else:
+            self._answer(route, request)
+
+    def cancelled(self, number: int) -> None:
+        """The peer does not want this answer any more, or did not take it."""
+        request = self._asked.get(number)
+        if request is not None:
+            self._abandon(request)
+        elif (undo := self._untaken.pop(number, None)) is not None:
+            undo(None)
+
+    def taken(self, message: Message) -> None:
+        """The peer has these answers."""
+        if len(message.head) % 8:
+            raise MalformedFrame(f"receipts of {len(message.head)} bytes")
+        for (number,) in struct.iter_unpack("<Q", message.head):
+            self._untaken.pop(number, None)
+
+    def lose(self, reason: str) -> None:
+        """The peer takes no answer any more."""
+        self._lost = reason
+        for request in list(self._asked.values()):  # first, so that nothing is handed to it
+            self._abandon(request)
+        untaken, self._untaken = self._untaken, {}
+        for undo in untaken.values():
+            undo(reason)
+
+    # ---- answers
+
+    def reply(
+        self, request: Request[Any], meta: Any, body: Encoded | None, undo: Undo | None
+    ) -> None:
+        """Use `Request.reply`."""
+        if request.number and self._lost is None:
+            flags = 0 if undo is None else int(Flag.RECEIPT)
+            self._send(FrameType.REPLY, request, _encode(meta), body, flags)
+            if undo is not None:
+                self._untaken[request.number] = undo
+        elif undo is not None:
+            undo(self._lost or "a notice takes no answer")
+        self._forget(request)
+
+    def fail(self, request: Request[Any], error: BaseException) -> None:
+        """Use `Request.fail`."""
+        if not request.number:
+            log.warning("notice %r of %s failed: %s", request.kind, self._connection.peer, error)
+        elif self._lost is None:
+            self._send(FrameType.ERROR, request, _encode(report(error)), None, 0)
+        self._forget(request)
+
+    def _send(
+        self, kind: FrameType, request: Request[Any], head: bytes, body: Encoded | None, flags: int
+    ) -> None:
+        self._outbox.send(
+            kind, request.number, head, body, request.lane, flags=flags, what=request.kind
+        )
+        self._connection.answered()
+
+    # ---- inside
+
+    def _answer(self, route: Route, request: Request[Any]) -> None:
+        if route.handle is not None:
+            self._start(request, route.handle(self._connection, request.meta, request.body))
+        elif route.answer is not None:
+            try:
+                route.answer(request)
+            except Exception as error:
+                if request.number and not request.open:  # nobody is left to be told
+                    log.exception("handling %r of %s", request.kind, self._connection.peer)
+                request.fail(error)
+
+    def _start(self, request: Request[Any], running: Coroutine[Any, Any, Reply]) -> None:
+        task = self._loop.create_task(running, name=f"{request.kind} for {self._connection.peer}")
+        self._tasks[task] = request
+        request.abandon = partial(_cancel, task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[Reply]) -> None:
+        request = self._tasks.pop(task)
+        if task.cancelled():
+            request.fail(ChannelError(f"the handler of {request.kind!r} was cancelled"))
+        elif (error := task.exception()) is not None:
+            request.fail(error)
+        else:
+            try:
+                request.reply(*task.result())
+            except Exception as refused:
+                request.fail(refused)
+
+    def _abandon(self, request: Request[Any]) -> None:
+        abandon = request.abandon
+        self._forget(request)
+        if abandon is not None:
+            abandon()
+
+    def _forget(self, request: Request[Any]) -> None:
+        request.open = False
+        request.abandon = None
+        if request.number:
+            self._asked.pop(request.number, None)
+
+
+def _cancel(task: asyncio.Task[Reply]) -> None:
+    task.cancel()

@@ -1,0 +1,101 @@
+"""The requests that this side made, until they are answered or given up."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
+from rlinf_async.channels.wire.failures import Report, rebuild
+from rlinf_async.channels.wire.framing import MAX_HEAD_BYTES, FrameType, pack_small
+from rlinf_async.channels.wire.outbox import Outbox
+from rlinf_async.channels.wire.transfer import Message
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_report = msgspec.msgpack.Decoder(Report).decode
+_decoders: dict[Any, Callable[[bytes], Any]] = {}
+
+
+class Asking:
+    """What this side of a connection waits for."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._outbox = outbox
+        self._last = 0
+        self._pending: dict[int, asyncio.Future[Message]] = {}
+        self._taken: list[int] = []
+
+    def ask(
+        self, future: asyncio.Future[Message], kind: str, meta: Any, body: Encoded | None, lane: int
+    ) -> int:
+        """Send a request whose answer this future gets; the request's number."""
+        self._last = number = self._last + 1
+        head = head_of(kind, meta)
+        self._outbox.send(FrameType.REQUEST, number, head, body, lane, what=kind)
+        self._pending[number] = future
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Nobody wants this answer, or took it though it may have come."""
+        self._pending.pop(number, None)
+        if not self._outbox.withdraw(number):
+            self._outbox.add_control(pack_small(FrameType.CANCEL, number))
+
+    def confirm(self, number: int) -> None:
+        """Somebody has the answer; say so with the next write."""
+        if not self._taken:
+            self._loop.call_soon(self.flush_receipts)
+        self._taken.append(number)
+
+    def flush_receipts(self) -> None:
+        """Say now which answers were taken."""
+        taken, self._taken = self._taken, []
+        at_once = MAX_HEAD_BYTES // 8
+        for start in range(0, len(taken), at_once):
+            part = taken[start : start + at_once]
+            self._outbox.add_control(
+                pack_small(FrameType.RECEIPTS, 0, struct.pack(f"<{len(part)}Q", *part))
+            )
+
+    def resolve(self, message: Message) -> None:
+        """An answer arrived.
+
+        Raises:
+            MalformedFrame: nobody asked for it.
+        """
+        future = self._pending.pop(message.number, None)
+        if future is None:
+            if message.number > self._last:
+                raise MalformedFrame(f"an answer to request {message.number}, which nobody made")
+        elif not future.done():
+            if message.type == FrameType.ERROR:
+                future.set_exception(rebuild(_decode_report(message.head)))
+            else:
+                future.set_result(message)
+
+    def lose(self, error: Callable[[], ConnectionLost]) -> None:
+        """No answer will come."""
+        pending, self._pending = self._pending, {}
+        for future in pending.values():
+            if not future.done():
+                future.set_exception(error())
+
+
+def head_of(kind: str, meta: Any) -> bytes:
+    """The head of a request or a notice: how long the kind is, the kind, its arguments."""
+    name = kind.encode()
+    return bytes((len(name),)) + name + _encode(meta)
+
+
+def reply_decoder(kind: Any) -> Callable[[bytes], Any]:
+    """Reads answers of this type."""
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind).decode
+    return decoder
