@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,10 @@ def _start(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world_size)
     try:
+        # A warning in a child would be lost otherwise.
+        warnings.simplefilter("error")
         work(rank, world_size, folder, *arguments)
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -112,7 +113,7 @@ def test_whole_iterations_agree_with_autograd() -> None:
 def test_the_hand_written_gradient_is_used_only_where_it_is_right(
     fields: dict[str, Any], ppo: dict[str, Any], covered: bool
 ) -> None:
-    manager = set_up(FSDPConfig(**({"policy": POLICY} | fields)))
+    manager = set_up(msgspec.structs.replace(CONFIG, **fields))
     gradient = choose_gradient(manager, PPOConfig(**ppo))
     assert isinstance(gradient, FusedPpo) is covered
 

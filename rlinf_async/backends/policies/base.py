@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -106,4 +107,15 @@ class PolicyBuilder(Protocol):
 policies: Registry[PolicyBuilder] = Registry(
     "policy", built_in=("rlinf_async.backends.policies.mlp",)
 )
-register_policy = policies.register
+
+Builder = TypeVar("Builder", bound=PolicyBuilder)
+
+
+def register_policy(name: str) -> Callable[[Builder], Builder]:
+    """Return a decorator that enters a policy under ``name`` and leaves its type as it is."""
+
+    def enter(builder: Builder) -> Builder:
+        policies.register(name)(builder)
+        return builder
+
+    return enter

@@ -41,6 +41,14 @@ def run_mlp(network: nn.Sequential, inputs: Tensor) -> Tensor:
     return hidden
 
 
+def run_values(network: nn.Sequential, inputs: Tensor) -> Tensor:
+    """Run a network of one output; return ``[N]``.
+
+    The sum over that output is a new tensor: FSDP2 loses its hooks on outputs that are views.
+    """
+    return run_mlp(network, inputs).sum(-1)
+
+
 class _MlpPolicy(Policy):
     """What the continuous and the discrete policy share."""
 
@@ -52,7 +60,7 @@ class _MlpPolicy(Policy):
 
     @torch.no_grad()
     def value(self, observation: Tensor) -> Tensor:
-        value = run_mlp(self.critic, self.observation_normalizer.forward(observation)).squeeze(-1)
+        value = run_values(self.critic, self.observation_normalizer.forward(observation))
         self.require_finite(value=value)
         return value
 
@@ -72,7 +80,7 @@ class MlpGaussianPolicy(_MlpPolicy):
     def act(self, observation: Tensor, generator: torch.Generator | None = None) -> Step:
         normalized = self.observation_normalizer.forward(observation)
         mean = run_mlp(self.actor, normalized)
-        value = run_mlp(self.critic, normalized).squeeze(-1)
+        value = run_values(self.critic, normalized)
         noise = torch.randn(mean.shape, generator=generator, device=mean.device)
         action = torch.addcmul(mean, noise, self.log_std.exp())
         # (action - mean) / deviation is the noise again.
@@ -88,11 +96,11 @@ class MlpGaussianPolicy(_MlpPolicy):
 
     def forward(self, normalized: Tensor, action: Tensor) -> Evaluation:
         mean = run_mlp(self.actor, normalized)
-        value = run_mlp(self.critic, normalized).squeeze(-1)
+        value = run_values(self.critic, normalized)
         standard = (action - mean) * (-self.log_std).exp()
         log_scale = self._log_scale()
         log_prob = -0.5 * standard.square().sum(-1) - log_scale
-        entropy = (log_scale + 0.5 * self.log_std.numel()).expand_as(value)
+        entropy = (log_scale + 0.5 * self.log_std.numel()).repeat(len(value))
         return Evaluation(log_prob, entropy, value)
 
     def _log_scale(self) -> Tensor:
@@ -108,7 +116,7 @@ class MlpCategoricalPolicy(_MlpPolicy):
     def act(self, observation: Tensor, generator: torch.Generator | None = None) -> Step:
         normalized = self.observation_normalizer.forward(observation)
         log_probs = run_mlp(self.actor, normalized).log_softmax(-1)
-        value = run_mlp(self.critic, normalized).squeeze(-1)
+        value = run_values(self.critic, normalized)
         self.require_finite(log_probs=log_probs, value=value)
         action = torch.multinomial(log_probs.exp(), 1, generator=generator)
         return Step(action.squeeze(-1), log_probs.gather(-1, action).squeeze(-1), value)
@@ -121,6 +129,7 @@ class MlpCategoricalPolicy(_MlpPolicy):
 
     def forward(self, normalized: Tensor, action: Tensor) -> Evaluation:
         log_probs = run_mlp(self.actor, normalized).log_softmax(-1)
-        value = run_mlp(self.critic, normalized).squeeze(-1)
-        chosen = log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
-        return Evaluation(chosen, -(log_probs.exp() * log_probs).sum(-1), value)
+        # As in `run_values`: a sum over one element, so that no view is returned.
+        chosen = log_probs.gather(-1, action.unsqueeze(-1)).sum(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        return Evaluation(chosen, entropy, run_values(self.critic, normalized))
