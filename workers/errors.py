@@ -5,7 +5,7 @@
     BuildError              the graph is wrong: nothing was started (also a ValueError)
     WorkerError             a call failed inside a worker: worker, rank, host, method, traceback
      +-- WorkerDied         the worker's process ended by itself: exit code or signal
-     +-- WorkerUnresponsive the worker's event loop stopped answering
+          +-- WorkerUnresponsive   its event loop stopped answering, and it was killed
     Deadlock                every worker waits for another: who, on which channel, how long
 """
 
@@ -39,6 +39,22 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """it only passes on what somebody else did to a channel"""
 
 
+def is_secondary(error: BaseException) -> bool:
+    """Whether an error only passes on, through a channel, what happened elsewhere.
+
+    An item that is refused (its type, its size) is nobody else's doing.
+    """
+    from rlinf_async.channels import ChannelError, ItemTooLarge, MalformedFrame, WrongItemType
+
+    if isinstance(error, BaseExceptionGroup):
+        return all(is_secondary(one) for one in error.exceptions)
+    if isinstance(error, WorkerError):
+        return error.failure.channel_error
+    return isinstance(error, ChannelError) and not isinstance(
+        error, (WrongItemType, ItemTooLarge, MalformedFrame)
+    )
+
+
 class WorkerError(RuntimeError):
     """A call failed inside a worker.
 
@@ -67,8 +83,6 @@ class WorkerError(RuntimeError):
     @classmethod
     def of(cls, error: BaseException, *, worker: str, host: str, pid: int, method: str) -> Self:
         """Wrap an exception caught here."""
-        from rlinf_async.channels import ChannelError
-
         return cls(
             Failure(
                 worker=worker,
@@ -78,7 +92,7 @@ class WorkerError(RuntimeError):
                 error_type=type(error).__name__,
                 message=str(error),
                 traceback="".join(traceback.format_exception(error)),
-                channel_error=isinstance(error, ChannelError),
+                channel_error=is_secondary(error),
             )
         )
 
@@ -87,5 +101,5 @@ class WorkerDied(WorkerError):
     """The worker's process ended by itself."""
 
 
-class WorkerUnresponsive(WorkerError):
+class WorkerUnresponsive(WorkerDied):
     """The worker's event loop did not answer within the limit; it was killed."""

@@ -18,21 +18,22 @@ import asyncio
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from rlinf_async.channels import Channel, Latest, Wait, render
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.backend import Backend, WorkerSpec
-from rlinf_async.runtime.group import WorkerGroup, is_secondary
+from rlinf_async.runtime.cause import FirstCause
+from rlinf_async.runtime.group import GroupCall, WorkerGroup
 from rlinf_async.runtime.placement import Placement, host_devices
 from rlinf_async.runtime.stall import internal
 from rlinf_async.runtime.supervise import Never, Restart, Supervisor
 from rlinf_async.runtime.watch import Watch
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.context import Device, WorkerInfo
-from rlinf_async.workers.errors import BuildError
+from rlinf_async.workers.errors import BuildError, is_secondary
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Worker)
@@ -58,9 +59,11 @@ class Cluster:
         self._spans: list[Span] = []
         self._lives: Counter[str] = Counter()
         self._parent: asyncio.Task[Any] | None = None
-        self._cause: BaseException | None = None
+        self._cause = FirstCause()
         self._aborted = False
         self._entered = False
+        self._closing = False
+        self._hurry = asyncio.Event()
         self._watch = Watch(self, deadlock_after)
 
     @classmethod
@@ -182,7 +185,14 @@ class Cluster:
         ]
         made = WorkerGroup(worker, group, supervisors, self._on_failure)
         self.groups[group] = made
-        await _all_or_none([asyncio.create_task(one.start(), name=one.name) for one in supervisors])
+        try:
+            await _all_or_none(
+                [asyncio.create_task(one.start(), name=one.name) for one in supervisors]
+            )
+        except Exception:
+            del self.groups[group]  # those ranks that did start are of no use alone
+            await asyncio.gather(*(one.stop(self.grace) for one in supervisors))
+            raise
         return made
 
     # ---- seen
@@ -226,63 +236,80 @@ class Cluster:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self._close_shielded()
+        body_failed = isinstance(error, Exception) and not is_secondary(error)
+        interrupted = await self._close_shielded()
         if self._aborted and self._parent is not None:
             self._parent.uncancel()
-        cause = self._cause
-        if cause is None or cause is error:
+        cause = self._cause.error
+        if cause is None or not self._cause.outranks(error, aborted=self._aborted):
+            if error is None and interrupted is not None:
+                raise interrupted
             return
-        if error is None:
-            if self._aborted:
-                raise cause
-        elif self._aborted and isinstance(error, asyncio.CancelledError):
-            raise cause from cause.__cause__  # not from our own cancellation
-        elif is_secondary(error):
-            raise cause from error
+        if body_failed:
+            cause.add_note(f"the body of the cluster then raised {error!r}")
+        raise cause from cause.__cause__  # not from what it led to
 
     def abort(self, cause: BaseException) -> None:
         """End the cluster: cancel its body and raise this when it is left. The first cause
         counts."""
-        if self._cause is None or (is_secondary(self._cause) and not self._aborted):
-            self._cause = cause
-        if not self._aborted and self._parent is not None and not self._parent.done():
+        self._cause.blame(cause, None)
+        if not (self._aborted or self._closing or self._parent is None or self._parent.done()):
             self._aborted = True
             self._parent.cancel()
 
-    def _on_failure(self, error: BaseException, awaited: bool) -> None:
-        if self._cause is None:
-            self._cause = error
-        if not awaited:
+    def _on_failure(self, error: BaseException, call: GroupCall[Any]) -> None:
+        self._cause.blame(error, call)
+        if not call.awaited:
             self.abort(error)
 
     def _on_idle_death(self, death: BaseException) -> None:
         self.abort(death)
 
-    async def _close_shielded(self) -> None:
-        """Close even if the parent is cancelled meanwhile; again cancelled, close without grace."""
+    async def _close_shielded(self) -> asyncio.CancelledError | None:
+        """Close even if the parent is cancelled meanwhile: then without grace, and say so."""
+        self._closing = True
+        interrupted = None
         closing = internal(asyncio.create_task(self._close(), name="close cluster"))
+        own = int(self._aborted)  # our own cancellation may arrive only now
         while not closing.done():
             try:
                 await asyncio.shield(closing)
-            except asyncio.CancelledError:
-                if closing.done():
-                    break
-                self.grace = 0.0
+            except asyncio.CancelledError as error:
+                if self._parent is not None and self._parent.cancelling() > own:
+                    interrupted = error
+                    self._hurry.set()
         closing.result()
+        return interrupted
 
     async def _close(self) -> None:
         self._watch.stop()
+        calls = [call for group in self.groups.values() for call in group.calls]
         for group in self.groups.values():
-            for call in list(group.calls):
-                call.cancel()
-        calls = [call for group in self.groups.values() for call in list(group.calls)]
-        await asyncio.gather(*(call.finished() for call in calls))
-        stops = [supervisor.stop(self.grace) for supervisor in self._supervisors()]
-        results = await asyncio.gather(*stops, return_exceptions=True)
+            group.ended = True
+        for call in calls:
+            call.cancel()
+        await self._unless_hurried(*(call.finished(self.grace) for call in calls))
+        supervisors = self._supervisors()
+        results = await self._unless_hurried(*(one.stop(self.grace) for one in supervisors))
+        if results is None:
+            stops = (one.stop(0.0) for one in supervisors)
+            results = await asyncio.gather(*stops, return_exceptions=True)
         await self._backend.close()
         for result in results:
             if isinstance(result, Exception):
                 log.error("while a worker was stopped: %s", result)
+
+    async def _unless_hurried(self, *waits: Coroutine[Any, Any, None]) -> list[Any] | None:
+        """What these gave, errors included; None if we were told not to wait for them."""
+        every: asyncio.Future[Any] = asyncio.gather(*waits, return_exceptions=True)
+        either: list[asyncio.Future[Any]] = [every]
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait([*either, hurry], return_when=asyncio.FIRST_COMPLETED)
+        in_time = every.done()
+        hurry.cancel()
+        every.cancel()
+        await asyncio.gather(every, hurry, return_exceptions=True)
+        return every.result() if in_time else None
 
     # ---- inside
 
@@ -307,10 +334,12 @@ class Cluster:
     ) -> None:
         if not isinstance(worker, type) or not issubclass(worker, Worker):
             raise BuildError(f"launch() takes a subclass of Worker, not {worker!r}")
+        if self._closing:
+            raise BuildError(f"{group}: this cluster has been left: make another one")
         if self._parent is None:
             raise BuildError("enter the cluster first: async with Cluster.process() as c: ...")
-        if count < 1:
-            raise BuildError(f"{group}: count must be at least 1, got {count}")
+        if type(count) is not int or count < 1:
+            raise BuildError(f"{group}: count must be a whole number from 1, got {count!r}")
         if group in self.groups:
             raise BuildError(f"there is a group {group!r} already: pass another name=")
         if collective is not None and count > 1 and isinstance(policy, Restart):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from rlinf_async.channels import ChannelError, LatestReceiver, LatestSender
+from rlinf_async.channels import LatestReceiver, LatestSender
 from rlinf_async.channels.ends import End
 from rlinf_async.channels.ends import Sender as SenderEnd
 from rlinf_async.runtime.stall import WorkFuture, internal, result_of
 from rlinf_async.runtime.supervise import Supervisor
 from rlinf_async.workers.base import Worker
-from rlinf_async.workers.errors import BuildError, WorkerDied, WorkerError
+from rlinf_async.workers.errors import BuildError, WorkerDied, is_secondary
 from rlinf_async.workers.methods import Method, method_of
 
 P = ParamSpec("P")
@@ -32,6 +33,10 @@ class GroupCall(Generic[R]):
         self._result: asyncio.Future[R] = WorkFuture()
         self._runner: asyncio.Task[None] | None = None
         self._awaited = 0
+        self.failures: list[BaseException] = []
+        """of its ranks, in the order in which they happened"""
+        self.seen = False
+        """its failure was raised to whoever awaited it"""
 
     def done(self) -> bool:
         """Whether the result, or the failure, is there."""
@@ -52,13 +57,16 @@ class GroupCall(Generic[R]):
         except asyncio.CancelledError:
             self.cancel()
             raise
+        except Exception:
+            self.seen = True
+            raise
         finally:
             self._awaited -= 1
 
-    async def finished(self) -> None:
-        """Wait until nothing of it runs any more, however it ended."""
+    async def finished(self, within: float) -> None:
+        """Wait until nothing of it runs any more, however it ended, but no longer than this."""
         if self._runner is not None:
-            await asyncio.wait([self._runner])
+            await asyncio.wait([self._runner], timeout=within)
 
     @property
     def awaited(self) -> bool:
@@ -77,13 +85,15 @@ class WorkerGroup(Generic[W]):
         cls: type[W],
         name: str,
         supervisors: Sequence[Supervisor],
-        on_failure: Callable[[BaseException, bool], None],
+        on_failure: Callable[[BaseException, GroupCall[Any]], None],
     ) -> None:
         self.worker_class: type[Worker] = cls
         self.name = name
         self.supervisors = supervisors
         self._on_failure = on_failure
         self.calls: set[GroupCall[Any]] = set()
+        self.ended = False
+        """its cluster has been left"""
 
     def __len__(self) -> int:
         return len(self.supervisors)
@@ -144,28 +154,52 @@ class WorkerGroup(Generic[W]):
     ) -> GroupCall[Any]:
         method = method_of(self.worker_class, function)
         arguments = method.bind(args, kwargs)
+        if self.ended:
+            raise BuildError(f"{self.name}.{method.name}: the cluster of this group has been left")
         call: GroupCall[Any] = GroupCall(f"{self.name}.{method.name}")
-        parts = [self._part(call, rank, method, arguments) for rank in ranks]
+        own = self._own_arguments(ranks, method, arguments)
+        parts = [self._part(call, method, *one) for one in own]
+        if not parts:
+            call._result.set_result([])
+            return call
         runner = asyncio.create_task(self._run(call, parts, single), name=call.label)
         call._runner = internal(runner)
         self.calls.add(call)
         return call
 
+    def _own_arguments(
+        self, ranks: Iterable[int], method: Method, arguments: dict[str, Any]
+    ) -> list[tuple[Supervisor, dict[str, Any], list[Any]]]:
+        """Each rank's arguments, and the ends cloned for it; all of them or none."""
+        found = []
+        with ExitStack() as undo:
+            for rank in ranks:
+                supervisor, ends = self.supervisors[rank], list[Any]()
+                undo.callback(_close_all, ends)
+                holder = f"{supervisor.name}.{method.name}"
+                own = {name: _clone_ends(value, holder, ends) for name, value in arguments.items()}
+                found.append((supervisor, own, ends))
+            undo.pop_all()
+        return found
+
     def _part(
-        self, call: GroupCall[Any], rank: int, method: Method, arguments: dict[str, Any]
+        self,
+        call: GroupCall[Any],
+        method: Method,
+        supervisor: Supervisor,
+        arguments: dict[str, Any],
+        ends: list[Any],
     ) -> asyncio.Task[Any]:
-        supervisor = self.supervisors[rank]
-        ends: list[Any] = []
-        holder = f"{supervisor.name}.{method.name}"
-        own = {name: _clone_ends(value, holder, ends) for name, value in arguments.items()}
         supervisor.calls += 1
-        task = asyncio.create_task(self._call_rank(supervisor, method, own), name=holder)
+        holder = f"{supervisor.name}.{method.name}"
+        task = asyncio.create_task(self._call_rank(supervisor, method, arguments), name=holder)
 
         def after(done: asyncio.Task[Any]) -> None:
             supervisor.calls -= 1
             error = None if done.cancelled() else done.exception()
             if error is not None:  # told before the channels pass it on: the first is the cause
-                self._on_failure(error, call.awaited)
+                call.failures.append(error)
+                self._on_failure(error, call)
             for end in ends:
                 _release(end, error)
 
@@ -188,10 +222,8 @@ class WorkerGroup(Generic[W]):
     ) -> None:
         try:
             _, pending = await asyncio.wait(parts, return_when=asyncio.FIRST_EXCEPTION)
-            error = _first_error(parts)
-            if pending:
-                await _cancel_all(pending)
-            _settle(call, parts, error, single)
+            await _cancel_all(pending)
+            _settle(call, parts, single)
         except asyncio.CancelledError:
             await _cancel_all(parts)
             call._result.cancel()
@@ -244,33 +276,22 @@ def _release(end: Any, error: BaseException | None) -> None:
         end.close()
 
 
-def _first_error(parts: Sequence[asyncio.Task[Any]]) -> BaseException | None:
+def _first_error(failures: Sequence[BaseException]) -> BaseException | None:
     """The failure that explains the others: one that is not just a channel's news of it."""
-    errors = [
-        error
-        for part in parts
-        if part.done() and not part.cancelled() and (error := part.exception()) is not None
-    ]
-    primary = [error for error in errors if not is_secondary(error)]
-    return next(iter(primary or errors), None)
+    primary = [error for error in failures if not is_secondary(error)]
+    return next(iter(primary or failures), None)
 
 
-def is_secondary(error: BaseException) -> bool:
-    """Whether an error only passes on what happened elsewhere, through a channel."""
-    if isinstance(error, WorkerError):
-        return error.failure.channel_error
-    return isinstance(error, ChannelError)
+def _close_all(ends: Iterable[Any]) -> None:
+    for end in ends:
+        end.close()
 
 
-def _settle(
-    call: GroupCall[Any],
-    parts: Sequence[asyncio.Task[Any]],
-    error: BaseException | None,
-    single: bool,
-) -> None:
+def _settle(call: GroupCall[Any], parts: Sequence[asyncio.Task[Any]], single: bool) -> None:
     result = call._result
     if result.done():
         return
+    error = _first_error(call.failures)
     if error is not None:
         result.set_exception(error)
         result.exception()  # retrieved: the cluster may have been told instead
