@@ -99,6 +99,15 @@ def test_the_order_of_arrival_does_not_matter() -> None:
     assert first.publish().checksum == second.publish().checksum
 
 
+def test_the_seed_decides_the_first_weights_and_disturbs_nobody() -> None:
+    before = torch.get_rng_state()
+    checksums = {EmbodiedTrainer(CONFIG, 1, 0).publish().checksum for _ in range(2)}
+    other = EmbodiedTrainer(msgspec.structs.replace(CONFIG, seed=5), 1, 0).publish().checksum
+    assert len(checksums) == 1
+    assert other not in checksums
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_normalisers_that_are_switched_off_stay_as_they_were() -> None:
     config = msgspec.structs.replace(CONFIG, normalize_observation=False, normalize_reward=False)
     trainer = EmbodiedTrainer(config, 1, 0)

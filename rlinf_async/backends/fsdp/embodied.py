@@ -42,9 +42,11 @@ class EmbodiedTrainer:
 
     def __init__(self, config: EmbodiedTrainerConfig, world_size: int, rank: int) -> None:
         self.config = config
-        torch.manual_seed(config.seed)
         self.manager = FSDPModelManager(config.fsdp, world_size, rank)
-        self.manager.setup_model_and_optimizer()
+        # Other workers may live in this process: their random numbers stay as they were.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            self.manager.setup_model_and_optimizer()
         self._policy = _policy_of(self.manager.model)
         self._generator = torch.Generator().manual_seed(config.seed + rank)
         self._carry: dict[str, Floats] = {}
