@@ -1,13 +1,15 @@
 """Is anybody left who could make progress?
 
 A task is *blocked* if what it awaits can be ended by others only: a wait on a channel, or another
-task, which is asked the same. Anything else (a timer, a socket, a thread) may end by itself, so the
-benefit of the doubt goes to the task: a verdict of "blocked" is one that holds.
+task, which is asked the same. Anything else (a timer, ``asyncio.timeout``, a socket, a thread) may
+end by itself, so the benefit of the doubt goes to the task: a verdict of "blocked" is one that
+holds. (What cannot be seen: a timer of the user's own that cancels a task.)
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterable
 from types import CoroutineType
 from typing import Any, TypeVar
@@ -49,7 +51,15 @@ def internal(task: asyncio.Task[Any]) -> asyncio.Task[Any]:
 
 def all_blocked(tasks: Iterable[asyncio.Task[Any]]) -> bool:
     """Whether every task that is not the runtime's own is blocked."""
-    return all(is_blocked(task) for task in tasks if task not in _internal and not task.done())
+    users = [task for task in tasks if task not in _internal and not task.done()]
+    return all(is_blocked(task) for task in users) and _with_timeout().isdisjoint(users)
+
+
+def _with_timeout() -> set[asyncio.Task[Any]]:
+    """Tasks inside an ``asyncio.timeout`` that still runs. No loop tells, so the heap is asked: some
+    milliseconds, and only when all is blocked otherwise."""
+    every = [one for one in gc.get_objects() if type(one) is asyncio.Timeout]
+    return {vars(one)["_task"] for one in every if vars(one).get("_timeout_handler") is not None}
 
 
 def is_blocked(task: asyncio.Task[Any]) -> bool:

@@ -23,7 +23,7 @@ import msgspec
 
 from rlinf_async.runtime.backend import Backend, WorkerHandle, WorkerSpec
 from rlinf_async.runtime.stall import WorkFuture, internal, result_of
-from rlinf_async.workers.errors import WorkerDied, WorkerError
+from rlinf_async.workers.errors import WorkerDied
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Supervisor:
         backend: Backend,
         spec: WorkerSpec,
         policy: Never | Restart,
-        on_idle_death: Callable[[WorkerError], None],
+        on_idle_death: Callable[[Exception], None],
     ) -> None:
         self._backend = backend
         self._spec = spec
@@ -112,6 +112,9 @@ class Supervisor:
         death = died.result()
         self._handle = WorkFuture()
         self._handle.add_done_callback(_retrieve)
+        self._after(death)
+
+    def _after(self, death: WorkerDied) -> None:
         if self._may_restart():
             log.warning("%s; starting it again (%d so far)", death.summary, self.restarts)
             task = asyncio.create_task(self._restart(), name=f"restart {self.name}")
@@ -136,11 +139,13 @@ class Supervisor:
         self._spec = msgspec.structs.replace(self._spec, info=info)
         try:
             self._adopt(await self._backend.start(self._spec))
-        except WorkerError as error:
+        except WorkerDied as death:
+            self._after(death)
+        except Exception as error:  # whatever it is: those who wait for the worker must learn of it
             self._give_up(error)
 
-    def _give_up(self, death: WorkerError) -> None:
-        if isinstance(self._policy, Restart):
+    def _give_up(self, death: Exception) -> None:
+        if isinstance(self._policy, Restart) and isinstance(death, WorkerDied):
             death.add_note(
                 f"{self.name} was restarted {self.restarts} times; the policy allows "
                 f"{self._policy.max} within {self._policy.within:g} s"
