@@ -1,12 +1,14 @@
 """Where a worker's blocking work runs: on the event loop while it is short, else in its thread.
 
 A hop to the compute thread and back costs more than a step of a light environment, or the forward
-pass of a small network. Work that takes longer than a hop by far must not keep the event loop from
-answering. Which of the two a piece of work is, is only known once it has run, and may change: so it
-is measured, per kind of work::
+pass of a small network; and while a thread computes, it and the loop take the interpreter from one
+another. But work that takes much longer than a hop must not keep the event loop from answering.
+Which of the two a piece of work is only shows when it runs, and may change. So each kind of work is
+measured, and goes::
 
-    first time, or long lately  ->  compute thread
-    short lately                ->  event loop
+    first, and while it is long  ->  compute thread
+    once it computed little      ->  event loop, on trial
+    too long there               ->  compute thread; the next trial comes later each time
 
 Invariant: no two pieces of one `Pace` run at the same time, however often callers are cancelled.
 """
@@ -14,7 +16,6 @@ Invariant: no two pieces of one `Pace` run at the same time, however often calle
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -25,59 +26,98 @@ from rlinf_async.workers.base import Worker
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Clock = Callable[[], float]
 
 SHORT: Final = 0.001
 """seconds; some ten times what a hop costs, and far below what anybody notices of a busy loop"""
 
-FORGET: Final = 0.1
-"""how fast a slow piece is forgiven; a slow one counts at once"""
+NEVER_TRIED: Final = 20
+"""times ``SHORT``: work that took this long in the thread, if only by waiting, gets no trial"""
+
+MOST_PATIENCE: Final = 4096
+"""runs in the thread between two trials, at most"""
 
 
 class Pace:
     """Runs the blocking work of one worker, one piece at a time."""
 
     def __init__(self, worker: Worker, *, short: float = SHORT) -> None:
-        """Work that takes ``short`` seconds or less runs on the loop; with 0 none ever does."""
+        """Work of less than ``short`` seconds runs on the loop; with 0 none ever does."""
         self._worker = worker
         self._short = short
-        self._seconds: dict[str, float] = {}
+        self._kinds: dict[str, _Kind] = {}
         self._turn = threading.Lock()
-        self._clock: Callable[[], float] | None = None
+        self._clocks: tuple[Clock, Clock] | None = None
 
     async def run(self, kind: str, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run ``fn`` where work of this kind belongs, as a span named ``kind`` of the trace."""
+        found = self._kinds.get(kind)
         # A thread has the turn if a caller was cancelled and left its work running there.
-        if self.is_short(kind) and self._turn.acquire(blocking=False):
-            try:
-                return self._timed(kind, fn, *args, **kwargs)
-            finally:
-                self._turn.release()
-        if self._clock is None:
-            self._clock = _clock()
-        work: Callable[[], R] = partial(self._in_turn, kind, fn, *args, **kwargs)
-        return await self._worker.compute(work)
-
-    def is_short(self, kind: str) -> bool:
-        """Whether work of this kind runs on the event loop for now."""
-        return self._seconds.get(kind, math.inf) < self._short
-
-    def _in_turn(self, kind: str, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._turn:
-            return self._timed(kind, fn, *args, **kwargs)
-
-    def _timed(self, kind: str, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        clock = self._clock or time.perf_counter
-        start = clock()
+        if found is None or not found.on_loop or not self._turn.acquire(blocking=False):
+            work: Callable[[], R] = partial(self._in_thread, kind, fn, *args, **kwargs)
+            self._clocks = self._clocks or _clocks()
+            return await self._worker.compute(work)
+        wall = (self._clocks or _REAL)[0]
+        started = wall()
         try:
             with self._worker.span(kind):
                 return fn(*args, **kwargs)
         finally:
-            seconds = clock() - start
-            known = self._seconds.get(kind, seconds)
-            self._seconds[kind] = max(seconds, known + FORGET * (seconds - known))
+            self._turn.release()
+            found.ran_on_loop(wall() - started, self._short)
+
+    def is_short(self, kind: str) -> bool:
+        """Whether work of this kind runs on the event loop for now."""
+        return kind in self._kinds and self._kinds[kind].on_loop
+
+    def _in_thread(self, kind: str, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        wall, cpu = self._clocks or _REAL
+        with self._turn:
+            started, computed = wall(), cpu()
+            try:
+                with self._worker.span(kind):
+                    return fn(*args, **kwargs)
+            finally:
+                found = self._kinds.setdefault(kind, _Kind())
+                found.ran_in_thread(wall() - started, cpu() - computed, self._short)
 
 
-def _clock() -> Callable[[], float]:
-    """A clock for work; in virtual time work takes none, so that every run decides alike."""
+class _Kind:
+    """What is known of one kind of work."""
+
+    __slots__ = ("_patience", "_until_trial", "on_loop")
+
+    def __init__(self) -> None:
+        self.on_loop = False
+        self._patience = 1
+        self._until_trial = 1
+
+    def ran_in_thread(self, seconds: float, computed: float, short: float) -> None:
+        """Count a run towards the next trial if it computed for less than ``short`` seconds.
+
+        What it took in all says less: the loop's thread may have held the interpreter meanwhile.
+        """
+        if computed < short and seconds < short * NEVER_TRIED:
+            self._until_trial -= 1
+            self.on_loop = self._until_trial <= 0
+
+    def ran_on_loop(self, seconds: float, short: float) -> None:
+        """Stay on the loop if it took less than ``short`` seconds."""
+        if seconds < short:
+            self._patience = max(1, self._patience - 1)
+            return
+        self.on_loop = False
+        self._patience = min(2 * self._patience, MOST_PATIENCE)
+        self._until_trial = self._patience
+
+
+_REAL: Final[tuple[Clock, Clock]] = (time.perf_counter, time.thread_time)
+
+
+def _clocks() -> tuple[Clock, Clock]:
+    """Clocks for work in the thread: all seconds, and those it computed.
+
+    In virtual time work takes none, so that every run of a seed decides alike.
+    """
     loop = asyncio.get_running_loop()
-    return loop.time if getattr(loop, "virtual", False) else time.perf_counter
+    return (loop.time, loop.time) if getattr(loop, "virtual", False) else _REAL

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
+Choice = NDArray[np.float32 | np.int64]
+"""Actions: float32 ``[..., A]`` of continuous ones, int64 ``[...]`` of discrete ones."""
 
 
 def stage_key(env_rank: int, stage: int) -> str:
@@ -52,6 +54,8 @@ class Observations(msgspec.Struct, kw_only=True):
     """The trajectory ends here: only values are asked for, for the bootstrap."""
     final_observation: Floats | None = None
     """``[K, D]``: the last observations of the K episodes that were truncated in the last step."""
+    deterministic: bool = False
+    """The most likely actions are asked for, not sampled ones: evaluation."""
 
 
 class Actions(msgspec.Struct, kw_only=True):
@@ -59,7 +63,7 @@ class Actions(msgspec.Struct, kw_only=True):
 
     incarnation: int
     sequence: int
-    action: Floats | Ints | None
+    action: Choice | None
     """``[E, A]`` (or int64 ``[E]``); None when only values were asked for."""
     log_prob: Floats | None
     """``[E]``, of the distribution that was sampled from."""
@@ -79,7 +83,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     stage: int
     observation: Floats
     """``[T, E, D]``, as the env gave it (not normalised)"""
-    action: Floats | Ints
+    action: Choice
     """``[T, E, A]`` or int64 ``[T, E]``"""
     log_prob: Floats
     """``[T, E]``"""
@@ -101,3 +105,25 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """steps of each episode that ended in here"""
     episode_success: list[bool] = []
     """of each episode that ended in here, where the env reports ``is_success`` (or ``success``)"""
+
+
+class TrainReport(msgspec.Struct, kw_only=True):
+    """actor -> runtime: one iteration was trained and its weights are published."""
+
+    iteration: int
+    version: int
+    """of the weights that came out"""
+    metrics: dict[str, float]
+    """losses, KL, clip fraction, gradient norm, learning rate, ..."""
+    env_steps: int
+    """collected for this iteration, over all envs"""
+    lag_mean: float
+    """versions between the weights that acted and the weights that were trained, over steps"""
+    lag_max: int
+    duplicates: int
+    """trajectories that came a second time, from a restarted worker, and were left out"""
+    episode_return: list[float] = []
+    episode_length: list[int] = []
+    episode_success: list[bool] = []
+    checkpoint: str | None = None
+    """folder of the checkpoint that was written after this iteration"""

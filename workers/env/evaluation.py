@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from rlinf_async.messages.embodied import Floats, Ints
+from rlinf_async.messages.embodied import Choice, Floats
 from rlinf_async.workers.env.seeds import episode_seed
 from rlinf_async.workers.env.slot import Episode, Slot
 from rlinf_async.workers.env.spaces import ActionReader
@@ -68,7 +68,7 @@ class Evaluation:
             self._running.append((slot, episode, None))
         return bool(self._running)
 
-    def step(self, answer: Floats | Ints | None, version: int) -> None:
+    def step(self, answer: Choice | None, version: int) -> None:
         """Take one step in every episode that runs."""
         actions = self._actions.read(answer, len(self._running))
         running, self._running, self._rows = self._running, [], []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlinf_async.messages.embodied import Actions, Collect, Floats, Ints, Trajectory
+from rlinf_async.messages.embodied import Actions, Choice, Collect, Floats, Trajectory
 from rlinf_async.workers.env.errors import EnvError
 from rlinf_async.workers.env.stage import Outcome
 
@@ -79,6 +79,6 @@ class Record:
             self._made.final_value[self._step - 1][self._cut] = answer.final_value
 
 
-def _like(action: Floats | Ints, steps: int) -> Floats | Ints:
-    made: Floats | Ints = np.empty((steps, *action.shape), action.dtype)
+def _like(action: Choice, steps: int) -> Choice:
+    made: Choice = np.empty((steps, *action.shape), action.dtype)
     return made

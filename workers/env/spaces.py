@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlinf_async.messages.embodied import Floats, Ints
+from rlinf_async.messages.embodied import Choice, Floats
 from rlinf_async.workers.env.errors import EnvError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class ActionReader:
                 "the environment (gymnasium.ActionWrapper)"
             )
 
-    def read(self, answer: Floats | Ints | None, count: int) -> Sequence[Any] | NDArray[Any]:
+    def read(self, answer: Choice | None, count: int) -> Sequence[Any] | NDArray[Any]:
         """The actions of ``count`` environments.
 
         Raises:
@@ -81,7 +81,7 @@ class ActionReader:
             )
         return self._choices(answer) if self.discrete else self._vectors(answer)
 
-    def _choices(self, answer: Floats | Ints) -> list[int]:
+    def _choices(self, answer: Choice) -> list[int]:
         chosen: list[int] = answer.tolist()
         if not all(0 <= choice < self.size for choice in chosen):
             raise EnvError(
@@ -89,7 +89,7 @@ class ActionReader:
             )
         return [choice + self._first for choice in chosen]
 
-    def _vectors(self, answer: Floats | Ints) -> NDArray[Any]:
+    def _vectors(self, answer: Choice) -> NDArray[Any]:
         bounded: NDArray[Any]
         if self._rescale:
             share = (np.clip(answer, -1.0, 1.0).astype(np.float32) + 1.0) * 0.5

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from rlinf_async.messages.embodied import Bools, Floats, Ints
+from rlinf_async.messages.embodied import Bools, Choice, Floats
 from rlinf_async.workers.env.slot import Episode, Slot
 from rlinf_async.workers.env.spaces import ActionReader
 
@@ -64,7 +64,7 @@ class Stage:
         self._check(self.observation)
         self._to_reset, self._fresh = [], False
 
-    def step(self, answer: Floats | Ints | None) -> Outcome:
+    def step(self, answer: Choice | None) -> Outcome:
         """Take one step in every environment, with actions ``[E, A]`` (or int64 ``[E]``).
 
         Raises:

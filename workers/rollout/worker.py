@@ -20,6 +20,7 @@ one gets it, and if it was answered already the env worker drops the second answ
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from itertools import groupby
@@ -72,19 +73,24 @@ class RolloutWorker(Worker):
 
     async def setup(self) -> None:
         """Build the policy; its weights come with the first update."""
-        self._live = LivePolicy(await self.compute(self.make_policy), self._pace)
+        policy = await self.compute(self.make_policy)
+        # OpenMP keeps this per thread, and either of the two may run the policy.
+        await self.compute(self._limit_threads)
+        self._limit_threads()
+        self._live = LivePolicy(policy, self._pace)
 
     def make_policy(self) -> PolicyBackend:
         """Build the policy. Runs in the compute thread; override it to bring your own."""
         from rlinf_async.backends.registry import load_policy_backend
 
-        if self.config.torch_threads:
-            import torch
-
-            torch.set_num_threads(self.config.torch_threads)
         parts = (self.config.seed, self.rank, self.incarnation)
         seed = int(np.random.SeedSequence(parts).generate_state(1)[0])
         return load_policy_backend(self._backend_name)(self._policy_config, seed, self.device)
+
+    def _limit_threads(self) -> None:
+        torch = sys.modules.get("torch")
+        if torch is not None and self.config.torch_threads:
+            torch.set_num_threads(self.config.torch_threads)
 
     async def serve(
         self,
