@@ -56,8 +56,8 @@ def all_blocked(tasks: Iterable[asyncio.Task[Any]]) -> bool:
 
 
 def _with_timeout() -> set[asyncio.Task[Any]]:
-    """Tasks inside an ``asyncio.timeout`` that still runs. No loop tells, so the heap is asked: some
-    milliseconds, and only when all is blocked otherwise."""
+    """Tasks inside an ``asyncio.timeout`` that still runs. No loop tells, so the heap is asked:
+    some milliseconds, and only when all is blocked otherwise."""
     every = [one for one in gc.get_objects() if type(one) is asyncio.Timeout]
     return {vars(one)["_task"] for one in every if vars(one).get("_timeout_handler") is not None}
 

@@ -1,0 +1,169 @@
+"""The main function of a worker's process."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from rlinf_async.channels.wire import (
+    ChannelClient,
+    Connection,
+    Encoded,
+    Router,
+    connect,
+)
+from rlinf_async.channels.wire.protocol import Nothing
+from rlinf_async.observe.trace import SpanRecorder
+from rlinf_async.runtime.backend import Activity, WorkerSpec
+from rlinf_async.runtime.codecs import arguments_codec, encode_result, encode_spans
+from rlinf_async.runtime.loop import run
+from rlinf_async.runtime.protocol import Call, Outcome
+from rlinf_async.runtime.stall import all_blocked, internal
+from rlinf_async.workers.errors import WorkerError
+from rlinf_async.workers.host import WorkerHost
+from rlinf_async.workers.methods import method_of
+from rlinf_async.workers.watchdog import Watchdog
+
+EXIT_ORPHANED = 71
+"""This process outlived the one that started it."""
+
+
+class Boot(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process is started with. Goes through the inherited pipe, not through a socket."""
+
+    spec: WorkerSpec
+    life: str
+    socket: str
+    secret: bytes
+    heartbeat_limit: float
+
+
+def child_main(boot: Boot) -> None:
+    """Serve one worker until told to stop, or until the process that started this one is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    faulthandler.enable()
+    _go_with_parent(Path(boot.socket).parent)
+    _pin(boot)
+    run(Child(boot).serve())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a compute thread that is still busy must not hold the process back
+
+
+def _pin(boot: Boot) -> None:
+    cores = {device.index for device in boot.spec.info.devices if device.kind == "cpu"}
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+def _go_with_parent(folder: Path) -> None:
+    """Nobody would stop this process if its parent were killed: watch it, and clean up after it."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            shutil.rmtree(folder, ignore_errors=True)
+            os._exit(EXIT_ORPHANED)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
+class Child:
+    """Answers the process that owns the cluster."""
+
+    def __init__(self, boot: Boot) -> None:
+        self._boot = boot
+        spec = boot.spec
+        self._recorder = SpanRecorder(spec.info.name)
+        self._host = WorkerHost(spec.cls, spec.args, spec.kwargs, spec.info, self._recorder.span)
+        self._stopped = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Connect, answer, and return once told to stop or cut off."""
+        task = asyncio.current_task()
+        if task is not None:
+            internal(task)
+        watchdog = Watchdog(self._boot.spec.info.name)
+        watchdog.start()
+        connection = await connect(
+            self._boot.socket,
+            self._boot.secret,
+            name=self._boot.life,
+            router=self._router(),
+            heartbeat_limit=self._boot.heartbeat_limit,
+        )
+        connection.on_close(lambda _, reason: self._stopped.set())
+        await self._stopped.wait()
+        connection.close()
+        await connection.wait_closed()
+        watchdog.stop()
+
+    def _router(self) -> Router:
+        router = Router()
+        router.add("worker.start", Nothing, self._start)
+        router.add("worker.call", Call, self._call)
+        router.add("worker.activity", Nothing, self._activity)
+        router.add("worker.spans", Nothing, self._spans)
+        router.add("worker.stop", Nothing, self._stop)
+        return router
+
+    async def _start(
+        self, connection: Connection, meta: Nothing, body: Encoded | None
+    ) -> tuple[Outcome, None]:
+        try:
+            await self._host.start()
+        except WorkerError as error:
+            return Outcome(failure=error.failure), None
+        return Outcome(), None
+
+    async def _call(
+        self, connection: Connection, call: Call, body: Encoded | None
+    ) -> tuple[Outcome, Encoded | None]:
+        cls = self._boot.spec.cls
+        try:
+            method = method_of(cls, getattr(cls, call.method))
+            codec = arguments_codec(method, tuple(call.names))
+            arguments = codec.decode(body, ChannelClient(connection))
+            value = await self._host.call(call.method, arguments)
+            return Outcome(), encode_result(method, value)
+        except WorkerError as error:
+            return Outcome(failure=error.failure), None
+        except Exception as error:  # an argument or the result cannot travel
+            return Outcome(failure=self._host.wrap(error, call.method).failure), None
+
+    async def _activity(
+        self, connection: Connection, meta: Nothing, body: Encoded | None
+    ) -> tuple[Activity, None]:
+        computing = self._host.context.computing
+        return Activity(
+            calls=tuple(one.method for one in self._host.calls.values()),
+            blocked=computing == 0 and all_blocked(asyncio.all_tasks()),
+            computing=computing,
+        ), None
+
+    async def _spans(
+        self, connection: Connection, meta: Nothing, body: Encoded | None
+    ) -> tuple[Nothing, Encoded]:
+        return Nothing(), encode_spans(self._recorder.take())
+
+    async def _stop(
+        self, connection: Connection, meta: Nothing, body: Encoded | None
+    ) -> tuple[Outcome, None]:
+        try:
+            await self._host.stop()
+        except WorkerError as error:
+            return Outcome(failure=error.failure), None
+        finally:
+            asyncio.get_running_loop().call_soon(self._stopped.set)
+        return Outcome(), None

@@ -1,0 +1,351 @@
+"""Workers as OS processes of this host, each with an event loop of its own.
+
+::
+
+    this process                                      a worker's process (child.py)
+    queues of all channels                            ends of channels
+    unix socket, owner only  <---- one connection --->  proves the cluster's secret
+    sentinel of the process  ---- death --------------x
+                                                      watches this process, and goes with it
+
+The socket lives in a folder of the run's own, which is removed at the end; if this process is
+killed, its workers see it, remove the folder and go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+from rlinf_async.channels import Channel, ConnectionLost, Latest
+from rlinf_async.channels.wire import (
+    ChannelServer,
+    Connection,
+    Router,
+    Server,
+    serve,
+)
+from rlinf_async.channels.wire.protocol import Nothing
+from rlinf_async.observe.trace import Span
+from rlinf_async.runtime.backend import Activity, WorkerSpec
+from rlinf_async.runtime.child import Boot, child_main
+from rlinf_async.runtime.codecs import (
+    arguments_codec,
+    check_result_type,
+    decode_result,
+    decode_spans,
+)
+from rlinf_async.runtime.protocol import Call, Outcome
+from rlinf_async.runtime.stall import result_of
+from rlinf_async.workers.errors import (
+    BuildError,
+    Failure,
+    WorkerDied,
+    WorkerError,
+    WorkerUnresponsive,
+)
+from rlinf_async.workers.methods import Method
+
+log = logging.getLogger(__name__)
+_spawn_lock = threading.Lock()
+EXIT_SECONDS = 1.0
+"""How long a process that closed its connection may take to exit by itself."""
+
+
+class ProcessWorker:
+    """One rank in a process of its own."""
+
+    def __init__(self, spec: WorkerSpec, process: SpawnProcess, server: ChannelServer) -> None:
+        self.name = spec.info.name
+        self._process = process
+        self._server = server
+        self._connection: Connection | None = None
+        self._stopping = False
+        self._why: str | None = None
+        self._kill_timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self.pid = process.pid or 0
+        self.died: asyncio.Future[WorkerDied] = self._loop.create_future()
+        self.exited: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(process.sentinel, self._on_exit)
+
+    @property
+    def connection(self) -> Connection | None:
+        return self._connection
+
+    async def attach(self, connected: asyncio.Future[Connection], limit: float) -> None:
+        """Wait for the process to connect and its worker to be set up."""
+        either: list[asyncio.Future[Any]] = [connected, self.died]
+        await asyncio.wait(either, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        if self.died.done():
+            raise self.died.result()
+        if not connected.done():
+            self.lose(f"its process did not connect within {limit:g} s")
+            raise await result_of(self.died)
+        self._connection = connected.result()
+        outcome = await self._ask("worker.start")
+        if outcome.failure is not None:
+            raise WorkerError(outcome.failure)
+
+    async def call(self, method: Method, arguments: dict[str, Any]) -> Any:
+        check_result_type(method)
+        lent: list[int] = []
+        body = arguments_codec(method, tuple(arguments)).encode(arguments, self._server, lent)
+        call = Call(method=method.name, names=list(arguments))
+        try:
+            outcome, result = await self._live.request("worker.call", call, body, reply=Outcome)
+        except ConnectionLost:
+            raise await result_of(self.died) from None
+        finally:
+            for number in lent:
+                self._server.take_back(number)
+        if outcome.failure is not None:
+            raise WorkerError(outcome.failure)
+        return decode_result(method, result)
+
+    async def activity(self) -> Activity:
+        try:
+            found, _ = await self._live.request(
+                "worker.activity", Nothing(), reply=Activity, control=True
+            )
+        except ConnectionLost:
+            return Activity()
+        return found
+
+    async def spans(self) -> list[Span]:
+        try:
+            _, body = await self._live.request("worker.spans", Nothing(), reply=Nothing)
+        except ConnectionLost:
+            return []
+        return decode_spans(body)
+
+    async def stop(self, grace: float) -> None:
+        self._stopping = True
+        outcome = Outcome()
+        try:
+            if self._connection is not None and not self.exited.done():
+                async with asyncio.timeout(grace):
+                    outcome = await self._ask("worker.stop")
+                    await result_of(self.exited)
+        except TimeoutError:
+            log.warning("%s did not stop within %.1f s and is killed", self.name, grace)
+        except WorkerDied:
+            pass
+        await self.kill()
+        if outcome.failure is not None:
+            raise WorkerError(outcome.failure)
+
+    async def kill(self) -> None:
+        """End the process by force, if it is still there."""
+        self._stopping = True
+        if not self.exited.done():
+            self._process.kill()
+            await result_of(self.exited)
+        self.died.cancel()
+
+    def lose(self, why: str) -> None:
+        """The connection is gone. The process is too, or will be, or else is ended for this reason."""
+        if not self._stopping and not self.exited.done() and self._kill_timer is None:
+            self._kill_timer = self._loop.call_later(EXIT_SECONDS, self._end_for, why)
+
+    def _end_for(self, why: str) -> None:
+        if not self.exited.done():
+            self._why = why
+            self._process.kill()
+
+    async def _ask(self, kind: str) -> Outcome:
+        try:
+            outcome, _ = await self._live.request(kind, Nothing(), reply=Outcome, control=True)
+        except ConnectionLost:
+            raise await result_of(self.died) from None
+        return outcome
+
+    @property
+    def _live(self) -> Connection:
+        if self._connection is None:
+            raise ConnectionLost(f"{self.name} has not connected yet")
+        return self._connection
+
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._process.sentinel)
+        self._process.join()
+        code = self._process.exitcode or 0
+        self._process.close()
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+        if not self.died.done():
+            self.died.set_result(self._death(code))
+        if not self.exited.done():
+            self.exited.set_result(None)
+
+    def _death(self, code: int) -> WorkerDied:
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        kind = WorkerDied if self._why is None else WorkerUnresponsive
+        failure = Failure(
+            worker=self.name,
+            host=socket.gethostname(),
+            pid=self.pid,
+            method="its process",
+            error_type=kind.__name__,
+            message=f"the process ended by itself: {how}" if self._why is None else self._why,
+            traceback="",
+        )
+        return kind(failure)
+
+
+class ProcessBackend:
+    """Starts a process for each rank and owns the queues of all channels."""
+
+    def __init__(self, *, heartbeat_limit: float, connect_limit: float = 120.0) -> None:
+        self._heartbeat_limit = heartbeat_limit
+        self._connect_limit = connect_limit
+        self._secret = secrets.token_bytes(32)
+        self._folder: Path | None = None
+        self._server: Server | None = None
+        self._router = Router()
+        self._channels = ChannelServer(self._router)
+        self._expected: dict[str, asyncio.Future[Connection]] = {}
+        self._workers: dict[str, ProcessWorker] = {}
+
+    async def open(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="rlinf-async-"))
+        self._server = await serve(
+            self._socket,
+            self._secret,
+            name="driver",
+            router=self._router,
+            on_connect=self._on_connect,
+            on_disconnect=self._on_disconnect,
+            heartbeat_limit=self._heartbeat_limit,
+        )
+
+    def publish(self, channel: Channel[Any] | Latest[Any]) -> None:
+        self._channels.publish(channel)
+
+    async def start(self, spec: WorkerSpec) -> ProcessWorker:
+        life = f"{spec.info.name}#{spec.info.incarnation}"
+        connected: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+        self._expected[life] = connected
+        boot = Boot(
+            spec=spec,
+            life=life,
+            socket=str(self._socket),
+            secret=self._secret,
+            heartbeat_limit=self._heartbeat_limit,
+        )
+        process = await _spawn_whole(boot)
+        worker = ProcessWorker(spec, process, self._channels)
+        self._workers[spec.info.name] = worker
+        try:
+            await worker.attach(connected, self._connect_limit)
+        except BaseException:
+            await worker.kill()
+            raise
+        finally:
+            self._expected.pop(life, None)
+        return worker
+
+    def rendezvous(self, group: str, life: int) -> str:
+        return (self._socket.parent / f"{group}-{life}.store").as_uri()
+
+    def pid(self, name: str) -> int | None:
+        worker = self._workers.get(name)
+        return None if worker is None or worker.exited.done() else worker.pid
+
+    async def close(self) -> None:
+        for worker in self._workers.values():
+            await worker.kill()
+        if self._server is not None:
+            await self._server.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _socket(self) -> Path:
+        if self._folder is None:
+            raise RuntimeError("the cluster was not entered")
+        return self._folder / "driver.sock"
+
+    def _on_connect(self, connection: Connection) -> None:
+        expected = self._expected.get(connection.peer)
+        if expected is None or expected.done():
+            log.warning("an unknown peer %r connected and is refused", connection.peer)
+            connection.abort(f"nobody expects {connection.peer!r}")
+            return
+        expected.set_result(connection)
+
+    def _on_disconnect(self, connection: Connection, reason: str) -> None:
+        worker = self._workers.get(connection.peer.rpartition("#")[0])
+        if worker is not None and worker.connection is connection:
+            worker.lose(reason)
+
+
+async def _spawn_whole(boot: Boot) -> SpawnProcess:
+    """Start the process in a thread. If this is cancelled meanwhile, no process is left."""
+    spawning = asyncio.create_task(asyncio.to_thread(_spawn, boot))
+    try:
+        return await asyncio.shield(spawning)
+    except asyncio.CancelledError:
+        await asyncio.wait([spawning])
+        if spawning.exception() is None:
+            spawning.result().kill()
+            spawning.result().join()
+            spawning.result().close()
+        raise
+
+
+def _spawn(boot: Boot) -> SpawnProcess:
+    """Start the process. Its environment is set here, because its modules are imported first of
+    all."""
+    process = multiprocessing.get_context("spawn").Process(
+        target=child_main, args=(boot,), name=boot.life, daemon=False
+    )
+    with _spawn_lock, _environment(boot.spec.env), _no_interrupt():
+        try:
+            process.start()
+        except OSError:
+            raise
+        except Exception as error:  # pickle raises what the arguments' own methods raise
+            raise BuildError(
+                f"{boot.life}: the worker class or its arguments cannot be sent to another process "
+                f"({error}): define the class at the top level of an importable module, and pass "
+                "plain data"
+            ) from error
+    return process
+
+
+@contextlib.contextmanager
+def _environment(extra: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in extra}
+    os.environ.update(extra)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """A Ctrl-C is for this process: the child inherits a blocked SIGINT until it ignores it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
