@@ -107,3 +107,22 @@ def train_steps(
         grad_norm, _ = manager.optimizer_step()
         history.append([*metrics.tolist(), grad_norm])
     return history
+
+
+def config(**fields: Any) -> FSDPConfig:
+    return FSDPConfig(policy=POLICY, **fields)
+
+
+def copied(manager: FSDPModelManager) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in manager.get_model_state_dict().items()}
+
+
+def backward(manager: FSDPModelManager, scale: float = 1.0) -> None:
+    batch = samples(0)
+    evaluation = manager.model(batch.observation, batch.action)
+    manager.backward(scale * (evaluation.log_prob.mean() + evaluation.value.mean()))
+
+
+def changed(before: dict[str, Tensor], manager: FSDPModelManager) -> set[str]:
+    now = manager.get_model_state_dict()
+    return {name for name in before if not torch.equal(before[name], now[name])}

@@ -7,40 +7,27 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
-from torch import Tensor
 
 from rlinf_async.algorithms.registry import UnknownName
 from rlinf_async.backends.fsdp.config import FSDPConfig, OptimizerConfig, SchedulerConfig
-from rlinf_async.backends.fsdp.errors import OffloadedError
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.optim import LossScaler, lr_factor
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.mlp import MlpGaussianPolicy
-from tests.backends.fsdp_helpers import POLICY, samples, set_up, train_steps
-
-
-def config(**fields: Any) -> FSDPConfig:
-    return FSDPConfig(policy=POLICY, **fields)
-
-
-def copied(manager: FSDPModelManager) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in manager.get_model_state_dict().items()}
-
-
-def backward(manager: FSDPModelManager, scale: float = 1.0) -> None:
-    batch = samples(0)
-    evaluation = manager.model(batch.observation, batch.action)
-    manager.backward(scale * (evaluation.log_prob.mean() + evaluation.value.mean()))
-
-
-def changed(before: dict[str, Tensor], manager: FSDPModelManager) -> set[str]:
-    now = manager.get_model_state_dict()
-    return {name for name in before if not torch.equal(before[name], now[name])}
+from tests.backends.fsdp_helpers import (
+    POLICY,
+    backward,
+    changed,
+    config,
+    copied,
+    samples,
+    set_up,
+    train_steps,
+)
 
 
 def test_the_model_is_the_registered_policy() -> None:
@@ -261,91 +248,6 @@ def test_micro_batches_give_the_numbers_of_the_whole_minibatch() -> None:
     whole = train_steps(set_up(config()), range(3))
     parts = train_steps(set_up(config()), range(3), micro_batches=4)
     torch.testing.assert_close(torch.tensor(parts), torch.tensor(whole), atol=1e-6, rtol=1e-5)
-
-
-def test_offloading_drops_the_gradients_and_refuses_to_step() -> None:
-    manager = set_up(config())
-    backward(manager)
-    manager.offload_param_and_grad()
-    assert all(p.grad is None for p in manager.model.parameters())
-    with pytest.raises(OffloadedError, match=r"load_param_and_grad\(\) and load_optimizer\(\)"):
-        manager.optimizer_step()
-    manager.load_param_and_grad(0)
-    assert manager.optimizer_step()[0] == 0.0
-
-
-def test_offloaded_gradients_come_back_when_asked_for() -> None:
-    manager, other = set_up(config()), set_up(config())
-    backward(manager)
-    backward(other)
-    manager.offload_param_and_grad(offload_grad=True)
-    manager.load_param_and_grad("cpu", load_grad=True)
-    assert manager.optimizer_step()[0] == pytest.approx(other.optimizer_step()[0])
-
-
-def test_gradients_that_are_not_asked_for_do_not_come_back() -> None:
-    manager = set_up(config())
-    backward(manager)
-    manager.offload_param_and_grad(offload_grad=True)
-    manager.load_param_and_grad(load_grad=False)
-    assert manager.optimizer_step()[0] == 0.0
-
-
-def test_offloading_twice_and_loading_twice_is_harmless() -> None:
-    manager = set_up(config())
-    train_steps(manager, range(1))
-    before = copied(manager)
-    for method in (
-        manager.offload_param_and_grad,
-        manager.offload_optimizer,
-        manager.load_param_and_grad,
-        manager.load_optimizer,
-    ):
-        repeated: Callable[[], None] = method
-        repeated()
-        repeated()
-    assert changed(before, manager) == set()
-    assert not manager.param_offloaded
-    assert not manager.optimizer_offloaded
-
-
-def test_an_optimizer_without_moments_has_nothing_to_offload() -> None:
-    manager = set_up(config())
-    manager.offload_optimizer()
-    assert not manager.optimizer_offloaded
-
-
-def test_training_goes_on_after_offloading_as_if_nothing_had_been() -> None:
-    manager, other = set_up(config()), set_up(config())
-    train_steps(manager, range(2))
-    train_steps(other, range(2))
-    manager.offload_optimizer()
-    manager.offload_param_and_grad()
-    manager.load_param_and_grad()
-    manager.load_optimizer()
-    assert train_steps(manager, range(2, 4)) == train_steps(other, range(2, 4))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_offloading_moves_the_memory() -> None:
-    manager = set_up(config(device="cuda"))
-    train_steps_on_gpu(manager)
-    manager.offload_param_and_grad()
-    manager.offload_optimizer()
-    assert {p.device.type for p in manager.model.parameters()} == {"cpu"}
-    assert {t.device.type for s in manager.optimizer.state.values() for t in s.values()} == {"cpu"}
-    manager.load_param_and_grad(0)
-    manager.load_optimizer(0)
-    train_steps_on_gpu(manager)
-    assert {p.device.type for p in manager.model.parameters()} == {"cuda"}
-
-
-def train_steps_on_gpu(manager: FSDPModelManager) -> None:
-    batch = samples(0)
-    evaluation = manager.model(batch.observation.cuda(), batch.action.cuda())
-    manager.backward(evaluation.value.mean())
-    assert math.isfinite(manager.optimizer_step()[0])
 
 
 @pytest.mark.parametrize(
