@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from rlinf_async.channels import Channel, ChannelClosed, current_party
+from rlinf_async.channels.waitfor import WaitFuture
 from rlinf_async.workers.base import Worker, make
 from rlinf_async.workers.collective import leave
 from rlinf_async.workers.context import OpenSpan, WorkerContext, WorkerInfo
@@ -87,7 +88,7 @@ class WorkerHost:
             await self._worker.setup()
             step = "done"
         except Exception as error:
-            raise self._wrap(error, step) from error
+            raise self.wrap(error, step) from error
         finally:
             current_party.reset(token)
             if step != "done":
@@ -102,11 +103,11 @@ class WorkerHost:
         Raises:
             WorkerError: the method raised, or the worker is not ready.
         """
-        result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        result: asyncio.Future[Any] = WaitFuture()
         try:
             await self.mailbox.sender.put(Invocation(method, arguments, result))
         except ChannelClosed as error:
-            raise self._wrap(error, method) from error
+            raise self.wrap(error, method) from error
         try:
             return await result
         except asyncio.CancelledError:
@@ -125,7 +126,7 @@ class WorkerHost:
             if ready and self._worker is not None:
                 await self._worker.teardown()
         except Exception as error:
-            raise self._wrap(error, "teardown") from error
+            raise self.wrap(error, "teardown") from error
         finally:
             leave()
             self.context.executor.shutdown(wait=False, cancel_futures=True)
@@ -175,7 +176,7 @@ class WorkerHost:
 
     def _fail(self, invocation: Invocation, error: Exception) -> None:
         if not invocation.result.done():
-            invocation.result.set_exception(self._wrap(error, invocation.method))
+            invocation.result.set_exception(self.wrap(error, invocation.method))
             invocation.result.exception()  # retrieved: the caller may be gone
 
     async def _cancel(self, result: asyncio.Future[Any]) -> None:
@@ -185,7 +186,8 @@ class WorkerHost:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([task])
 
-    def _wrap(self, error: BaseException, method: str) -> WorkerError:
+    def wrap(self, error: BaseException, method: str) -> WorkerError:
+        """The error as one of this worker's."""
         wrapped = WorkerError.of(
             error, worker=self.info.name, host=socket.gethostname(), pid=os.getpid(), method=method
         )
