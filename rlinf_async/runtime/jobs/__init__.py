@@ -1,0 +1,56 @@
+"""Jobs: kinds of runs that a configuration file describes, by name.
+
+A TOML file says at its top which job it is for: ``job = "embodied_ppo"``. Packages of others add
+jobs by the entry point group ``rlinf_async.jobs``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from rlinf_async.config import ConfigError
+from rlinf_async.observe.summary import Summary
+
+GROUP = "rlinf_async.jobs"
+
+
+class Job(Protocol):
+    """A kind of run."""
+
+    @property
+    def config_type(self) -> type[msgspec.Struct]:
+        """The Struct that its file is read as."""
+        ...
+
+    def check(self, config: Any) -> None:
+        """Raise `UsageError` where the run could not start. Starts nothing."""
+        ...
+
+    def run(self, config: Any, out: Path | None, resume: bool) -> Summary:
+        """Run to the end; ``out`` is the run folder (None: the job's choice)."""
+        ...
+
+
+def get_job(name: str) -> Job:
+    """The job of this name.
+
+    Raises:
+        ConfigError: there is none; lists those there are.
+    """
+    from rlinf_async.runtime.jobs.embodied import EmbodiedPPO
+
+    if name == EmbodiedPPO.name:
+        return EmbodiedPPO()
+    others = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name in others:
+        job: Job = others[name].load()()
+        return job
+    known = sorted([EmbodiedPPO.name, *others])
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    raise ConfigError(f"no job is called {name!r}{hint} (known: {', '.join(known)})", path=("job",))

@@ -1,0 +1,185 @@
+"""The configuration of the ``embodied_ppo`` job: who does what, how often, for how long."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
+from rlinf_async.config import ConfigError
+from rlinf_async.workers.env.config import EnvConfig
+from rlinf_async.workers.env.spaces import EnvSpec
+from rlinf_async.workers.rollout.config import RolloutConfig
+
+
+class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long, and on how much at a time."""
+
+    total_steps: int
+    """environment steps, over all environments; rounded up to whole iterations"""
+    steps_per_iteration: int
+    """steps of each environment in one iteration"""
+    max_staleness: int = 0
+    """versions that the weights which act may be behind those that are trained; 0 is on-policy"""
+    checkpoint_every: int = 10
+    """iterations; there is always one at the end"""
+    keep_checkpoints: int = 2
+    return_window: int = 100
+    """episodes over which the return and the success rate are averaged while training"""
+
+    def __post_init__(self) -> None:
+        positive = {
+            "total_steps": self.total_steps,
+            "steps_per_iteration": self.steps_per_iteration,
+            "keep_checkpoints": self.keep_checkpoints,
+            "return_window": self.return_window,
+        }
+        for name, value in positive.items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.max_staleness < 0 or self.checkpoint_every < 0:
+            raise ValueError(
+                f"max_staleness is {self.max_staleness}, checkpoint_every is "
+                f"{self.checkpoint_every}; both must be at least 0"
+            )
+
+
+class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is measured at the end, with the deterministic policy."""
+
+    episodes: int = 100
+    seed: int = 10_000
+    target_success_rate: float | None = None
+    """the run succeeds if it is reached; None: there is no target"""
+    target_return: float | None = None
+    video_episodes: int = 3
+    """episodes in ``video.mp4``; 0: no video"""
+
+    def __post_init__(self) -> None:
+        if self.episodes < 1 or self.video_episodes < 0:
+            raise ValueError(
+                f"episodes is {self.episodes}, video_episodes is {self.video_episodes}; they must "
+                "be at least 1 and 0"
+            )
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the workers run, and how many there are of each."""
+
+    backend: Literal["process", "local"] = "process"
+    env_workers: int = 1
+    rollout_workers: int = 1
+    actors: int = 1
+    threads: int = 1
+    """of the arithmetic in each process (OMP_NUM_THREADS)"""
+    max_restarts: int = 3
+    """of each env and rollout worker within a minute, before its death ends the run"""
+    deadlock_after: float | None = 30.0
+    """seconds"""
+    heartbeat_limit: float = 60.0
+    """seconds after which a worker that does not answer is given up"""
+
+    def __post_init__(self) -> None:
+        counts = {
+            "env_workers": self.env_workers,
+            "rollout_workers": self.rollout_workers,
+            "actors": self.actors,
+            "threads": self.threads,
+        }
+        for name, value in counts.items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
+class EmbodiedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """PPO on a Gymnasium environment."""
+
+    job: str = "embodied_ppo"
+    name: str = "embodied"
+    """of the run, in reports and in the default run folder"""
+    seed: int = 0
+    """of everything; ``env.seed``, ``rollout.seed`` and ``actor.seed`` are added to it"""
+    env: EnvConfig
+    training: TrainingConfig
+    rollout: RolloutConfig = RolloutConfig()
+    actor: EmbodiedTrainerConfig = EmbodiedTrainerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def trajectories(self) -> int:
+        """Of one iteration: one for each stage of each env worker."""
+        return self.cluster.env_workers * self.env.stages
+
+    @property
+    def iteration_steps(self) -> int:
+        """Environment steps of one iteration, over all environments."""
+        return self.cluster.env_workers * self.env.envs * self.training.steps_per_iteration
+
+    @property
+    def iterations(self) -> int:
+        return -(-self.training.total_steps // self.iteration_steps)
+
+
+def check_sizes(config: EmbodiedConfig) -> None:
+    """Refuse what could only fail later: shares, minibatches, devices.
+
+    Raises:
+        ConfigError: with the numbers, and the nearest that would do.
+    """
+    cluster = config.cluster
+    if config.trajectories % cluster.actors:
+        raise ConfigError(
+            f"{cluster.env_workers} env workers x {config.env.stages} stages = "
+            f"{config.trajectories} trajectories cannot be divided among {cluster.actors} actors: "
+            f"use a divisor of {config.trajectories}",
+            path=("cluster", "actors"),
+        )
+    if cluster.backend == "local" and cluster.actors > 1:
+        raise ConfigError(
+            "several actors need a process each: use backend = 'process', or actors = 1",
+            path=("cluster", "backend"),
+        )
+    share = config.iteration_steps // cluster.actors
+    minibatch = config.actor.ppo.minibatch_size
+    if minibatch > share:
+        raise ConfigError(
+            f"{minibatch} samples are more than an actor gets in one iteration: "
+            f"{cluster.env_workers} env workers x {config.env.envs} envs x "
+            f"{config.training.steps_per_iteration} steps / {cluster.actors} actors = {share}",
+            path=("actor", "ppo", "minibatch_size"),
+        )
+
+
+def fitted(config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
+    """The configuration with the environment's sizes filled in, and one seed spread over all.
+
+    Raises:
+        ConfigError: sizes that were given differ from the environment's.
+    """
+    policy = config.actor.fsdp.policy
+    name = policy.name
+    if name in ("mlp_gaussian", "mlp_categorical"):
+        name = "mlp_categorical" if spec.discrete else "mlp_gaussian"
+    for size in ("observation_size", "action_size"):
+        given, found = getattr(policy, size), getattr(spec, size)
+        if given not in (0, found):
+            raise ConfigError(
+                f"{given} was given, but {config.env.name} has {found}: leave it out",
+                path=("actor", "fsdp", "policy", size),
+            )
+    replace = msgspec.structs.replace
+    policy = replace(
+        policy,
+        name=name,
+        observation_size=spec.observation_size,
+        action_size=spec.action_size,
+    )
+    fsdp = replace(config.actor.fsdp, policy=policy)
+    return replace(
+        config,
+        env=replace(config.env, seed=config.env.seed + config.seed),
+        rollout=replace(config.rollout, seed=config.rollout.seed + config.seed),
+        actor=replace(config.actor, fsdp=fsdp, seed=config.actor.seed + config.seed),
+    )

@@ -1,0 +1,84 @@
+"""The ``embodied_ppo`` job: checks a configuration, and runs it from the first ticket to the
+video."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+
+from rlinf_async.config import ConfigError, UsageError, to_toml
+from rlinf_async.observe.errors import ObserveError
+from rlinf_async.observe.run_folder import RunFolder
+from rlinf_async.observe.summary import Summary, last_line, write_summary
+from rlinf_async.runtime.jobs.config import EmbodiedConfig, check_sizes, fitted
+from rlinf_async.runtime.jobs.embodied_run import EmbodiedRun, failed_summary
+from rlinf_async.runtime.jobs.pictures import draw_pictures
+from rlinf_async.runtime.loop import run
+from rlinf_async.workers.env import EnvError, describe_env
+
+log = logging.getLogger(__name__)
+
+
+class EmbodiedPPO:
+    """PPO on a Gymnasium environment, over env, rollout and actor workers."""
+
+    name = "embodied_ppo"
+    config_type = EmbodiedConfig
+
+    def check(self, config: EmbodiedConfig) -> None:
+        """Everything that can be known before a worker starts; makes one environment to ask it.
+
+        Raises:
+            UsageError: says what is wrong, and where.
+        """
+        check_sizes(config)
+        self._fitted(config)
+        self._check_device(config)
+
+    def run(self, config: EmbodiedConfig, out: Path | None, resume: bool) -> Summary:
+        """Train, evaluate, and leave everything in the run folder."""
+        full = self._fitted(config)
+        folder_path = out or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        try:
+            folder = RunFolder.create(folder_path, config_text=to_toml(config), resume=resume)
+        except ObserveError as error:
+            raise UsageError(str(error)) from error
+        with folder:
+            for note in folder.notes:
+                print(note, file=sys.stderr)
+            summary = self._train(full, folder)
+            draw_pictures(full, folder, summary)
+            write_summary(folder.summary, summary)
+            print(last_line(folder, summary), flush=True)
+        return summary
+
+    def _train(self, config: EmbodiedConfig, folder: RunFolder) -> Summary:
+        training = EmbodiedRun(config, folder)
+        try:
+            return run(training.main())
+        except BaseException as error:
+            write_summary(folder.summary, failed_summary(config, training.reached, error))
+            raise
+
+    def _fitted(self, config: EmbodiedConfig) -> EmbodiedConfig:
+        try:
+            return fitted(config, describe_env(config.env))
+        except ConfigError as error:
+            if error.path[:1] in (("actor",), ("env",)):
+                raise
+            raise ConfigError(error.problem, path=("env", *error.path)) from error
+        except EnvError as error:
+            raise ConfigError(str(error), path=("env",)) from error
+
+    def _check_device(self, config: EmbodiedConfig) -> None:
+        from rlinf_async.config import MissingDevice
+        from rlinf_async.runtime.placement import host_devices
+
+        wanted = config.actor.fsdp.device
+        if wanted.startswith("cuda") and not any(one.kind == "cuda" for one in host_devices()):
+            raise MissingDevice(
+                f"actor.fsdp.device: {wanted!r} is asked for, but this host has no accelerator: "
+                "use 'cpu'"
+            )

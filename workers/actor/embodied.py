@@ -1,0 +1,182 @@
+"""`EmbodiedFSDPActor`: trains a robot policy from trajectories and publishes every version of it.
+
+::
+
+                          waits for                        unblocked by
+    recv_rollout_batch    its share of one iteration       env workers' trajectories
+    training              the compute thread               itself
+    publishing            nothing: `Latest` never waits
+
+Exactly once: a trajectory of (iteration, env rank, stage) is trained once. A restarted env worker
+may send one again; the second is left out and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rlinf_async.channels import LatestSender, Receiver, Sender
+from rlinf_async.messages.embodied import TrainReport, Trajectory
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.workers.base import Worker
+
+if TYPE_CHECKING:
+    from rlinf_async.backends.base import TrainerBackend
+
+
+class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How long to train, and what to keep."""
+
+    iterations: int
+    """in all, those before a resume included"""
+    trajectories: int
+    """of each iteration, over all ranks"""
+    max_staleness: int = 0
+    checkpoint_every: int = 0
+    """iterations; 0: only after the last"""
+    checkpoints: str | None = None
+    """the folder they go into; None: none are written"""
+
+
+class EmbodiedFSDPActor(Worker):
+    """One rank of the actor group.
+
+    Args:
+        trainer: configuration of the trainer backend, as plain data or its own Struct.
+        backend: its registered name.
+        resume: folder of the checkpoint to go on from.
+    """
+
+    def __init__(self, trainer: Any, *, backend: str = "fsdp", resume: str | None = None) -> None:
+        self._config = trainer
+        self._backend_name = backend
+        self._resume = resume
+        self._early: dict[int, dict[tuple[int, int], Trajectory]] = {}
+        self.duplicates = 0
+
+    async def setup(self) -> None:
+        if self.world_size > 1:
+            await self.join_collective()
+        self._trainer: TrainerBackend = await self.compute(self._build)
+        if self._resume is not None:
+            await self.compute(self._trainer.load_checkpoint, Path(self._resume))
+
+    def _build(self) -> TrainerBackend:
+        from rlinf_async.backends.registry import load_trainer_backend
+
+        return load_trainer_backend(self._backend_name)(self._config, self.world_size, self.rank)
+
+    async def version(self) -> int:
+        """How many iterations the loaded policy was trained for."""
+        return self._trainer.version
+
+    async def run_training(
+        self,
+        plan: TrainingPlan,
+        trajectories: Receiver[Trajectory],
+        weights: LatestSender[WeightUpdate],
+        reports: Sender[TrainReport],
+    ) -> int:
+        """Publish the present version, then train one iteration after the other.
+
+        Rank 0 publishes and reports; every rank trains on its own share, taken under its rank as
+        the key. Returns the last version.
+
+        Raises:
+            RuntimeError: a trajectory is more than ``plan.max_staleness`` versions old.
+        """
+        await self._publish(weights)
+        for iteration in range(self._trainer.version, plan.iterations):
+            batch = await self.recv_rollout_batch(trajectories, iteration, plan)
+            lags = self._lags(batch, plan.max_staleness)
+            with self.span("train", iteration=iteration):
+                metrics = await self.compute(self._trainer.train, batch)
+            await self._publish(weights)
+            checkpoint = await self._save(plan)
+            if self.rank == 0:
+                report = self._report(iteration, batch, metrics, lags, checkpoint, plan)
+                await reports.put(report)
+        return self._trainer.version
+
+    async def recv_rollout_batch(
+        self, trajectories: Receiver[Trajectory], iteration: int, plan: TrainingPlan
+    ) -> list[Trajectory]:
+        """Exactly this rank's share of one iteration, in the order of env rank and stage.
+
+        Trajectories of later iterations that arrive meanwhile are kept for their turn.
+        """
+        share = plan.trajectories // self.world_size
+        with self.span("wait trajectories", iteration=iteration):
+            while len(self._early.get(iteration, {})) < share:
+                self._keep(await trajectories.get(key=self.rank), iteration)
+        batch = self._early.pop(iteration)
+        return [batch[place] for place in sorted(batch)]
+
+    def _keep(self, trajectory: Trajectory, iteration: int) -> None:
+        place = (trajectory.env_rank, trajectory.stage)
+        late = trajectory.iteration < iteration
+        if late or place in self._early.setdefault(trajectory.iteration, {}):
+            self.duplicates += 1
+            self.log.warning(
+                "iteration %d of env worker %d, stage %d came twice and is trained once",
+                trajectory.iteration,
+                *place,
+            )
+        else:
+            self._early[trajectory.iteration][place] = trajectory
+
+    def _lags(self, batch: list[Trajectory], limit: int) -> tuple[float, int]:
+        """Mean and maximum of the versions that each step's weights are behind the trained ones."""
+        now = self._trainer.version
+        lags = [now - int(version) for one in batch for version in one.version]
+        if max(lags) > limit or min(lags) < 0:
+            raise RuntimeError(
+                f"what is trained at version {now} holds steps that are {min(lags)} to "
+                f"{max(lags)} versions old, but max_staleness is {limit}: tickets came too early"
+            )
+        return sum(lags) / len(lags), max(lags)
+
+    async def _publish(self, weights: LatestSender[WeightUpdate]) -> None:
+        with self.span("publish", version=self._trainer.version):
+            update = await self.compute(self._trainer.publish)
+            if self.rank == 0:
+                await weights.publish(update)
+
+    async def _save(self, plan: TrainingPlan) -> str | None:
+        version = self._trainer.version
+        due = plan.checkpoint_every > 0 and version % plan.checkpoint_every == 0
+        if plan.checkpoints is None or not (due or version == plan.iterations):
+            return None
+        path = Path(plan.checkpoints) / f"version-{version:06d}"
+        with self.span("checkpoint", version=version):
+            await self.compute(self._trainer.save_checkpoint, path)
+        return str(path)
+
+    def _report(
+        self,
+        iteration: int,
+        batch: list[Trajectory],
+        metrics: Mapping[str, float],
+        lags: tuple[float, int],
+        checkpoint: str | None,
+        plan: TrainingPlan,
+    ) -> TrainReport:
+        """Episodes are those of this rank's share: all of them where there is one rank."""
+        steps = sum(one.reward.size for one in batch)
+        return TrainReport(
+            iteration=iteration,
+            version=self._trainer.version,
+            metrics=dict(metrics),
+            env_steps=steps * plan.trajectories // len(batch),
+            lag_mean=lags[0],
+            lag_max=lags[1],
+            duplicates=self.duplicates,
+            episode_return=[value for one in batch for value in one.episode_return],
+            episode_length=[value for one in batch for value in one.episode_length],
+            episode_success=[value for one in batch for value in one.episode_success],
+            checkpoint=checkpoint,
+        )
