@@ -1,0 +1,150 @@
+"""Who may import whom, as the design says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.sources import ROOT, Import, folders, imports, modules
+
+LIGHT = {"config", "messages", "parallel"}
+
+ARROWS: dict[str, set[str]] = {
+    "channels": set(),
+    "config": set(),
+    "messages": set(),
+    "parallel": set(),
+    "observe": LIGHT,
+    "algorithms": LIGHT,
+    "weights": LIGHT,
+    "backends": LIGHT | {"algorithms", "weights"},
+    "workers": LIGHT | {"backends", "channels", "observe"},
+    "runtime": LIGHT | {"backends", "channels", "observe", "workers"},
+    "simulate": LIGHT | {"channels", "observe", "runtime", "workers"},
+    "testing": LIGHT | {"channels", "runtime", "workers"},
+    "bench": LIGHT | {"channels", "observe", "runtime", "workers"},
+    "cli": LIGHT | {"bench", "channels", "observe", "runtime", "workers"},
+}
+"""What each part may import of the others when it is imported."""
+
+TORCH_AT_IMPORT = {"algorithms", "backends", "weights"}
+HEAVY = {"megatron", "ray", "torch", "transformers", "vllm"}
+ONE_FOLDER_ONLY = ("megatron", "ray", "vllm")
+
+
+def say(found: list[Import]) -> str:
+    """One line for each import that breaks a rule."""
+    return "\n".join(f"{each.where} imports {each.what}" for each in found)
+
+
+def test_every_part_of_the_project_has_its_arrows() -> None:
+    names = {folder.name for folder in folders()}
+    assert names <= set(ARROWS), f"say in ARROWS what {names - set(ARROWS)} may import"
+
+
+@pytest.mark.parametrize("package", sorted(ARROWS))
+def test_a_part_imports_only_what_its_arrows_allow(package: str) -> None:
+    wrong = [
+        each
+        for each in imports()
+        if each.package == package
+        and not each.lazy
+        and each.what.startswith("rlinf_async")
+        and each.target not in ARROWS[package] | {package}
+    ]
+    assert not wrong, say(wrong)
+
+
+def test_channels_import_only_the_standard_library_and_msgspec() -> None:
+    allowed = sys.stdlib_module_names | {"msgspec", "channels"}
+    wrong = [
+        each
+        for each in imports()
+        if each.package == "channels" and not each.lazy and each.target not in allowed
+    ]
+    assert not wrong, say(wrong)
+
+
+def test_backends_never_import_channels_or_workers() -> None:
+    wrong = [
+        each
+        for each in imports()
+        if each.package == "backends" and each.target in {"channels", "runtime", "workers"}
+    ]
+    assert not wrong, say(wrong)
+
+
+def test_workers_and_runtime_know_only_the_protocols_and_configs_of_backends() -> None:
+    allowed = {"rlinf_async.backends", "rlinf_async.backends.base"}
+    wrong = [
+        each
+        for each in imports()
+        if each.package in {"runtime", "workers"}
+        and each.target == "backends"
+        and not each.lazy
+        and each.what not in allowed
+        and not each.what.endswith(".config")
+    ]
+    assert not wrong, say(wrong)
+
+
+def test_torch_is_imported_at_import_time_only_where_the_design_says() -> None:
+    wrong = [
+        each
+        for each in imports()
+        if each.target in HEAVY and not each.lazy and each.package not in TORCH_AT_IMPORT
+    ]
+    assert not wrong, say(wrong)
+
+
+@pytest.mark.parametrize("library", ONE_FOLDER_ONLY)
+def test_a_big_library_is_imported_in_one_folder_only(library: str) -> None:
+    paths = modules()
+    found = {paths[each.where].parent for each in imports() if each.target == library}
+    assert len(found) <= 1, f"{library} is imported in {sorted(map(str, found))}"
+
+
+def loaded_after(*names: str) -> set[str]:
+    """The top names in ``sys.modules`` of a fresh interpreter that imported these modules."""
+    code = "\n".join(
+        [
+            "import importlib, sys",
+            *(f"importlib.import_module({name!r})" for name in names),
+            "print(' '.join({name.partition('.')[0] for name in sys.modules}))",
+        ]
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return set(run.stdout.split())
+
+
+def test_importing_the_channels_loads_nothing_but_the_standard_library_and_msgspec() -> None:
+    loaded = loaded_after("rlinf_async.channels", "rlinf_async.channels.wire")
+    assert not loaded & (HEAVY | {"click", "numpy", "rich", "uvloop"})
+
+
+def test_importing_the_light_parts_loads_neither_torch_nor_ray() -> None:
+    light = [
+        name
+        for name in modules()
+        if name.split(".")[1] in {"channels", "cli", "config", "messages", "parallel", "runtime"}
+        or name.startswith("rlinf_async.workers")
+    ]
+    assert not loaded_after("rlinf_async", *light) & HEAVY
+
+
+@pytest.mark.parametrize("package", ["channels", "workers"])
+def test_a_root_folder_refuses_its_bare_name(package: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", f"import {package}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode != 0
+    assert f"import this package as 'rlinf_async.{package}', not as '{package}'" in run.stderr
