@@ -174,9 +174,11 @@ class Latest(Generic[T]):
         Raises:
             MalformedFrame: it is not of the channel's type.
         """
-        given: Any = found
-        value: T = self.decode(given) if isinstance(given, Encoded) and self.decode else given
-        return value
+        value: Any = found
+        if isinstance(found, Encoded) and self.decode is not None:
+            value = self.decode(found)
+        here: T = value
+        return here
 
     def close(self) -> None:
         """No newer value will come."""

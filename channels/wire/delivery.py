@@ -16,7 +16,7 @@ from rlinf_async.channels.lanes import Entry, GetWait, PutWait
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.wire.codec import Decoder, Encoder, join
 from rlinf_async.channels.wire.protocol import Get, Nothing, Put, Taken
-from rlinf_async.channels.wire.router import Request
+from rlinf_async.channels.wire.router import Request, Undo
 
 NOTHING = Nothing()
 _encode = Encoder().encode
@@ -144,21 +144,17 @@ def _deliver(request: Request[Get], queue: Queue, leases: Leases, entries: list[
     """
     get = request.meta
     sizes, body = join(_encoded(queue, get, entries))
-    try:
-        if not get.lease:
-            undo = partial(_return, queue, get, entries)
-            request.reply(Taken(sizes), body, undo=undo)
-            return
+    taken = Taken(sizes)
+    undo: Undo = partial(_return, queue, get, entries)
+    if get.lease:
         number = queue.grant(get.key, entries, get.party)
         leases.queues[number] = queue
-        deliveries = [entry.deliveries for entry in entries]
-        undo_lease = partial(_ungrant, queue, leases, number)
-        request.reply(Taken(sizes, number, deliveries), body, undo=undo_lease)
+        taken = Taken(sizes, number, [entry.deliveries for entry in entries])
+        undo = partial(_ungrant, queue, leases, number)
+    try:
+        request.reply(taken, body, undo=undo)
     except ItemTooLarge as error:
-        if get.lease:
-            _ungrant(queue, leases, number, None)
-        else:
-            _return(queue, get, entries, None)
+        undo(None)
         raise ItemTooLarge(f"channel {queue.name!r}: {error}: ask for a smaller batch") from error
 
 

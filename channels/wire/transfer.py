@@ -68,8 +68,9 @@ def outgoing(
     """
     if body is None:
         check_sizes(len(head), 0, (), what)
-        frame = pack_header(len(head), kind, number, lane=lane, flags=flags, head=len(head)) + head
-        return Outgoing(kind, number, iter([[frame]])), True
+        header = pack_header(len(head), kind, number, lane=lane, flags=flags, head=len(head))
+        whole: list[Bytes] = [header + head]
+        return Outgoing(kind, number, iter([whole])), True
     total = check_sizes(len(head), len(body.data), body.buffers, what)
     flags |= Flag.BODY
     if total <= CHUNK_BYTES:
@@ -184,6 +185,11 @@ class MessageReader:
                 message = _whole(frame)
             if message is not None:
                 yield message
+
+    @property
+    def held(self) -> int:
+        """Bytes of an incomplete frame that are held back."""
+        return self._frames.held
 
     def forget(self, number: int) -> None:
         """The rest of this request will not come: its sender gave it up."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,13 +25,22 @@ T = TypeVar("T")
 SECRET = b"a secret for tests, 32 bytes long"
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop turn until something holds; it needs no time, only turns."""
+    for _ in range(1_000_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never held")
+
+
 class Wired:
     """An owner of channels, and the processes (all in this loop) that are connected to it."""
 
     def __init__(self, channels: ChannelServer, server: Server) -> None:
         self.channels = channels
         self.server = server
-        self.lost: list[tuple[str, str]] = []
+        self.lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         """names of the peers that were lost, and why, in order"""
 
     @property
@@ -57,6 +67,13 @@ class Wired:
         assert isinstance(end, Receiver)
         return end
 
+    def latest_receiver(self, latest: Latest[T], connection: Connection) -> LatestReceiver[T]:
+        """A receiver of this `Latest` for the process behind this connection."""
+        ref = self.channels.end_ref(latest.receiver, "w")
+        end = ChannelClient(connection).end(ref, latest.item_type)
+        assert isinstance(end, LatestReceiver)
+        return end
+
 
 @asynccontextmanager
 async def wired(**options: Any) -> AsyncIterator[Wired]:
@@ -64,13 +81,13 @@ async def wired(**options: Any) -> AsyncIterator[Wired]:
     router = Router()
     channels = ChannelServer(router)
     with tempfile.TemporaryDirectory(prefix="wire-") as folder:
-        lost: list[tuple[str, str]] = []
+        lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         async with await serve(
             Path(folder) / "owner.sock",
             SECRET,
             name="owner",
             router=router,
-            on_disconnect=lambda connection, reason: lost.append((connection.peer, reason)),
+            on_disconnect=lambda connection, reason: lost.put_nowait((connection.peer, reason)),
             **options,
         ) as server:
             owner = Wired(channels, server)

@@ -1,0 +1,125 @@
+"""The handshake: both sides prove the secret, before anything else is read."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlinf_async.channels import HandshakeFailed
+from rlinf_async.channels.wire.auth import MAX_MESSAGE, Handshake
+
+SECRET = b"0123456789abcdef"
+
+
+def exchange(client: Handshake, server: Handshake) -> None:
+    """Carry messages until both fall silent or one refuses."""
+    while True:
+        to_server = client.take_outgoing()
+        server.feed(to_server)
+        to_client = server.take_outgoing()
+        if not (to_server or to_client):
+            return
+        client.feed(to_client)
+
+
+def refusal(side: Handshake, received: bytes) -> str:
+    with pytest.raises(HandshakeFailed) as caught:
+        side.feed(received)
+    return str(caught.value)
+
+
+def test_both_sides_learn_the_name_of_the_other() -> None:
+    client = Handshake("client", SECRET, "env[0]")
+    server = Handshake("server", SECRET, "driver")
+    exchange(client, server)
+    assert (client.done, client.peer) == (True, "driver")
+    assert (server.done, server.peer) == (True, "env[0]")
+
+
+def test_what_follows_the_handshake_is_kept() -> None:
+    client, server = Handshake("client", SECRET, "c"), Handshake("server", SECRET, "s")
+    server.feed(client.take_outgoing())
+    client.feed(server.take_outgoing())
+    server.feed(client.take_outgoing())
+    client.feed(server.take_outgoing() + b"first frame")
+    assert client.rest == b"first frame"
+
+
+def test_a_wrong_secret_is_refused_and_both_sides_are_told() -> None:
+    client, server = Handshake("client", b"x" * 16, "env[0]"), Handshake("server", SECRET, "driver")
+    server.feed(client.take_outgoing())
+    client.feed(server.take_outgoing())
+    said = refusal(server, client.take_outgoing())
+    assert said == "the client ('env[0]') was refused: the cluster's secret is wrong"
+    assert "the server refused: the cluster's secret is wrong" in refusal(
+        client, server.take_outgoing()
+    )
+    assert not client.done
+    assert not server.done
+
+
+def test_a_server_with_a_wrong_secret_is_refused_by_the_client() -> None:
+    client, server = Handshake("client", SECRET, "c"), Handshake("server", b"y" * 16, "s")
+    server.feed(client.take_outgoing())
+    client.feed(server.take_outgoing())
+    client.take_outgoing()
+    forged = Handshake("server", b"y" * 16, "s")._proof("server")
+    said = refusal(client, b"\x02" + len(forged).to_bytes(2, "little") + forged)
+    assert "the cluster's secret is wrong" in said
+
+
+def test_another_protocol_version_is_refused_with_both_numbers() -> None:
+    client, server = Handshake("client", SECRET, "c", version=9), Handshake("server", SECRET, "s")
+    said = refusal(server, client.take_outgoing())
+    assert "the client speaks 9, the server 1" in said
+    assert "the client speaks 9, the server 1" in refusal(client, server.take_outgoing())
+
+
+def test_a_proof_cannot_be_reflected() -> None:
+    client = Handshake("client", SECRET, "c")
+    hello = client.take_outgoing()
+    client.feed(hello)
+    assert "the cluster's secret is wrong" in refusal(client, client.take_outgoing())
+
+
+def test_a_proof_of_one_connection_is_worth_nothing_on_another() -> None:
+    client, server = Handshake("client", SECRET, "c"), Handshake("server", SECRET, "s")
+    hello = client.take_outgoing()
+    server.feed(hello)
+    client.feed(server.take_outgoing())
+    proof = client.take_outgoing()
+    other = Handshake("server", SECRET, "s")
+    other.feed(hello)
+    assert "secret is wrong" in refusal(other, proof)
+
+
+def test_the_secret_does_not_travel() -> None:
+    client, server = Handshake("client", SECRET, "c"), Handshake("server", SECRET, "s")
+    seen = client.take_outgoing()
+    server.feed(seen)
+    answer = server.take_outgoing()
+    client.feed(answer)
+    proof = client.take_outgoing()
+    server.feed(proof)
+    assert SECRET not in seen + answer + proof + server.take_outgoing()
+
+
+@given(st.binary(min_size=3, max_size=3 * MAX_MESSAGE))
+def test_random_bytes_are_refused_or_wait_for_more(noise: bytes) -> None:
+    server = Handshake("server", SECRET, "s")
+    try:
+        server.feed(noise)
+    except HandshakeFailed:
+        return
+    assert not server.done
+
+
+def test_a_message_over_the_limit_is_refused_at_once() -> None:
+    server = Handshake("server", SECRET, "s")
+    assert "does not speak this protocol" in refusal(server, b"\x01\xff\xff")
+
+
+def test_a_short_secret_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"5 bytes.*secrets.token_bytes"):
+        Handshake("client", b"short", "c")

@@ -1,0 +1,151 @@
+"""Connecting and listening: what can be wrong with a path, a folder, a secret."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import stat
+from pathlib import Path
+
+import pytest
+
+from rlinf_async.channels import ConnectionLost, HandshakeFailed, WireError
+from rlinf_async.channels.wire import Router, connect, serve
+from rlinf_async.testing import wait_all_blocked
+from tests.channels.wire.harness import SECRET, wired
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of this user's own."""
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+@pytest.fixture
+def open_folder(tmp_path: Path) -> Path:
+    """A folder that others can enter."""
+    tmp_path.chmod(0o755)
+    return tmp_path
+
+
+async def test_the_socket_and_its_folder_are_for_the_owner_only(folder: Path) -> None:
+    path = folder / "made" / "s"
+    async with await serve(path, SECRET, router=Router()):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+async def test_the_socket_is_gone_after_the_server_was_closed(folder: Path) -> None:
+    async with await serve(folder / "s", SECRET, router=Router()) as server:
+        assert server.path.exists()
+    assert not server.path.exists()
+    await server.close()
+
+
+async def test_a_folder_that_others_can_use_is_refused(open_folder: Path) -> None:
+    with pytest.raises(WireError, match=f"{open_folder.name}.* can be used by others"):
+        await serve(open_folder / "s", SECRET, router=Router())
+
+
+async def test_a_path_that_is_too_long_is_refused_by_both_sides(folder: Path) -> None:
+    path = folder / ("x" * 108)
+    with pytest.raises(WireError, match=r"has \d+ bytes, the system allows 107"):
+        await serve(path, SECRET, router=Router())
+    with pytest.raises(WireError, match=r"has \d+ bytes, the system allows 107"):
+        await connect(path, SECRET, name="w", router=Router())
+
+
+async def test_a_path_that_is_in_use_or_cannot_be_made_is_named(folder: Path) -> None:
+    (folder / "s").write_text("a file")
+    with pytest.raises(WireError, match=r"cannot make the socket '.*/s'"):
+        await serve(folder / "s", SECRET, router=Router())
+    with pytest.raises(WireError, match=r"cannot make the folder '.*/s/deeper'"):
+        await serve(folder / "s" / "deeper" / "s", SECRET, router=Router())
+
+
+async def test_connecting_where_nobody_listens_says_so(folder: Path) -> None:
+    with pytest.raises(ConnectionLost, match=r"nobody|No such file.*is the process .* running"):
+        await connect(folder / "s", SECRET, name="w", router=Router())
+
+
+async def test_a_wrong_secret_fails_on_both_sides_and_the_server_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rejected: list[WireError] = []
+    async with wired(on_reject=rejected.append) as owner:
+        with (
+            caplog.at_level(logging.WARNING),
+            pytest.raises(HandshakeFailed, match="server refused: the cluster's secret is wrong"),
+        ):
+            await connect(owner.path, b"w" * 32, name="stranger", router=Router())
+        good = await owner.join("friend")
+        assert good.peer == "owner"
+        good.close()
+        await good.wait_closed()
+    [error] = rejected
+    assert isinstance(error, HandshakeFailed)
+    assert "'stranger') was refused: the cluster's secret is wrong" in str(error)
+    assert "was refused" in caplog.text
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95" * 50, b"\x00" * 5000])
+async def test_a_stranger_is_refused_before_anything_is_read(noise: bytes) -> None:
+    rejected: list[WireError] = []
+    async with wired(on_reject=rejected.append) as owner:
+        reader, writer = await asyncio.open_unix_connection(owner.path)
+        writer.write(noise)
+        answer = await reader.read()
+        assert b"does not speak this protocol" in answer
+        writer.close()
+        await writer.wait_closed()
+    assert isinstance(rejected[0], HandshakeFailed)
+
+
+async def test_a_client_that_says_nothing_is_given_up_in_time() -> None:
+    rejected: list[WireError] = []
+    async with wired(on_reject=rejected.append, handshake_timeout=0.05) as owner:
+        reader, writer = await asyncio.open_unix_connection(owner.path)
+        assert await reader.read() == b""
+        writer.close()
+        await writer.wait_closed()
+    assert "no handshake within 0.05 seconds" in str(rejected[0])
+
+
+async def test_a_server_that_says_nothing_is_given_up_in_time(folder: Path) -> None:
+    served: list[asyncio.StreamWriter] = []
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(writer)
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_unix_server(silent, folder / "s"):
+        with pytest.raises(HandshakeFailed, match=r"no handshake within 0\.05 seconds"):
+            await connect(folder / "s", SECRET, name="w", router=Router(), handshake_timeout=0.05)
+        await served[0].wait_closed()
+
+
+async def test_cancelling_a_connect_leaves_nothing(folder: Path) -> None:
+    gone = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        gone.set()
+
+    async with await asyncio.start_unix_server(silent, folder / "s"):
+        connecting = asyncio.create_task(connect(folder / "s", SECRET, name="w", router=Router()))
+        await wait_all_blocked()
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        await gone.wait()
+
+
+async def test_closing_the_server_tells_its_clients_why() -> None:
+    async with wired() as owner:
+        connection = await owner.join()
+    await connection.wait_closed()
+    with pytest.raises(ConnectionLost, match="owner closed it: the server was closed"):
+        connection.notify("anything", None)

@@ -1,0 +1,90 @@
+"""The wire between real processes, and what is left when one dies or stops."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+
+import msgspec
+
+from rlinf_async.channels import Channel
+from rlinf_async.channels.wire import EndRef
+from tests.channels.wire import remote_worker
+from tests.channels.wire.harness import Wired, wired
+
+
+@asynccontextmanager
+async def worker(owner: Wired, ref: EndRef, what: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that does this with that end; dead when the block ends."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", remote_worker.__name__, str(owner.path),
+        msgspec.json.encode(ref).decode(), what,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def producer(
+    owner: Wired, channel: Channel[int], count: int
+) -> AbstractAsyncContextManager[asyncio.subprocess.Process]:
+    """A process that puts so many numbers."""
+    return worker(owner, owner.channels.end_ref(channel.sender, "w"), str(count))
+
+
+async def filled(count: int) -> Channel[int]:
+    channel = Channel(int, name="numbers", capacity=count)
+    with channel.sender.clone("filler") as sender:
+        for number in range(count):
+            await sender.put(number)
+    return channel
+
+
+async def test_items_put_by_another_process_arrive_in_order() -> None:
+    channel = Channel(int, name="numbers", capacity=4)
+    async with wired() as owner, producer(owner, channel, 100) as process:
+        assert await channel.receiver.get_batch(weight=100) == list(range(100))
+        assert await process.wait() == 0
+
+
+async def test_a_killed_holder_loses_nothing() -> None:
+    channel = await filled(5)
+    async with wired() as owner:
+        ref = owner.channels.end_ref(channel.receiver, "w")
+        async with worker(owner, ref, "die holding") as process:
+            name, reason = await owner.lost.get()
+            assert await process.wait() == -signal.SIGKILL
+            assert (name, reason) == ("die holding", "the other process closed it or died")
+        async with channel.receiver.lease(weight=5) as batch:
+            assert [*batch] == [0, 1, 2, 3, 4]
+            assert batch.deliveries == [2, 2, 2, 1, 1]
+
+
+async def test_a_process_killed_while_it_waits_leaves_what_was_collected_for_it() -> None:
+    channel = await filled(5)
+    async with wired() as owner:
+        with channel.sender.clone("open"):
+            ref = owner.channels.end_ref(channel.receiver, "w")
+            async with worker(owner, ref, "die getting"):
+                await owner.lost.get()
+            assert channel.waits() == []
+            assert await channel.receiver.get_batch(weight=2) == [3, 4]
+
+
+async def test_a_stopped_holder_is_noticed_by_its_heartbeat() -> None:
+    channel = await filled(3)
+    async with wired(heartbeat_limit=0.4) as owner:
+        ref = owner.channels.end_ref(channel.receiver, "w")
+        async with worker(owner, ref, "stop holding"):
+            _, reason = await owner.lost.get()
+            assert reason.startswith("nothing was heard for 0.")
+            assert reason.endswith("s: the process is stopped, or blocked")
+        async with channel.receiver.lease(weight=3) as batch:
+            assert [*batch] == [0, 1, 2]
+            assert batch.deliveries == [2, 2, 2]
