@@ -39,7 +39,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.mark.slow
 def test_the_wheel_holds_every_module(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = {
@@ -50,13 +49,11 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
     assert "rlinf_async/py.typed" in names
 
 
-@pytest.mark.slow
 def test_the_wheel_puts_one_name_into_site_packages(wheel: Path) -> None:
     tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"rlinf_async"}
 
 
-@pytest.mark.slow
 def test_the_unpacked_wheel_imports(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = (
