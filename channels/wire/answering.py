@@ -84,6 +84,8 @@ class Answering:
         self._lost = reason
         for request in list(self._asked.values()):  # first, so that nothing is handed to it
             self._abandon(request)
+        for task in self._tasks:  # those of notices too
+            task.cancel()
         untaken, self._untaken = self._untaken, {}
         for undo in untaken.values():
             undo(reason)
@@ -106,7 +108,7 @@ class Answering:
     def fail(self, request: Request[Any], error: BaseException) -> None:
         """Use `Request.fail`."""
         if not request.number:
-            log.warning("notice %r of %s failed: %s", request.kind, self._connection.peer, error)
+            log.warning("notice %r of %s failed: %s", request.kind, self._peer, error)
         elif self._lost is None:
             self._send(FrameType.ERROR, request, _encode(report(error)), None, 0)
         self._forget(request)
@@ -121,6 +123,10 @@ class Answering:
 
     # ---- inside
 
+    @property
+    def _peer(self) -> str:
+        return self._connection.peer
+
     def _answer(self, route: Route, request: Request[Any]) -> None:
         if route.handle is not None:
             self._start(request, route.handle(self._connection, request.meta, request.body))
@@ -129,11 +135,11 @@ class Answering:
                 route.answer(request)
             except Exception as error:
                 if request.number and not request.open:  # nobody is left to be told
-                    log.exception("handling %r of %s", request.kind, self._connection.peer)
+                    log.exception("handling %r of %s", request.kind, self._peer)
                 request.fail(error)
 
     def _start(self, request: Request[Any], running: Coroutine[Any, Any, Reply]) -> None:
-        task = self._loop.create_task(running, name=f"{request.kind} for {self._connection.peer}")
+        task = self._loop.create_task(running, name=f"{request.kind} for {self._peer}")
         self._tasks[task] = request
         request.abandon = partial(_cancel, task)
         task.add_done_callback(self._finished)
@@ -143,6 +149,8 @@ class Answering:
         if task.cancelled():
             request.fail(ChannelError(f"the handler of {request.kind!r} was cancelled"))
         elif (error := task.exception()) is not None:
+            if request.number and not request.open:  # nobody is left to be told
+                log.error("handling %r of %s", request.kind, self._peer, exc_info=error)
             request.fail(error)
         else:
             try:

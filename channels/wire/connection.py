@@ -60,6 +60,7 @@ class Connection(asyncio.Protocol):
         self._timer = self._loop.call_later(handshake_timeout, self._late, handshake_timeout)
         self._on_close: list[Closed] = []
         self._reason = ""
+        self._deaf = False
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self.opened: asyncio.Future[None] = self._loop.create_future()
         """done when the handshake is; with `HandshakeFailed` or `ConnectionLost` if it failed"""
@@ -174,7 +175,9 @@ class Connection(asyncio.Protocol):
 
     def answered(self) -> None:
         """An answer was queued; a peer that does not take any must stop asking."""
-        if self._outbox.waiting > MAX_UNSENT_MESSAGES and self._transport is not None:
+        too_many = self._outbox.waiting > MAX_UNSENT_MESSAGES
+        if too_many and not self._deaf and self._transport is not None:
+            self._deaf = True
             self._transport.pause_reading()
 
     # ---- what the transport says
@@ -200,7 +203,9 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._outbox.resume()
-        if self._transport is not None and self._outbox.waiting <= MAX_UNSENT_MESSAGES // 2:
+        few = self._outbox.waiting <= MAX_UNSENT_MESSAGES // 2
+        if few and self._deaf and not self.closed and self._transport is not None:
+            self._deaf = False
             self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
