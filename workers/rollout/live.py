@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 from rlinf_async.backends.base import PolicyBackend
-from rlinf_async.channels import LatestReceiver
+from rlinf_async.channels import EndOfChannel, LatestReceiver
 from rlinf_async.channels.waitfor import WaitFuture
 from rlinf_async.messages.embodied import Observations
 from rlinf_async.messages.weights import WeightUpdate
@@ -49,11 +49,16 @@ class LivePolicy:
         Raises what the policy's ``load`` raises: `WeightsError` for a damaged update.
         """
         self._ended = False
+        seen = 0  # not what the receiver has seen: another rank of this process may hold it too
         try:
-            async for update in weights:
+            while True:
+                update = await weights.get(newer_than=seen)
+                seen = weights.version
                 await self._pace.run("load weights", self._policy.load, update)
                 self.loads += 1
                 self._wake()
+        except EndOfChannel:
+            pass  # what is loaded still answers
         finally:
             self._ended = True
             self._wake()
