@@ -22,11 +22,41 @@ from rlinf_async.messages.embodied import (
 )
 from rlinf_async.testing import explore, nothing_left_waiting, wait_all_blocked
 from rlinf_async.workers.env import EnvError, EnvFailed, EnvReport, EnvWorker, RolloutGone
-from tests.workers.env.toy import Channels, ToyRollout, by_hand, counting, toy_action, weights
+from rlinf_async.workers.rollout import RolloutReport
+from tests.workers.env.toy import (
+    Channels,
+    ThreadRollout,
+    ToyRollout,
+    by_hand,
+    counting,
+    toy_action,
+    weights,
+)
 
 
 def ticket(iteration: int, steps: int, min_version: int = 0) -> Collect:
     return Collect(iteration=iteration, steps=steps, min_version=min_version)
+
+
+def start(envs: ra.WorkerGroup[EnvWorker], channels: Channels) -> ra.GroupCall[list[EnvReport]]:
+    return envs.call(
+        EnvWorker.collect,
+        channels.tickets.receiver,
+        channels.observations.sender,
+        channels.actions.receiver,
+        channels.trajectories.sender,
+    )
+
+
+def serve(
+    rollout: ra.WorkerGroup[ToyRollout], channels: Channels
+) -> ra.GroupCall[list[RolloutReport]]:
+    return rollout.call(
+        ToyRollout.serve,
+        channels.observations.receiver,
+        channels.actions.sender,
+        channels.weights.receiver,
+    )
 
 
 def same(trajectory: Trajectory, expected: dict[str, Any]) -> None:
@@ -67,19 +97,8 @@ def test_a_trajectory_is_what_stepping_by_hand_gives_under_every_schedule() -> N
             channels = Channels(cluster)
             envs = await cluster.launch(EnvWorker, counting(envs=4, stages=2))
             rollout = await cluster.launch(ToyRollout, None)
-            serving = rollout.call(
-                ToyRollout.serve,
-                channels.observations.receiver,
-                channels.actions.sender,
-                channels.weights.receiver,
-            )
-            collecting = envs.call(
-                EnvWorker.collect,
-                channels.tickets.receiver,
-                channels.observations.sender,
-                channels.actions.receiver,
-                channels.trajectories.sender,
-            )
+            serving = serve(rollout, channels)
+            collecting = start(envs, channels)
             await channels.weights.sender.publish(weights(3))
             await channels.issue(tickets)
             [report] = await collecting
@@ -137,21 +156,10 @@ async def collect_toy(
     workers = await cluster.launch(EnvWorker, counting(envs=envs, stages=1))
     rollout = await cluster.launch(ToyRollout, None)
     await channels.weights.sender.publish(weights(0))
-    serving = rollout.call(
-        ToyRollout.serve,
-        channels.observations.receiver,
-        channels.actions.sender,
-        channels.weights.receiver,
-    )
-    collecting = workers[0].call(
-        EnvWorker.collect,
-        channels.tickets.receiver,
-        channels.observations.sender,
-        channels.actions.receiver,
-        channels.trajectories.sender,
-    )
+    serving = serve(rollout, channels)
+    collecting = start(workers, channels)
     await channels.issue(tickets)
-    report = await collecting
+    [report] = await collecting
     await serving
     return report
 
@@ -170,19 +178,8 @@ async def _train(max_staleness: int, iterations: int = 5, ranks: int = 2) -> Non
         channels = Channels(cluster)
         envs = await cluster.launch(EnvWorker, counting(), actor_ranks=2, count=ranks)
         rollout = await cluster.launch(ToyRollout, None, count=2)
-        serving = rollout.call(
-            ToyRollout.serve,
-            channels.observations.receiver,
-            channels.actions.sender,
-            channels.weights.receiver,
-        )
-        collecting = envs.call(
-            EnvWorker.collect,
-            channels.tickets.receiver,
-            channels.observations.sender,
-            channels.actions.receiver,
-            channels.trajectories.sender,
-        )
+        serving = serve(rollout, channels)
+        collecting = start(envs, channels)
         await channels.issue(
             [ticket(n, 3, max(0, n - max_staleness)) for n in range(iterations)], ranks
         )
@@ -247,16 +244,6 @@ async def test_answers_to_other_questions_are_dropped_and_counted() -> None:
         assert made.action.tolist() == [[[1.0]]]
 
 
-def start(envs: ra.WorkerGroup[EnvWorker], channels: Channels) -> ra.GroupCall[list[EnvReport]]:
-    return envs.call(
-        EnvWorker.collect,
-        channels.tickets.receiver,
-        channels.observations.sender,
-        channels.actions.receiver,
-        channels.trajectories.sender,
-    )
-
-
 def test_a_worker_that_is_cancelled_anywhere_loses_no_ticket() -> None:
     seeds = iter(range(1000))
     redelivered: list[int] = []
@@ -299,6 +286,41 @@ def test_a_worker_that_is_cancelled_anywhere_loses_no_ticket() -> None:
 
     explore(body, seeds=range(100))
     assert sum(redelivered) > 100
+
+
+def test_rollout_workers_that_are_cancelled_anywhere_change_no_trajectory() -> None:
+    seeds = iter(range(1000))
+    tickets = [ticket(0, 7), ticket(1, 5)]
+    redelivered: list[int] = []
+
+    async def body() -> None:
+        chance = random.Random(next(seeds))
+        async with ra.Cluster.local() as cluster:
+            channels = Channels(cluster)
+            worker = await cluster.launch(EnvWorker, counting(envs=4))
+            rollout = await cluster.launch(ThreadRollout, None)
+            await channels.weights.sender.publish(weights(2))
+            collecting = start(worker, channels)
+            await channels.issue(tickets)
+            with channels.observations.receiver, channels.actions.sender:
+                for _ in range(8):
+                    serving = serve(rollout, channels)
+                    for _ in range(10 + chance.randrange(40)):
+                        await asyncio.sleep(0)
+                    serving.cancel()
+                    await serving.finished(within=9)
+                serving = serve(rollout, channels)
+                await collecting
+                redelivered.append(channels.observations.statistics().redelivered)
+            await serving
+            collected = channels.collected()
+            for stage in range(2):
+                expected = by_hand(2, tickets, version=2)
+                for trajectory, values in zip(collected[stage::2], expected, strict=True):
+                    same(trajectory, values)
+
+    explore(body, seeds=range(60))
+    assert sum(redelivered) > 20
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from rlinf_async.messages.embodied import (
 )
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.env import EnvConfig
+from rlinf_async.workers.pace import Pace
 from rlinf_async.workers.rollout import RolloutWorker
 
 MAKE = "tests.workers.env.toy:make"
@@ -152,6 +153,14 @@ class ChoosingRollout(ToyRollout):
 
     def make_policy(self) -> PolicyBackend:
         return ChoosingPolicy()
+
+
+class ThreadRollout(ToyRollout):
+    """Computes in the compute thread only, so that it can be cancelled between any two steps."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__(policy)
+        self._pace = Pace(self, short=0.0)
 
 
 def toy_action(observation: Floats, version: int) -> Floats:
