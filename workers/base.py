@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any, ParamSpec, TypeVar
@@ -30,6 +30,7 @@ from rlinf_async.workers.context import Device, WorkerContext
 
 P = ParamSpec("P")
 R = TypeVar("R")
+W = TypeVar("W", bound="Worker")
 
 
 class Worker:
@@ -112,7 +113,9 @@ class Worker:
         return f"<{self.name}>" if hasattr(self, "_context") else f"<{type(self).__name__}>"
 
 
-def make(cls: type[Worker], context: WorkerContext, args: tuple[Any, ...], kwargs: Any) -> Worker:
+def make(
+    cls: type[W], context: WorkerContext, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> W:
     """Build a worker whose place in the run is known inside ``__init__``."""
     worker = cls.__new__(cls)
     worker._context = context

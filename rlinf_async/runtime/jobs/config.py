@@ -70,6 +70,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     backend: Literal["process", "local"] = "process"
     env_workers: int = 1
     rollout_workers: int = 1
+    """0: each env worker runs the policy itself, which suits environments of short steps"""
     actors: int = 1
     threads: int = 1
     """of the arithmetic in each process (OMP_NUM_THREADS)"""
@@ -83,13 +84,19 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         counts = {
             "env_workers": self.env_workers,
-            "rollout_workers": self.rollout_workers,
             "actors": self.actors,
             "threads": self.threads,
         }
         for name, value in counts.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.rollout_workers < 0:
+            raise ValueError(f"rollout_workers is {self.rollout_workers}; it must be at least 0")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of every worker's process."""
+        return {"OMP_NUM_THREADS": str(self.threads)}
 
 
 class EmbodiedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -21,42 +21,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 from rlinf_async.channels import Channel, Latest
-from rlinf_async.messages.embodied import Actions, Collect, Observations, TrainReport, Trajectory
+from rlinf_async.messages.embodied import Collect, TrainReport, Trajectory
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.progress import ProgressView
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import Staleness, Summary
-from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.group import GroupCall, WorkerGroup
+from rlinf_async.runtime.group import WorkerGroup
+from rlinf_async.runtime.jobs.collecting import Apart, Collectors, Together
 from rlinf_async.runtime.jobs.config import EmbodiedConfig
 from rlinf_async.runtime.jobs.live import Live
 from rlinf_async.runtime.jobs.progress import Reached, keep, load_reached
-from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
-from rlinf_async.workers.env import EnvReport, EnvWorker, EvaluatedEpisode, EvaluationPlan
-from rlinf_async.workers.rollout import RolloutReport, RolloutWorker
+from rlinf_async.workers.env import EnvReport, EvaluatedEpisode, EvaluationPlan
 
 Outcome = Literal["succeeded", "fell short", "finished"]
 
 
 class Graph:
-    """The channels of a run."""
+    """The channels between the collectors, the actors and this process."""
 
     def __init__(self, cluster: Cluster, config: EmbodiedConfig) -> None:
         ahead = config.training.max_staleness + 1
-        stages = config.env.stages + 1  # one more for the evaluation
         self.tickets: Channel[Collect] = cluster.channel(Collect, name="tickets", capacity=ahead)
-        self.observations: Channel[Observations] = cluster.channel(
-            Observations, name="observations", capacity=stages * config.cluster.env_workers
-        )
-        self.actions: Channel[Actions] = cluster.channel(Actions, name="actions", capacity=2)
         self.trajectories: Channel[Trajectory] = cluster.channel(
             Trajectory, name="trajectories", capacity=config.trajectories * ahead
         )
@@ -71,7 +62,6 @@ class EmbodiedRun:
         self.config = config
         self.folder = folder
         self.reached = load_reached(folder.checkpoints) or Reached()
-        self.spans: list[Span] = []
         self._env_reports: list[EnvReport] = []
 
     async def main(self) -> Summary:
@@ -92,68 +82,41 @@ class EmbodiedRun:
     async def _run(self, cluster: Cluster, live: Live) -> Summary:
         live.note = "starting workers"
         graph = Graph(cluster, self.config)
-        envs, rollouts, actors = await self._launch(cluster)
+        apart = self.config.cluster.rollout_workers > 0
+        collectors = (Apart if apart else Together)(cluster, self.config, graph)
+        actors, _ = await asyncio.gather(self._launch_actors(cluster), collectors.launch())
         live.note = ""
-        with graph.observations.sender, graph.actions.receiver:  # open until the evaluation is done
-            serving = rollouts.call(
-                RolloutWorker.serve,
-                graph.observations.receiver,
-                graph.actions.sender,
-                graph.weights.receiver,
-            )
-            await self._train(graph, envs, actors, live)
+        with collectors.serving():
+            await self._train(graph, collectors, actors, live)
             live.note = "evaluating"
-            episodes = await self._evaluate(graph, envs)
-        await self._finish(graph, serving)
-        self.spans = live.spans + await cluster.spans()
-        live.save_spans(self.spans)
+            episodes = await collectors.evaluate(self._evaluation())
+        await graph.weights.sender.close()
+        await collectors.finish()
+        live.keep(await cluster.spans())
+        live.save_spans()
         return self._summary(cluster, episodes)
 
-    async def _launch(
-        self, cluster: Cluster
-    ) -> tuple[WorkerGroup[EnvWorker], WorkerGroup[RolloutWorker], WorkerGroup[EmbodiedFSDPActor]]:
-        config, counts = self.config, self.config.cluster
-        env = {"OMP_NUM_THREADS": str(counts.threads)}
-        again = Restart(max=counts.max_restarts)
+    async def _launch_actors(self, cluster: Cluster) -> WorkerGroup[EmbodiedFSDPActor]:
+        counts = self.config.cluster
         resume = str(self.folder.checkpoints / self.reached.checkpoint)
-        return await asyncio.gather(
-            cluster.launch(
-                EnvWorker,
-                config.env,
-                actor_ranks=counts.actors,
-                count=counts.env_workers,
-                name="Env",
-                restart=again,
-                env=env,
-            ),
-            cluster.launch(
-                RolloutWorker,
-                config.actor.fsdp.policy,
-                config.rollout,
-                count=counts.rollout_workers,
-                name="Rollout",
-                restart=again,
-                env=env,
-            ),
-            cluster.launch(
-                EmbodiedFSDPActor,
-                config.actor,
-                resume=resume if self.reached.version else None,
-                count=counts.actors,
-                name="Actor",
-                collective="gloo" if counts.actors > 1 else None,
-                env=env,
-            ),
+        return await cluster.launch(
+            EmbodiedFSDPActor,
+            self.config.actor,
+            resume=resume if self.reached.version else None,
+            count=counts.actors,
+            name="Actor",
+            collective="gloo" if counts.actors > 1 else None,
+            env=counts.environment,
         )
 
     async def _train(
         self,
         graph: Graph,
-        envs: WorkerGroup[EnvWorker],
+        collectors: Collectors,
         actors: WorkerGroup[EmbodiedFSDPActor],
         live: Live,
     ) -> None:
-        config, first = self.config, self.reached.version
+        first, ahead = self.reached.version, self.config.training.max_staleness
         training = actors.call(
             EmbodiedFSDPActor.run_training,
             self._plan(),
@@ -161,18 +124,13 @@ class EmbodiedRun:
             graph.weights.sender,
             graph.reports.sender,
         )
-        collecting = envs.call(
-            EnvWorker.collect,
-            graph.tickets.receiver,
-            graph.observations.sender,
-            graph.actions.receiver,
-            graph.trajectories.sender,
-        )
-        with graph.tickets.sender, self._metrics() as metrics, self._clock() as clock:
-            for iteration in range(first, first + config.training.max_staleness + 1):
+        collecting = collectors.collect()
+        clock = _Clock(self.reached.train_seconds)
+        with graph.tickets.sender, self._metrics() as metrics:
+            for iteration in range(first, first + ahead + 1):
                 await self._issue(graph, iteration)
             async for report in graph.reports.receiver:
-                await self._issue(graph, report.version + config.training.max_staleness)
+                await self._issue(graph, report.version + ahead)
                 self._take(report, metrics, live, clock())
         await training
         self._env_reports = await collecting
@@ -214,24 +172,12 @@ class EmbodiedRun:
         kept = self.reached.env_steps if self.reached.version else None
         return MetricsWriter(self.folder.path, resume_at=kept)
 
-    @contextmanager
-    def _clock(self) -> Iterator[_Clock]:
-        yield _Clock(self.reached.train_seconds)
-
-    async def _evaluate(self, graph: Graph, envs: WorkerGroup[EnvWorker]) -> list[EvaluatedEpisode]:
-        plan = EvaluationPlan(
+    def _evaluation(self) -> EvaluationPlan:
+        return EvaluationPlan(
             episodes=self.config.evaluation.episodes,
             seed=self.config.evaluation.seed,
             min_version=self.config.iterations,
         )
-        shares = await envs.call(
-            EnvWorker.evaluate, plan, graph.observations.sender, graph.actions.receiver
-        )
-        return [episode for share in shares for episode in share]
-
-    async def _finish(self, graph: Graph, serving: GroupCall[list[RolloutReport]]) -> None:
-        await graph.weights.sender.close()
-        await serving
 
     def _summary(self, cluster: Cluster, episodes: list[EvaluatedEpisode]) -> Summary:
         successes = [episode.success for episode in episodes if episode.success is not None]

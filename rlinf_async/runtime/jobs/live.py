@@ -43,8 +43,8 @@ class Live:
         self._task: asyncio.Task[None] | None = None
         self._last: TrainReport | None = None
         self.note = ""
-        self.spans: list[Span] = []
-        self.left_out = 0
+        self._spans: list[Span] = []
+        self._left_out = 0
 
     def row(self, report: TrainReport) -> dict[str, float]:
         """One row of the metrics. What was not measured stays out."""
@@ -90,10 +90,10 @@ class Live:
             )
         )
 
-    def save_spans(self, spans: list[Span]) -> None:
+    def save_spans(self) -> None:
         """Write the trace."""
         try:
-            write_perfetto(spans, self._folder.trace)
+            write_perfetto(self._spans, self._folder.trace)
         except ObserveError as error:
             self.note = str(error)
 
@@ -128,13 +128,14 @@ class Live:
             await asyncio.sleep(PERIOD)
             ticks += 1
             if ticks % SPANS_EVERY == 0:
-                self._keep(await self._cluster.spans())
+                self.keep(await self._cluster.spans())
 
-    def _keep(self, spans: list[Span]) -> None:
-        self.spans += spans
-        if len(self.spans) > SPANS_KEPT:  # the newest are the ones that somebody will look at
-            self.left_out += len(self.spans) - SPANS_KEPT
-            del self.spans[:-SPANS_KEPT]
+    def keep(self, spans: list[Span]) -> None:
+        """Add spans to the trace; the newest are the ones that somebody will look at."""
+        self._spans += spans
+        if len(self._spans) > SPANS_KEPT:
+            self._left_out += len(self._spans) - SPANS_KEPT
+            del self._spans[:-SPANS_KEPT]
 
     def __enter__(self) -> Self:
         self._task = internal(asyncio.create_task(self._run(), name="live view"))
