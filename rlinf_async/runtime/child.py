@@ -27,7 +27,7 @@ from rlinf_async.runtime.backend import Activity, WorkerSpec
 from rlinf_async.runtime.codecs import arguments_codec, encode_result, encode_spans
 from rlinf_async.runtime.loop import run
 from rlinf_async.runtime.protocol import Call, Outcome
-from rlinf_async.runtime.stall import all_blocked, internal
+from rlinf_async.runtime.stall import all_blocked, current_is_internal
 from rlinf_async.workers.errors import WorkerError
 from rlinf_async.workers.host import WorkerHost
 from rlinf_async.workers.methods import method_of
@@ -91,9 +91,7 @@ class Child:
 
     async def serve(self) -> None:
         """Connect, answer, and return once told to stop or cut off."""
-        task = asyncio.current_task()
-        if task is not None:
-            internal(task)
+        current_is_internal()
         watchdog = Watchdog(self._boot.spec.info.name)
         watchdog.start()
         connection = await connect(
@@ -130,6 +128,7 @@ class Child:
     async def _call(
         self, connection: Connection, call: Call, body: Encoded | None
     ) -> tuple[Outcome, Encoded | None]:
+        current_is_internal()
         cls = self._boot.spec.cls
         try:
             method = method_of(cls, getattr(cls, call.method))

@@ -157,7 +157,7 @@ class ProcessWorker:
         self.died.cancel()
 
     def lose(self, why: str) -> None:
-        """The connection is gone. The process is too, or will be, or else is ended for this reason."""
+        """The connection is gone: so will the process be, or else it is ended for this reason."""
         if not self._stopping and not self.exited.done() and self._kill_timer is None:
             self._kill_timer = self._loop.call_later(EXIT_SECONDS, self._end_for, why)
 

@@ -49,6 +49,13 @@ def internal(task: asyncio.Task[Any]) -> asyncio.Task[Any]:
     return task
 
 
+def current_is_internal() -> None:
+    """Mark the running task as the runtime's own."""
+    task = asyncio.current_task()
+    if task is not None:
+        internal(task)
+
+
 def all_blocked(tasks: Iterable[asyncio.Task[Any]]) -> bool:
     """Whether every task that is not the runtime's own is blocked."""
     users = [task for task in tasks if task not in _internal and not task.done()]
