@@ -220,6 +220,8 @@ def array_item(head: Any, buffers: tuple[bytearray, ...] = ()) -> Encoded:
     [
         ["numpy", "<f4", [2], b"1234"],
         ["numpy", "<f4", [-1], b""],
+        ["numpy", "<f4", [5], b""],
+        ["torch", "float32", [5], b""],
         ["numpy", "|O", [1], b"12345678"],
         ["numpy", [["a", "|O"]], [1], b"12345678"],
         ["numpy", "no dtype", [1], b"1"],
