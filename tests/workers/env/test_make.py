@@ -77,6 +77,12 @@ def test_an_entry_point_may_be_a_file(tmp_path: Path) -> None:
     assert spec == EnvSpec(observation_size=2, action_size=1, discrete=False)
 
 
+def test_the_example_of_a_custom_env_is_found_by_its_file() -> None:
+    place = Path(__file__).parents[3] / "examples" / "custom_env.py"
+    config = EnvConfig(entry_point=f"{place}:PushDisc", kwargs={"goal_radius": 0.2})
+    assert describe_env(config) == EnvSpec(observation_size=6, action_size=2, discrete=False)
+
+
 def test_a_description_has_what_a_policy_must_know() -> None:
     assert describe_env(EnvConfig(id="CartPole-v1")) == EnvSpec(
         observation_size=4, action_size=2, discrete=True, max_episode_steps=500
