@@ -5,10 +5,11 @@
     Collect       runtime -> env       "collect so many steps for this iteration"
     Observations  env     -> rollout   one stage of one env worker waits for its actions
     Actions       rollout -> env       the answer, by key ``stage_key(env_rank, stage)``
-    Trajectory    env     -> actor     what one stage collected for one iteration, by key of the DP rank
+    Trajectory    env     -> actor     what one stage collected for one iteration, by key of the DP
+    rank
 
-Shapes are written with ``E`` envs of one stage, ``T`` steps, ``D`` observation values and ``A`` action values.
-Arrays are float32 unless said otherwise. Discrete actions are int64 ``[T, E]``.
+Shapes are written with ``E`` envs of one stage, ``T`` steps, ``D`` observation values and ``A``
+action values. Arrays are float32 unless said otherwise. Discrete actions are int64 ``[T, E]``.
 """
 
 from __future__ import annotations

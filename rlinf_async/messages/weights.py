@@ -29,7 +29,8 @@ class WeightBucket(msgspec.Struct, frozen=True):
 
 
 class WeightUpdate(msgspec.Struct, frozen=True):
-    """All tensors of one version. Half an update is never applied: the receiver checks before it loads."""
+    """All tensors of one version. Half an update is never applied: the receiver checks before it
+    loads."""
 
     version: int
     buckets: tuple[WeightBucket, ...]

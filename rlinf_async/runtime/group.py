@@ -18,7 +18,7 @@ from rlinf_async.workers.methods import Method, method_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
-W = TypeVar("W", bound=Worker)
+W_co = TypeVar("W_co", bound=Worker, covariant=True)
 
 
 class GroupCall(Generic[R]):
@@ -77,12 +77,12 @@ class GroupCall(Generic[R]):
         return f"<GroupCall {self.label} {'done' if self.done() else 'running'}>"
 
 
-class WorkerGroup(Generic[W]):
+class WorkerGroup(Generic[W_co]):
     """The ranks of one worker class."""
 
     def __init__(
         self,
-        cls: type[W],
+        cls: type[W_co],
         name: str,
         supervisors: Sequence[Supervisor],
         on_failure: Callable[[BaseException, GroupCall[Any]], None],
@@ -98,7 +98,7 @@ class WorkerGroup(Generic[W]):
     def __len__(self) -> int:
         return len(self.supervisors)
 
-    def __getitem__(self, rank: int) -> WorkerRef[W]:
+    def __getitem__(self, rank: int) -> WorkerRef[W_co]:
         if not 0 <= rank < len(self):
             raise IndexError(f"{self.name} has ranks 0 to {len(self) - 1}, not {rank}")
         return WorkerRef(self, rank)
@@ -110,7 +110,7 @@ class WorkerGroup(Generic[W]):
 
     def call(
         self,
-        method: Callable[Concatenate[W, P], Awaitable[R]],
+        method: Callable[Concatenate[W_co, P], Awaitable[R]],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> GroupCall[list[R]]:
@@ -126,7 +126,7 @@ class WorkerGroup(Generic[W]):
     def call_on(
         self,
         ranks: Iterable[int],
-        method: Callable[Concatenate[W, P], Awaitable[R]],
+        method: Callable[Concatenate[W_co, P], Awaitable[R]],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> GroupCall[list[R]]:
@@ -231,10 +231,10 @@ class WorkerGroup(Generic[W]):
             self.calls.discard(call)
 
 
-class WorkerRef(Generic[W]):
+class WorkerRef(Generic[W_co]):
     """One rank of a group."""
 
-    def __init__(self, group: WorkerGroup[W], rank: int) -> None:
+    def __init__(self, group: WorkerGroup[W_co], rank: int) -> None:
         self.group = group
         self.rank = rank
 
@@ -245,7 +245,7 @@ class WorkerRef(Generic[W]):
 
     def call(
         self,
-        method: Callable[Concatenate[W, P], Awaitable[R]],
+        method: Callable[Concatenate[W_co, P], Awaitable[R]],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> GroupCall[R]:
