@@ -3,6 +3,7 @@
 if __name__ != "rlinf_async.channels":
     raise ImportError(f"import this package as 'rlinf_async.channels', not as {__name__!r}")
 
+from rlinf_async.channels.batching import BatchOps, BatchResizingIterator, BatchSizes
 from rlinf_async.channels.ends import Fresh, Key, Lease, Receiver, Sender, TooStale
 from rlinf_async.channels.errors import (
     ChannelClosed,
@@ -26,6 +27,9 @@ from rlinf_async.channels.statistics import DeadLetter, Statistics
 from rlinf_async.channels.waitfor import Wait, current_party, find_cycle, render
 
 __all__ = [
+    "BatchOps",
+    "BatchResizingIterator",
+    "BatchSizes",
     "Channel",
     "ChannelClosed",
     "ChannelEmpty",

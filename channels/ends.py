@@ -224,8 +224,9 @@ class Receiver(End, Generic[T_co]):
         is compared with ``current``. A stale item is never mixed in: it comes back as `TooStale`,
         and is counted.
         """
-        item = await self.get(key=key)
-        lag = current - oldest_version(item)
+        async with self.lease(key=key) as taken:  # an item without a version goes back
+            item = taken[0]
+            lag = current - oldest_version(item)
         if lag <= max_lag:
             return Fresh(item, lag)
         self._count_stale()

@@ -4,6 +4,7 @@ The dozen names of everyday use. Importing them brings in neither torch nor ray.
 """
 
 from rlinf_async.channels import (
+    BatchResizingIterator,
     Channel,
     ChannelError,
     EndOfChannel,
@@ -30,6 +31,7 @@ from rlinf_async.workers import BuildError, Deadlock, Worker, WorkerDied, Worker
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchResizingIterator",
     "BuildError",
     "Channel",
     "ChannelError",

@@ -14,9 +14,14 @@ The first five are findings about the code under test, so a test runner shows th
 
 from __future__ import annotations
 
+from rlinf_async.workers.errors import Deadlock as NobodyCanGoOn
 
-class Deadlock(AssertionError):
-    """Every task waits, no timer is set, and the main task has not finished."""
+
+class Deadlock(NobodyCanGoOn, AssertionError):
+    """Every task waits, no timer is set, and the main task has not finished.
+
+    Also what a cluster raises on a real loop, so that one ``except`` serves both.
+    """
 
 
 class Livelock(AssertionError):
