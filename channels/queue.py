@@ -214,9 +214,14 @@ class Queue:
     def take_one(self, key: Key | None) -> Entry | None:
         """The head of this key at once, or None if one would have to wait for it."""
         lane = self.lane if key is None else self.lanes.get(key)
-        if lane is None or not lane.entries or lane.getters or self.failure is not None:
+        if (
+            lane is None
+            or not (entries := lane.entries)
+            or lane.getters
+            or self.failure is not None
+        ):
             return None
-        entry = lane.entries.popleft()
+        entry = entries.popleft()
         lane.weight -= entry.weight
         self.gets += 1
         if lane.putters:
