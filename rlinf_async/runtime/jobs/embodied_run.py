@@ -86,10 +86,11 @@ class EmbodiedRun:
         collectors = (Apart if apart else Together)(cluster, self.config, graph)
         actors, _ = await asyncio.gather(self._launch_actors(cluster), collectors.launch())
         live.note = ""
-        with collectors.serving():
-            await self._train(graph, collectors, actors, live)
+        with collectors.serving(), self._metrics() as metrics:
+            await self._train(graph, collectors, actors, live, metrics)
             live.note = "evaluating"
             episodes = await collectors.evaluate(self._evaluation())
+            self._write_evaluation(metrics, episodes)
         await graph.weights.sender.close()
         await collectors.finish()
         live.keep(await cluster.spans())
@@ -115,6 +116,7 @@ class EmbodiedRun:
         collectors: Collectors,
         actors: WorkerGroup[EmbodiedFSDPActor],
         live: Live,
+        metrics: MetricsWriter,
     ) -> None:
         first, ahead = self.reached.version, self.config.training.max_staleness
         training = actors.call(
@@ -126,7 +128,7 @@ class EmbodiedRun:
         )
         collecting = collectors.collect()
         clock = _Clock(self.reached.train_seconds)
-        with graph.tickets.sender, self._metrics() as metrics:
+        with graph.tickets.sender:
             for iteration in range(first, first + ahead + 1):
                 await self._issue(graph, iteration)
             async for report in graph.reports.receiver:
@@ -179,10 +181,20 @@ class EmbodiedRun:
             min_version=self.config.iterations,
         )
 
+    def _write_evaluation(self, metrics: MetricsWriter, episodes: list[EvaluatedEpisode]) -> None:
+        """A row of its own, a step after the last: a resumed run drops it and evaluates again."""
+        row = {
+            "env_steps": float(self.reached.env_steps),
+            "train_seconds": self.reached.train_seconds,
+            "eval_return": _mean_return(episodes),
+        }
+        success_rate = _success_rate(episodes)
+        if success_rate is not None:
+            row["eval_success_rate"] = success_rate
+        metrics.write(self.reached.env_steps + 1, row)
+
     def _summary(self, cluster: Cluster, episodes: list[EvaluatedEpisode]) -> Summary:
-        successes = [episode.success for episode in episodes if episode.success is not None]
-        success_rate = sum(successes) / len(successes) if successes else None
-        mean_return = sum(episode.episode_return for episode in episodes) / len(episodes)
+        success_rate, mean_return = _success_rate(episodes), _mean_return(episodes)
         reached = self.reached
         return Summary(
             run=self.config.name,
@@ -221,6 +233,16 @@ class EmbodiedRun:
             or (success_rate or 0.0) >= wanted.target_success_rate
         ) and (wanted.target_return is None or mean_return >= wanted.target_return)
         return "succeeded" if reached else "fell short"
+
+
+def _success_rate(episodes: list[EvaluatedEpisode]) -> float | None:
+    """None where the environment does not say what success is."""
+    known = [episode.success for episode in episodes if episode.success is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _mean_return(episodes: list[EvaluatedEpisode]) -> float:
+    return sum(episode.episode_return for episode in episodes) / len(episodes)
 
 
 class _Clock:

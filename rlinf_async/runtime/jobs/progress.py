@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -47,6 +48,23 @@ class Reached(msgspec.Struct, kw_only=True):
         self.successes = list(deque([*self.successes, *report.episode_success], window))
 
 
+def merged(reports: Sequence[TrainReport]) -> TrainReport:
+    """One report on an iteration, from those of all actor ranks on their equal shares.
+
+    Metrics and checkpoint are the same in all of them.
+    """
+    return msgspec.structs.replace(
+        reports[0],
+        env_steps=sum(one.env_steps for one in reports),
+        lag_mean=sum(one.lag_mean for one in reports) / len(reports),
+        lag_max=max(one.lag_max for one in reports),
+        duplicates=sum(one.duplicates for one in reports),
+        episode_return=[value for one in reports for value in one.episode_return],
+        episode_length=[value for one in reports for value in one.episode_length],
+        episode_success=[value for one in reports for value in one.episode_success],
+    )
+
+
 def load_reached(checkpoints: Path) -> Reached | None:
     """Where to go on; None where there is no checkpoint.
 
@@ -69,9 +87,12 @@ def load_reached(checkpoints: Path) -> Reached | None:
 
 
 def keep(checkpoints: Path, reached: Reached, checkpoint: str, count: int) -> None:
-    """Note this checkpoint as the one to go on from, and remove all but the newest ``count``."""
+    """Note this checkpoint as the one to go on from; of those before it, keep ``count - 1``.
+
+    Later ones are left alone: the actors may have written the next one already.
+    """
     reached.checkpoint = Path(checkpoint).name
     atomic_write(checkpoints / "latest.json", msgspec.json.encode(reached))
-    older = sorted(path for path in checkpoints.glob("version-*") if path.is_dir())
-    for path in older[:-count]:
+    so_far = [path for path in checkpoints.glob("version-*") if path.name <= reached.checkpoint]
+    for path in sorted(so_far)[:-count]:
         shutil.rmtree(path, ignore_errors=True)
