@@ -21,10 +21,18 @@ from rlinf_async.messages.embodied import (
     stage_key,
 )
 from rlinf_async.testing import explore, nothing_left_waiting, wait_all_blocked
-from rlinf_async.workers.env import EnvError, EnvFailed, EnvReport, EnvWorker, RolloutGone
+from rlinf_async.workers.env import (
+    EnvConfig,
+    EnvError,
+    EnvFailed,
+    EnvReport,
+    EnvWorker,
+    RolloutGone,
+)
 from rlinf_async.workers.rollout import RolloutReport
 from tests.workers.env.toy import (
     Channels,
+    Gated,
     ThreadRollout,
     ToyRollout,
     by_hand,
@@ -222,6 +230,38 @@ async def test_one_stage_steps_on_while_the_other_waits_for_its_actions() -> Non
             await answer_once(question, channels.actions.sender)
         await collecting
         assert len(channels.collected()) == 2
+
+
+async def test_a_reset_that_takes_long_stalls_no_other_worker() -> None:
+    Gated.gate.clear()
+    slow = EnvConfig(entry_point="tests.workers.env.toy:make_gated", envs=2)
+    async with ra.Cluster.local() as cluster:
+        channels = Channels(cluster)
+        stalled = await cluster.launch(EnvWorker, slow, name="Slow")
+        others = await cluster.launch(EnvWorker, counting(), count=2)
+        rollout = await cluster.launch(ToyRollout, None)
+        await channels.weights.sender.publish(weights(0))
+        serving = serve(rollout, channels)
+        with channels.observations.sender, channels.actions.receiver:
+            collecting = start(stalled, channels)
+            rest = others.call_on(
+                [1],
+                EnvWorker.collect,
+                channels.tickets.receiver,
+                channels.observations.sender,
+                channels.actions.receiver,
+                channels.trajectories.sender,
+            )
+            for rank in (0, 1):
+                await channels.tickets.sender.put(ticket(0, 4), key=rank)
+            first = [await channels.trajectories.receiver.get(key=0) for _ in range(2)]
+            assert {one.env_rank for one in first} == {1}
+            Gated.gate.set()
+            channels.tickets.close()
+            await collecting
+            await rest
+        await serving
+        assert {one.env_rank for one in channels.collected()} == {0}
 
 
 async def test_answers_to_other_questions_are_dropped_and_counted() -> None:

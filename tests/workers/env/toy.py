@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -80,6 +81,24 @@ class Drawing(gymnasium.Env[Any, Any]):
             raise ValueError(f"no choice: {action}")
         shown = self.np_random.random(1)
         return shown, float(shown[0]), bool(self.np_random.random() < 0.3), False, {}
+
+
+class Gated(Counting):
+    """Its resets wait until `gate` is opened."""
+
+    gate = threading.Event()
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        if not self.gate.wait(30):
+            raise TimeoutError("nobody opened the gate")
+        return super().reset(seed=seed, options=options)
+
+
+def make_gated() -> Gated:
+    """The entry point of `Gated`."""
+    return Gated()
 
 
 def make(**kwargs: Any) -> Counting:
