@@ -1,4 +1,4 @@
-"""Sees a deadlock, and says who waits for whom.
+"""Sees a deadlock, or whoever blocks this process's event loop, and says who waits for whom.
 
 Once a second, and only while somebody has waited on a channel for longer than that, every worker is
 asked whether it could go on by itself. When nobody can, here or there, and nothing has moved for
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rlinf_async.channels import Statistics
 from rlinf_async.runtime.stall import all_blocked, internal
 from rlinf_async.workers.errors import Deadlock
+from rlinf_async.workers.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from rlinf_async.runtime.cluster import Cluster
@@ -31,6 +32,7 @@ class Watch:
         self._cluster = cluster
         self._limit = deadlock_after
         self._task: asyncio.Task[None] | None = None
+        self._watchdog: Watchdog | None = None
         self._progress: object = None
         self._still = 0.0
         self._proven = 0.0
@@ -44,12 +46,16 @@ class Watch:
             if isinstance(hooks, list):
                 hooks.append(self._cluster.report)
             return
+        self._watchdog = Watchdog("the process that started the workers")
+        self._watchdog.start()
         self._task = internal(asyncio.create_task(self._run(), name="deadlock watch"))
 
     def stop(self) -> None:
         """End."""
         if self._task is not None:
             self._task.cancel()
+        if self._watchdog is not None:
+            self._watchdog.stop()
 
     async def _run(self) -> None:
         while True:
