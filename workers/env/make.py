@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,7 @@ def _register(name: str) -> None:
         return
     has_robotics = importlib.util.find_spec("gymnasium_robotics") is not None
     if has_robotics:
-        gym.register_envs(importlib.import_module("gymnasium_robotics"))
+        gym.register_envs(_robotics())
     try:
         gym.spec(name)  # also fills in a version that was left out
     except gym.error.Error:
@@ -95,6 +96,15 @@ def _register(name: str) -> None:
         hint = f"; did you mean {' or '.join(repr(one) for one in close)}?" if close else ""
         extra = "" if has_robotics else " (pip install 'rlinf-async[embodied]' adds robot arms)"
         raise ConfigError(f"no env is called {name!r}{hint}{extra}", path=("id",)) from None
+
+
+def _robotics() -> Any:
+    with suppress(ModuleNotFoundError):
+        # It would print a notice about three other environments, in every process.
+        importlib.import_module("farama_notifications").notifications.pop(
+            "gymnasium_robotics", None
+        )
+    return importlib.import_module("gymnasium_robotics")
 
 
 def _missing(error: Exception) -> str:
