@@ -109,7 +109,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
 
 
 class TrainReport(msgspec.Struct, kw_only=True):
-    """actor -> runtime: one iteration was trained and its weights are published."""
+    """actor -> runtime: one rank trained its share of an iteration; its weights are published."""
 
     iteration: int
     version: int
@@ -117,12 +117,12 @@ class TrainReport(msgspec.Struct, kw_only=True):
     metrics: dict[str, float]
     """losses, KL, clip fraction, gradient norm, learning rate, ..."""
     env_steps: int
-    """collected for this iteration, over all envs"""
+    """in this rank's share of the iteration"""
     lag_mean: float
     """versions between the weights that acted and the weights that were trained, over steps"""
     lag_max: int
     duplicates: int
-    """trajectories that came a second time, from a restarted worker, and were left out"""
+    """trajectories that came a second time since the last report, and were left out"""
     episode_return: list[float] = []
     episode_length: list[int] = []
     episode_success: list[bool] = []

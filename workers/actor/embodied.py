@@ -57,6 +57,8 @@ class EmbodiedFSDPActor(Worker):
         self._resume = resume
         self._early: dict[int, dict[tuple[int, int], Trajectory]] = {}
         self.duplicates = 0
+        """second trajectories that were left out"""
+        self._reported = 0
 
     async def setup(self) -> None:
         if self.world_size > 1:
@@ -83,8 +85,8 @@ class EmbodiedFSDPActor(Worker):
     ) -> int:
         """Publish the present version, then train one iteration after the other.
 
-        Rank 0 publishes and reports; every rank trains on its own share, taken under its rank as
-        the key. Returns the last version.
+        Every rank trains on its own share, taken under its rank as the key, and reports on it;
+        rank 0 publishes. Returns the last version.
 
         Raises:
             RuntimeError: a trajectory is more than ``plan.max_staleness`` versions old.
@@ -97,9 +99,7 @@ class EmbodiedFSDPActor(Worker):
                 metrics = await self.compute(self._trainer.train, batch)
             await self._publish(weights)
             checkpoint = await self._save(plan)
-            if self.rank == 0:
-                report = self._report(iteration, batch, metrics, lags, checkpoint, plan)
-                await reports.put(report)
+            await reports.put(self._report(iteration, batch, metrics, lags, checkpoint))
         return self._trainer.version
 
     async def recv_rollout_batch(
@@ -163,18 +163,16 @@ class EmbodiedFSDPActor(Worker):
         metrics: Mapping[str, float],
         lags: tuple[float, int],
         checkpoint: str | None,
-        plan: TrainingPlan,
     ) -> TrainReport:
-        """Episodes are those of this rank's share: all of them where there is one rank."""
-        steps = sum(one.reward.size for one in batch)
+        duplicates, self._reported = self.duplicates - self._reported, self.duplicates
         return TrainReport(
             iteration=iteration,
             version=self._trainer.version,
             metrics=dict(metrics),
-            env_steps=steps * plan.trajectories // len(batch),
+            env_steps=sum(one.reward.size for one in batch),
             lag_mean=lags[0],
             lag_max=lags[1],
-            duplicates=self.duplicates,
+            duplicates=duplicates,
             episode_return=[value for one in batch for value in one.episode_return],
             episode_length=[value for one in batch for value in one.episode_length],
             episode_success=[value for one in batch for value in one.episode_success],

@@ -49,8 +49,9 @@ class EmbodiedPPO:
             for note in folder.notes:
                 print(note, file=sys.stderr)
             summary = self._train(full, folder)
-            draw_pictures(full, folder, summary)
-            write_summary(folder.summary, summary)
+            write_summary(folder.summary, summary)  # now: the pictures take seconds
+            if draw_pictures(full, folder, summary):
+                write_summary(folder.summary, summary)
             print(last_line(folder, summary), flush=True)
         return summary
 
@@ -59,7 +60,7 @@ class EmbodiedPPO:
         try:
             return run(training.main())
         except BaseException as error:
-            write_summary(folder.summary, failed_summary(config, training.reached, error))
+            _leave_summary(folder, failed_summary(config, training.reached, error))
             raise
 
     def _fitted(self, config: EmbodiedConfig) -> EmbodiedConfig:
@@ -82,3 +83,11 @@ class EmbodiedPPO:
                 f"actor.fsdp.device: {wanted!r} is asked for, but this host has no accelerator: "
                 "use 'cpu'"
             )
+
+
+def _leave_summary(folder: RunFolder, summary: Summary) -> None:
+    """Write the summary of a run that failed; on a full disk its error is still what is raised."""
+    try:
+        write_summary(folder.summary, summary)
+    except ObserveError as error:
+        print(f"the summary was not written: {error}", file=sys.stderr)

@@ -35,7 +35,7 @@ from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.collecting import Apart, Collectors, Together
 from rlinf_async.runtime.jobs.config import EmbodiedConfig
 from rlinf_async.runtime.jobs.live import Live
-from rlinf_async.runtime.jobs.progress import Reached, keep, load_reached
+from rlinf_async.runtime.jobs.progress import Parts, Reached, keep, load_reached
 from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
 from rlinf_async.workers.env import EnvReport, EvaluatedEpisode, EvaluationPlan
 
@@ -127,15 +127,19 @@ class EmbodiedRun:
             graph.reports.sender,
         )
         collecting = collectors.collect()
+        parts = Parts(self.config.cluster.actors)
         clock = _Clock(self.reached.train_seconds)
-        with graph.tickets.sender:
-            for iteration in range(first, first + ahead + 1):
-                await self._issue(graph, iteration)
-            async for report in graph.reports.receiver:
-                await self._issue(graph, report.version + ahead)
-                self._take(report, metrics, live, clock())
-        await training
-        self._env_reports = await collecting
+        # A restarted env worker may send a trajectory again when the actors are done already.
+        with graph.trajectories.receiver:
+            with graph.tickets.sender:
+                for iteration in range(first, first + ahead + 1):
+                    await self._issue(graph, iteration)
+                async for part in graph.reports.receiver:
+                    if (report := parts.join(part)) is not None:
+                        await self._issue(graph, report.version + ahead)
+                        self._take(report, metrics, live, clock())
+            await training
+            self._env_reports = await collecting
 
     def _plan(self) -> TrainingPlan:
         training = self.config.training

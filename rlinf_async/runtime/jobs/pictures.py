@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlinf_async.config import UsageError
 from rlinf_async.observe.errors import ObserveError
 from rlinf_async.observe.learning_curve import draw_learning_curve
 from rlinf_async.observe.perfetto import read_perfetto
@@ -23,15 +24,15 @@ from rlinf_async.observe.timeline import draw_timeline
 from rlinf_async.observe.video import record_video
 from rlinf_async.runtime.jobs.config import EmbodiedConfig
 from rlinf_async.runtime.jobs.progress import load_reached
-from rlinf_async.workers.env import describe_env, make_env
+from rlinf_async.workers.env import EnvError, describe_env, make_env
 from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
 
 if TYPE_CHECKING:
     from rlinf_async.messages.embodied import Floats
 
 
-def draw_pictures(config: EmbodiedConfig, folder: RunFolder, summary: Summary) -> None:
-    """Draw all pictures; problems are printed and noted in the summary."""
+def draw_pictures(config: EmbodiedConfig, folder: RunFolder, summary: Summary) -> bool:
+    """Draw all pictures; problems are printed and noted in the summary. Whether there were any."""
     title = f"{config.name}: {config.env.name}"
     drawings: dict[str, Callable[[], object]] = {
         "learning curve": lambda: draw_learning_curve(
@@ -49,9 +50,10 @@ def draw_pictures(config: EmbodiedConfig, folder: RunFolder, summary: Summary) -
     for name, draw in drawings.items():
         try:
             draw()
-        except ObserveError as error:
+        except (ObserveError, EnvError, UsageError) as error:
             summary.extra[name] = f"not made: {error}"
             print(f"the {name} was not made: {error}", file=sys.stderr)
+    return bool(summary.extra)
 
 
 def film(config: EmbodiedConfig, folder: RunFolder) -> None:

@@ -48,20 +48,31 @@ class Reached(msgspec.Struct, kw_only=True):
         self.successes = list(deque([*self.successes, *report.episode_success], window))
 
 
-def merged(reports: Sequence[TrainReport]) -> TrainReport:
-    """One report on an iteration, from those of all actor ranks on their equal shares.
+class Parts:
+    """Joins the reports of all actor ranks on their equal shares into one for each iteration."""
 
-    Metrics and checkpoint are the same in all of them.
-    """
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._open: dict[int, list[TrainReport]] = {}
+
+    def join(self, part: TrainReport) -> TrainReport | None:
+        """The whole report, once every rank's part is there."""
+        parts = self._open.setdefault(part.iteration, [])
+        parts.append(part)
+        return _merged(self._open.pop(part.iteration)) if len(parts) == self._ranks else None
+
+
+def _merged(parts: Sequence[TrainReport]) -> TrainReport:
+    """Metrics and checkpoint are the same in all parts."""
     return msgspec.structs.replace(
-        reports[0],
-        env_steps=sum(one.env_steps for one in reports),
-        lag_mean=sum(one.lag_mean for one in reports) / len(reports),
-        lag_max=max(one.lag_max for one in reports),
-        duplicates=sum(one.duplicates for one in reports),
-        episode_return=[value for one in reports for value in one.episode_return],
-        episode_length=[value for one in reports for value in one.episode_length],
-        episode_success=[value for one in reports for value in one.episode_success],
+        parts[0],
+        env_steps=sum(one.env_steps for one in parts),
+        lag_mean=sum(one.lag_mean for one in parts) / len(parts),
+        lag_max=max(one.lag_max for one in parts),
+        duplicates=sum(one.duplicates for one in parts),
+        episode_return=[value for one in parts for value in one.episode_return],
+        episode_length=[value for one in parts for value in one.episode_length],
+        episode_success=[value for one in parts for value in one.episode_success],
     )
 
 
