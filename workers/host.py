@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import logging
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,9 @@ from rlinf_async.channels.waitfor import WaitFuture
 from rlinf_async.workers.base import Worker, make
 from rlinf_async.workers.collective import leave
 from rlinf_async.workers.context import OpenSpan, WorkerContext, WorkerInfo
-from rlinf_async.workers.errors import WorkerError
+from rlinf_async.workers.errors import WorkerError, is_secondary
+
+log = logging.getLogger(__name__)
 
 
 class State(enum.Enum):
@@ -175,9 +178,12 @@ class WorkerHost:
                 invocation.result.set_result(value)
 
     def _fail(self, invocation: Invocation, error: Exception) -> None:
+        failure = self.wrap(error, invocation.method)
         if not invocation.result.done():
-            invocation.result.set_exception(self.wrap(error, invocation.method))
+            invocation.result.set_exception(failure)
             invocation.result.exception()  # retrieved: the caller may be gone
+        elif not is_secondary(failure):
+            log.error("after it was cancelled, %s", failure)
 
     async def _cancel(self, result: asyncio.Future[Any]) -> None:
         for task, invocation in list(self.calls.items()):

@@ -31,8 +31,10 @@ class GroupCall(Generic[R]):
     def __init__(self, label: str) -> None:
         self.label = label
         self._result: asyncio.Future[R] = WorkFuture()
+        self._parts: list[asyncio.Task[Any]] = []
         self._runner: asyncio.Task[None] | None = None
         self._awaited = 0
+        self._cancelled = False
         self.failures: list[BaseException] = []
         """of its ranks, in the order in which they happened"""
         self.seen = False
@@ -44,8 +46,10 @@ class GroupCall(Generic[R]):
 
     def cancel(self) -> None:
         """Stop the methods on all ranks; awaiting raises `asyncio.CancelledError`."""
-        if self._runner is not None and not self.done():
-            self._runner.cancel()
+        if not self.done():
+            self._cancelled = True
+            for part in self._parts:
+                part.cancel()
 
     def __await__(self) -> Generator[Any, None, R]:
         return self._wait().__await__()
@@ -158,11 +162,11 @@ class WorkerGroup(Generic[W_co]):
             raise BuildError(f"{self.name}.{method.name}: the cluster of this group has been left")
         call: GroupCall[Any] = GroupCall(f"{self.name}.{method.name}")
         own = self._own_arguments(ranks, method, arguments)
-        parts = [self._part(call, method, *one) for one in own]
-        if not parts:
+        call._parts = [self._part(call, method, *one) for one in own]
+        if not call._parts:
             call._result.set_result([])
             return call
-        runner = asyncio.create_task(self._run(call, parts, single), name=call.label)
+        runner = asyncio.create_task(self._run(call, single), name=call.label)
         call._runner = internal(runner)
         self.calls.add(call)
         return call
@@ -197,6 +201,8 @@ class WorkerGroup(Generic[W_co]):
         def after(done: asyncio.Task[Any]) -> None:
             supervisor.calls -= 1
             error = None if done.cancelled() else done.exception()
+            if error is not None and call._cancelled and is_secondary(error):
+                error = None  # it learned of its end by a channel, before it was cancelled itself
             if error is not None:  # told before the channels pass it on: the first is the cause
                 call.failures.append(error)
                 self._on_failure(error, call)
@@ -217,17 +223,13 @@ class WorkerGroup(Generic[W_co]):
                 if supervisor.handle_nowait() is worker:
                     raise  # nobody noticed the death: do not spin
 
-    async def _run(
-        self, call: GroupCall[Any], parts: list[asyncio.Task[Any]], single: bool
-    ) -> None:
+    async def _run(self, call: GroupCall[Any], single: bool) -> None:
         try:
-            _, pending = await asyncio.wait(parts, return_when=asyncio.FIRST_EXCEPTION)
+            _, pending = await asyncio.wait(call._parts, return_when=asyncio.FIRST_EXCEPTION)
             await _cancel_all(pending)
-            _settle(call, parts, single)
-        except asyncio.CancelledError:
-            await _cancel_all(parts)
-            call._result.cancel()
+            _settle(call, single)
         finally:
+            call._result.cancel()  # the loop itself ends: whoever waits must not wait for ever
             self.calls.discard(call)
 
 
@@ -287,15 +289,13 @@ def _close_all(ends: Iterable[Any]) -> None:
         end.close()
 
 
-def _settle(call: GroupCall[Any], parts: Sequence[asyncio.Task[Any]], single: bool) -> None:
-    result = call._result
-    if result.done():
-        return
+def _settle(call: GroupCall[Any], single: bool) -> None:
+    result, parts = call._result, call._parts
     error = _first_error(call.failures)
     if error is not None:
         result.set_exception(error)
         result.exception()  # retrieved: the cluster may have been told instead
-    elif any(part.cancelled() for part in parts):
+    elif call._cancelled or any(part.cancelled() for part in parts):
         result.cancel()
     else:
         values = [part.result() for part in parts]
