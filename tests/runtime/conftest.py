@@ -1,0 +1,70 @@
+"""Runs one test body on both backends, and sees that a cluster of processes leaves nothing."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+
+import pytest
+
+import rlinf_async as ra
+from rlinf_async.workers import Device
+from tests.loops import FACTORIES, VIRTUAL
+from tests.runtime.kit import NewCluster, left_behind, open_files
+
+DEVICES = tuple(Device("cpu", core) for core in (0, 0, 0, 0))
+"""Four devices wherever the tests run: all of them are its first core."""
+
+LOCAL = [("local", loop) for loop in (*FACTORIES, VIRTUAL)]
+PROCESS = [("process", "uvloop")]
+
+
+@pytest.fixture(params=LOCAL + PROCESS, ids="-".join)
+def setting(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A backend and a kind of loop, by name."""
+    chosen: tuple[str, str] = request.param
+    return chosen
+
+
+@pytest.fixture
+def loop_kind(setting: tuple[str, str]) -> str:
+    """The kind of loop that the test runs on."""
+    return setting[1]
+
+
+@pytest.fixture
+def new_cluster(setting: tuple[str, str]) -> Iterator[NewCluster]:
+    """Makes clusters of the setting's backend; afterwards nothing of theirs may be left."""
+    if setting[0] == "local":
+        yield ra.Cluster.local
+        return
+    with own_temporary_folder(), nothing_left_behind():
+        yield ra.Cluster.process
+
+
+@contextmanager
+def own_temporary_folder() -> Iterator[None]:
+    """Others on this machine make folders too. Short, because it holds a socket."""
+    with tempfile.TemporaryDirectory(prefix="t") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
+@contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Fails if a process, a file, or an open file of ours stays."""
+    resource_tracker.ensure_running()  # multiprocessing's own process, which stays
+    files = open_files()
+    yield
+    gc.collect()
+    assert left_behind() == set()
+    assert open_files() <= files
+
+
+@pytest.fixture(autouse=True)
+def four_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with four devices."""
+    monkeypatch.setattr("rlinf_async.runtime.cluster.host_devices", lambda: DEVICES)

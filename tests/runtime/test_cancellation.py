@@ -1,0 +1,185 @@
+"""Cancelled anywhere, a cluster ends; nobody is left waiting and nothing is left running."""
+
+# ruff: noqa: PT012  (it is leaving the cluster that raises)
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import rlinf_async as ra
+from rlinf_async.testing import explore, no_tasks_left, wait_all_blocked
+from tests.runtime.kit import Doubler, NewCluster, Number, Waiter
+
+
+async def test_a_cancelled_call_ends_its_methods(new_cluster: NewCluster) -> None:
+    async with new_cluster() as cluster:
+        started = cluster.channel(str, name="started")
+        waiters = await cluster.launch(Waiter, count=2)
+        running = waiters.call(Waiter.forever, started.sender)
+        assert {await started.receiver.get() for _ in range(2)} == {"Waiter[0]", "Waiter[1]"}
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        with pytest.raises(ra.EndOfChannel):
+            await started.receiver.get()
+
+
+async def test_a_cancelled_await_cancels_the_call(new_cluster: NewCluster) -> None:
+    async with new_cluster() as cluster:
+        started = cluster.channel(str, name="started")
+        waiter = (await cluster.launch(Waiter))[0]
+        running = waiter.call(Waiter.forever, started.sender)
+        await started.receiver.get()
+        waiting = asyncio.ensure_future(running)
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        with pytest.raises(ra.EndOfChannel):
+            await started.receiver.get()
+
+
+async def test_a_timeout_around_the_cluster_ends_it(new_cluster: NewCluster) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(3600.0) as limit, new_cluster() as cluster:
+            started = cluster.channel(str, name="started")
+            waiters = await cluster.launch(Waiter, count=2)
+            waiters.call(Waiter.forever, started.sender)
+            await started.receiver.get()
+            limit.reschedule(asyncio.get_running_loop().time())
+            await asyncio.Event().wait()
+
+
+async def busy(channels: list[ra.Channel[Number]]) -> None:
+    """Two stages under way, for a cancellation to fall into."""
+    async with ra.Cluster.local() as cluster:
+        channels += [cluster.channel(Number, name=name, capacity=2) for name in "abc"]
+        a, b, c = channels
+        first = await cluster.launch(Doubler, count=2, name="first")
+        second = await cluster.launch(Doubler, count=2, name="second")
+        one = first.call(Doubler.run, a.receiver, b.sender)
+        second.call(Doubler.leased, b.receiver, c.sender)
+        with a.sender as sender:
+            for value in range(20):
+                await sender.put(Number(value))
+                await c.receiver.get()
+        await one
+
+
+@pytest.mark.parametrize("steps", [1, 10, 30, 60, 100, 150, 200, 260])
+def test_cancelled_after_any_number_of_steps_nothing_waits(steps: int) -> None:
+    async def main() -> None:
+        channels: list[ra.Channel[Number]] = []
+        task = asyncio.create_task(busy(channels))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled() or task.exception() is None
+        for channel in channels:
+            assert channel.waits() == []
+            assert channel.statistics().leases_out == 0
+        no_tasks_left()
+
+    explore(main, seeds=range(40))
+
+
+def test_a_second_cancellation_while_it_ends_still_leaves_nothing() -> None:
+    async def main() -> None:
+        channels: list[ra.Channel[Number]] = []
+        task = asyncio.create_task(busy(channels))
+        for _ in range(120):
+            await asyncio.sleep(0)
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0)
+        await asyncio.wait([task])
+        no_tasks_left()
+
+    explore(main, seeds=range(100))
+
+
+def test_cancelled_calls_leave_the_channel_to_others() -> None:
+    async def main() -> None:
+        async with ra.Cluster.local() as cluster:
+            numbers = cluster.channel(Number, name="numbers")
+            waiters = await cluster.launch(Waiter, count=3)
+            sender = numbers.sender.open()
+            running = waiters.call(Waiter.for_item, numbers.receiver)
+            one = waiters[0].call(Waiter.for_item, numbers.receiver)
+            both = asyncio.gather(running, one, return_exceptions=True)
+            await wait_all_blocked()
+            running.cancel()
+            await sender.put(Number(1))
+            sender.close()
+            cancelled, got = await both
+            assert isinstance(cancelled, asyncio.CancelledError)
+            if isinstance(got, ra.WorkerError):  # a cancelled one had taken it already
+                assert got.failure.error_type == "EndOfChannel"
+            else:
+                assert got == 1
+            assert numbers.waits() == []
+
+    explore(main, seeds=range(200))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
+def test_a_call_cancelled_before_it_began_ends(steps: int) -> None:
+    async def main() -> None:
+        async with ra.Cluster.local() as cluster:
+            numbers = cluster.channel(Number, name="numbers")
+            waiters = await cluster.launch(Waiter, count=2)
+            running = waiters.call(Waiter.for_item, numbers.receiver)
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert numbers.waits() == []
+            assert numbers.statistics().receivers == 0
+
+    explore(main, seeds=range(40))
+
+
+class Stubborn(ra.Worker):
+    """Ignores its cancellation, and then hangs in its teardown."""
+
+    async def run(self, started: ra.Sender[str]) -> None:
+        await started.put(self.name)
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if self.world_size == 1:
+                    raise
+
+    async def teardown(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_who_hangs_in_teardown_is_ended_after_the_grace(
+    new_cluster: NewCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with new_cluster(grace=0.3) as cluster:
+        await cluster.launch(Stubborn)
+    assert "Stubborn[0] did not stop within 0.3 s" in caplog.text
+
+
+async def test_cancelled_while_it_leaves_it_does_not_wait_for_the_grace(
+    new_cluster: NewCluster,
+) -> None:
+    left = asyncio.Event()
+
+    async def hanging() -> None:
+        async with new_cluster(grace=100.0) as cluster:
+            await cluster.launch(Stubborn)
+            left.set()
+
+    task = asyncio.create_task(hanging())
+    await left.wait()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
