@@ -155,7 +155,7 @@ class Cluster:
             BuildError: wrong arguments, name or placement; nothing was started.
             WorkerError: ``__init__`` or ``setup`` raised in a rank.
         """
-        group = name or worker.__name__
+        group: str = name or getattr(worker, "__name__", repr(worker))
         policy = restart or Never()
         self._check_launch(worker, group, count, collective, policy, args, kwargs)
         places = placement.assign(count, self.devices) if placement else [()] * count
@@ -319,8 +319,11 @@ class Cluster:
     def _publish(self, made: Channel[Any] | Latest[Any]) -> None:
         if made.name in self.channels:
             raise BuildError(f"there is a channel {made.name!r} already: give each its own name")
+        try:
+            self._backend.publish(made)
+        except TypeError as error:
+            raise BuildError(f"channel {made.name!r} cannot cross to workers: {error}") from error
         self.channels[made.name] = made
-        self._backend.publish(made)
 
     def _check_launch(
         self,
