@@ -1,0 +1,277 @@
+"""A wrong graph is refused before anything runs, by an error that names both sides."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import rlinf_async as ra
+from rlinf_async.runtime import Restart
+from tests.runtime.kit import Broken, Doubler, Number, Reading, Teller, Waiter, Word
+
+
+class Odd(ra.Worker):
+    """Methods that cannot be called from outside."""
+
+    def plain(self) -> int:
+        return 1
+
+    async def unannotated(self, numbers) -> None:  # type: ignore[no-untyped-def]
+        await numbers.get()
+
+    async def bare(self, numbers: ra.Receiver) -> None:  # type: ignore[type-arg]
+        await numbers.get()
+
+    async def many(self, *numbers: int) -> int:
+        return sum(numbers)
+
+    async def unknown(self, numbers: ra.Receiver[Missing]) -> None:  # type: ignore[name-defined]  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+        await numbers.get()
+
+    async def lock(self, lock: threading.Lock) -> None:
+        lock.acquire()
+
+    async def gives_lock(self) -> threading.Lock:
+        return threading.Lock()
+
+    async def many_ends(self, to: list[ra.Sender[Number]]) -> None:
+        await to[0].put(Number(1))
+
+    async def maybe(self, to: ra.Sender[Number] | None = None) -> None:
+        assert to is None
+
+
+class Stranger(ra.Worker):
+    async def run(self, numbers: ra.Receiver[Number], doubled: ra.Sender[Number]) -> int:
+        return 0
+
+
+class Needy(ra.Worker):
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+
+class Graph:
+    """What the cases below are about."""
+
+    def __init__(self, cluster: ra.Cluster) -> None:
+        self.cluster = cluster
+        self.numbers = cluster.channel(Number, name="numbers")
+        self.words = cluster.channel(Word, name="words")
+        self.weights = cluster.latest(Number, name="weights")
+
+
+CALLS: dict[str, tuple[type[ra.Worker], Callable[..., Any], Callable[[Graph], Any], str]] = {
+    "wrong end": (
+        Doubler,
+        Doubler.run,
+        lambda g: (g.numbers.sender, g.numbers.sender),
+        r"Doubler\.run: parameter 'numbers' wants Receiver\[Number\], but is given a Sender\[Numb",
+    ),
+    "wrong item type": (
+        Doubler,
+        Doubler.run,
+        lambda g: (g.words.receiver, g.numbers.sender),
+        r"'numbers' wants Receiver\[Number\], but is given a Receiver\[Word\] of channel 'words'",
+    ),
+    "wrong item type of a sender": (
+        Doubler,
+        Doubler.run,
+        lambda g: (g.numbers.receiver, g.words.sender),
+        r"parameter 'doubled' wants Sender\[Number\], but is given a Sender\[Word\] of",
+    ),
+    "an end of a Latest": (
+        Waiter,
+        Waiter.for_item,
+        lambda g: (g.weights.receiver,),
+        r"'numbers' wants Receiver\[Number\], but is given a LatestReceiver\[Number\] of channel",
+    ),
+    "a channel for its end": (
+        Waiter,
+        Waiter.for_item,
+        lambda g: (g.numbers,),
+        r"'numbers' wants Receiver\[Number\], but is given Channel",
+    ),
+    "wrong argument": (
+        Teller,
+        Teller.greet,
+        lambda g: (5,),
+        r"Teller\.greet: parameter 'name' wants str, but is given int 5",
+    ),
+    "an end for a plain argument": (
+        Teller,
+        Teller.greet,
+        lambda g: (g.numbers.receiver,),
+        r"parameter 'name' wants str, but is given a Receiver\[Number\] of channel 'numbers'",
+    ),
+    "missing argument": (
+        Teller,
+        Teller.greet,
+        lambda g: (),
+        r"Teller\.greet: missing a required argument: 'name'",
+    ),
+    "too many arguments": (
+        Teller,
+        Teller.greet,
+        lambda g: ("a", "b", "c"),
+        r"Teller\.greet: too many positional arguments",
+    ),
+    "not async": (Odd, Odd.plain, lambda g: (), r"Odd has no async method 'plain'"),
+    "unknown method": (
+        Teller,
+        lambda self: None,
+        lambda g: (),
+        r"Teller has no async method '<lambda>'.*pass a method of the class, like Teller\.run",
+    ),
+    "a method of another class": (
+        Doubler,
+        Stranger.run,
+        lambda g: (g.numbers.receiver, g.numbers.sender),
+        r"Doubler is called with Stranger\.run, which is not a method of Doubler .*Doubler\.run",
+    ),
+    "unannotated end": (
+        Odd,
+        Odd.unannotated,
+        lambda g: (g.numbers.receiver,),
+        r"'numbers' is given a Receiver\[Number\] of channel 'numbers', but is not annotated",
+    ),
+    "bare end": (
+        Odd,
+        Odd.bare,
+        lambda g: (g.numbers.receiver,),
+        r"'numbers' is a bare Receiver: write Receiver\[Number\]",
+    ),
+    "variadic": (Odd, Odd.many, lambda g: (1, 2), r"Odd\.many: .*takes plain named parameters"),
+    "a type that is not there": (
+        Odd,
+        Odd.unknown,
+        lambda g: (g.numbers.receiver,),
+        r"Odd\.unknown: its annotations cannot be resolved \(name 'Missing' is not defined\)",
+    ),
+    "wrong end in a list": (
+        Odd,
+        Odd.many_ends,
+        lambda g: ([g.numbers.sender, g.words.sender],),
+        r"'to' wants Sender\[Number\], but is given a Sender\[Word\] of channel 'words'",
+    ),
+    "wrong end where there may be none": (
+        Odd,
+        Odd.maybe,
+        lambda g: (g.words.sender,),
+        r"'to' wants Sender\[Number\], but is given a Sender\[Word\] of channel 'words'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+async def test_a_wrong_call_is_refused(case: str) -> None:
+    cls, method, arguments, message = CALLS[case]
+    async with ra.Cluster.local() as cluster:
+        graph = Graph(cluster)
+        group: Any = await cluster.launch(cls)
+        with pytest.raises(ra.BuildError, match=message):
+            group.call(method, *arguments(graph))
+        assert not group.calls
+        assert graph.numbers.statistics().receivers == 0
+
+
+LAUNCHES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "no worker": ((Number,), {}, r"takes a subclass of Worker, not <class .*Number'>"),
+    "an instance": ((5,), {}, r"takes a subclass of Worker, not 5"),
+    "missing constructor argument": (
+        (Needy,),
+        {},
+        r"Needy\.__init__: missing a required argument: 'what'",
+    ),
+    "too many constructor arguments": ((Broken, 1), {}, r"Broken\.__init__: too many positional"),
+    "no rank": ((Teller,), {"count": 0}, r"Teller: count must be a whole number from 1, got 0"),
+    "half a rank": ((Teller,), {"count": 1.5}, r"count must be a whole number from 1, got 1\.5"),
+    "too few devices": (
+        (Teller,),
+        {"count": 5, "placement": ra.Packed()},
+        r"Packed\(devices=1, start=0\) for 5 workers needs 5 devices, but this host has 4 \(cpu\)",
+    ),
+    "restart one rank of a collective": (
+        (Teller,),
+        {"count": 2, "collective": "gloo", "restart": Restart()},
+        r"Teller: ranks of one torch\.distributed group cannot be restarted one by one",
+    ),
+    "a collective in one process": (
+        (Teller,),
+        {"count": 2, "collective": "gloo"},
+        r"torch\.distributed needs a process for each rank.*use Cluster\.process\(\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+async def test_a_wrong_launch_is_refused(case: str) -> None:
+    args, options, message = LAUNCHES[case]
+    async with ra.Cluster.local() as cluster:
+        with pytest.raises(ra.BuildError, match=message):
+            await cluster.launch(*args, **options)
+        assert cluster.groups == {}
+
+
+async def test_names_are_taken_once() -> None:
+    async with ra.Cluster.local() as cluster:
+        cluster.channel(Number, name="numbers")
+        await cluster.launch(Teller)
+        with pytest.raises(ra.BuildError, match="there is a channel 'numbers' already"):
+            cluster.latest(Number, name="numbers")
+        with pytest.raises(ra.BuildError, match="there is a group 'Teller' already: pass another"):
+            await cluster.launch(Teller)
+
+
+async def test_what_cannot_travel_is_named_before_it_is_sent() -> None:
+    async with ra.Cluster.process() as cluster:
+        odd = (await cluster.launch(Odd))[0]
+        with pytest.raises(ra.BuildError, match=r"Odd\.lock cannot be called in another process"):
+            await odd.call(Odd.lock, threading.Lock())
+        with pytest.raises(ra.BuildError, match=r"Odd\.gives_lock cannot be .* what it returns"):
+            await odd.call(Odd.gives_lock)
+        broken = (await cluster.launch(Broken))[0]
+        with pytest.raises(ra.WorkerError, match=r"Broken\[0\] failed in returns_a_lock .*lock"):
+            await broken.call(Broken.returns_a_lock)
+
+
+class Unpicklable:
+    def __reduce__(self) -> str:
+        raise ValueError("made to stay")
+
+
+@pytest.mark.parametrize(
+    ("argument", "why"), [(threading.Lock(), "lock"), (Unpicklable(), "stay"), (lambda: 0, "lamb")]
+)
+async def test_a_constructor_argument_that_cannot_be_sent_is_refused(
+    argument: object, why: str
+) -> None:
+    async with ra.Cluster.process() as cluster:
+        with pytest.raises(ra.BuildError, match=rf"Takes\[0\]#0.* cannot be sent .*{why}"):
+            await cluster.launch(Takes, argument)
+        assert cluster.groups == {}
+
+
+class Takes(ra.Worker):
+    def __init__(self, what: object) -> None:
+        self.what = what
+
+
+async def test_a_class_inside_a_function_is_refused_by_processes() -> None:
+    class Hidden(ra.Worker):
+        pass
+
+    async with ra.Cluster.process() as cluster:
+        with pytest.raises(ra.BuildError, match=r"define the class at the top level of an import"):
+            await cluster.launch(Hidden)
+
+
+async def test_an_item_type_that_cannot_travel_is_refused_by_processes() -> None:
+    async with ra.Cluster.process() as cluster:
+        either: Any = Number | Word  # nothing on the wire would tell them apart
+        with pytest.raises(ra.BuildError, match=r"channel 'either' cannot cross to workers: .*tagged"):
+            cluster.channel(either, name="either")
+        assert cluster.channel(Reading, name="readings").name == "readings"
