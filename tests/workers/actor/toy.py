@@ -1,0 +1,118 @@
+"""A trainer that records what it is given, and trajectories that say what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+import rlinf_async as ra
+from rlinf_async.channels import LatestReceiver
+from rlinf_async.messages.embodied import TrainReport, Trajectory
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
+
+Place = tuple[int, int, int]
+"""iteration, env rank, stage"""
+
+STEPS, ENVS = 3, 2
+
+
+class ToyTrainer:
+    """A `TrainerBackend` without torch. ``made`` has all of them since the list was cleared."""
+
+    made: ClassVar[list[ToyTrainer]] = []
+
+    def __init__(self, config: Any, world_size: int, rank: int) -> None:
+        self.rank = rank
+        self.version = 0
+        self.trained: list[list[Place]] = []
+        self.saved: list[str] = []
+        self.made.append(self)
+
+    def train(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
+        self.trained.append([(one.iteration, one.env_rank, one.stage) for one in trajectories])
+        self.version += 1
+        return {"loss": float(self.version)}
+
+    def publish(self) -> WeightUpdate:
+        return WeightUpdate(self.version, (), 0)
+
+    def save_checkpoint(self, path: Path) -> None:
+        self.saved.append(path.name)
+
+    def load_checkpoint(self, path: Path) -> None:
+        self.version = int(path.name.removeprefix("version-"))
+
+
+class ToyActor(EmbodiedFSDPActor):
+    """An actor over `ToyTrainer`, which has no collectives to join."""
+
+    async def join_collective(self) -> None:
+        pass
+
+
+class Channels:
+    """The channels around the actors."""
+
+    def __init__(self, cluster: ra.Cluster) -> None:
+        self.trajectories = cluster.channel(Trajectory, name="trajectories", capacity=4)
+        self.reports = cluster.channel(TrainReport, name="reports")
+        self.weights = cluster.latest(WeightUpdate, name="weights")
+
+    def training(
+        self, actors: ra.WorkerGroup[ToyActor], plan: TrainingPlan
+    ) -> ra.GroupCall[list[int]]:
+        return actors.call(
+            ToyActor.run_training,
+            plan,
+            self.trajectories.receiver,
+            self.weights.sender,
+            self.reports.sender,
+        )
+
+
+def trajectory(iteration: int, env_rank: int = 0, stage: int = 0, version: int = 0) -> Trajectory:
+    """One whose every step was acted under ``version``, with one episode that ended."""
+    shape = (STEPS, ENVS)
+    zeros = np.zeros(shape, np.float32)
+    return Trajectory(
+        iteration=iteration,
+        env_rank=env_rank,
+        stage=stage,
+        observation=np.zeros((*shape, 1), np.float32),
+        action=np.zeros((*shape, 1), np.float32),
+        log_prob=zeros,
+        value=np.zeros((STEPS + 1, ENVS), np.float32),
+        reward=zeros,
+        terminated=np.zeros(shape, np.bool_),
+        truncated=np.zeros(shape, np.bool_),
+        final_value=zeros,
+        version=np.full(STEPS, version, np.int64),
+        episode_return=[float(env_rank)],
+        episode_length=[STEPS],
+        episode_success=[True],
+    )
+
+
+async def env_worker(
+    rank: int,
+    plan: TrainingPlan,
+    stages: int,
+    actors: int,
+    trajectories: ra.Sender[Trajectory],
+    weights: LatestReceiver[WeightUpdate],
+    twice: bool = False,
+) -> None:
+    """Collect every iteration as soon as it may be, with the newest weights there are."""
+    version = -1
+    with trajectories:
+        for iteration in range(plan.iterations):
+            while version < max(0, iteration - plan.max_staleness):
+                version = (await weights.get()).version
+            for stage in range(stages):
+                made = trajectory(iteration, rank, stage, version)
+                for _ in range(2 if twice else 1):
+                    await trajectories.put(made, key=(rank * stages + stage) % actors)
