@@ -93,6 +93,10 @@ class LatestReceiver(abc.ABC, Generic[T_co]):
         """
 
     @abc.abstractmethod
+    def clone(self) -> Self:
+        """Another receiver, which has seen what this one has."""
+
+    @abc.abstractmethod
     def get_nowait(self) -> T_co | None:
         """The newest value if it is newer than the last one seen here, else None."""
 
@@ -266,6 +270,11 @@ class LocalLatestReceiver(LatestReceiver[T_co]):
     @property
     def item_type(self) -> Any:
         return self._latest.item_type
+
+    def clone(self) -> Self:
+        made = type(self)(self._latest)
+        made.version = self.version
+        return made
 
     async def get(self, *, newer_than: int | None = None) -> T_co:
         than = self.version if newer_than is None else newer_than

@@ -271,6 +271,9 @@ class RemoteLatestReceiver(LatestReceiver[T_co]):
     def item_type(self) -> Any:
         return self._wire.item_type
 
+    def clone(self) -> Self:
+        return type(self)(self._wire, self._number, self.version)
+
     async def get(self, *, newer_than: int | None = None) -> T_co:
         than = self.version if newer_than is None else newer_than
         newer = protocol.Newer(self._number, than, current_party.get())

@@ -220,6 +220,7 @@ class WorkerGroup(Generic[W_co]):
             try:
                 return await worker.call(method, arguments)
             except WorkerDied:
+                await asyncio.sleep(0)  # the supervisor is told in the same turn as we are
                 if supervisor.handle_nowait() is worker:
                     raise  # nobody noticed the death: do not spin
 
@@ -261,7 +262,9 @@ def _clone_ends(value: Any, holder: str, ends: list[Any]) -> Any:
         clone = value.clone(holder)
         ends.append(clone)
         return clone
-    if isinstance(value, (LatestSender, LatestReceiver)):
+    if isinstance(value, LatestReceiver):
+        return value.clone()  # what one rank has seen is still news to the others
+    if isinstance(value, LatestSender):
         return value
     if type(value) in (list, tuple):
         return type(value)(_clone_ends(one, holder, ends) for one in value)

@@ -159,3 +159,16 @@ async def test_who_waits_for_a_newer_value_is_reported(transport: Transport) -> 
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+
+
+async def test_a_clone_has_seen_what_its_original_has_and_reads_on_its_own(
+    transport: Transport,
+) -> None:
+    sender, receiver = await transport.latest_ends(Latest(int, name="decisions"))
+    await sender.publish(1)
+    assert await receiver.get() == 1
+    clone = receiver.clone()
+    await sender.publish(2)
+    assert await receiver.get() == 2
+    assert clone.version == 1
+    assert await clone.get() == 2
