@@ -155,7 +155,7 @@ class Cluster:
             BuildError: wrong arguments, name or placement; nothing was started.
             WorkerError: ``__init__`` or ``setup`` raised in a rank.
         """
-        group: str = name or getattr(worker, "__name__", repr(worker))
+        group = name or str(getattr(worker, "__name__", worker))
         policy = restart or Never()
         self._check_launch(worker, group, count, collective, policy, args, kwargs)
         places = placement.assign(count, self.devices) if placement else [()] * count

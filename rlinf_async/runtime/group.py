@@ -219,10 +219,10 @@ class WorkerGroup(Generic[W_co]):
             worker = await supervisor.handle()
             try:
                 return await worker.call(method, arguments)
-            except WorkerDied:
-                await asyncio.sleep(0)  # the supervisor is told in the same turn as we are
-                if supervisor.handle_nowait() is worker:
-                    raise  # nobody noticed the death: do not spin
+            except WorkerDied as death:
+                if supervisor.stopping:
+                    raise
+                supervisor.lost(worker, death)
 
     async def _run(self, call: GroupCall[Any], single: bool) -> None:
         try:

@@ -18,6 +18,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -104,12 +105,16 @@ class Supervisor:
         if self._handle is None or self._handle.done():
             self._handle = WorkFuture()
         self._handle.set_result(handle)
-        handle.died.add_done_callback(self._on_death)
+        handle.died.add_done_callback(partial(self._on_death, handle))
 
-    def _on_death(self, died: asyncio.Future[WorkerDied]) -> None:
-        if died.cancelled() or self.stopping:
+    def _on_death(self, worker: WorkerHandle, died: asyncio.Future[WorkerDied]) -> None:
+        if not died.cancelled():
+            self.lost(worker, died.result())
+
+    def lost(self, worker: WorkerHandle, death: WorkerDied) -> None:
+        """This life is over: begin the next, or give up. Whoever learns of it says so."""
+        if self.stopping or self.handle_nowait() is not worker:
             return
-        death = died.result()
         self._handle = WorkFuture()
         self._handle.add_done_callback(_retrieve)
         self._after(death)
