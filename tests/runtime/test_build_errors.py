@@ -272,6 +272,8 @@ async def test_a_class_inside_a_function_is_refused_by_processes() -> None:
 async def test_an_item_type_that_cannot_travel_is_refused_by_processes() -> None:
     async with ra.Cluster.process() as cluster:
         either: Any = Number | Word  # nothing on the wire would tell them apart
-        with pytest.raises(ra.BuildError, match=r"channel 'either' cannot cross to workers: .*tagged"):
+        with pytest.raises(
+            ra.BuildError, match=r"channel 'either' cannot cross to workers: .*tagged"
+        ):
             cluster.channel(either, name="either")
         assert cluster.channel(Reading, name="readings").name == "readings"
