@@ -1,0 +1,191 @@
+"""A deadlock is seen and named; whoever could go on by itself gets the benefit of the doubt."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+import rlinf_async as ra
+from rlinf_async import testing
+from rlinf_async.channels import Channel
+from rlinf_async.runtime import watch
+from rlinf_async.runtime.stall import all_blocked
+from rlinf_async.testing import run, wait_all_blocked
+from tests.loops import FACTORIES
+from tests.runtime.kit import NewCluster, Number
+
+
+@pytest.fixture(
+    params=[("local", "asyncio"), ("local", "uvloop"), ("process", "uvloop")], ids="-".join
+)
+def setting(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Not the virtual loop: it sees deadlocks itself."""
+    chosen: tuple[str, str] = request.param
+    return chosen
+
+
+@pytest.fixture(autouse=True)
+def short_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look every 50 ms."""
+    monkeypatch.setattr(watch, "PERIOD", 0.05)
+
+
+class Polite(ra.Worker):
+    """Waits to be spoken to, in one of several ways."""
+
+    async def converse(self, hear: ra.Receiver[Number], say: ra.Sender[Number]) -> None:
+        await say.put(await hear.get())
+
+    async def gathers(self, hear: ra.Receiver[Number], say: ra.Sender[Number]) -> None:
+        await asyncio.gather(self.converse(hear, say), hear.get())
+
+    async def in_task_group(self, hear: ra.Receiver[Number], say: ra.Sender[Number]) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.converse(hear, say))
+
+    async def with_timeout(self, hear: ra.Receiver[Number], say: ra.Sender[Number]) -> str:
+        try:
+            async with asyncio.timeout(0.5):
+                await self.converse(hear, say)
+        except TimeoutError:
+            await say.put(Number(0))
+            return "went on"
+        return "was told"
+
+    async def computes(self, hear: ra.Receiver[Number], say: ra.Sender[Number]) -> str:
+        await self.compute(threading.Event().wait, 0.5)
+        await say.put(Number(0))
+        return "went on"
+
+    async def sleeps(self, hear: ra.Receiver[Number], say: ra.Sender[Number]) -> str:
+        await asyncio.sleep(0.5)
+        await say.put(Number(0))
+        return "went on"
+
+
+Method = Callable[[Polite, ra.Receiver[Number], ra.Sender[Number]], Coroutine[Any, Any, str | None]]
+
+
+async def each_waits_for_the_other(cluster: ra.Cluster, first: Method) -> Any:
+    there = cluster.channel(Number, name="there")
+    back = cluster.channel(Number, name="back")
+    ann = await cluster.launch(Polite, name="Ann")
+    bob = await cluster.launch(Polite, name="Bob")
+    one = ann[0].call(first, there.receiver, back.sender)
+    bob[0].call(Polite.converse, back.receiver, there.sender)
+    return await one
+
+
+@pytest.mark.parametrize("method", [Polite.converse, Polite.gathers, Polite.in_task_group])
+async def test_a_deadlock_names_both_workers_their_channels_and_the_time(
+    new_cluster: NewCluster, method: Method
+) -> None:
+    with pytest.raises(ra.Deadlock) as caught:
+        async with new_cluster(deadlock_after=0.2) as cluster:
+            await each_waits_for_the_other(cluster, method)
+    report = str(caught.value)
+    assert "every worker waits for another, and nothing has moved for 0 s" in report
+    assert f"Ann[0].{method.__name__} has waited" in report
+    assert "on channel 'there'; only Bob[0].converse can end this wait" in report
+    assert f"on channel 'back'; only Ann[0].{method.__name__} can end this wait" in report
+
+
+@pytest.mark.parametrize("method", [Polite.with_timeout, Polite.computes, Polite.sleeps])
+async def test_who_can_go_on_by_itself_is_not_deadlocked(
+    new_cluster: NewCluster, method: Method
+) -> None:
+    async with new_cluster(deadlock_after=0.2) as cluster:
+        assert await each_waits_for_the_other(cluster, method) == "went on"
+
+
+async def test_a_body_that_waits_for_a_producer_that_never_comes_is_told(
+    new_cluster: NewCluster,
+) -> None:
+    with pytest.raises(ra.Deadlock, match=r"main has waited .* 'numbers'; no open sender"):
+        async with new_cluster(deadlock_after=0.2) as cluster:
+            await cluster.channel(Number, name="numbers").receiver.get()
+
+
+async def test_a_limit_around_the_body_is_left_to_end_it(new_cluster: NewCluster) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5), new_cluster(deadlock_after=0.2) as cluster:
+            await each_waits_for_the_other(cluster, Polite.converse)
+
+
+async def test_without_a_limit_waits_are_only_reported(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "FIRST_REPORT", 0.1)
+    reported = asyncio.Event()
+    monkeypatch.setattr(watch.log, "warning", lambda *_: reported.set())
+    async with new_cluster(deadlock_after=None) as cluster:
+        waiting = asyncio.ensure_future(each_waits_for_the_other(cluster, Polite.converse))
+        await reported.wait()
+        assert not waiting.done()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+
+def test_the_virtual_loop_adds_the_report_of_the_cluster() -> None:
+    async def main() -> None:
+        async with ra.Cluster.local() as cluster:
+            await each_waits_for_the_other(cluster, Polite.converse)
+
+    with pytest.raises(
+        testing.Deadlock, match=r"Bob\[0\]\.converse has waited .* 'back'; only Ann"
+    ):
+        run(main())
+
+
+BLOCKED: dict[str, Callable[[Channel[Number]], Coroutine[Any, Any, Any]]] = {
+    "a get": lambda c: c.receiver.get(),
+    "another task": lambda c: _await(asyncio.ensure_future(c.receiver.get())),
+    "a gather": lambda c: _await(asyncio.gather(c.receiver.get(), c.receiver.get())),
+    "a task group": lambda c: _group(c.receiver.get()),
+}
+FREE: dict[str, Callable[[Channel[Number]], Coroutine[Any, Any, Any]]] = {
+    "a timer": lambda c: asyncio.sleep(3600),
+    "an event": lambda c: asyncio.Event().wait(),
+    "a get with a timeout": lambda c: _timeout(c.receiver.get()),
+    "a get under wait_for": lambda c: asyncio.wait_for(c.receiver.get(), 3600),
+    "a gather with a timer": lambda c: _await(asyncio.gather(c.receiver.get(), asyncio.sleep(99))),
+    "a task group with a timer": lambda c: _group(c.receiver.get(), asyncio.sleep(99)),
+    "a task group under a timeout": lambda c: _timeout(_group(c.receiver.get())),
+    "a plain future": lambda c: _await(asyncio.get_running_loop().create_future()),
+}
+
+
+async def _await(future: asyncio.Future[Any]) -> None:
+    await future
+
+
+async def _group(*waits: Coroutine[Any, Any, Any]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for wait in waits:
+            group.create_task(wait)
+
+
+async def _timeout(wait: Coroutine[Any, Any, Any]) -> None:
+    async with asyncio.timeout(3600):
+        await wait
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("case", [*BLOCKED, *FREE])
+def test_a_task_is_blocked_only_if_nothing_but_others_can_wake_it(kind: str, case: str) -> None:
+    async def main() -> None:
+        channel = Channel(Number, name="numbers")
+        task = asyncio.create_task({**BLOCKED, **FREE}[case](channel))
+        await wait_all_blocked()
+        mine = asyncio.current_task()
+        others = [one for one in asyncio.all_tasks() if one is not mine]
+        assert all_blocked(others) is (case in BLOCKED)
+        task.cancel()
+        await asyncio.wait([task])
+
+    with asyncio.Runner(loop_factory=FACTORIES[kind]) as runner:
+        runner.run(main())
