@@ -5,8 +5,8 @@
 #   make check   ruff, ruff format, mypy, pyright
 #   make bench   every bench, with its peers; fails where a bar fell short    (BENCHES="channels")
 #
-# PYTHON=python3.12 chooses the interpreter. On Linux, PyPI's torch brings several GB of CUDA along;
-# TORCH_INDEX=https://download.pytorch.org/whl/cpu gets the CPU build instead.
+# PYTHON=python3.12 chooses the interpreter. On Linux, the default build of torch brings several GB of
+# CUDA along; TORCH_INDEX=<the CPU index that pytorch.org names> gets the CPU build instead.
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help

@@ -1,0 +1,113 @@
+"""What the documentation says is so: its links, its examples, its settings, its options."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import pytest
+
+from rlinf_async.cli import commands
+from rlinf_async.config import Document
+from rlinf_async.runtime.jobs.config import EmbodiedConfig
+from tests.docs.pages import PAGES, ROOT, Block, Script, anchors, blocks, links, scripts, settings
+
+EVERY_BLOCK = [block for page in PAGES for block in blocks(page)]
+REQUIRED = "required"
+README_WORKER = next(one.block for one in scripts() if one.block.page == ROOT / "README.md")
+
+
+def run_script(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(text, encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, str(script)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def defaults(struct: Any, prefix: str = "") -> dict[str, object]:
+    """``{"section.field": default}`` of a configuration and all its sections."""
+    found: dict[str, object] = {}
+    for field in msgspec.structs.fields(struct):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            found |= defaults(field.type, f"{prefix}{field.name}.")
+        elif field.required:
+            found[prefix + field.name] = REQUIRED
+        else:
+            made = field.default_factory is not msgspec.NODEFAULT
+            value = field.default_factory() if made else field.default
+            found[prefix + field.name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def written(cell: str) -> object:
+    """The value that a table's cell stands for."""
+    return None if cell == "none" else cell if cell == REQUIRED else msgspec.json.decode(cell)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    for target in links(page):
+        path, _, anchor = target.partition("#")
+        if "://" in path:
+            continue
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("script", list(scripts()), ids=lambda one: one.block.where)
+def test_every_example_runs_and_prints_what_the_page_shows(script: Script, tmp_path: Path) -> None:
+    done = run_script(script.block.text, tmp_path)
+    assert done.returncode == 0, done.stderr
+    if script.prints is not None:
+        assert done.stdout == script.prints
+
+
+def test_the_worker_in_the_readme_runs_the_same_on_both_backends(tmp_path: Path) -> None:
+    text = README_WORKER.text
+    assert text.count("Cluster.process()") == 1
+    processes = run_script(text, tmp_path)
+    one_loop = run_script(text.replace("Cluster.process()", "Cluster.local()"), tmp_path)
+    assert processes.returncode == one_loop.returncode == 0, processes.stderr + one_loop.stderr
+    assert processes.stdout == one_loop.stdout != ""
+
+
+@pytest.mark.parametrize(
+    "block", [one for one in EVERY_BLOCK if one.language == "python"], ids=lambda one: one.where
+)
+def test_every_python_block_is_python(block: Block) -> None:
+    compile(block.text, block.where, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.parametrize(
+    "block", [one for one in EVERY_BLOCK if one.language == "toml"], ids=lambda one: one.where
+)
+def test_every_configuration_shown_can_be_read(block: Block) -> None:
+    Document(block.where, block.text).to(EmbodiedConfig)
+
+
+def test_the_table_of_settings_has_every_setting_and_its_default() -> None:
+    page = settings(ROOT / "docs" / "embodied.md")
+    assert {name: written(cell) for name, cell in page.items()} == defaults(EmbodiedConfig)
+
+
+@pytest.mark.parametrize("name", sorted(commands.commands))
+def test_every_option_of_the_command_line_is_explained(name: str) -> None:
+    text = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+    assert f"rlinf-async {name}" in text
+    options = [one for one in commands.commands[name].params if isinstance(one, click.Option)]
+    missing = [one.opts[0] for one in options if f"`{one.opts[0]}" not in text]
+    assert not missing
