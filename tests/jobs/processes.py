@@ -1,0 +1,112 @@
+"""Commands in processes of their own, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+PATIENCE = 60.0
+"""seconds"""
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
+    """Look again and again, until it is so."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"after {seconds:g} s still not: {what}")
+        time.sleep(0.005)
+
+
+class Process(NamedTuple):
+    """A line of ``/proc/*/stat``."""
+
+    pid: int
+    state: str
+    parent: int
+    group: int
+
+
+def processes() -> list[Process]:
+    """All that run; zombies, which only wait to be collected, are left out."""
+    found = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(") ")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        found.append(Process(int(stat.parent.name), fields[0], int(fields[1]), int(fields[2])))
+    return [one for one in found if one.state != "Z"]
+
+
+def children() -> set[int]:
+    """The processes that this one has started, without multiprocessing's tracker."""
+    mine = {one.pid for one in processes() if one.parent == os.getpid()}
+    return {pid for pid in mine if b"resource_tracker" not in _command(pid)}
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+class Driver:
+    """``rlinf-async`` in a session of its own, as a shell would run it."""
+
+    def __init__(self, temporary: pathlib.Path, *arguments: object) -> None:
+        self._log = temporary.with_suffix(".log")
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rlinf_async.cli", *(str(one) for one in arguments)],
+                env={**os.environ, "TMPDIR": str(temporary)},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    @property
+    def said(self) -> str:
+        """All that it printed so far."""
+        return self._log.read_text()
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait for something that happens while it runs."""
+
+        def happened() -> bool:
+            if self._process.poll() is not None and not condition():
+                raise AssertionError(f"it ended before: {what}\n{self.said}")
+            return bool(condition())
+
+        until(happened, what)
+
+    def kill(self) -> None:
+        """SIGKILL to the driver alone; its workers have to see it."""
+        self._process.kill()
+
+    def interrupt(self) -> None:
+        """Ctrl-C: SIGINT to everybody in the group."""
+        os.killpg(self._process.pid, signal.SIGINT)
+
+    def wait(self) -> int:
+        """Its exit code, once nobody of its group is left."""
+        code = self._process.wait(PATIENCE)
+        until(self._all_gone, "every process of the run is gone", 20.0)
+        return code
+
+    def end(self) -> None:
+        """Leave nothing of it, however the test went."""
+        for one in processes():
+            if one.group == self._process.pid:
+                os.kill(one.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _all_gone(self) -> bool:
+        return all(one.group != self._process.pid for one in processes())

@@ -1,0 +1,116 @@
+"""Workers that are killed in the middle of a run."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rlinf_async.channels import Channel
+from rlinf_async.messages.embodied import TrainReport
+from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.jobs.embodied_run import EmbodiedRun
+from tests.jobs.kit import Job
+from tests.jobs.processes import children
+
+PROCESS = ("--cluster.backend", "process")
+
+
+class Killer:
+    """Kills workers of the runs of this process as soon as a certain iteration is booked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.victims: dict[int, str] = {}
+        """iteration -> worker"""
+        self.killed: list[str] = []
+        self.clusters: list[Cluster] = []
+        make, take = EmbodiedRun._cluster, EmbodiedRun._take
+
+        def making(run: EmbodiedRun) -> Cluster:
+            self.clusters.append(make(run))
+            return self.clusters[-1]
+
+        def taking(run: EmbodiedRun, report: TrainReport, *rest: Any) -> None:
+            take(run, report, *rest)
+            self._kill(self.victims.pop(report.iteration, None))
+
+        monkeypatch.setattr(EmbodiedRun, "_cluster", making)
+        monkeypatch.setattr(EmbodiedRun, "_take", taking)
+
+    def _kill(self, name: str | None) -> None:
+        if name is not None:
+            pid = self.clusters[-1].pid(name)
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            self.killed.append(name)
+
+    @property
+    def dead_letters(self) -> list[Any]:
+        channels = self.clusters[-1].channels.values()
+        return [
+            letter for one in channels if isinstance(one, Channel) for letter in one.dead_letters
+        ]
+
+
+@pytest.fixture
+def killer(monkeypatch: pytest.MonkeyPatch) -> Killer:
+    return Killer(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(job: Job, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = children()  # after `job`: its folder must not be made in the one below
+    with tempfile.TemporaryDirectory(prefix="ra-", dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
+        assert list(pathlib.Path(folder).glob("rlinf-async-*")) == []
+    assert children() == before
+
+
+def test_killed_env_and_rollout_workers_are_replaced_and_nothing_is_lost_or_trained_twice(
+    job: Job, killer: Killer
+) -> None:
+    killer.victims = {1: "Env[0]", 4: "Rollout[0]", 6: "Env[1]"}
+    two = ("--cluster.env_workers", 2, "--training.total_steps", 1280)
+    summary = job.succeed(*PROCESS, *two, "--training.max_staleness", 1)
+    assert summary.restarts == {"Env[0]": 1, "Rollout[0]": 1, "Env[1]": 1}
+    job.check_books(10, 128)
+    assert killer.dead_letters == []
+
+
+def test_a_killed_collocated_worker_is_replaced(job: Job, killer: Killer) -> None:
+    killer.victims = {1: "Env[0]"}
+    summary = job.succeed(*PROCESS, "--cluster.rollout_workers", 0)
+    assert summary.restarts == {"Env[0]": 1}
+    job.check_books(6, 64)
+    assert killer.dead_letters == []
+
+
+def test_a_killed_actor_ends_the_run_with_its_name_and_the_run_can_be_resumed(
+    job: Job, killer: Killer
+) -> None:
+    killer.victims = {2: "Actor[0]"}
+    ended = job.train(*PROCESS)
+    assert ended.code == 1
+    assert ended.err.count("error:") == 1
+    assert "Actor[0] failed in its process" in ended.err
+    assert "killed by SIGKILL" in ended.err
+    assert "Traceback" not in ended.err
+    assert job.summary.outcome == "failed"
+    assert "Actor[0]" in str(job.summary.error)
+    job.succeed("--resume", "--cluster.backend", "local")
+    job.check_books(6, 64, resumed=True)
+    assert job.trained_in_trace() == [2, 3, 4, 5]
+
+
+def test_a_worker_that_dies_again_and_again_ends_the_run(job: Job, killer: Killer) -> None:
+    killer.victims = {1: "Env[0]", 2: "Env[0]"}
+    ended = job.train(*PROCESS, "--cluster.rollout_workers", 0, "--cluster.max_restarts", 1)
+    assert ended.code == 1
+    assert "Env[0] failed in its process" in ended.err
+    assert "killed by SIGKILL" in ended.err

@@ -1,0 +1,98 @@
+"""Whole runs: what they train on, and what they leave in the run folder."""
+
+from __future__ import annotations
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.jobs.kit import Job, record_training
+
+PROCESS = ("--cluster.backend", "process")
+TOGETHER = ("--cluster.rollout_workers", 0)
+
+
+@pytest.mark.parametrize("form", [(), TOGETHER], ids=["apart", "together"])
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_a_run_leaves_books_that_agree(job: Job, form: tuple[object, ...], env: str) -> None:
+    summary = job.succeed("--env.id", env, *form)
+    job.check_books(6, 64)
+    assert summary.outcome == "finished"
+    assert summary.evaluation_episodes == 3
+    assert summary.restarts == {}
+    assert set(summary.dropped.values()) == {0}
+    assert job.checkpoints == ["version-000004", "version-000006"]
+
+
+def test_tensorboard_shows_what_the_csv_holds(job: Job) -> None:
+    job.succeed()
+    accumulator = EventAccumulator(str(job.out / "tensorboard"))
+    accumulator.Reload()
+    shown = [(one.step, one.value) for one in accumulator.Scalars("value_loss")]
+    rows = [(int(row["step"]), float(row["value_loss"])) for row in job.iterations]
+    assert [step for step, _ in shown] == [step for step, _ in rows]
+    assert [value for _, value in shown] == pytest.approx([value for _, value in rows])
+
+
+@pytest.mark.parametrize("form", [(), TOGETHER], ids=["apart", "together"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_every_step_is_acted_by_a_version_that_is_allowed(
+    job: Job, monkeypatch: pytest.MonkeyPatch, form: tuple[object, ...], staleness: int
+) -> None:
+    trained = record_training(monkeypatch)
+    two = ("--cluster.env_workers", 2, "--training.total_steps", 768)
+    summary = job.succeed("--training.max_staleness", staleness, *two, *form)
+    assert [one.version for one in trained] == [*range(6)]
+    for version, batch in trained:
+        places = [(one.iteration, one.env_rank, one.stage) for one in batch]
+        assert places == [(version, rank, stage) for rank in (0, 1) for stage in (0, 1)]
+        lags = {version - int(acted) for one in batch for acted in one.version}
+        assert lags <= set(range(min(version, staleness) + 1))  # 0: exactly on-policy
+    assert summary.staleness is not None
+    assert summary.staleness.max <= summary.staleness.allowed == staleness
+    job.check_books(6, 128)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def losses(name: str, seed: int) -> list[str]:
+        job.out = job.file.parent / name
+        job.succeed("--seed", seed, "--training.total_steps", 192, *TOGETHER)
+        return [row["value_loss"] for row in job.iterations]
+
+    first = losses("first", 3)
+    assert losses("again", 3) == first
+    assert losses("other", 4) != first
+
+
+def test_a_run_that_missed_its_target_says_so(job: Job) -> None:
+    ended = job.train("--evaluation.target_return", 1e6, "--training.total_steps", 64)
+    assert job.summary.outcome == "fell short"
+    last = ended.out.splitlines()[-1]
+    assert last.startswith("small fell short: return")
+    assert str(job.out) in last
+
+
+def test_a_finished_run_that_is_resumed_only_evaluates_again(job: Job) -> None:
+    before = job.succeed()
+    summary = job.succeed("--resume")
+    job.check_books(6, 64, resumed=True)
+    assert summary.return_ == before.return_
+    assert job.trained_in_trace() == []
+
+
+def test_a_resumed_run_goes_on_to_a_later_end(job: Job) -> None:
+    job.succeed("--training.total_steps", 256)
+    job.succeed("--training.total_steps", 512, "--resume")
+    job.check_books(8, 64, resumed=True)
+    assert job.trained_in_trace() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "form", [("--training.max_staleness", 1), TOGETHER], ids=["apart", "together"]
+)
+def test_workers_in_processes_share_the_work(job: Job, form: tuple[object, ...]) -> None:
+    many = ("--cluster.env_workers", 2, "--cluster.actors", 2, "--training.total_steps", 512)
+    job.succeed(*PROCESS, *many, *form)
+    job.check_books(4, 128)
+    assert float(job.iterations[-1]["episodes"]) > 0
