@@ -200,10 +200,18 @@ class ProcessWorker:
             pid=self.pid,
             method="its process",
             error_type=kind.__name__,
-            message=f"the process ended by itself: {how}" if self._why is None else self._why,
+            message=self._why or f"the process ended by itself: {how}{self._hint()}",
             traceback="",
         )
         return kind(failure)
+
+    def _hint(self) -> str:
+        if self._connection is not None:
+            return ""
+        return (
+            ", before it could connect; why stands on stderr (a script must start its cluster "
+            "under 'if __name__ == \"__main__\":', because its workers import it)"
+        )
 
 
 class ProcessBackend:
@@ -299,7 +307,9 @@ async def _spawn_whole(boot: Boot) -> SpawnProcess:
     try:
         return await asyncio.shield(spawning)
     except asyncio.CancelledError:
-        await asyncio.wait([spawning])
+        while not spawning.done():  # cancelled once more, it still waits: nobody else would
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([spawning])
         if spawning.exception() is None:
             spawning.result().kill()
             spawning.result().join()
