@@ -1,0 +1,87 @@
+"""Scripts as users write them, run in a process group of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+class Script:
+    """A running script. Its temporary folder is its own."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        self.process = process
+        self.folder = folder
+        self._read: list[str] = []
+
+    def wait_for(self, line: str) -> None:
+        """Return once it has printed this line."""
+        assert self.process.stdout is not None
+        while not self._read or self._read[-1] != f"{line}\n":
+            self._read.append(self.process.stdout.readline())
+            assert self._read[-1], self.end()
+
+    def end(self) -> tuple[int, list[str], str]:
+        """Its exit code, the lines in order of the alphabet that it and its workers printed, and
+        their errors; returns when all of them have closed their output."""
+        out, err = self.process.communicate(timeout=20)
+        return self.process.returncode, sorted(("".join(self._read) + out).splitlines()), err
+
+    @property
+    def left(self) -> list[str]:
+        """What stands in its temporary folder now."""
+        return sorted(os.listdir(self.folder / "t"))
+
+
+@contextmanager
+def running(source: str) -> Iterator[Script]:
+    """Run this source as a script; whatever is left of its group is killed in the end."""
+    with tempfile.TemporaryDirectory(prefix="s") as name:
+        folder = Path(name)
+        (folder / "t").mkdir()
+        (folder / "script.py").write_text(source)
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        environment = {**kept, "TMPDIR": str(folder / "t"), "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(
+            [sys.executable, str(folder / "script.py")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        with process:
+            try:
+                yield Script(process, folder)
+            finally:
+                if alive(process.pid):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def gone(group: int, within: float = 5.0) -> bool:
+    """Whether nobody is left in a process group, or will be in so many seconds."""
+    until = time.monotonic() + within
+    while (left := alive(group)) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not left
+
+
+def alive(group: int) -> bool:
+    """Whether anybody runs in a process group; one that has ended and waits for its parent does
+    not."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                return True
+    return False

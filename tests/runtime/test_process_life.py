@@ -1,0 +1,149 @@
+"""Processes end with their cluster, whatever happens to either of them."""
+
+# ruff: noqa: PT012  (it is leaving the cluster that raises)
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from rlinf_async.workers import WorkerUnresponsive
+from tests.runtime.kit import NewCluster, Teller, Waiter
+from tests.runtime.scripts import gone, running
+
+SCRIPT = """
+import asyncio, os, sys
+import rlinf_async as ra
+
+class Talker(ra.Worker):
+    async def talk(self, started: ra.Sender[int]) -> None:
+        print("I am", self.name, flush=False)
+        await started.put(os.getpid())
+        await asyncio.Event().wait()
+
+    async def tuned(self) -> str | None:
+        return os.environ.get("TUNED")
+
+    async def once(self, word: str) -> str:
+        print("once said", word)
+        return word * 2
+
+async def main() -> None:
+    async with ra.Cluster.process() as cluster:
+        started = cluster.channel(int, name="started")
+        talkers = await cluster.launch(Talker, count=2)
+        BODY
+
+if __name__ == "__main__":
+    ra.run(main())
+"""
+WAITING = """talkers.call(Talker.talk, started.sender)
+        pids = [await started.receiver.get(), await started.receiver.get()]
+        print("ready", flush=True)
+        await asyncio.Event().wait()"""
+SAYING = "print(await talkers.call(Talker.once, 'ha'))"
+
+OWN_ENVIRONMENT = """tuned = await cluster.launch(Talker, name="tuned", env={"TUNED": "yes"})
+        print(await tuned.call(Talker.tuned), await talkers[0].call(Talker.tuned))"""
+
+
+@pytest.fixture
+def setting() -> tuple[str, str]:
+    """Only where there are processes."""
+    return "process", "uvloop"
+
+
+def test_a_class_in_the_main_script_works_and_its_output_is_not_lost() -> None:
+    with running(SCRIPT.replace("BODY", SAYING)) as script:
+        code, out, err = script.end()
+    assert (code, err) == (0, "")
+    assert out == ["['haha', 'haha']", "once said ha", "once said ha"]
+
+
+def test_ctrl_c_ends_script_and_workers_with_one_message() -> None:
+    with running(SCRIPT.replace("BODY", WAITING)) as script:
+        script.wait_for("ready")
+        os.killpg(script.process.pid, signal.SIGINT)
+        code, out, err = script.end()
+        assert gone(script.process.pid)
+        assert script.left == []
+    assert code == -signal.SIGINT
+    assert err.count("Traceback") == 2  # the cancellation, and the KeyboardInterrupt it became
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert "rlinf_async.workers" not in err
+    assert out == ["I am Talker[0]", "I am Talker[1]", "ready"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_go_with_a_driver_that_is_killed(how: signal.Signals) -> None:
+    with running(SCRIPT.replace("BODY", WAITING)) as script:
+        script.wait_for("ready")
+        script.process.send_signal(how)
+        code, _, err = script.end()  # returns when the last of them has closed its output
+        assert script.left == []
+    assert code == -how
+    assert "Traceback" not in err
+
+
+def test_a_script_without_a_main_guard_is_told_so() -> None:
+    source = SCRIPT.replace("BODY", SAYING).replace('if __name__ == "__main__":', "if True:")
+    with running(source) as script:
+        code, _, err = script.end()
+        assert gone(script.process.pid)
+        assert script.left == []
+    assert code == 1
+    assert "a script must start its cluster under" in err.splitlines()[-1]
+
+
+def test_an_environment_of_its_own_reaches_the_worker_alone() -> None:
+    source = SCRIPT.replace("BODY", OWN_ENVIRONMENT)
+    with running(source) as script:
+        code, out, _ = script.end()
+    assert (code, out) == (0, ["['yes'] None"])
+    assert "TUNED" not in os.environ
+
+
+async def test_a_stopped_worker_is_found_unresponsive_and_killed(new_cluster: NewCluster) -> None:
+    with pytest.raises(WorkerUnresponsive, match=r"Waiter\[0\] ") as caught:
+        async with new_cluster(heartbeat_limit=0.5) as cluster:
+            started = cluster.channel(str, name="started")
+            waiters = await cluster.launch(Waiter)
+            running = waiters.call(Waiter.forever, started.sender)
+            await started.receiver.get()
+            pid = cluster.pid("Waiter[0]")
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+            await running
+    assert caught.value.failure.pid == pid
+
+
+async def test_a_stopped_worker_does_not_hold_the_end_back(new_cluster: NewCluster) -> None:
+    async with new_cluster(grace=0.2) as cluster:
+        await cluster.launch(Teller)
+        pid = cluster.pid("Teller[0]")
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+
+
+async def test_a_launch_that_is_cancelled_leaves_no_process(new_cluster: NewCluster) -> None:
+    async with new_cluster() as cluster:
+        launching = asyncio.create_task(cluster.launch(Teller, count=2))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        launching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await launching
+        assert await (await cluster.launch(Teller, name="other")).call(Teller.life) == [0]
+
+
+async def test_pids_are_those_of_the_processes(new_cluster: NewCluster) -> None:
+    async with new_cluster() as cluster:
+        tellers = await cluster.launch(Teller, count=2)
+        assert [cluster.pid(f"Teller[{rank}]") for rank in range(2)] == await tellers.call(
+            Teller.pid
+        )
+        assert cluster.pid("nobody") is None
+    assert cluster.pid("Teller[0]") is None
