@@ -12,6 +12,7 @@ from rlinf_async.config import ConfigError, UsageError, to_toml
 from rlinf_async.observe.errors import ObserveError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import Summary, last_line, write_summary
+from rlinf_async.runtime.jobs.checks import check_device, check_names
 from rlinf_async.runtime.jobs.config import EmbodiedConfig, check_sizes, fitted
 from rlinf_async.runtime.jobs.embodied_run import EmbodiedRun, failed_summary
 from rlinf_async.runtime.jobs.pictures import draw_pictures
@@ -34,8 +35,9 @@ class EmbodiedPPO:
             UsageError: says what is wrong, and where.
         """
         check_sizes(config)
+        check_names(config)
+        check_device(config)
         self._fitted(config)
-        self._check_device(config)
 
     def run(self, config: EmbodiedConfig, out: Path | None, resume: bool) -> Summary:
         """Train, evaluate, and leave everything in the run folder."""
@@ -71,18 +73,8 @@ class EmbodiedPPO:
                 raise
             raise ConfigError(error.problem, path=("env", *error.path)) from error
         except EnvError as error:
-            raise ConfigError(str(error), path=("env",)) from error
-
-    def _check_device(self, config: EmbodiedConfig) -> None:
-        from rlinf_async.config import MissingDevice
-        from rlinf_async.runtime.placement import host_devices
-
-        wanted = config.actor.fsdp.device
-        if wanted.startswith("cuda") and not any(one.kind == "cuda" for one in host_devices()):
-            raise MissingDevice(
-                f"actor.fsdp.device: {wanted!r} is asked for, but this host has no accelerator: "
-                "use 'cpu'"
-            )
+            setting = "entry_point" if config.env.entry_point else "id"
+            raise ConfigError(str(error), path=("env", setting)) from error
 
 
 def _leave_summary(folder: RunFolder, summary: Summary) -> None:

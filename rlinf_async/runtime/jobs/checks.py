@@ -1,0 +1,72 @@
+"""What of a configuration can be held against this host and against what is registered here."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from rlinf_async.algorithms.config import AdvantageConfig, LossConfig
+from rlinf_async.algorithms.registry import Registry, UnknownName
+from rlinf_async.config import ConfigError, MissingDevice
+from rlinf_async.runtime.jobs.config import EmbodiedConfig
+from rlinf_async.runtime.placement import host_devices
+
+FSDP = ("actor", "fsdp")
+
+
+def check_device(config: EmbodiedConfig) -> None:
+    """Raise where the actors' device cannot be, or is not on this host.
+
+    Raises:
+        ConfigError: it is not a device's name.
+        MissingDevice: there is none of it.
+    """
+    wanted = config.actor.fsdp.device
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
+        raise ConfigError(
+            f"{wanted!r} is no device: write 'cpu', 'cuda' or 'cuda:1'", path=(*FSDP, "device")
+        )
+    if wanted == "cpu":
+        return
+    there = [device for device in host_devices() if device.kind == "cuda"]
+    if not there:
+        raise MissingDevice(
+            f"actor.fsdp.device: {wanted!r} is asked for, but this host has no accelerator: "
+            "use 'cpu'"
+        )
+    if ":" in wanted and wanted not in map(str, there):
+        raise MissingDevice(
+            f"actor.fsdp.device: {wanted!r} is asked for, but this host has "
+            f"{', '.join(map(str, there))}"
+        )
+
+
+def check_names(config: EmbodiedConfig) -> None:
+    """Raise `ConfigError` for a policy, an advantage or a loss that nobody has registered.
+
+    The tables import torch, so they are asked only for names that are not built in.
+    """
+    actor = config.actor
+    if actor.fsdp.pretrained is not None:
+        raise ConfigError(
+            "the embodied_ppo job trains a registered policy, not a language model: leave it out",
+            path=(*FSDP, "pretrained"),
+        )
+    policy, advantage, loss = actor.fsdp.policy.name, actor.advantage.name, actor.ppo.loss.name
+    if policy not in ("mlp_gaussian", "mlp_categorical"):
+        from rlinf_async.backends.policies.base import policies
+
+        _refuse_unknown(policies, policy, (*FSDP, "policy", "name"))
+    if advantage != AdvantageConfig().name:
+        from rlinf_async.algorithms.advantages import advantage_functions
+
+        _refuse_unknown(advantage_functions, advantage, ("actor", "advantage", "name"))
+    if loss != LossConfig().name:
+        from rlinf_async.algorithms.losses import loss_functions
+
+        _refuse_unknown(loss_functions, loss, ("actor", "ppo", "loss", "name"))
+
+
+def _refuse_unknown(table: Registry[Any], name: str, path: tuple[str, ...]) -> None:
+    if name not in table:
+        raise ConfigError(str(UnknownName(table.kind, name, table.names())), path=path)
