@@ -107,6 +107,7 @@ def test_an_environment_of_its_own_reaches_the_worker_alone() -> None:
 
 
 async def test_a_stopped_worker_is_found_unresponsive_and_killed(new_cluster: NewCluster) -> None:
+    pid: int | None = None
     with pytest.raises(WorkerUnresponsive, match=r"Waiter\[0\] ") as caught:
         async with new_cluster(heartbeat_limit=0.5) as cluster:
             started = cluster.channel(str, name="started")

@@ -67,6 +67,7 @@ async def test_a_worker_killed_while_idle_is_back_for_the_next_call(
 async def test_without_restarts_a_death_ends_the_run_and_names_the_signal(
     new_cluster: NewCluster,
 ) -> None:
+    pid: int | None = None
     with pytest.raises(ra.WorkerDied, match=r"Waiter\[0\] .*killed by SIGKILL") as caught:
         async with new_cluster() as cluster:
             started = cluster.channel(str, name="started")

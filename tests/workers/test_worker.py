@@ -1,0 +1,239 @@
+"""What a worker has: its place, a compute thread, hooks, and a loop that keeps answering."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+
+import pytest
+
+import rlinf_async as ra
+from rlinf_async.workers.base import make
+from rlinf_async.workers.context import Device, WorkerContext, WorkerInfo
+from rlinf_async.workers.host import State, WorkerHost
+from rlinf_async.workers.watchdog import Watchdog
+
+setting: ContextVar[str] = ContextVar("setting", default="none")
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def loop_kind(request: pytest.FixtureRequest) -> str:
+    """Real loops: the virtual one has no threads."""
+    return str(request.param)
+
+
+class Cook(ra.Worker):
+    """Blocks in its compute thread until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.named_in_init = self.name
+        self.begun = threading.Event()
+        self.may_end = threading.Event()
+        self.log_of_life: list[str] = []
+
+    async def setup(self) -> None:
+        self.log_of_life.append("setup")
+
+    async def teardown(self) -> None:
+        self.log_of_life.append("teardown")
+
+    def block(self) -> str:
+        self.begun.set()
+        self.may_end.wait()
+        return threading.current_thread().name
+
+    async def cook(self) -> str:
+        return await self.compute(self.block)
+
+    async def let_it_end(self) -> int:
+        """Answers while `cook` blocks its thread."""
+        await asyncio.to_thread(self.begun.wait)
+        busy = self._context.computing
+        self.may_end.set()
+        return busy
+
+    async def nested(self) -> list[int]:
+        order: list[int] = []
+        await asyncio.gather(*(self.compute(order.append, number) for number in range(5)))
+        return order
+
+    async def fails(self) -> None:
+        await self.compute(int, "not a number")
+
+    async def context(self) -> str:
+        setting.set("mine")
+        return await self.compute(setting.get)
+
+    async def boom(self) -> None:
+        raise ValueError("boom")
+
+
+def info(rank: int = 0, **more: object) -> WorkerInfo:
+    return WorkerInfo(group="Cook", rank=rank, world_size=2, **more)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+async def ready_host(cls: type[ra.Worker] = Cook) -> WorkerHost:
+    host = WorkerHost(cls, (), {}, info())
+    await host.start()
+    return host
+
+
+def test_a_worker_knows_its_place_before_its_constructor_runs() -> None:
+    with ThreadPoolExecutor(1) as executor:
+        devices = (Device("cuda", 3), Device("cuda", 4))
+        context = WorkerContext(info(1, devices=devices, incarnation=2), executor)
+        worker = make(Cook, context, (), {})
+    assert isinstance(worker, Cook)
+    assert worker.named_in_init == worker.name == "Cook[1]"
+    assert (worker.rank, worker.world_size, worker.incarnation) == (1, 2, 2)
+    assert (worker.device, worker.devices) == ("cuda:3", devices)
+    assert worker.log.name == "rlinf_async.Cook[1]"
+    assert repr(worker) == "<Cook[1]>"
+    assert repr(Cook.__new__(Cook)) == "<Cook>"
+
+
+async def test_a_call_is_answered_while_another_blocks_its_compute_thread(loop_kind: str) -> None:
+    host = await ready_host()
+    cooking = asyncio.create_task(host.call("cook", {}))
+    assert await host.call("let_it_end", {}) == 1
+    assert (await cooking).startswith("Cook[0] compute")
+    assert host.context.computing == 0
+    await host.stop()
+
+
+async def test_compute_keeps_the_order_in_which_it_was_asked(loop_kind: str) -> None:
+    host = await ready_host()
+    assert await host.call("nested", {}) == [0, 1, 2, 3, 4]
+    assert await host.call("context", {}) == "mine"
+    assert setting.get() == "none"
+    with pytest.raises(ra.WorkerError, match="not a number"):
+        await host.call("fails", {})
+    await host.stop()
+
+
+async def test_a_cancelled_compute_leaves_what_runs_alone(loop_kind: str) -> None:
+    host = await ready_host()
+    worker = host._worker
+    assert isinstance(worker, Cook)
+    cooking = asyncio.create_task(host.call("cook", {}))
+    await asyncio.to_thread(worker.begun.wait)
+    cooking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cooking
+    assert (host.calls, host.context.computing) == ({}, 0)
+    worker.may_end.set()
+    assert await host.call("context", {}) == "mine"
+    await host.stop()
+
+
+async def test_a_host_goes_through_its_states(loop_kind: str) -> None:
+    host = WorkerHost(Cook, (), {}, info())
+    states = [host.state]
+    await host.start()
+    states.append(host.state)
+    worker = host._worker
+    assert isinstance(worker, Cook)
+    await host.stop()
+    await host.stop()
+    assert [*states, host.state] == [State.CREATED, State.READY, State.STOPPED]
+    assert worker.log_of_life == ["setup", "teardown"]
+    with pytest.raises(ra.WorkerError, match="ChannelClosed"):
+        await host.call("cook", {})
+
+
+class FailsInSetup(Cook):
+    async def setup(self) -> None:
+        await self.compute(threading.current_thread)
+        raise LookupError("no camera")
+
+
+async def test_a_failed_setup_is_told_and_leaves_no_thread(loop_kind: str) -> None:
+    host = WorkerHost(FailsInSetup, (), {}, info())
+    threads = threading.active_count()
+    with pytest.raises(ra.WorkerError, match=r"Cook\[0\] failed in setup .*no camera") as caught:
+        await host.start()
+    assert isinstance(caught.value.__cause__, LookupError)
+    assert host.state is State.FAILED
+    await host.stop()
+    await _until(lambda: threading.active_count() <= threads)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """A thread ends a moment after it was told to."""
+    async with asyncio.timeout(5.0):
+        while not condition():  # noqa: ASYNC110  (threads set no event when they end)
+            await asyncio.sleep(0.001)
+
+
+class FailsInTeardown(Cook):
+    async def teardown(self) -> None:
+        raise ValueError("cannot let go")
+
+
+async def test_a_failed_teardown_is_told(loop_kind: str) -> None:
+    host = await ready_host(FailsInTeardown)
+    with pytest.raises(ra.WorkerError, match=r"failed in teardown .*cannot let go"):
+        await host.stop()
+    assert host.state is State.STOPPED
+
+
+async def test_a_failure_is_retrieved_although_its_caller_left(
+    loop_kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = await ready_host()
+    with pytest.raises(ra.WorkerError, match="boom"):
+        await host.call("boom", {})
+    await host.stop()
+    assert caplog.text == ""
+
+
+def test_the_watchdog_names_who_blocks_the_loop(caplog: pytest.LogCaptureFixture) -> None:
+    reported = threading.Event()
+
+    class Listening(Watchdog):
+        def _report(self) -> None:
+            super()._report()
+            reported.set()
+
+    def blocks_the_loop() -> None:
+        assert reported.wait(20.0)
+
+    async def main() -> int:
+        dog = Listening("Cook[0]", limit=0.05)
+        dog.start()
+        blocks_the_loop()
+        dog.stop()
+        return dog.blocked
+
+    assert asyncio.run(main()) == 1
+    assert "the event loop of Cook[0] has not answered for 0.1 s" in caplog.text
+    assert "await self.compute(fn, ...)" in caplog.text
+    assert "blocks_the_loop" in caplog.text
+
+
+def test_the_watchdog_lets_a_loop_that_answers_alone_and_stops_at_once() -> None:
+    async def main() -> int:
+        dogs = [Watchdog(f"dog {number}", limit=30.0) for number in range(20)]
+        for dog in dogs:
+            dog.start()
+        for dog in dogs:
+            dog.stop()
+        return sum(dog.blocked for dog in dogs)
+
+    assert asyncio.run(main()) == 0
+
+
+def test_a_collective_that_was_not_asked_for_is_refused() -> None:
+    class Lonely(ra.Worker):
+        async def setup(self) -> None:
+            await self.join_collective()
+
+    async def main() -> None:
+        async with ra.Cluster.local() as cluster:
+            with pytest.raises(ra.WorkerError, match=r'pass collective="gloo" \(CPU\)'):
+                await cluster.launch(Lonely)
+
+    asyncio.run(main())
