@@ -1,29 +1,28 @@
-"""Errors as text that can always travel."""
+"""Errors as text that can be sent and kept, whatever they are."""
 
 from __future__ import annotations
 
 from typing import Final
 
-MAX_CHARACTERS: Final = 4_000
-"""What an error may say of itself; an exception can hold the whole of a bad input."""
+LIMIT: Final = 4_000
+"""characters; the rest of a longer text says how much is missing"""
 
 
 def say(error: BaseException | str) -> str:
-    """An error's type and text: encodable as UTF-8, of at most 4,000 characters."""
-    if isinstance(error, str):
-        return encodable(error)
-    name = type(error).__name__
+    """An error's type and text: never too long, always valid UTF-8, even if its ``__str__`` raises."""
+    return fit(error if isinstance(error, str) else f"{type(error).__name__}: {text_of(error)}")
+
+
+def text_of(error: BaseException) -> str:
+    """``str(error)``, or what kept it from being had."""
     try:
-        text = str(error)
-    except Exception as unsaid:
-        text = f"(it cannot be said: its __str__ raised {type(unsaid).__name__})"
-    return encodable(f"{name}: {text}" if text else name)
+        return str(error)
+    except Exception as broken:
+        return f"<its text cannot be had: {type(broken).__name__}>"
 
 
-def encodable(text: str, limit: int = MAX_CHARACTERS) -> str:
-    """Text that UTF-8 can carry, cut to ``limit`` characters; the end of a long one is kept too."""
+def fit(text: str, limit: int = LIMIT) -> str:
+    """The text, cut to ``limit`` characters, with what is no valid UTF-8 escaped."""
     if len(text) > limit:
-        gap = f" ... ({len(text):,} characters in all) ... "
-        tail = limit // 4
-        text = text[: limit - tail - len(gap)] + gap + text[len(text) - tail :]
-    return text.encode("utf-8", "backslashreplace").decode()[:limit]
+        text = f"{text[:limit]}... ({len(text) - limit} more characters)"
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
