@@ -22,6 +22,7 @@ import msgspec
 from rlinf_async.channels import LatestSender, Receiver, Sender
 from rlinf_async.messages.embodied import TrainReport, Trajectory
 from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.observe.files import explaining
 from rlinf_async.workers.base import Worker
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class EmbodiedFSDPActor(Worker):
         if plan.checkpoints is None or not (due or version == plan.iterations):
             return None
         path = Path(plan.checkpoints) / f"version-{version:06d}"
-        with self.span("checkpoint", version=version):
+        with self.span("checkpoint", version=version), explaining("write the checkpoint", path):
             await self.compute(self._trainer.save_checkpoint, path)
         return str(path)
 

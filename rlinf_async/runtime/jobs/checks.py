@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Protocol
 
-from rlinf_async.algorithms.config import AdvantageConfig, LossConfig
-from rlinf_async.algorithms.registry import Registry, UnknownName
+from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.config import ConfigError, MissingDevice
 from rlinf_async.runtime.jobs.config import EmbodiedConfig
 from rlinf_async.runtime.placement import host_devices
 
 FSDP = ("actor", "fsdp")
+
+
+class _Table(Protocol):
+    """A registry, as far as it is asked here."""
+
+    kind: str
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def names(self) -> list[str]: ...
 
 
 def check_device(config: EmbodiedConfig) -> None:
@@ -52,21 +61,24 @@ def check_names(config: EmbodiedConfig) -> None:
             "the embodied_ppo job trains a registered policy, not a language model: leave it out",
             path=(*FSDP, "pretrained"),
         )
+    known = EmbodiedTrainerConfig()
     policy, advantage, loss = actor.fsdp.policy.name, actor.advantage.name, actor.ppo.loss.name
     if policy not in ("mlp_gaussian", "mlp_categorical"):
         from rlinf_async.backends.policies.base import policies
 
         _refuse_unknown(policies, policy, (*FSDP, "policy", "name"))
-    if advantage != AdvantageConfig().name:
+    if advantage != known.advantage.name:
         from rlinf_async.algorithms.advantages import advantage_functions
 
         _refuse_unknown(advantage_functions, advantage, ("actor", "advantage", "name"))
-    if loss != LossConfig().name:
+    if loss != known.ppo.loss.name:
         from rlinf_async.algorithms.losses import loss_functions
 
         _refuse_unknown(loss_functions, loss, ("actor", "ppo", "loss", "name"))
 
 
-def _refuse_unknown(table: Registry[Any], name: str, path: tuple[str, ...]) -> None:
+def _refuse_unknown(table: _Table, name: str, path: tuple[str, ...]) -> None:
+    from rlinf_async.algorithms.registry import UnknownName
+
     if name not in table:
         raise ConfigError(str(UnknownName(table.kind, name, table.names())), path=path)

@@ -58,7 +58,10 @@ class EmbodiedPPO:
         return summary
 
     def _train(self, config: EmbodiedConfig, folder: RunFolder) -> Summary:
-        training = EmbodiedRun(config, folder)
+        try:
+            training = EmbodiedRun(config, folder)
+        except ObserveError as error:  # what is to be resumed cannot be
+            raise UsageError(str(error)) from error
         try:
             return run(training.main())
         except BaseException as error:
