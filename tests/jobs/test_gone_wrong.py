@@ -1,0 +1,194 @@
+"""What goes wrong while a run runs: one clear error with its cause, or it goes on."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from rlinf_async.backends.base import PolicyAnswer
+from rlinf_async.backends.policies.serving import PolicyServer
+from rlinf_async.channels import Receiver, Sender
+from rlinf_async.messages.embodied import Actions, Collect, Floats, Observations, Trajectory
+from rlinf_async.runtime.jobs import collecting
+from rlinf_async.workers.env import EnvReport, EnvWorker
+from tests.jobs.kit import Ended, Job
+from tests.workers.actor.toy import trajectory
+
+WALK = ("--env.id", "Walk", "--env.entry_point", "tests.jobs.envs:Walk", "--env.kwargs")
+PROCESS = ("--cluster.backend", "process")
+Form = tuple[object, ...]
+FORMS: list[Form] = [(), ("--cluster.rollout_workers", 0)]
+"""apart, together"""
+
+
+def failed(ended: Ended) -> str:
+    """The one error of a run that failed."""
+    assert ended.code == 1, ended.err
+    assert ended.err.count("error: ") == 1
+    return ended.err.partition("error: ")[2].splitlines()[0]
+
+
+def test_an_env_that_raises_in_the_middle_is_named_with_its_step_and_seed(job: Job) -> None:
+    error = failed(job.train(*WALK, "{fails_at = 100}", "--training.total_steps", 512))
+    assert error.startswith("Env[0] failed in collect")
+    assert "env Walk[" in error
+    assert "at step 100 of its life and 10 of its episode, raised ArithmeticError" in error
+    assert "the simulator exploded" in error
+    assert job.summary.outcome == "failed"
+    assert job.summary.iterations == 6  # of 16 steps each, the seventh has step 100
+    assert "the simulator exploded" in str(job.summary.error)
+
+
+def test_an_env_that_shows_nan_is_named(job: Job) -> None:
+    error = failed(job.train(*WALK, "{shows = nan}"))
+    assert "env Walk[0]" in error
+    assert "NaN or infinite" in error
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("env", ["Pendulum-v1", "CartPole-v1"])
+def test_training_that_diverges_says_so_and_what_to_do(job: Job, env: str) -> None:
+    error = failed(job.train("--actor.fsdp.optimizer.lr", 1e30, "--env.id", env))
+    assert "not finite" in error
+    assert "Lower the learning rate" in error
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_policy_that_returns_nan_is_named_with_its_version(
+    job: Job, monkeypatch: pytest.MonkeyPatch, form: Form
+) -> None:
+    def nan(policy: PolicyServer, observation: Floats) -> PolicyAnswer:
+        rows = len(observation)
+        zeros = np.zeros(rows, np.float32)
+        return PolicyAnswer(np.zeros(rows, np.int64), zeros, np.full(rows, np.nan, np.float32))
+
+    monkeypatch.setattr(PolicyServer, "act", nan)
+    error = failed(job.train(*form))
+    assert "the policy, weights version 0, returned 'value' with 2 of 2 values NaN" in error
+
+
+def test_an_env_whose_reset_takes_longer_than_the_deadlock_limit_is_waited_for(job: Job) -> None:
+    one = ("--env.envs", 1, "--env.stages", 1, "--training.total_steps", 32)
+    job.succeed(*WALK, "{reset_seconds = 2.5}", *one, "--cluster.deadlock_after", 1)
+    job.check_books(2, 16)
+
+
+def test_an_env_that_cannot_be_filmed_costs_the_video_and_nothing_else(job: Job) -> None:
+    summary = job.succeed(*WALK, "{}", "--evaluation.video_episodes", 1)
+    assert summary.outcome == "finished"
+    assert "render_mode" in str(summary.extra["video"])
+    job.check_books(6, 64)
+
+
+class Repeating(EnvWorker):
+    """Sends a trajectory again when all is done, as one does that died before it was told."""
+
+    async def collect(
+        self,
+        tickets: Receiver[Collect],
+        observations: Sender[Observations],
+        actions: Receiver[Actions],
+        trajectories: Sender[Trajectory],
+    ) -> EnvReport:
+        report = await super().collect(tickets, observations, actions, trajectories)
+        await trajectories.put(trajectory(0), key=0)
+        return report
+
+
+def test_a_trajectory_that_comes_again_after_the_last_iteration_does_no_harm(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collecting, "EnvWorker", Repeating)
+    job.succeed()
+    job.check_books(6, 64)
+
+
+@pytest.fixture
+def full_disk(job: Job) -> Iterator[pathlib.Path]:
+    """A disk of 64 KiB."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = f"mount -t tmpfs -o size=64k tmpfs {folder} 2>/dev/null"
+        if os.geteuid() != 0 or os.system(command) != 0:
+            pytest.skip("a small disk needs the right to mount one")
+        try:
+            yield pathlib.Path(folder)
+        finally:
+            os.system(f"umount {folder}")
+
+
+def test_a_full_disk_is_the_error_that_is_shown(job: Job, full_disk: pathlib.Path) -> None:
+    job.out = full_disk / "run"
+    ended = job.train()
+    error = failed(ended)
+    assert error.startswith("Actor[0] failed in run_training")
+    assert f"cannot write the checkpoint {job.out}/checkpoints/version-000002" in error
+    assert "No space left on device; free some space there" in error
+    assert "the summary was not written" in ended.err
+
+
+def test_a_disk_that_fills_up_at_the_metrics_is_named_too(
+    job: Job, full_disk: pathlib.Path
+) -> None:
+    job.out = full_disk / "run"
+    error = failed(job.train("--training.checkpoint_every", 0, "--training.total_steps", 64000))
+    assert error.startswith(f"cannot write {job.out}/")
+    assert "No space left on device; free some space there" in error
+
+
+def test_a_socket_path_that_is_too_long_is_an_error_that_shows_it(
+    job: Job, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("x" * 150)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    error = failed(job.train(*PROCESS))
+    assert "choose a shorter folder" in error
+    assert str(folder) in error
+
+
+def test_a_temporary_folder_that_is_not_there_is_an_error_that_shows_it(
+    job: Job, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    assert str(tmp_path / "gone") in failed(job.train(*PROCESS))
+
+
+def test_a_damaged_checkpoint_is_not_resumed(job: Job) -> None:
+    job.succeed()
+    file = job.out / "checkpoints" / job.note["checkpoint"] / "rank_0_of_1.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    error = failed(job.train("--resume", "--training.total_steps", 512))
+    assert error.startswith("Actor[0] failed in setup")
+    assert f"{file} is damaged" in error
+
+
+@pytest.mark.parametrize("what", ["note", "folder"])
+def test_a_checkpoint_that_cannot_be_found_is_wrong_input(job: Job, what: str) -> None:
+    job.succeed()
+    checkpoints = job.out / "checkpoints"
+    if what == "note":
+        (checkpoints / "latest.json").write_text("{")
+    else:
+        shutil.rmtree(checkpoints / job.note["checkpoint"])
+    ended = job.train("--resume")
+    assert ended.code == 2
+    assert str(checkpoints / "latest.json") in ended.err
+
+
+def test_a_checkpoint_of_another_policy_is_refused_with_both_sizes(job: Job) -> None:
+    job.succeed()
+    ended = job.train("--resume", "--actor.fsdp.policy.hidden_sizes", "[32, 32]")
+    error = failed(ended)
+    assert "in the checkpoint" in error
+    assert "in the model" in error
+    assert "the configuration changed since the last start" in ended.err
+    job.succeed("--resume")

@@ -1,0 +1,102 @@
+"""The books between a checkpoint and what is noted beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import msgspec
+import pytest
+
+from rlinf_async.messages.embodied import TrainReport
+from rlinf_async.observe.errors import RunFolderError
+from rlinf_async.runtime.jobs.progress import Parts, Reached, keep, load_reached
+
+
+def report(iteration: int, **fields: Any) -> TrainReport:
+    values: dict[str, Any] = {
+        "metrics": {"loss": 1.0},
+        "env_steps": 10,
+        "lag_mean": 0.0,
+        "lag_max": 0,
+        "duplicates": 0,
+        **fields,
+    }
+    return TrainReport(iteration=iteration, version=iteration + 1, **values)
+
+
+def test_the_parts_of_all_ranks_make_one_report_in_whatever_order_they_come() -> None:
+    parts = Parts(2)
+    assert parts.join(report(0, lag_mean=1.0, lag_max=1, episode_return=[1.0])) is None
+    assert parts.join(report(1, duplicates=1)) is None
+    first = parts.join(report(0, lag_mean=2.0, lag_max=3, episode_return=[2.0, 3.0]))
+    assert first is not None
+    assert (first.iteration, first.env_steps, first.lag_mean, first.lag_max) == (0, 20, 1.5, 3)
+    assert first.episode_return == [1.0, 2.0, 3.0]
+    second = parts.join(report(1, duplicates=2))
+    assert second is not None
+    assert (second.iteration, second.duplicates) == (1, 3)
+
+
+def test_every_second_trajectory_is_booked_once() -> None:
+    reached = Reached()
+    for iteration, duplicates in enumerate([0, 2, 0, 1]):
+        reached.take(report(iteration, duplicates=duplicates), 1.0, window=2)
+    assert (reached.version, reached.env_steps, reached.duplicates) == (4, 40, 3)
+
+
+def test_only_the_last_episodes_are_kept() -> None:
+    reached = Reached()
+    reached.take(report(0, episode_return=[1.0, 2.0], episode_success=[True]), 1.0, window=2)
+    reached.take(report(1, episode_return=[3.0]), 1.0, window=2)
+    assert (reached.returns, reached.successes, reached.episodes) == ([2.0, 3.0], [True], 3)
+
+
+@dataclasses.dataclass
+class Checkpoints:
+    """A folder of them, as actors leave them."""
+
+    path: pathlib.Path
+
+    def write(self, *versions: int) -> None:
+        for version in versions:
+            (self.path / f"version-{version:06d}").mkdir()
+
+    def keep(self, version: int, count: int) -> list[int]:
+        """Note a version; those that are there then."""
+        keep(self.path, Reached(version=version), f"{self.path}/version-{version:06d}", count)
+        return sorted(int(one.name.partition("-")[2]) for one in self.path.glob("version-*"))
+
+
+@pytest.fixture
+def checkpoints(tmp_path: pathlib.Path) -> Checkpoints:
+    return Checkpoints(tmp_path)
+
+
+def test_the_newest_checkpoints_are_kept(checkpoints: Checkpoints) -> None:
+    checkpoints.write(2, 4, 6)
+    assert checkpoints.keep(6, 2) == [4, 6]
+
+
+def test_the_noted_checkpoint_is_kept_though_the_next_is_already_there(
+    checkpoints: Checkpoints,
+) -> None:
+    checkpoints.write(2, 4, 6)
+    assert checkpoints.keep(4, 1) == [4, 6]
+    reached = load_reached(checkpoints.path)
+    assert reached is not None
+    assert (reached.version, reached.checkpoint) == (4, "version-000004")
+
+
+def test_where_nothing_is_noted_a_run_begins_anew(checkpoints: Checkpoints) -> None:
+    checkpoints.write(2)
+    assert load_reached(checkpoints.path) is None
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", msgspec.json.encode(Reached(checkpoint="gone"))])
+def test_a_damaged_note_is_an_error_that_names_it(checkpoints: Checkpoints, content: bytes) -> None:
+    note = checkpoints.path / "latest.json"
+    note.write_bytes(content)
+    with pytest.raises(RunFolderError, match=str(note)):
+        load_reached(checkpoints.path)

@@ -1,0 +1,104 @@
+"""What a new user gets wrong: one clear message and exit code 2, before any worker starts."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+
+import pytest
+
+from rlinf_async.runtime.cluster import Cluster
+from tests.jobs.kit import Job
+
+TOO_MANY = (
+    "100000 samples are more than an actor gets in one iteration: 1 env workers x 4 envs x 16"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here gets as far as a cluster."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("a cluster was made")
+
+    monkeypatch.setattr(Cluster, "__init__", refuse)
+
+
+def said(job: Job, *arguments: object) -> str:
+    """The one line that the user sees."""
+    ended = job.train(*arguments)
+    assert ended.code == 2, ended.err
+    assert ended.out == ""
+    [line] = ended.err.splitlines()
+    assert line.startswith("error: ")
+    assert not job.out.exists() or arguments[0] in ("--out", "--resume")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("env.id", "CartPol-v1", "no env is called 'CartPol-v1'; did you mean 'CartPole-v1'"),
+        ("env.id", "FetchReachDense-v5", "did you mean 'FetchReachDense-v4'"),
+        ("env.idd", "CartPole-v1", "env.idd: unknown name (did you mean 'id'?)"),
+        ("env.envs", "many", "env.envs: expected an integer, found 'many'"),
+        ("env.envs", "3", "envs = 3 cannot be divided into stages = 2 groups"),
+        ("env.entry_point", "tests.jobs.envs:none", "has no function 'none'"),
+        ("env.entry_point", "tests.jobs.envs:broken", "RuntimeError: no licence for the simul"),
+        ("env.entry_point", "tests.jobs.envs:rooms", "the observation space Text(1, 5, "),
+        ("training.total_steps", "0", "total_steps is 0; it must be at least 1"),
+        ("training.max_staleness", "-1", "max_staleness is -1"),
+        ("actor.ppo.minibatch_size", "100000", TOO_MANY),
+        ("cluster.backend", "kubernetes", "cluster.backend: expected one of"),
+        ("cluster.actors", "2", "use backend = 'process', or actors = 1"),
+        ("cluster.actors", "3", "2 trajectories cannot be divided among 3 actors"),
+        ("actor.fsdp.device", "cuda:99", "'cuda:99' is asked for, but this host has"),
+        ("actor.fsdp.device", "gpu", "'gpu' is no device: write 'cpu', 'cuda' or 'cuda:1'"),
+        ("actor.fsdp.policy.name", "mpl", "no policy is called 'mpl'"),
+        ("actor.fsdp.policy.action_size", "3", "3 was given, but CartPole-v1 has 2: leave it out"),
+        ("actor.fsdp.pretrained", "model", "trains a registered policy, not a language model"),
+        ("actor.advantage.name", "gea", "no advantage is called 'gea'; did you mean 'gae'?"),
+        ("actor.ppo.loss.name", "gae", "no loss is called 'gae' (known: 'ppo'"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_would_be_right(
+    job: Job, setting: str, value: str, message: str
+) -> None:
+    line = said(job, f"--{setting}", value)
+    assert message in line
+    assert setting.split(".")[0] in line
+
+
+def test_check_finds_the_same_and_a_right_file_is_ok(job: Job) -> None:
+    assert job.command("check", job.file, "--env.id", "CartPol-v1").code == 2
+    assert job.command("check", job.file) == (0, f"{job.file}: ok\n", "")
+
+
+def test_a_missing_extra_says_what_to_install(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    assert "pip install 'rlinf-async[embodied]'" in said(job)
+
+
+@pytest.mark.parametrize("place", ["small.toml", "small.toml/run"])
+def test_a_run_folder_that_is_a_file_is_refused(job: Job, place: str) -> None:
+    line = said(job, "--out", job.file.parent / place)
+    assert str(job.file) in line
+    assert "is a file" in line
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_run_folder_that_may_not_be_written_is_refused(job: Job) -> None:
+    job.out.parent.chmod(0o500)
+    try:
+        assert "you may not write there" in said(job)
+    finally:
+        job.out.parent.chmod(0o700)
+
+
+def test_somebody_elses_folder_is_refused(job: Job, tmp_path: pathlib.Path) -> None:
+    mine = tmp_path / "photos"
+    mine.mkdir()
+    (mine / "cat.jpg").write_bytes(b"")
+    assert "holds 'cat.jpg'" in said(job, "--out", mine, "--resume")
