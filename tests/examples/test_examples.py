@@ -1,0 +1,73 @@
+"""Every file in ``examples/`` runs as its first lines say."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pathlib
+import subprocess
+import sys
+
+from rlinf_async.observe.summary import read_summary
+
+ROOT = pathlib.Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run(*command: object) -> subprocess.CompletedProcess[str]:
+    """Run ``python ...`` in the repository's root, as a reader would."""
+    words = [sys.executable, *(str(word) for word in command)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_every_example_is_run_here() -> None:
+    names = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".toml")}
+    source = pathlib.Path(__file__).read_text(encoding="utf-8")
+    assert {name for name in names if f'"{name}"' not in source} == set()
+
+
+def test_the_custom_workers_find_every_prime() -> None:
+    done = run(EXAMPLES / "custom_worker.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    tested, primes = (
+        ast.literal_eval(line.partition(": ")[2]) for line in done.stdout.splitlines()
+    )
+    assert sum(tested) == 1998
+    assert sum(primes.values()) == 303
+
+
+def test_the_custom_worker_brings_in_no_torch() -> None:
+    script = "import runpy, sys; runpy.run_path(sys.argv[1]); print('torch' in sys.modules)"
+    done = run("-c", script, EXAMPLES / "custom_worker.py")
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_the_deadlock_is_reported_with_who_waits_where_and_how_long() -> None:
+    done = run(EXAMPLES / "deadlock.py")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Deadlock: every worker waits for another")
+    for name in ("Polite[0].converse", "Shy[0].converse", "'to polite'", "'to shy'", " s"):
+        assert name in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_custom_environment_trains(tmp_path: pathlib.Path) -> None:
+    done = run(EXAMPLES / "custom_env.py", "--steps", 3840, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    summary = read_summary(tmp_path / "run" / "summary.json")
+    assert (summary.iterations, summary.env_steps) == (2, 3840)
+    assert summary.success_rate is not None
+
+
+def test_the_robot_arm_trains_and_is_filmed(tmp_path: pathlib.Path) -> None:
+    done = run(
+        *("-m", "rlinf_async.cli", "train", EXAMPLES / "fetch_reach_ppo.toml"),
+        *("--out", tmp_path / "run", "--training.total_steps", 1600),
+        *("--evaluation.episodes", 4, "--evaluation.video_episodes", 1),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    summary = read_summary(tmp_path / "run" / "summary.json")
+    assert (summary.outcome, summary.iterations, summary.env_steps) == ("fell short", 2, 1600)
+    assert summary.extra == {}
+    assert (tmp_path / "run" / "video.mp4").stat().st_size > 1000
