@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 
@@ -38,9 +40,13 @@ class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         if not 0.0 < self.clip_low < 1.0:
             raise ValueError(f"clip_low is {self.clip_low}; it must lie between 0 and 1")
-        if self.clip_high <= 0.0:
+        if not self.clip_high > 0.0:
             raise ValueError(f"clip_high is {self.clip_high}; it must be above 0")
-        if self.dual_clip is not None and self.dual_clip <= 1.0:
+        if self.dual_clip is not None and not self.dual_clip > 1.0:
             raise ValueError(f"dual_clip is {self.dual_clip}; it must be above 1, or left out")
-        if self.value_clip is not None and self.value_clip <= 0.0:
+        if self.value_clip is not None and not self.value_clip > 0.0:
             raise ValueError(f"value_clip is {self.value_clip}; it must be above 0, or left out")
+        for field in ("value_coefficient", "entropy_coefficient"):
+            number = getattr(self, field)
+            if not math.isfinite(number):
+                raise ValueError(f"{field} is {number}; it must be a finite number")

@@ -6,6 +6,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+DEFAULT_BUCKET_BYTES = 32 * 1024 * 1024
+"""of a bucket, unless a tensor is larger"""
+
 
 class TensorSlot(msgspec.Struct, frozen=True):
     """Where one tensor lies inside a bucket."""

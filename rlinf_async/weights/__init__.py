@@ -1,7 +1,8 @@
 """Weights as buckets of bytes, under one version, checked before they are used."""
 
+from rlinf_async.messages.weights import DEFAULT_BUCKET_BYTES
 from rlinf_async.weights.errors import WeightsDamaged, WeightsError, WeightsMismatch
-from rlinf_async.weights.pack import DEFAULT_BUCKET_BYTES, pack
+from rlinf_async.weights.pack import pack
 from rlinf_async.weights.unpack import check_fit, load, unpack, verify
 
 __all__ = [

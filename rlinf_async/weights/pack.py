@@ -13,12 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf_async.messages.weights import TensorSlot, WeightBucket, WeightUpdate
+from rlinf_async.messages.weights import (
+    DEFAULT_BUCKET_BYTES,
+    TensorSlot,
+    WeightBucket,
+    WeightUpdate,
+)
 
 ALIGNMENT = 16
 """bytes; the largest element (complex128) has as many"""
-
-DEFAULT_BUCKET_BYTES = 32 * 1024 * 1024
 
 
 def pack(

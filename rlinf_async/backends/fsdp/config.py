@@ -8,10 +8,11 @@ import msgspec
 
 from rlinf_async.algorithms.config import AdvantageConfig, LossConfig
 from rlinf_async.backends.policies.config import PolicyConfig
+from rlinf_async.messages.weights import DEFAULT_BUCKET_BYTES
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AdamW."""
+    """AdamW. Comparisons are written so that NaN fails them."""
 
     lr: float = 3e-4
     value_lr: float | None = None
@@ -23,17 +24,17 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """over all parameters together; None measures but does not clip"""
 
     def __post_init__(self) -> None:
-        if self.lr <= 0.0:
+        if not self.lr > 0.0:
             raise ValueError(f"lr is {self.lr}; it must be above 0")
-        if self.value_lr is not None and self.value_lr <= 0.0:
+        if self.value_lr is not None and not self.value_lr > 0.0:
             raise ValueError(f"value_lr is {self.value_lr}; it must be above 0, or left out")
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"betas is {self.betas}; both must be at least 0 and below 1")
-        if self.eps <= 0.0:
+        if not self.eps > 0.0:
             raise ValueError(f"eps is {self.eps}; it must be above 0")
-        if self.weight_decay < 0.0:
+        if not self.weight_decay >= 0.0:
             raise ValueError(f"weight_decay is {self.weight_decay}; it must be at least 0")
-        if self.max_grad_norm is not None and self.max_grad_norm <= 0.0:
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0.0:
             raise ValueError(
                 f"max_grad_norm is {self.max_grad_norm}; it must be above 0, or left out"
             )
@@ -114,7 +115,7 @@ class PPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(
                 f"micro_batch_size is {micro}; it must divide minibatch_size {self.minibatch_size}"
             )
-        if self.target_kl is not None and self.target_kl <= 0.0:
+        if self.target_kl is not None and not self.target_kl > 0.0:
             raise ValueError(f"target_kl is {self.target_kl}; it must be above 0, or left out")
 
 
@@ -126,10 +127,12 @@ class EmbodiedTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     ppo: PPOConfig = PPOConfig()
     normalize_observation: bool = True
     normalize_reward: bool = True
-    bucket_bytes: int = 32 * 1024 * 1024
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
     """of the published weights"""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes is {self.bucket_bytes}; it must be at least 1")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; it must be at least 0")

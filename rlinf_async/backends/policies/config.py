@@ -29,5 +29,5 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 f"initial_log_std is {self.initial_log_std}; it must lie between -20 and 2"
             )
-        if self.observation_clip <= 0.0:
+        if not self.observation_clip > 0.0:
             raise ValueError(f"observation_clip is {self.observation_clip}; it must be above 0")

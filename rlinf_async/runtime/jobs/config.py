@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -57,10 +58,19 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """episodes in ``video.mp4``; 0: no video"""
 
     def __post_init__(self) -> None:
-        if self.episodes < 1 or self.video_episodes < 0:
+        if self.episodes < 1 or self.video_episodes < 0 or self.seed < 0:
             raise ValueError(
-                f"episodes is {self.episodes}, video_episodes is {self.video_episodes}; they must "
-                "be at least 1 and 0"
+                f"episodes is {self.episodes}, video_episodes is {self.video_episodes}, seed is "
+                f"{self.seed}; they must be at least 1, 0 and 0"
+            )
+        rate, wanted = self.target_success_rate, self.target_return
+        if rate is not None and not 0.0 <= rate <= 1.0:
+            raise ValueError(
+                f"target_success_rate is {rate}; it must lie between 0 and 1, or be left out"
+            )
+        if wanted is not None and not math.isfinite(wanted):
+            raise ValueError(
+                f"target_return is {wanted}; it must be a finite number, or be left out"
             )
 
 
@@ -90,8 +100,18 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name, value in counts.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        if self.rollout_workers < 0:
-            raise ValueError(f"rollout_workers is {self.rollout_workers}; it must be at least 0")
+        if self.rollout_workers < 0 or self.max_restarts < 0:
+            raise ValueError(
+                f"rollout_workers is {self.rollout_workers}, max_restarts is {self.max_restarts}; "
+                "both must be at least 0"
+            )
+        if self.deadlock_after is not None and not self.deadlock_after > 0.0:
+            raise ValueError(
+                f"deadlock_after is {self.deadlock_after}; it must be above 0, or 'none' to wait "
+                "for ever"
+            )
+        if not self.heartbeat_limit > 0.0:
+            raise ValueError(f"heartbeat_limit is {self.heartbeat_limit}; it must be above 0")
 
     @property
     def environment(self) -> dict[str, str]:
@@ -113,6 +133,10 @@ class EmbodiedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     actor: EmbodiedTrainerConfig = EmbodiedTrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"{self.seed} is below 0: seeds count from 0", path=("seed",))
 
     @property
     def trajectories(self) -> int:
