@@ -25,3 +25,10 @@ class Encoded:
 
     def __repr__(self) -> str:
         return f"<Encoded {self.nbytes} bytes, {len(self.buffers)} arrays apart>"
+
+
+def copy_of(item: object) -> object:
+    """An item whose arrays are its own, if it is still encoded."""
+    if isinstance(item, Encoded):
+        return Encoded(item.data, [bytearray(buffer) for buffer in item.buffers])
+    return item

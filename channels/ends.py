@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, overload
 
@@ -210,10 +210,38 @@ class Receiver(End, Generic[T_co]):
         number, items = await self._take(weight, at_least, key)
         try:
             yield items
+        except EndOfChannel as error:
+            self._settle(number, error)
+            raise RuntimeError(  # else the caller would take it for the end of this channel
+                f"EndOfChannel was raised inside a lease of channel {self.channel_name!r}: "
+                "handle the end of the other channel inside the block"
+            ) from error
         except BaseException as error:
             self._settle(number, error)
             raise
         self._settle(number, None)
+
+    async def leases(
+        self, *, weight: int = 1, at_least: int | None = None, key: Key | None = None
+    ) -> AsyncIterator[AbstractAsyncContextManager[Lease[T_co]]]:
+        """One lease after the other, until the channel ends.
+
+        ::
+
+            async for batch in receiver.leases(weight=8):
+                async with batch as items:
+                    ...
+        """
+        while True:
+            try:
+                taken = await self._take(weight, at_least, key)
+            except EndOfChannel:
+                return
+            held = _Held(self, *taken)
+            try:
+                yield held
+            finally:
+                held.give_up()
 
     async def get_within_lag(
         self, *, current: int, max_lag: int, key: Key | None = None
@@ -242,6 +270,36 @@ class Receiver(End, Generic[T_co]):
             raise StopAsyncIteration from None
 
 
+class _Held(AbstractAsyncContextManager[Lease[T_co]]):
+    """A lease that is taken already, and waits for its block."""
+
+    def __init__(self, receiver: Receiver[T_co], number: int, items: Lease[T_co]) -> None:
+        self._receiver = receiver
+        self._number = number
+        self._items = items
+        self._settled = False
+
+    async def __aenter__(self) -> Lease[T_co]:
+        return self._items
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._settle(error)
+
+    def give_up(self) -> None:
+        """The loop went on without the block: the items go back."""
+        self._settle(RuntimeError("the lease was not entered"))
+
+    def _settle(self, error: BaseException | None) -> None:
+        if not self._settled:
+            self._settled = True
+            self._receiver._settle(self._number, error)
+
+
 def oldest_version(item: object) -> int:
     """The oldest weight version that had a part in this item.
 
@@ -254,7 +312,11 @@ def oldest_version(item: object) -> int:
             f"{type(item).__name__} carries no 'version', so its staleness cannot be known: "
             "give it a field 'version' (an int, or one for each part)"
         )
-    return int(version) if hasattr(version, "__int__") and not _has_parts(version) else min(version)
+    if not _has_parts(version):
+        return int(version)
+    if len(version) == 0:
+        raise TypeError(f"the 'version' of this {type(item).__name__} is empty: who made it?")
+    return int(min(version))
 
 
 def _has_parts(version: Any) -> bool:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import UnionType
 from typing import Annotated, Any, Literal, NewType, Union, get_args, get_origin
+
+import msgspec
+
+from rlinf_async.channels.errors import WrongItemType
 
 
 def runtime_class(item_type: Any) -> type | tuple[type, ...]:
@@ -34,3 +39,66 @@ def runtime_class(item_type: Any) -> type | tuple[type, ...]:
 
 def type_name(item_type: Any) -> str:
     return item_type.__name__ if isinstance(item_type, type) else str(item_type)
+
+
+def check_item(
+    item: Any, item_type: Any, item_class: type | tuple[type, ...], channel: str
+) -> None:
+    """Refuse an item that is not of the channel's type, or would lose fields on its way.
+
+    A message of a subclass would arrive as its base class, without the fields that it added.
+
+    Raises:
+        WrongItemType: naming the channel and both types.
+    """
+    if not isinstance(item, item_class):
+        raise WrongItemType(
+            f"channel {channel!r} carries {type_name(item_type)}, "
+            f"not {type(item).__name__} (got {_short(item)})"
+        )
+    base = _message_base(type(item), item_class)
+    if base is not None:
+        raise WrongItemType(
+            f"channel {channel!r} carries {type_name(item_type)}: a {type(item).__name__} would "
+            f"arrive as {base.__name__}, without what it adds; let the channel carry "
+            f"{type(item).__name__}, or a tagged union of both"
+        )
+
+
+def _message_base(found: type, item_class: type | tuple[type, ...]) -> type | None:
+    """The message class that ``found`` only inherits from; None where it is the channel's own."""
+    classes = item_class if isinstance(item_class, tuple) else (item_class,)
+    if found in classes or not _fields(found):
+        return None
+    for one in classes:
+        if issubclass(found, one) and _fields(found) != _fields(one):
+            return one
+    return None
+
+
+def _fields(message: type) -> tuple[str, ...]:
+    """The names of a message's fields; none where it is no message."""
+    if issubclass(message, msgspec.Struct):
+        return message.__struct_fields__
+    if dataclasses.is_dataclass(message):
+        return tuple(field.name for field in dataclasses.fields(message))
+    return ()
+
+
+def check_key_and_weight(channel: str, key: object, weight: object) -> None:
+    """Refuse a key or a weight that could not travel, or an item that weighs nothing.
+
+    Raises:
+        TypeError, ValueError: naming the channel.
+    """
+    if not (key is None or isinstance(key, (str, int))) or isinstance(key, bool):
+        raise TypeError(f"channel {channel!r}: a key is a str or an int, got {key!r}")
+    if not isinstance(weight, int) or isinstance(weight, bool):
+        raise TypeError(f"channel {channel!r}: a weight is an int, got {weight!r}")
+    if weight < 1:
+        raise ValueError(f"channel {channel!r}: an item weighs at least 1, got weight={weight}")
+
+
+def _short(item: Any) -> str:
+    text = repr(item)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -25,13 +26,14 @@ class Entry(msgspec.Struct, eq=False):
 class Lane:
     """What waits under one key: items, those who want one, those who have one to give."""
 
-    __slots__ = ("entries", "getters", "key", "putters", "weight")
+    __slots__ = ("entries", "getters", "handed", "key", "putters", "weight")
 
     def __init__(self, key: Key | None) -> None:
         self.key = key
         self.entries: deque[Entry] = deque()
         self.getters: deque[GetWait] = deque()
         self.putters: deque[PutWait] = deque()
+        self.handed: set[GetWait] = set()  # served, but cancelled before they ran they give back
         self.weight = 0
 
     @property
@@ -76,12 +78,15 @@ class GetWait:
     """A get that waits for items, and those it has collected so far."""
 
     __slots__ = (
-        "at_least", "end", "future", "lane", "party", "since", "taken", "target", "weight"
+        "at_least", "end", "future", "lane", "owner", "party", "since", "taken", "target", "weight"
     )  # fmt: skip
 
-    def __init__(self, lane: Lane, target: int, at_least: int, party: str, end: int) -> None:
+    def __init__(
+        self, lane: Lane, target: int, at_least: int, party: str, end: int, owner: object
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.lane = lane
+        self.owner = owner or party
         self.end = end
         self.target = target
         self.at_least = at_least
@@ -121,3 +126,13 @@ class LeaseRecord(msgspec.Struct):
     key: Key | None
     entries: list[Entry]
     holder: str
+    owner: Any
+    """who must not wait for these items: the holder's task, or the party where that is unknown"""
+
+
+def now() -> float:
+    """The loop's clock where one runs; channels may be made before."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from rlinf_async.channels.ends import Key, Lease, Receiver, Sender
-from rlinf_async.channels.errors import ChannelClosed, ChannelFull, MalformedFrame
+from rlinf_async.channels.errors import ChannelClosed, ChannelFull
 from rlinf_async.channels.lanes import Entry, GetWait
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.statistics import DeadLetter, Statistics
@@ -59,6 +60,14 @@ class Channel(Generic[T]):
     @property
     def item_type(self) -> Any:
         return self.queue.item_type
+
+    def new_sender(self) -> Sender[T]:
+        """A sender of its own, for where ``sender`` was closed already."""
+        return LocalSender(self.queue)
+
+    def new_receiver(self) -> Receiver[T]:
+        """A receiver of its own, for where ``receiver`` was closed already."""
+        return LocalReceiver(self.queue)
 
     @property
     def dead_letters(self) -> list[DeadLetter]:
@@ -124,16 +133,22 @@ class _LocalEnd:
 
     def open(self) -> Self:
         if self._spent:
-            raise ChannelClosed(
-                f"this {type(self).__name__.removeprefix('Local').lower()} of channel "
-                f"{self._queue.name!r} was closed: clone an end before closing it to use it again"
-            )
+            raise self._closed()
         if not self._live:
             self._number = self._add(self._holder or current_party.get())
             self._live = True
         return self
 
+    def _closed(self) -> ChannelClosed:
+        return ChannelClosed(
+            f"this {type(self).__name__.removeprefix('Local').lower()} of channel "
+            f"{self._queue.name!r} was closed: go on with a new one, by the channel's "
+            "new_sender() or new_receiver()"
+        )
+
     def clone(self, holder: str | None = None) -> Self:
+        if self._spent:
+            raise self._closed()
         return type(self)(self._queue, holder or current_party.get()).open()
 
 
@@ -213,13 +228,18 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         self.open()
         return self._queue.values(key, await self._entries(weight, at_least, key))
 
-    async def _entries(self, weight: int, at_least: int | None, key: Key | None) -> list[Entry]:
-        queue = self._queue
-        taken = queue.start_get(key, weight, at_least, None, self._number)
+    async def _entries(
+        self, weight: int, at_least: int | None, key: Key | None, lent: list[int] | None = None
+    ) -> list[Entry]:
+        """Take entries; with ``lent``, under a lease whose number is added to it."""
+        queue, owner = self._queue, asyncio.current_task()
+        taken = queue.start_get(key, weight, at_least, None, self._number, owner)
         if not isinstance(taken, GetWait):
+            self._lend(key, taken, lent, owner)
             return taken
         try:
             entries = await taken.future
+            self._lend(key, entries, lent, owner)  # before others are told that all was taken
         except BaseException:
             queue.abandon_get(taken)
             raise
@@ -227,18 +247,20 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
             queue.finish_get(taken)
         return entries
 
+    def _lend(
+        self, key: Key | None, entries: list[Entry], lent: list[int] | None, owner: object
+    ) -> None:
+        if lent is not None:
+            lent.append(self._queue.grant(key, entries, current_party.get(), owner))
+
     async def _take(
         self, weight: int, at_least: int | None, key: Key | None
     ) -> tuple[int, Lease[T_co]]:
         self.open()
-        entries = await self._entries(weight, at_least, key)
-        number = self._queue.grant(key, entries, current_party.get())
-        try:
-            items: list[T_co] = [self._queue.value(entry) for entry in entries]
-        except MalformedFrame as error:
-            self._queue.put_back(number, error)
-            raise
-        return number, Lease(items, [entry.deliveries for entry in entries])
+        lent: list[int] = []
+        entries = await self._entries(weight, at_least, key, lent)
+        items: list[T_co] = self._queue.lend_values(lent[0], entries)
+        return lent[0], Lease(items, [entry.deliveries for entry in entries])
 
     def _settle(self, lease: int, error: BaseException | None) -> None:
         if error is None:

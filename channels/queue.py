@@ -16,30 +16,32 @@ cancelled afterwards gives them back.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
-from rlinf_async.channels.encoded import Encoded
+import msgspec
+
+from rlinf_async.channels import endings, seen
+from rlinf_async.channels.encoded import Encoded, copy_of
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import (
-    ChannelClosed,
     ChannelEmpty,
     ChannelError,
     ChannelFailed,
-    EndOfChannel,
     LeaseLost,
     MalformedFrame,
-    NoReceivers,
-    WrongItemType,
 )
-from rlinf_async.channels.itemtypes import runtime_class, type_name
-from rlinf_async.channels.lanes import Entry, GetWait, Lane, LeaseRecord, PutWait
+from rlinf_async.channels.itemtypes import check_item, check_key_and_weight, runtime_class
+from rlinf_async.channels.lanes import Entry, GetWait, Lane, LeaseRecord, PutWait, now
+from rlinf_async.channels.saying import say
 from rlinf_async.channels.statistics import DeadLetter, Statistics
 from rlinf_async.channels.waitfor import Wait, current_party
+
+log = logging.getLogger(__name__)
 
 
 class Queue:
@@ -62,14 +64,14 @@ class Queue:
         self.dead_letters: list[DeadLetter] = []
         self.open = True  # not closed, not failed: what the fast path asks
         self.decode: Callable[[Encoded], Any] | None = None  # set where other processes put
-        self.failure: tuple[str, BaseException | None] | None = None
+        self.failure: endings.Failure | None = None
         self.had_sender = self.had_receiver = False
         self.puts = self.gets = self.put_waits = self.get_waits = 0
         self.put_wait_seconds = self.get_wait_seconds = 0.0
         self.redelivered = self.stale = 0
         self._numbers = count(1)
         self._seq = 0
-        self._born: float | None = None  # not yet: it may be made before the loop that runs it
+        self.born: float | None = None  # not yet: it may be made before the loop that runs it
 
     # ---- ends
 
@@ -82,8 +84,8 @@ class Queue:
     def remove_sender(self, number: int) -> None:
         """Close a sender: its own waiting puts are refused, and the last one ends the channel."""
         if self.senders.pop(number, None) is not None:
-            for lane in self._every_lane():
-                self._refuse_putters(lane, self._closed_while_waiting, number)
+            for lane in self.every_lane():
+                self._refuse_putters(lane, endings.closed_while_waiting, number)
                 self._serve(lane)
 
     def add_receiver(self, holder: str) -> int:
@@ -94,15 +96,15 @@ class Queue:
     def remove_receiver(self, number: int) -> None:
         """Close a receiver: its own waiting gets are refused, and with the last one all puts."""
         if self.receivers.pop(number, None) is not None:
-            for lane in self._every_lane():
-                self._refuse_getters(lane, self._closed_while_waiting, number)
+            for lane in self.every_lane():
+                self._refuse_getters(lane, endings.closed_while_waiting, number)
                 if not self.receivers:
-                    self._refuse_putters(lane, self._no_receivers)
+                    self._refuse_putters(lane, endings.no_receivers)
                 self._serve(lane)
 
     def _new_end(self) -> int:
-        if self._born is None:
-            self._born = _now()
+        if self.born is None:
+            self.born = now()
         return next(self._numbers)
 
     @property
@@ -114,19 +116,22 @@ class Queue:
         """No more items; what is queued can still be taken."""
         if self.open:
             self.open = False
-            for lane in self._every_lane():
-                self._refuse_putters(lane, self._closed_error)
+            for lane in self.every_lane():
+                self._refuse_putters(lane, endings.closed)
                 self._serve(lane)
 
     def fail(self, error: BaseException | str) -> None:
         """Every waiting and later use raises. The first error stays."""
         if self.failure is not None:
             return
-        self.failure = (_say(error), error if isinstance(error, BaseException) else None)
+        self.failure = (say(error), error if isinstance(error, BaseException) else None)
         self.open = False
-        for lane in self._every_lane():
-            self._refuse_putters(lane, self._failed_error)
-            self._refuse_getters(lane, self._failed_error)
+        for lane in self.every_lane():
+            self._refuse_putters(lane, self._failed)
+            self._refuse_getters(lane, self._failed)
+
+    def _failed(self, name: str) -> ChannelFailed:
+        return endings.failed(name, self.failure or ("", None))
 
     # ---- put
 
@@ -139,10 +144,16 @@ class Queue:
             ChannelClosed, ChannelFailed, NoReceivers: nobody will take it.
             ValueError: ``weight`` is not positive.
         """
-        if key is None and self.open and (self.receivers or not self.had_receiver) and weight > 0:
+        if (
+            key is None
+            and self.open
+            and (self.receivers or not self.had_receiver)
+            and weight.__class__ is int
+            and weight > 0
+        ):
             lane = self.lane  # the common case, without a call
         else:
-            self._check_put(weight)
+            self._check_put(key, weight)
             lane = self._lane(key)
         self.puts += 1
         self._seq = seq = self._seq + 1
@@ -165,15 +176,11 @@ class Queue:
 
     def check_item(self, item: Any) -> None:
         """Refuse an item that is not of the channel's type."""
-        if not isinstance(item, self.item_class):
-            raise WrongItemType(
-                f"channel {self.name!r} carries {type_name(self.item_type)}, "
-                f"not {type(item).__name__} (got {_short(item)})"
-            )
+        check_item(item, self.item_type, self.item_class, self.name)
 
     def has_room(self, key: Key | None, weight: int) -> bool:
         """Whether a put would succeed at once; raises what `start_put` raises."""
-        self._check_put(weight)
+        self._check_put(key, weight)
         lane = self.lane if key is None else self.lanes.get(key)
         return lane is None or (not lane.putters and self._has_room(lane, weight))
 
@@ -207,7 +214,7 @@ class Queue:
 
     def finish_put(self, wait: PutWait) -> None:
         """The put is over, in whichever way; account for its wait."""
-        self.put_wait_seconds += _now() - wait.since
+        self.put_wait_seconds += now() - wait.since
 
     # ---- get
 
@@ -237,26 +244,31 @@ class Queue:
         at_least: int | None,
         party: str | None = None,
         end: int = 0,
+        owner: object = None,
     ) -> list[Entry] | GetWait:
         """Take a batch at once, or return the wait for it, which the receiver ``end`` owns.
+
+        ``owner`` is who would hold its lease: the task, or by default the party.
 
         Raises:
             EndOfChannel, ChannelFailed: nothing will come.
             ValueError: ``target`` or ``at_least`` is not positive.
         """
+        check_key_and_weight(self.name, key, 1)
         least = target if at_least is None else at_least
-        if target < 1 or not 1 <= least <= target:
+        if not 1 <= least <= target:
             raise ValueError(
                 f"channel {self.name!r}: a batch needs 1 <= at_least <= weight, "
                 f"got weight={target}, at_least={at_least}"
             )
         if self.failure is not None:
-            raise self._failed_error()
+            raise endings.failed(self.name, self.failure)
         lane = self._lane(key)
-        wait = GetWait(lane, target, least, party or current_party.get(), end)
+        wait = GetWait(lane, target, least, party or current_party.get(), end, owner)
         lane.getters.append(wait)
         self._serve(lane)
         if wait.future.done():
+            lane.handed.discard(wait)
             self._forget(lane)
             return wait.future.result()
         self.get_waits += 1
@@ -274,8 +286,12 @@ class Queue:
 
     def finish_get(self, wait: GetWait) -> None:
         """The get is over, in whichever way; account for its wait."""
-        self.get_wait_seconds += _now() - wait.since
-        self._forget(wait.lane)
+        self.get_wait_seconds += now() - wait.since
+        lane = wait.lane
+        lane.handed.discard(wait)
+        if self.ended and lane.getters:  # they can see the end now
+            self._serve(lane)
+        self._forget(lane)
 
     def return_entries(self, key: Key | None, entries: list[Entry]) -> None:
         """Put entries that were taken back at the head, before what is being collected."""
@@ -294,6 +310,26 @@ class Queue:
         """
         item = entry.item
         return self.decode(item) if item.__class__ is Encoded and self.decode else item
+
+    def lend_values(self, number: int, entries: list[Entry]) -> list[Any]:
+        """The items of a lease, their arrays the holder's own: what it does to them before it
+        fails must not be delivered again. One that cannot be decoded is buried.
+
+        Raises:
+            MalformedFrame: as `value`; the lease is over, the other items are back.
+        """
+        if self.decode is None:
+            return [entry.item for entry in entries]
+        found: list[Any] = []
+        for entry in entries:
+            try:
+                found.append(self.value(msgspec.structs.replace(entry, item=copy_of(entry.item))))
+            except MalformedFrame as error:
+                self.leases[number].entries.remove(entry)
+                self.bury(entry, error)
+                self.ungrant(number)
+                raise
+        return found
 
     def values(self, key: Key | None, entries: list[Entry]) -> list[Any]:
         """The items to hand out; one that cannot be decoded is buried, the others go back.
@@ -316,16 +352,24 @@ class Queue:
         item = entry.item
         with contextlib.suppress(MalformedFrame):  # then it is kept as it came
             item = self.value(entry)
-        self.dead_letters.append(DeadLetter(item, entry.deliveries, _say(error)))
+        self.dead_letters.append(DeadLetter(item, entry.deliveries, say(error)))
+        log.error(
+            "channel %r: an item is given up after %d deliveries and kept in dead_letters: %s",
+            self.name,
+            entry.deliveries,
+            say(error),
+        )
 
     # ---- leases
 
-    def grant(self, key: Key | None, entries: list[Entry], holder: str) -> int:
+    def grant(
+        self, key: Key | None, entries: list[Entry], holder: str, owner: object = None
+    ) -> int:
         """Record who holds these entries; the lease's number."""
         number = next(self._numbers)
         for entry in entries:
             entry.deliveries += 1
-        self.leases[number] = LeaseRecord(key, entries, holder)
+        self.leases[number] = LeaseRecord(key, entries, holder, owner or holder)
         return number
 
     def ungrant(self, number: int) -> None:
@@ -369,38 +413,12 @@ class Queue:
     # ---- seen
 
     def waits(self) -> list[Wait]:
-        """Everybody who waits on this channel, oldest first."""
-        found = [
-            self._describe(wait, "put") for lane in self._every_lane() for wait in lane.putters
-        ]
-        found += [
-            self._describe(wait, "get") for lane in self._every_lane() for wait in lane.getters
-        ]
-        return sorted(found, key=lambda wait: -wait.seconds)
+        """Everybody who waits on this channel, the longest first."""
+        return seen.waits_of(self)
 
     def statistics(self) -> Statistics:
-        lanes = list(self._every_lane())
-        return Statistics(
-            name=self.name,
-            capacity=self.capacity,
-            depth=sum(len(lane.entries) for lane in lanes),
-            weight=sum(lane.weight for lane in lanes),
-            puts=self.puts,
-            gets=self.gets,
-            put_waits=self.put_waits,
-            put_wait_seconds=self.put_wait_seconds,
-            get_waits=self.get_waits,
-            get_wait_seconds=self.get_wait_seconds,
-            waiting_putters=sum(len(lane.putters) for lane in lanes),
-            waiting_getters=sum(len(lane.getters) for lane in lanes),
-            leases_out=sum(len(lease.entries) for lease in self.leases.values()),
-            redelivered=self.redelivered,
-            dead_letters=len(self.dead_letters),
-            stale=self.stale,
-            senders=len(self.senders),
-            receivers=len(self.receivers),
-            seconds=0.0 if self._born is None else _now() - self._born,
-        )
+        """The channel's counts up to now."""
+        return seen.statistics_of(self)
 
     # ---- inside
 
@@ -412,16 +430,13 @@ class Queue:
             lane = self.lanes[key] = Lane(key)
         return lane
 
-    def _check_put(self, weight: int) -> None:
+    def _check_put(self, key: object, weight: object) -> None:
         self._check_open()
         if self.had_receiver and not self.receivers:
-            raise self._no_receivers()
-        if weight < 1:
-            raise ValueError(
-                f"channel {self.name!r}: an item weighs at least 1, got weight={weight}"
-            )
+            raise endings.no_receivers(self.name)
+        check_key_and_weight(self.name, key, weight)
 
-    def _every_lane(self) -> Iterator[Lane]:
+    def every_lane(self) -> Iterator[Lane]:
         yield self.lane
         yield from list(self.lanes.values())
 
@@ -471,10 +486,10 @@ class Queue:
 
         Holders that wait here themselves count as done: each would wait for the others for ever.
         """
-        if not self.ended:
+        if not self.ended or lane.handed:
             return False
-        others = {lease.holder for lease in self.leases.values() if lease.key == lane.key}
-        return others - {wait.party} <= {getter.party for getter in lane.getters}
+        others = {lease.owner for lease in self.leases.values() if lease.key == lane.key}
+        return others - {wait.owner} <= {getter.owner for getter in lane.getters}
 
     def _after_lease(self, lease: LeaseRecord) -> None:
         """Those who waited for the items of this last lease can see the end now."""
@@ -486,96 +501,54 @@ class Queue:
     def _deliver(self, wait: GetWait) -> None:
         if wait.taken:
             self.gets += len(wait.taken)
+            wait.lane.handed.add(wait)
             wait.future.set_result(wait.taken)
         else:
-            wait.future.set_exception(self._end_error())
+            wait.future.set_exception(endings.ended(self.name))
 
     def _refuse_putters(
-        self, lane: Lane, error: Callable[[], ChannelError], end: int | None = None
+        self, lane: Lane, error: Callable[[str], ChannelError], end: int | None = None
     ) -> None:
         """Raise an error of their own in all waiting puts, or in those of one sender."""
         refused = [wait for wait in lane.putters if end is None or wait.end == end]
-        lane.putters = deque(wait for wait in lane.putters if wait not in refused)
+        lane.putters = deque(wait for wait in lane.putters if not (end is None or wait.end == end))
         self.puts -= len(refused)
         for wait in refused:
             if not wait.future.done():
-                wait.future.set_exception(error())
+                wait.future.set_exception(error(self.name))
 
     def _refuse_getters(
-        self, lane: Lane, error: Callable[[], ChannelError], end: int | None = None
+        self, lane: Lane, error: Callable[[str], ChannelError], end: int | None = None
     ) -> None:
         """Raise an error of their own in all waiting gets, or in those of one receiver."""
         refused = [wait for wait in lane.getters if end is None or wait.end == end]
-        lane.getters = deque(wait for wait in lane.getters if wait not in refused)
+        lane.getters = deque(wait for wait in lane.getters if not (end is None or wait.end == end))
         for wait in refused:
             lane.push_back(wait.give_back())
             if not wait.future.done():
-                wait.future.set_exception(error())
-
-    def _describe(self, wait: PutWait | GetWait, operation: Literal["put", "get"]) -> Wait:
-        others = list((self.receivers if operation == "put" else self.senders).values())
-        key = wait.lane.key
-        if not others and operation == "get":  # only a lease can still give items back
-            others = [lease.holder for lease in self.leases.values() if lease.key == key]
-        return Wait(
-            party=wait.party,
-            operation=operation,
-            channel=self.name,
-            key=None if key is None else str(key),
-            seconds=_now() - wait.since,
-            unblockers=tuple(dict.fromkeys(others)),
-        )
+                wait.future.set_exception(error(self.name))
 
     def _check_open(self) -> None:
         if self.failure is not None:
-            raise self._failed_error()
+            raise endings.failed(self.name, self.failure)
         if not self.open:
-            raise self._closed_error()
-
-    def _failed_error(self) -> ChannelFailed:
-        said, cause = self.failure or ("", None)
-        error = ChannelFailed(f"channel {self.name!r} failed: {said}")
-        error.__cause__ = cause
-        return error
-
-    def _closed_error(self) -> ChannelClosed:
-        return ChannelClosed(f"channel {self.name!r} was closed: nothing can be put any more")
-
-    def _closed_while_waiting(self) -> ChannelClosed:
-        return ChannelClosed(f"this end of channel {self.name!r} was closed while it waited")
+            raise endings.closed(self.name)
 
     def empty_error(self, key: Key | None) -> ChannelError:
         """Why a get finds nothing: the channel failed, has ended, or is just empty."""
         if self.failure is not None:
-            return self._failed_error()
+            return endings.failed(self.name, self.failure)
         lane = self._lane(key)
         ended = self.ended and not lane.entries and not self.leases
         self._forget(lane)
-        return self._end_error() if ended else ChannelEmpty(f"channel {self.name!r} is empty")
-
-    def _end_error(self) -> EndOfChannel:
-        return EndOfChannel(f"channel {self.name!r} has ended: every sender closed, nothing left")
-
-    def _no_receivers(self) -> NoReceivers:
-        return NoReceivers(
-            f"channel {self.name!r} has no receiver left: every consumer has closed its end"
+        return (
+            endings.ended(self.name) if ended else ChannelEmpty(f"channel {self.name!r} is empty")
         )
 
+    def check_key_and_weight(self, key: object, weight: object) -> None:
+        """Refuse what could not travel, or would never be served.
 
-def _now() -> float:
-    """The loop's clock where one runs; channels may be made before."""
-    try:
-        return asyncio.get_running_loop().time()
-    except RuntimeError:
-        import time
-
-        return time.monotonic()
-
-
-def _short(item: Any) -> str:
-    text = repr(item)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _say(error: BaseException | str) -> str:
-    return error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        Raises:
+            TypeError, ValueError: naming the channel.
+        """
+        check_key_and_weight(self.name, key, weight)

@@ -20,6 +20,8 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     """items queued now, over all keys"""
     weight: int
     """their weight"""
+    keys: int
+    """keys under which something is queued or waited for; ``capacity`` holds for each"""
     puts: int
     gets: int
     put_waits: int

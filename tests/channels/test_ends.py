@@ -143,7 +143,7 @@ async def test_a_new_receiver_makes_a_channel_usable_again(transport: Transport)
     await sender.put(0)
     receiver.close()
     await transport.settle()
-    with channel.receiver.clone() as later:
+    with channel.new_receiver() as later:
         await sender.put(1)
         assert [await later.get(), await later.get()] == [0, 1]
 

@@ -117,3 +117,28 @@ def test_what_is_no_type_is_refused_when_the_channel_is_made(no_type: Any) -> No
 
 def test_a_union_is_checked_by_all_its_classes() -> None:
     assert runtime_class(int | Box[str] | None) == (int, Box, type(None))
+
+
+class Named(Number, frozen=True):
+    """A more special one that adds a field."""
+
+    name: str = ""
+
+
+async def test_a_message_that_would_lose_fields_on_its_way_is_refused(
+    transport: Transport,
+) -> None:
+    sender, _ = await transport.ends(Channel(Number, name="numbers"))
+    with pytest.raises(WrongItemType, match="'numbers' carries Number: a Named would arrive as"):
+        await sender.put(Named(1, "one"))
+
+
+@pytest.mark.parametrize(("key", "weight"), [(1.5, 1), (("a", 1), 1), (True, 1), (None, 2.0)])
+async def test_a_key_or_weight_of_a_wrong_type_is_refused_and_nothing_else_is_hurt(
+    transport: Transport, key: Any, weight: Any
+) -> None:
+    sender, receiver = await transport.ends(Channel(int, name="numbers"))
+    with pytest.raises(TypeError, match="'numbers'"):
+        await sender.put(1, key=key, weight=weight)
+    await sender.put(2)
+    assert await receiver.get() == 2

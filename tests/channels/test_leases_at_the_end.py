@@ -9,6 +9,7 @@ from typing import TypeVar
 import pytest
 
 from rlinf_async.channels import Channel, EndOfChannel, Receiver, current_party
+from rlinf_async.testing import wait_all_blocked
 from tests.channels.transport import Transport
 
 T = TypeVar("T")
@@ -149,4 +150,32 @@ async def test_a_batch_that_collects_at_the_end_waits_for_a_lease(transport: Tra
     holder.finish.set_exception(RuntimeError("the holder broke"))
     assert await batch == [0, 1]
     with pytest.raises(RuntimeError):
+        await holder.task
+
+
+async def test_an_item_that_a_cancelled_get_gives_back_is_not_hidden_by_the_end() -> None:
+    channel = Channel(int, name="numbers")
+    sender = channel.sender.open()
+    first = asyncio.create_task(channel.receiver.get())
+    second = asyncio.create_task(channel.receiver.clone().get())
+    await wait_all_blocked()
+    await sender.put(1)  # handed to the first, which is cancelled before it runs
+    first.cancel()
+    sender.close()
+    assert await second == 1
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+
+async def test_two_tasks_of_one_worker_see_each_others_leases() -> None:
+    channel = Channel(int, name="numbers")
+    with channel.sender as sender:
+        await sender.put(1)
+    holder = Holder(channel.receiver, "Solver[0].run")
+    await holder.granted.wait()
+    other = spawn("Solver[0].run", channel.receiver.clone().get)
+    await wait_all_blocked()
+    holder.finish.set_exception(ValueError("the holder fails"))
+    assert await other == 1
+    with pytest.raises(ValueError, match="the holder fails"):
         await holder.task

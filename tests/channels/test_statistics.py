@@ -45,6 +45,7 @@ def test_counts_and_times_are_exact(seed: int) -> None:
         capacity=1,
         depth=2,
         weight=10,
+        keys=1,
         puts=5,
         gets=3,
         put_waits=1,
