@@ -3,7 +3,7 @@
 ::
 
     config.py       which ones, and their coefficients (no torch)
-    advantages.py   what goes in and out, the table, normalisation     gae.py
+    advantages.py   what goes in and out, the table     gae.py
     losses.py       what goes in and out, the table, PPO's formulas
     registry.py     the table itself
 

@@ -1,14 +1,12 @@
 """Advantages by name. Shapes: ``T`` steps, ``E`` envs; arrays are float32 unless said otherwise.
 
-An advantage function never normalises: that is `normalize_advantages`, so that it can be done over
-a batch, a global batch or a group, whichever the algorithm asks for.
+An advantage function never normalises: the trainer does, over a batch or a minibatch, whichever its
+configuration asks for.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
-
-import numpy as np
 
 from rlinf_async.algorithms.config import AdvantageConfig
 from rlinf_async.algorithms.registry import Registry
@@ -57,17 +55,6 @@ def compute_advantages(inputs: AdvantageInputs, config: AdvantageConfig) -> Adva
     """
     _check_shapes(inputs)
     return advantage_functions[config.name](inputs, config)
-
-
-def normalize_advantages(advantage: Floats, epsilon: float = 1e-8) -> Floats:
-    """Return ``advantage`` with mean 0 and standard deviation 1, over all its elements.
-
-    One element, or equal ones, give zeros: there is nothing to prefer.
-    """
-    centered = advantage - advantage.mean(dtype=np.float64)
-    deviation = float(np.sqrt(np.mean(np.square(centered), dtype=np.float64)))
-    normalized: Floats = (centered / (deviation + epsilon)).astype(np.float32)
-    return normalized
 
 
 def _check_shapes(inputs: AdvantageInputs) -> None:

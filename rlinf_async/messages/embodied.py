@@ -100,6 +100,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """``[T, E]``: value of the observation an episode was cut at, 0 elsewhere"""
     version: Ints
     """``[T]``: the weights that acted at each step"""
+    incarnation: int = 0
+    """How many times the env worker was restarted: another life has other episodes."""
     episode_return: list[float] = []
     """undiscounted return of each episode that ended in here"""
     episode_length: list[int] = []

@@ -9,7 +9,6 @@ from rlinf_async.algorithms.advantages import (
     AdvantageInputs,
     Advantages,
     compute_advantages,
-    normalize_advantages,
 )
 from rlinf_async.algorithms.config import AdvantageConfig
 
@@ -98,15 +97,3 @@ def test_a_missing_bootstrap_row_is_named() -> None:
     inputs = collected(0, 4, 2)
     with pytest.raises(ValueError, match=r"value has shape \(4, 2\).*must be \(5, 2\)"):
         compute_advantages(inputs._replace(value=inputs.value[:-1]), AdvantageConfig())
-
-
-@given(seed=st.integers(0, 1000), size=st.integers(2, 50))
-def test_normalised_advantages_have_mean_zero_and_deviation_one(seed: int, size: int) -> None:
-    drawn = np.random.default_rng(seed).normal(3.0, 7.0, size).astype(np.float32)
-    result = normalize_advantages(drawn)
-    assert abs(result.mean()) < 1e-5
-    assert abs(result.std() - 1.0) < 1e-4
-
-
-def test_equal_advantages_normalise_to_zeros() -> None:
-    assert not normalize_advantages(np.full(5, 3.0, np.float32)).any()

@@ -27,13 +27,22 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path) -> None:
     manager.save_checkpoint(tmp_path / "checkpoint", {"note": 5, "tensor": torch.ones(2)})
     expected_noise = torch.randn(3)
     expected = train_steps(manager, range(3, 6))
-    extras = resumed.load_checkpoint(tmp_path / "checkpoint")
+    extras = resumed.load_checkpoint(tmp_path / "checkpoint", restore_rng=True)
     assert torch.equal(torch.randn(3), expected_noise)
     assert train_steps(resumed, range(3, 6)) == expected
     assert resumed.steps == manager.steps == 6
     assert resumed.optimizer.param_groups[0]["lr"] == manager.optimizer.param_groups[0]["lr"]
     assert extras[0]["note"] == 5
     assert extras[0]["tensor"].tolist() == [1.0, 1.0]
+
+
+def test_loading_leaves_the_random_numbers_of_the_process_alone(tmp_path: Path) -> None:
+    manager = trained()
+    manager.save_checkpoint(tmp_path / "checkpoint")
+    torch.rand(1)
+    before = torch.get_rng_state()
+    manager.load_checkpoint(tmp_path / "checkpoint")
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_checkpoint_from_before_the_first_step_can_be_loaded(tmp_path: Path) -> None:

@@ -66,6 +66,11 @@ def iteration(seed: int) -> list[Trajectory]:
     return [collected(seed, env_rank, stage) for env_rank in range(2) for stage in range(2)]
 
 
+def anew(batch: list[Trajectory]) -> list[Trajectory]:
+    """The same of env workers that were restarted."""
+    return [msgspec.structs.replace(one, incarnation=1) for one in batch]
+
+
 def weights(trainer: EmbodiedTrainer) -> dict[str, torch.Tensor]:
     return unpack(trainer.publish())
 
@@ -131,11 +136,27 @@ def test_the_discounted_return_runs_on_from_one_iteration_to_the_next() -> None:
     assert variance == pytest.approx(np.var(everything), rel=1e-4)
 
 
-def test_a_killed_run_goes_on_to_the_same_result(tmp_path: Path) -> None:
+def test_a_restarted_env_worker_begins_its_discounted_returns_anew() -> None:
+    trainer = EmbodiedTrainer(CONFIG, 1, 0)
+    gamma = CONFIG.advantage.gamma
+    everything = []
+    for life in range(2):
+        one = collected(life, 0, 0)
+        trainer.train([msgspec.structs.replace(one, incarnation=life)])
+        running = np.zeros(2)
+        for step in range(6):
+            running = gamma * running + one.reward[step]
+            everything.append(running.copy())
+            running[one.terminated[step] | one.truncated[step]] = 0.0
+    variance = weights(trainer)["return_normalizer.variance"].item()
+    assert variance == pytest.approx(np.var(everything), rel=1e-4)
+
+
+def test_a_resumed_run_equals_one_whose_environments_began_anew_there(tmp_path: Path) -> None:
     trainer, resumed = EmbodiedTrainer(CONFIG, 1, 0), EmbodiedTrainer(CONFIG, 1, 0)
     trainer.train(iteration(0))
     trainer.save_checkpoint(tmp_path / "checkpoint")
-    expected = [trainer.train(iteration(seed)) for seed in (1, 2)]
+    expected = [trainer.train(anew(iteration(seed))) for seed in (1, 2)]
     resumed.load_checkpoint(tmp_path / "checkpoint")
     assert [resumed.train(iteration(seed)) for seed in (1, 2)] == expected
     assert resumed.version == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -39,6 +40,21 @@ def test_offloaded_gradients_come_back_when_asked_for() -> None:
     manager.offload_param_and_grad(offload_grad=True)
     manager.load_param_and_grad("cpu", load_grad=True)
     assert manager.optimizer_step()[0] == pytest.approx(other.optimizer_step()[0])
+
+
+@pytest.mark.parametrize("offload_grad", [False, True])
+def test_nothing_of_the_gradients_memory_stays_on_the_device(offload_grad: bool) -> None:
+    manager = set_up(config())
+    backward(manager)
+    gradients = [one.grad for one in manager.model.parameters() if one.grad is not None]
+    buffers = [weakref.ref(gradient._base) for gradient in gradients]
+    del gradients
+    manager.offload_param_and_grad(offload_grad=offload_grad)
+    if offload_grad:  # as moving to another device does
+        for parameter in manager.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    assert buffers
+    assert all(buffer() is None for buffer in buffers)
 
 
 def test_gradients_that_are_not_asked_for_do_not_come_back() -> None:

@@ -1,7 +1,10 @@
 """Episodes of the deterministic policy, each from a fixed seed.
 
-Which episode runs in which environment changes nothing: an episode is begun by its own seed, and
-every one that is begun counts, however long it takes. So the same weights give the same result.
+An episode is begun by its own seed, in whichever environment is free, and every one that is begun
+counts, however long it takes: quick episodes are not favoured. The same weights give the same
+result where ``reset(seed)`` leaves nothing behind of the episode before. Which episodes share a
+forward pass depends on timing and on the number of workers, and can change the last bits of an
+action.
 """
 
 from __future__ import annotations

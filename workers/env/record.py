@@ -16,7 +16,14 @@ class Record:
     step's episodes were cut.
     """
 
-    def __init__(self, ticket: Collect, env_rank: int, stage: int, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        ticket: Collect,
+        env_rank: int,
+        stage: int,
+        shape: tuple[int, ...],
+        incarnation: int = 0,
+    ) -> None:
         """``shape`` is that of the stage's observations, ``[E, D]``."""
         steps, envs = ticket.steps, shape[0]
         self._step = 0
@@ -34,6 +41,7 @@ class Record:
             truncated=np.empty((steps, envs), np.bool_),
             final_value=np.zeros((steps, envs), np.float32),
             version=np.empty(steps, np.int64),
+            incarnation=incarnation,
             episode_return=[],
             episode_length=[],
             episode_success=[],

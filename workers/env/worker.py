@@ -183,7 +183,7 @@ class EnvWorker(Worker):
         ask = partial(
             self._conversations[number].ask, observations, actions, min_version=ticket.min_version
         )
-        record = Record(ticket, self.rank, number, stage.observation.shape)
+        record = Record(ticket, self.rank, number, stage.observation.shape, self.incarnation)
         if stage.needs_reset:  # the first ticket, or one was given up between a step and its reset
             await self._pace.run("reset", stage.reset)
         final: Floats | None = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,15 @@ from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights import pack
 
 
+class _Carry(NamedTuple):
+    """Discounted returns of the episodes that go on into a stage's next trajectory."""
+
+    incarnation: int
+    """of the env worker: another life does not go on with these episodes"""
+    running: Floats
+    """``[E]``"""
+
+
 class EmbodiedTrainer:
     """A `TrainerBackend`: PPO over `FSDPModelManager`, for one rank of an actor group.
 
@@ -49,7 +58,7 @@ class EmbodiedTrainer:
             self.manager.setup_model_and_optimizer()
         self._policy = _policy_of(self.manager.model)
         self._generator = torch.Generator().manual_seed(config.seed + rank)
-        self._carry: dict[str, Floats] = {}
+        self._carry: dict[str, _Carry] = {}
         self._version = 0
 
     @property
@@ -83,24 +92,18 @@ class EmbodiedTrainer:
 
     def save_checkpoint(self, path: Path) -> None:
         """Write a checkpoint folder, atomically."""
-        carry = {key: torch.from_numpy(array.copy()) for key, array in self._carry.items()}
-        extra = {
-            "version": self._version,
-            "shuffle": self._generator.get_state(),
-            "reward_carry": carry,
-        }
+        extra = {"version": self._version, "shuffle": self._generator.get_state()}
         self.manager.save_checkpoint(path, extra)
 
     def load_checkpoint(self, path: Path) -> None:
-        """Go on where the checkpoint was written, under any world size."""
+        """Go on where the checkpoint was written, under any world size.
+
+        Environments begin new episodes then, so running returns begin at 0 too.
+        """
         extras = self.manager.load_checkpoint(path)
         self._version = extras[0]["version"]
         self._generator.set_state(extras[self.manager.rank % len(extras)]["shuffle"].clone())
-        self._carry = {
-            key: tensor.numpy().copy()
-            for extra in extras
-            for key, tensor in extra["reward_carry"].items()
-        }
+        self._carry.clear()
 
     def _flat_batch(self, ordered: Sequence[Trajectory]) -> FlatBatch:
         reward = _side_by_side(ordered, "reward")
@@ -153,11 +156,12 @@ class EmbodiedTrainer:
     def _running_returns(self, one: Trajectory) -> Floats:
         key = stage_key(one.env_rank, one.stage)
         carry = self._carry.get(key)
-        if carry is None or carry.shape != one.reward.shape[1:]:
-            carry = np.zeros(one.reward.shape[1:], np.float32)
+        if carry is None or carry.incarnation != one.incarnation:
+            carry = _Carry(one.incarnation, np.zeros(one.reward.shape[1:], np.float32))
         ended = one.terminated | one.truncated
         gamma = self.config.advantage.gamma
-        returns, self._carry[key] = discounted_returns(one.reward, ended, carry, gamma)
+        returns, running = discounted_returns(one.reward, ended, carry.running, gamma)
+        self._carry[key] = _Carry(one.incarnation, running)
         return returns
 
 

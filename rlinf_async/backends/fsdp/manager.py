@@ -227,7 +227,7 @@ class FSDPModelManager:
         offload.check_strategy(self.cfg.strategy, self.world_size, self.device)
         if not offload_grad:
             self.optimizer.zero_grad(set_to_none=True)
-            self._buffers.clear()
+        self._buffers.clear()  # they would hold the device's memory; gradients have moved out
         offload.move_model(self.model, torch.device("cpu"))
         self.param_offloaded = True
 
@@ -273,13 +273,17 @@ class FSDPModelManager:
         """
         persistence.save(self, Path(path), extra or {})
 
-    def load_checkpoint(self, path: str | Path) -> list[dict[str, Any]]:
-        """Take model, optimizer, schedule and RNG from a checkpoint of any world size. Collective.
+    def load_checkpoint(
+        self, path: str | Path, *, restore_rng: bool = False
+    ) -> list[dict[str, Any]]:
+        """Take model, optimizer and schedule from a checkpoint of any world size. Collective.
 
-        Returns the ``extra`` of every rank that wrote. What was offloaded stays offloaded. Raises
-        `CheckpointError` when the folder is damaged or of another model.
+        Returns the ``extra`` of every rank that wrote. What was offloaded stays offloaded. With
+        ``restore_rng`` torch's random numbers of this whole process go on as saved too: for a model
+        that draws from them (dropout), alone in its process. Raises `CheckpointError` when the
+        folder is damaged or of another model.
         """
-        return persistence.load(self, Path(path))
+        return persistence.load(self, Path(path), restore_rng=restore_rng)
 
 
 def _collected(group: dict[str, Any]) -> GradientBuffer:

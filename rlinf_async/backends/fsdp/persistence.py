@@ -53,7 +53,9 @@ def save(manager: FSDPModelManager, path: Path, extra: Mapping[str, Any]) -> Non
             commit(path, metadata)
 
 
-def load(manager: FSDPModelManager, path: Path) -> list[dict[str, Any]]:
+def load(
+    manager: FSDPModelManager, path: Path, *, restore_rng: bool = False
+) -> list[dict[str, Any]]:
     """Read a checkpoint folder; see `FSDPModelManager.load_checkpoint`."""
     with ranks.together(manager, f"reading {path}"):
         files = read_files(path)
@@ -67,7 +69,8 @@ def load(manager: FSDPModelManager, path: Path) -> list[dict[str, Any]]:
     manager.skipped_steps = progress["skipped_steps"]
     manager.grad_scaler.factor = progress["scaler_factor"]
     manager.grad_scaler.good_steps = progress["scaler_good_steps"]
-    torch.set_rng_state(files[manager.rank % len(files)]["rng"].clone())
+    if restore_rng:
+        torch.set_rng_state(files[manager.rank % len(files)]["rng"].clone())
     return [file["extra"] for file in files]
 
 

@@ -34,10 +34,11 @@ class Evaluation(NamedTuple):
 
 
 class Policy(nn.Module, ABC):
-    """Actor, critic and normalisers in one module. ``forward`` is `evaluate_normalized`.
+    """Actor, critic and normalisers in one module.
 
-    `act`, `mode` and `value` take observations as the environment gave them. ``version`` names the
-    weights in errors; whoever loads weights sets it.
+    `act`, `mode`, `value` and `evaluate` take observations as the environment gave them,
+    ``forward`` those that are normalised already. ``version`` names the weights in errors; whoever
+    loads weights sets it.
     """
 
     def __init__(self, config: PolicyConfig) -> None:
