@@ -39,6 +39,14 @@ def test_the_parts_of_all_ranks_make_one_report_in_whatever_order_they_come() ->
     assert (second.iteration, second.duplicates) == (1, 3)
 
 
+def test_the_metrics_of_all_ranks_are_averaged() -> None:
+    parts = Parts(2)
+    assert parts.join(report(0, metrics={"loss": 1.0, "lr": 0.1})) is None
+    whole = parts.join(report(0, metrics={"loss": 2.0, "lr": 0.1}))
+    assert whole is not None
+    assert whole.metrics == {"loss": 1.5, "lr": 0.1}
+
+
 def test_every_second_trajectory_is_booked_once() -> None:
     reached = Reached()
     for iteration, duplicates in enumerate([0, 2, 0, 1]):
