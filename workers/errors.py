@@ -12,9 +12,15 @@
 from __future__ import annotations
 
 import traceback
-from typing import Self
+from typing import Final, Self
 
 import msgspec
+
+from rlinf_async.channels.saying import fit_bytes, text_of
+
+MAX_MESSAGE_BYTES: Final = 20_000
+MAX_TRACEBACK_BYTES: Final = 60_000
+"""Together they fit in the answer to a call, whatever the exception holds."""
 
 
 class BuildError(ValueError):
@@ -82,7 +88,7 @@ class WorkerError(RuntimeError):
 
     @classmethod
     def of(cls, error: BaseException, *, worker: str, host: str, pid: int, method: str) -> Self:
-        """Wrap an exception caught here."""
+        """Wrap an exception caught here. Of a very long text the beginning and the end are kept."""
         return cls(
             Failure(
                 worker=worker,
@@ -90,8 +96,10 @@ class WorkerError(RuntimeError):
                 pid=pid,
                 method=method,
                 error_type=type(error).__name__,
-                message=str(error),
-                traceback="".join(traceback.format_exception(error)),
+                message=fit_bytes(text_of(error), MAX_MESSAGE_BYTES),
+                traceback=fit_bytes(
+                    "".join(traceback.format_exception(error)), MAX_TRACEBACK_BYTES
+                ),
                 channel_error=is_secondary(error),
             )
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,11 @@ import msgspec
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ChannelError, MalformedFrame
+from rlinf_async.channels.saying import say
 from rlinf_async.channels.wire.failures import report
 from rlinf_async.channels.wire.framing import Flag, FrameType
 from rlinf_async.channels.wire.outbox import Outbox
-from rlinf_async.channels.wire.router import Reply, Request, Route, Router, Undo
+from rlinf_async.channels.wire.router import Refused, Reply, Request, Route, Router, Undo
 from rlinf_async.channels.wire.transfer import Message
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
+_decode_refused = msgspec.msgpack.Decoder(Refused).decode
 
 
 class Answering:
@@ -42,35 +44,47 @@ class Answering:
     # ---- what arrives
 
     def handle(self, message: Message) -> None:
-        """Give a request or a notice to its handler.
+        """Give a request or a notice to its handler; arguments that it cannot read are refused.
 
         Raises:
-            MalformedFrame: it cannot be read.
+            MalformedFrame: it does not even say what it asks for.
         """
         head = message.head
         size = head[0] + 1 if head else 0
         number = message.number if message.type == FrameType.REQUEST else 0
         try:
             kind = head[1:size].decode()
-            route = self._router.routes.get(kind)
-            meta = None if route is None else route.decode(head[size:])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise MalformedFrame(f"the arguments of a request: {error}") from error
-        request = Request(self._connection, self, kind, number, message.lane, meta, message.body)
+        except UnicodeDecodeError as error:
+            raise MalformedFrame(f"the kind of a request: {error}") from error
+        request = Request[Any](self._connection, self, kind, number, message.lane, message.body)
         if number:
             self._asked[number] = request
+        route = self._router.routes.get(kind)
         if route is None:
             request.fail(ChannelError(f"nobody answers requests of kind {kind!r} here"))
+            return
+        try:
+            request.meta = route.decode(head[size:])
+        except (msgspec.DecodeError, RecursionError) as error:
+            request.fail(MalformedFrame(f"the arguments of {kind!r}: {error}"))
         else:
             self._answer(route, request)
 
-    def cancelled(self, number: int) -> None:
-        """The peer does not want this answer any more, or did not take it."""
+    def cancelled(self, number: int, head: bytes) -> None:
+        """The peer does not want this answer any more, did not take it, or refuses a part of it.
+
+        Raises:
+            MalformedFrame: what it refuses cannot be read.
+        """
+        try:
+            refused = _decode_refused(head) if head else None
+        except msgspec.DecodeError as error:
+            raise MalformedFrame(f"what was refused: {error}") from error
         request = self._asked.get(number)
         if request is not None:
             self._abandon(request)
         elif (undo := self._untaken.pop(number, None)) is not None:
-            undo(None)
+            self._guarded(partial(undo, refused))
 
     def taken(self, message: Message) -> None:
         """The peer has these answers."""
@@ -88,7 +102,7 @@ class Answering:
             task.cancel()
         untaken, self._untaken = self._untaken, {}
         for undo in untaken.values():
-            undo(reason)
+            self._guarded(partial(undo, reason))
 
     # ---- answers
 
@@ -108,7 +122,7 @@ class Answering:
     def fail(self, request: Request[Any], error: BaseException) -> None:
         """Use `Request.fail`."""
         if not request.number:
-            log.warning("notice %r of %s failed: %s", request.kind, self._peer, error)
+            log.warning("notice %r of %s failed: %s", request.kind, self._peer, say(error))
         elif self._lost is None:
             self._send(FrameType.ERROR, request, _encode(report(error)), None, 0)
         self._forget(request)
@@ -128,15 +142,13 @@ class Answering:
         return self._connection.peer
 
     def _answer(self, route: Route, request: Request[Any]) -> None:
-        if route.handle is not None:
-            self._start(request, route.handle(self._connection, request.meta, request.body))
-        elif route.answer is not None:
-            try:
+        try:
+            if route.handle is not None:
+                self._start(request, route.handle(self._connection, request.meta, request.body))
+            elif route.answer is not None:
                 route.answer(request)
-            except Exception as error:
-                if request.number and not request.open:  # nobody is left to be told
-                    log.exception("handling %r of %s", request.kind, self._peer)
-                request.fail(error)
+        except Exception as error:
+            self._failed(request, error)
 
     def _start(self, request: Request[Any], running: Coroutine[Any, Any, Reply]) -> None:
         task = self._loop.create_task(running, name=f"{request.kind} for {self._peer}")
@@ -149,20 +161,30 @@ class Answering:
         if task.cancelled():
             request.fail(ChannelError(f"the handler of {request.kind!r} was cancelled"))
         elif (error := task.exception()) is not None:
-            if request.number and not request.open:  # nobody is left to be told
-                log.error("handling %r of %s", request.kind, self._peer, exc_info=error)
-            request.fail(error)
+            self._failed(request, error)
         else:
             try:
                 request.reply(*task.result())
             except Exception as refused:
                 request.fail(refused)
 
+    def _failed(self, request: Request[Any], error: BaseException) -> None:
+        if request.number and not request.open:  # nobody is left to be told
+            log.error("handling %r of %s", request.kind, self._peer, exc_info=error)
+        request.fail(error)
+
     def _abandon(self, request: Request[Any]) -> None:
         abandon = request.abandon
         self._forget(request)
         if abandon is not None:
-            abandon()
+            self._guarded(abandon)
+
+    def _guarded(self, clean: Callable[[], None]) -> None:
+        """What one request leaves behind must not keep the others from being cleaned up."""
+        try:
+            clean()
+        except Exception:
+            log.exception("cleaning up after %s", self._peer)
 
     def _forget(self, request: Request[Any]) -> None:
         request.open = False

@@ -72,6 +72,8 @@ def array_elements(array: np.ndarray[Any, Any]) -> tuple[Any, memoryview]:
         raise CannotTravel(f"an array of dtype {dtype} holds Python objects: give it a plain dtype")
     if dtype.kind not in "biufcmMSUV" or (dtype.kind == "V" and dtype.type is not np.void):
         raise CannotTravel(f"an array of dtype {dtype}, which is not numpy's own: view it as bytes")
+    if not dtype.itemsize:
+        raise CannotTravel(f"an array of dtype {dtype}, whose elements take no bytes")
     flat = np.ascontiguousarray(array).reshape(-1)
     elements = flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8)
     return np.lib.format.dtype_to_descr(dtype), elements.data
@@ -124,6 +126,8 @@ def _restore_numpy(head: Head, elements: bytearray) -> np.ndarray[Any, Any]:
     dtype = np.lib.format.descr_to_dtype(_as_descr(head.dtype))
     if dtype.hasobject:
         raise ValueError(f"an array of dtype {dtype} holds Python objects")
+    if not dtype.itemsize:  # no bytes could announce any number of elements
+        raise ValueError(f"an array of dtype {dtype}, whose elements take no bytes")
     _check_size(head, dtype.itemsize, elements)
     if not elements:
         return np.empty(head.shape, dtype)
@@ -147,7 +151,8 @@ def _as_field_part(part: Any) -> Any:
 def _restore_torch(head: Head, elements: bytearray) -> torch.Tensor:
     import torch
 
-    dtype = getattr(torch, head.dtype, None) if isinstance(head.dtype, str) else None
+    # not getattr: that imports whatever part of torch is named
+    dtype = vars(torch).get(head.dtype) if isinstance(head.dtype, str) else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {head.dtype!r}")
     _check_size(head, dtype.itemsize, elements)

@@ -5,20 +5,47 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
+from rlinf_async.channels.saying import say
 from rlinf_async.channels.wire.failures import Report, rebuild
-from rlinf_async.channels.wire.framing import MAX_HEAD_BYTES, FrameType, pack_small
+from rlinf_async.channels.wire.framing import MAX_HEAD_BYTES, Flag, FrameType, pack_small
 from rlinf_async.channels.wire.outbox import Outbox
+from rlinf_async.channels.wire.router import Refused
 from rlinf_async.channels.wire.transfer import Message
+
+R = TypeVar("R")
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_report = msgspec.msgpack.Decoder(Report).decode
 _decoders: dict[Any, Callable[[bytes], Any]] = {}
+
+
+class Answer(Generic[R]):
+    """What the peer answered, until it was taken or refused."""
+
+    __slots__ = ("_asking", "_confirm", "_number", "body", "meta")
+
+    def __init__(self, meta: R, message: Message, asking: Asking) -> None:
+        self.meta = meta
+        self.body = message.body
+        self._number = message.number
+        self._confirm = bool(message.flags & Flag.RECEIPT)
+        self._asking = asking
+
+    def take(self) -> None:
+        """It can be used: the peer may forget it."""
+        if self._confirm:
+            self._asking.confirm(self._number)
+
+    def refuse(self, part: int, error: BaseException) -> None:
+        """This part of it cannot be used, and nothing of it was taken."""
+        if self._confirm:
+            self._asking.refuse(self._number, Refused(part, say(error)))
 
 
 class Asking:
@@ -46,6 +73,10 @@ class Asking:
         self._pending.pop(number, None)
         if not self._outbox.withdraw(number):
             self._outbox.add_control(pack_small(FrameType.CANCEL, number))
+
+    def refuse(self, number: int, refused: Refused) -> None:
+        """A part of this answer cannot be used: nothing of it was taken."""
+        self._outbox.add_control(pack_small(FrameType.CANCEL, number, _encode(refused)))
 
     def confirm(self, number: int) -> None:
         """Somebody has the answer; say so with the next write."""

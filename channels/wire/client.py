@@ -18,11 +18,13 @@ from rlinf_async.channels.errors import (
     MalformedFrame,
     WrongItemType,
 )
-from rlinf_async.channels.itemtypes import runtime_class, type_name
+from rlinf_async.channels.itemtypes import check_item, check_key_and_weight, runtime_class
 from rlinf_async.channels.latest import LatestReceiver, LatestSender
+from rlinf_async.channels.saying import say
 from rlinf_async.channels.statistics import Statistics
 from rlinf_async.channels.waitfor import current_party
 from rlinf_async.channels.wire import protocol
+from rlinf_async.channels.wire.asking import Answer
 from rlinf_async.channels.wire.codec import Decoder, Encoder, split
 from rlinf_async.channels.wire.connection import Connection
 from rlinf_async.channels.wire.protocol import EndRef
@@ -72,21 +74,46 @@ class Wire:
         Raises:
             WrongItemType: it is not of the channel's type, or a part of it cannot travel.
         """
-        if not isinstance(item, self.item_class):
-            raise WrongItemType(
-                f"channel {self.channel_name!r} carries {type_name(self.item_type)}, "
-                f"not {type(item).__name__} (got {item!r:.80})"
-            )
+        if item.__class__ is not self.item_class:
+            check_item(item, self.item_type, self.item_class, self.channel_name)
         try:
             return _encode(item)
         except WrongItemType as error:
             raise WrongItemType(f"channel {self.channel_name!r}: {error}") from error
 
-    def decode_each(self, taken: protocol.Taken, body: Encoded | None) -> list[Any]:
+    def decode_each(self, answer: Answer[protocol.Taken]) -> list[Any]:
+        """The items of an answer, which counts as taken if all of them can be read. Of one that
+        cannot be, the owner is told: it goes to the dead letters, the others back to the head.
+
+        Raises:
+            MalformedFrame: an item is not of the channel's type.
+        """
+        found: list[Any] = []
+        for index, part in enumerate(split(answer.meta.sizes, answer.body)):
+            try:
+                found.append(self.decode(part))
+            except MalformedFrame as error:
+                answer.refuse(index, error)
+                raise self._unreadable(error) from error
+        answer.take()
+        return found
+
+    def decode_value(self, body: Encoded | None) -> Any:
+        """The value of a `Latest`.
+
+        Raises:
+            MalformedFrame: it is not of the channel's type.
+        """
         try:
-            return [self.decode(part) for part in split(taken.sizes, body)]
+            return self.decode(body or Encoded(b""))
         except MalformedFrame as error:
-            raise MalformedFrame(f"channel {self.channel_name!r}: {error}") from error
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: MalformedFrame) -> MalformedFrame:
+        return MalformedFrame(
+            f"channel {self.channel_name!r} of {self.connection.peer}: {error}; whoever puts it "
+            "must declare the same type for this channel"
+        )
 
     def elsewhere(self, what: str, instead: str) -> ChannelError:
         return ChannelError(
@@ -153,6 +180,7 @@ class RemoteSender(_RemoteEnd, Sender[T_contra]):
 
     async def put(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
         self.open()
+        check_key_and_weight(self.channel_name, key, weight)
         body = self._wire.encode(item)
         put = protocol.Put(self._number, key, weight, current_party.get())
         await self._wire.connection.request(
@@ -164,7 +192,7 @@ class RemoteSender(_RemoteEnd, Sender[T_contra]):
 
     def fail(self, error: BaseException | str) -> None:
         self.open()
-        self._tell("channel.fail", protocol.Fail(self._number, _say(error)))
+        self._tell("channel.fail", protocol.Fail(self._number, say(error)))
         self.close()
 
 
@@ -174,8 +202,7 @@ class RemoteReceiver(_RemoteEnd, Receiver[T_co]):
     __slots__ = ()
 
     async def get(self, *, key: Key | None = None) -> T_co:
-        taken, body = await self._ask(1, None, key)
-        item: T_co = self._wire.decode_each(taken, body)[0]
+        item: T_co = self._wire.decode_each(await self._ask(1, None, key))[0]
         return item
 
     def get_nowait(self, *, key: Key | None = None) -> T_co:
@@ -184,27 +211,34 @@ class RemoteReceiver(_RemoteEnd, Receiver[T_co]):
     async def get_batch(
         self, *, weight: int, at_least: int | None = None, key: Key | None = None
     ) -> list[T_co]:
-        return self._wire.decode_each(*await self._ask(weight, at_least, key))
+        return self._wire.decode_each(await self._ask(weight, at_least, key))
 
     async def _ask(
         self, weight: int, at_least: int | None, key: Key | None, lease: bool = False
-    ) -> tuple[protocol.Taken, Encoded | None]:
+    ) -> Answer[protocol.Taken]:
         self.open()
+        check_key_and_weight(self.channel_name, key, 1)
+        self._check_batch(weight, at_least)
         get = protocol.Get(self._number, key, weight, at_least, current_party.get(), lease)
-        return await self._wire.connection.request(
+        return await self._wire.connection.ask(
             "channel.get", get, reply=protocol.Taken, on_channel=True
         )
+
+    def _check_batch(self, weight: object, at_least: object) -> None:
+        """Refuse what could not be asked for; its owner refuses a batch that cannot be."""
+        least = weight if at_least is None else at_least
+        if not (isinstance(weight, int) and isinstance(least, int)):
+            raise TypeError(
+                f"channel {self.channel_name!r}: the weights of a batch are ints, got "
+                f"weight={weight!r}, at_least={at_least!r}"
+            )
 
     async def _take(
         self, weight: int, at_least: int | None, key: Key | None
     ) -> tuple[int, Lease[T_co]]:
-        taken, body = await self._ask(weight, at_least, key, lease=True)
-        try:
-            items: list[T_co] = self._wire.decode_each(taken, body)
-        except MalformedFrame as error:
-            self._settle(taken.lease, error)
-            raise
-        return taken.lease, Lease(items, taken.deliveries)
+        answer = await self._ask(weight, at_least, key, lease=True)
+        items: list[T_co] = self._wire.decode_each(answer)
+        return answer.meta.lease, Lease(items, answer.meta.deliveries)
 
     def _settle(self, lease: int, error: BaseException | None) -> None:
         connection = self._wire.connection
@@ -215,7 +249,7 @@ class RemoteReceiver(_RemoteEnd, Receiver[T_co]):
                     f"acknowledged: the connection to {connection.peer} was lost"
                 )
             return
-        settle = protocol.Settle(lease, None if error is None else _say(error))
+        settle = protocol.Settle(lease, None if error is None else say(error))
         connection.notify("channel.settle", settle, control=True)
 
     def _count_stale(self) -> None:
@@ -280,7 +314,7 @@ class RemoteLatestReceiver(LatestReceiver[T_co]):
         found, body = await self._wire.connection.request(
             "latest.newer", newer, reply=protocol.Version, on_channel=True
         )
-        value: T_co = self._wire.decode(body or Encoded(b""))
+        value: T_co = self._wire.decode_value(body)
         self.version = found.version
         return value
 

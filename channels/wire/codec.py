@@ -9,11 +9,14 @@ code  is
 2     the end of a channel, where the encoder and the decoder were told how to handle ends
 ====  =====================================================================================
 
-A received array is writable and owns its memory. numpy scalars arrive as plain numbers.
+A received array is writable and lies in the bytes that arrived: decoding takes them over. Whoever
+may have to decode them again decodes a copy (`Decoder.decode_copy`). numpy scalars arrive as plain
+numbers.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, get_args, get_origin
 
@@ -24,6 +27,7 @@ from rlinf_async.channels.ends import Receiver, Sender
 from rlinf_async.channels.errors import MalformedFrame, WrongItemType
 from rlinf_async.channels.itemtypes import type_name
 from rlinf_async.channels.latest import LatestReceiver, LatestSender
+from rlinf_async.channels.saying import fit, text_of
 from rlinf_async.channels.wire import arrays
 from rlinf_async.channels.wire.framing import MAX_BUFFERS
 from rlinf_async.channels.wire.protocol import EndRef
@@ -69,8 +73,8 @@ class Encoder:
             raise WrongItemType(
                 f"{type(item).__name__} is nested too deeply to travel, or contains itself"
             ) from None
-        except (arrays.CannotTravel, TypeError, OverflowError) as error:
-            raise WrongItemType(self._explain(item, error)) from error
+        except Exception as error:  # of numpy, torch, or the item's own code: all say the same
+            raise WrongItemType(fit(self._explain(item, error))) from error
 
     def _hook(self, value: object) -> Any:
         if arrays.is_array(value):
@@ -104,13 +108,20 @@ class Encoder:
         return msgspec.msgpack.Ext(END, _encode_plain(self._ends(end)))
 
     def _explain(self, item: object, error: Exception) -> str:
-        for path, value in _parts(item, type(item).__name__):
-            try:
-                self._encode(value)
-            except (arrays.CannotTravel, TypeError, OverflowError) as found:
-                if str(found) == str(error) and not _children(value):
-                    return f"{path}: {error}"
-        return f"{type(item).__name__}: {error}"
+        said = text_of(error)
+        with contextlib.suppress(Exception):  # the item's own code may raise where it is looked at
+            for path, value in _parts(item, type(item).__name__):
+                if not _children(value) and self._refusal(value) == said:
+                    return f"{path}: {said}"
+        return f"{type(item).__name__}: {said}"
+
+    def _refusal(self, value: object) -> str | None:
+        """Why this value cannot travel by itself."""
+        try:
+            self._encode(value)
+        except Exception as error:
+            return text_of(error)
+        return None
 
 
 class Decoder:
@@ -132,7 +143,7 @@ class Decoder:
             raise TypeError(_explain_type(item_type, error)) from error
 
     def decode(self, encoded: Encoded) -> Any:
-        """The item.
+        """The item. Its large arrays lie in the buffers that were given: see `decode_copy`.
 
         Raises:
             MalformedFrame: the bytes are not an item of this type.
@@ -140,12 +151,20 @@ class Decoder:
         self._buffers = encoded.buffers
         try:
             return self._decode(encoded.data)
-        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+        except Exception as error:  # of msgspec, numpy, torch, or the type's own checks
             raise MalformedFrame(
-                f"what arrived is not a {type_name(self.item_type)}: {error}"
+                f"what arrived is not a {type_name(self.item_type)}: {fit(text_of(error))}"
             ) from error
         finally:
             self._buffers = ()
+
+    def decode_copy(self, encoded: Encoded) -> Any:
+        """The item, with arrays of its own: what is done to it does not change what arrived.
+
+        Raises:
+            MalformedFrame: as `decode`.
+        """
+        return self.decode(Encoded(encoded.data, [bytearray(buffer) for buffer in encoded.buffers]))
 
     def _extend(self, code: int, data: memoryview) -> Any:
         if code == ARRAY:
@@ -266,10 +285,14 @@ def _parts(item: object, path: str) -> list[tuple[str, object]]:
 
 def _children(value: object) -> list[tuple[str, object]]:
     if isinstance(value, msgspec.Struct):
-        return [(f".{name}", getattr(value, name)) for name in value.__struct_fields__]
+        return _fields(value, value.__struct_fields__)
     if isinstance(value, Mapping):
-        return [(f"[{key!r}]", part) for key, part in value.items()]
+        return [(f"[{key!r:.40}]", part) for key, part in value.items()]
     if isinstance(value, list | tuple):
         return [(f"[{index}]", part) for index, part in enumerate(value)]
-    names = getattr(type(value), "__dataclass_fields__", {})
-    return [(f".{name}", getattr(value, name)) for name in names]
+    return _fields(value, tuple(getattr(type(value), "__dataclass_fields__", {})))
+
+
+def _fields(value: object, names: Sequence[str]) -> list[tuple[str, object]]:
+    """The fields that have a value."""
+    return [(f".{name}", getattr(value, name)) for name in names if hasattr(value, name)]

@@ -25,11 +25,13 @@ import msgspec
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, MalformedFrame
+from rlinf_async.channels.saying import fit, say
 from rlinf_async.channels.waitfor import WaitFuture
 from rlinf_async.channels.wire.answering import Answering
-from rlinf_async.channels.wire.asking import Asking, head_of, reply_decoder
+from rlinf_async.channels.wire.asking import Answer, Asking, head_of, reply_decoder
 from rlinf_async.channels.wire.auth import Handshake
-from rlinf_async.channels.wire.framing import Flag, FrameType, pack_small
+from rlinf_async.channels.wire.framing import FrameType, pack_small
+from rlinf_async.channels.wire.hangup import HangUp
 from rlinf_async.channels.wire.heartbeat import Heartbeat, Pulse
 from rlinf_async.channels.wire.outbox import Outbox
 from rlinf_async.channels.wire.router import Router
@@ -57,7 +59,8 @@ class Connection(asyncio.Protocol):
         self._answering = Answering(self, router, self._outbox)
         self._transport: asyncio.Transport | None = None
         self._pulse = Pulse(heartbeat, self._outbox, self._silent)
-        self._timer = self._loop.call_later(handshake_timeout, self._late, handshake_timeout)
+        self._late_timer = self._loop.call_later(handshake_timeout, self._late, handshake_timeout)
+        self._hanging = HangUp(self._loop)
         self._on_close: list[Closed] = []
         self._reason = ""
         self._deaf = False
@@ -109,6 +112,26 @@ class Connection(asyncio.Protocol):
             ConnectionLost: the connection was lost before the answer came.
             ItemTooLarge: the message is over a limit; nothing was sent.
         """
+        answer = await self.ask(
+            kind, meta, body, reply=reply, control=control, on_channel=on_channel
+        )
+        answer.take()
+        return answer.meta, answer.body
+
+    async def ask(
+        self,
+        kind: str,
+        meta: Any,
+        body: Encoded | None = None,
+        *,
+        reply: type[R],
+        control: bool = False,
+        on_channel: bool = False,
+    ) -> Answer[R]:
+        """As `request`, for an answer that is to be looked at before it counts as taken.
+
+        Whoever gets it calls its ``take`` or ``refuse`` before anything is awaited.
+        """
         self._check_open()
         future: asyncio.Future[Message] = (
             WaitFuture(loop=self._loop) if on_channel else self._loop.create_future()
@@ -120,13 +143,11 @@ class Connection(asyncio.Protocol):
             if not self.closed:
                 self._asking.cancel(number)
             raise
-        if message.flags & Flag.RECEIPT:
-            self._asking.confirm(number)
         try:
-            answer: R = reply_decoder(reply)(message.head)
+            found: R = reply_decoder(reply)(message.head)
         except msgspec.DecodeError as error:
             raise self._malformed(f"the answer to {kind!r}: {error}") from error
-        return answer, message.body
+        return Answer(found, message, self._asking)
 
     def notify(
         self, kind: str, meta: Any, body: Encoded | None = None, *, control: bool = False
@@ -141,24 +162,30 @@ class Connection(asyncio.Protocol):
         lane = CONTROL if control else DATA
         self._outbox.send(FrameType.NOTICE, 0, head_of(kind, meta), body, lane, what=kind)
 
-    def on_close(self, callback: Closed) -> None:
-        """Call this once, with the reason, when the connection is closed or lost."""
+    def on_close(self, callback: Closed, *, first: bool = False) -> None:
+        """Call this once, with the reason, when the connection is closed or lost.
+
+        ``first`` puts it before those that are there. What a callback raises is logged.
+        """
         if self.closed:
-            self._loop.call_soon(callback, self, self._reason)
+            self._loop.call_soon(self._tell, callback)
         else:
-            self._on_close.append(callback)
+            self._on_close.insert(0 if first else len(self._on_close), callback)
 
     def close(self, reason: str = "it was closed") -> None:
-        """Send what waits to be sent, tell the peer, and close."""
+        """Send what waits to be sent, tell the peer, and close.
+
+        A peer that takes nothing for `GRACE_SECONDS` is cut off.
+        """
         if self.closed:
             return
         if self._handshake.done:
             self._asking.flush_receipts()
             self._outbox.flush_all()
-            self._outbox.add_control(pack_small(FrameType.GOODBYE, 0, reason.encode()[:1000]))
+            said = fit(reason).encode()[:1000]
+            self._outbox.add_control(pack_small(FrameType.GOODBYE, 0, said))
             self._outbox.flush_all()
-        if self._transport is not None:
-            self._transport.close()
+        self._hang_up()
         self._lose(reason)
 
     def abort(self, reason: str) -> None:
@@ -209,8 +236,9 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lose(f"{type(exc).__name__}: {exc}" if exc else "the other process closed it or died")
+        self._lose(say(exc) if exc else "the other process closed it or died")
         self._transport = None
+        self._hanging.stop()
         if not self._ended.done():
             self._ended.set_result(None)
 
@@ -229,7 +257,7 @@ class Connection(asyncio.Protocol):
         if failure is not None:
             self._fail_handshake(failure)
         elif handshake.done and not self.opened.done():
-            self._timer.cancel()
+            self._late_timer.cancel()
             self._pulse.start()
             self.opened.set_result(None)
         return handshake.rest
@@ -240,8 +268,7 @@ class Connection(asyncio.Protocol):
     def _fail_handshake(self, error: HandshakeFailed) -> None:
         if not self.opened.done():
             self.opened.set_exception(error)
-        if self._transport is not None:
-            self._transport.close()
+        self._hang_up()
         self._lose(str(error))
 
     # ---- reading
@@ -270,7 +297,7 @@ class Connection(asyncio.Protocol):
             self._answering.taken(message)
         elif kind == FrameType.CANCEL:
             self._reader.forget(message.number)
-            self._answering.cancelled(message.number)
+            self._answering.cancelled(message.number, message.head)
         elif kind == FrameType.GOODBYE:
             self._leave(message.head.decode(errors="replace"))
 
@@ -289,8 +316,7 @@ class Connection(asyncio.Protocol):
         self.abort(f"nothing was heard for {seconds:.1f} s: the process is stopped, or blocked")
 
     def _leave(self, reason: str) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        self._hang_up()
         self._lose(f"{self.peer} closed it: {reason}")
 
     def _lose(self, reason: str) -> None:
@@ -299,7 +325,7 @@ class Connection(asyncio.Protocol):
             return
         self.closed = True
         self._reason = reason
-        self._timer.cancel()
+        self._late_timer.cancel()
         self._pulse.stop()
         self._outbox.detach()
         if not self.opened.done():
@@ -307,4 +333,15 @@ class Connection(asyncio.Protocol):
         self._asking.lose(self._lost)
         self._answering.lose(reason)
         for callback in self._on_close:
-            callback(self, reason)
+            self._tell(callback)
+
+    def _tell(self, callback: Closed) -> None:
+        try:
+            callback(self, self._reason)
+        except Exception:  # the others must hear of it all the same
+            log.exception("a callback for the end of the connection to %s", self.peer)
+
+    def _hang_up(self) -> None:
+        """Close the socket once the peer took what was sent, or takes nothing any more."""
+        if self._transport is not None:
+            self._hanging.start(self._transport, self.peer)

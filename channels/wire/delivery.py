@@ -11,12 +11,13 @@ from functools import partial
 from typing import Any
 
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.errors import ChannelError, ItemTooLarge, WrongItemType
+from rlinf_async.channels.errors import ItemTooLarge, WrongItemType
 from rlinf_async.channels.lanes import Entry, GetWait, PutWait
 from rlinf_async.channels.queue import Queue
+from rlinf_async.channels.saying import say
 from rlinf_async.channels.wire.codec import Decoder, Encoder, join
 from rlinf_async.channels.wire.protocol import Get, Nothing, Put, Taken
-from rlinf_async.channels.wire.router import Request, Undo
+from rlinf_async.channels.wire.router import Refused, Request, Undo
 
 NOTHING = Nothing()
 _encode = Encoder().encode
@@ -29,10 +30,11 @@ class Leases:
         self.queues: dict[int, Queue] = {}
 
     def settle(self, number: int, error: str | None) -> None:
-        """Consume the lease's items, or put them back.
+        """Consume the lease's items, or put them back. One that this process does not hold (any
+        more) is nothing to it.
 
         Raises:
-            LeaseLost: they went back before.
+            LeaseLost: the channel took them back before.
         """
         queue = self.queues.pop(number, None)
         if queue is None:
@@ -55,7 +57,7 @@ def prepare(queue: Queue) -> None:
     Raises:
         TypeError: its type cannot travel.
     """
-    if queue.decode is None:
+    if queue.decode is None:  # `Queue.lend_values` copies what it may have to hand out again
         queue.decode = Decoder(queue.item_type).decode
 
 
@@ -88,9 +90,9 @@ def _admitted(
         request.reply(NOTHING, undo=partial(_retract, queue, request.meta, wait.entry.item))
 
 
-def _retract(queue: Queue, put: Put, item: Any, lost: str | None) -> None:
+def _retract(queue: Queue, put: Put, item: Any, why: str | Refused | None) -> None:
     # A connection that was lost says nothing about what the sender wanted: the item stays.
-    if lost is None:
+    if why is None:
         queue.retract(put.key, item)
 
 
@@ -125,15 +127,12 @@ def _collected(
 ) -> None:
     if not request.open:
         return  # abandoned meanwhile
-    queue.finish_get(wait)
-    error = future.exception()
-    if error is not None:
-        request.fail(error)
-        return
     try:
         _deliver(request, queue, leases, future.result())
-    except ChannelError as refused:
-        request.fail(refused)
+    except Exception as error:
+        request.fail(error)
+    finally:  # only now may others be told that all was taken: a lease may give it back
+        queue.finish_get(wait)
 
 
 def _deliver(request: Request[Get], queue: Queue, leases: Leases, entries: list[Entry]) -> None:
@@ -153,8 +152,10 @@ def _deliver(request: Request[Get], queue: Queue, leases: Leases, entries: list[
         undo = partial(_ungrant, queue, leases, number)
     try:
         request.reply(taken, body, undo=undo)
-    except ItemTooLarge as error:
+    except Exception as error:
         undo(None)
+        if not isinstance(error, ItemTooLarge):
+            raise
         raise ItemTooLarge(f"channel {queue.name!r}: {error}: ask for a smaller batch") from error
 
 
@@ -167,19 +168,28 @@ def _encoded(queue: Queue, get: Get, entries: list[Entry]) -> list[Encoded]:
             try:
                 item = _encode(item)
             except WrongItemType as error:
-                queue.bury(entry, error)
-                queue.return_entries(get.key, entries[:index] + entries[index + 1 :])
+                _return(queue, get, entries, Refused(index, say(error)))
                 raise WrongItemType(f"channel {queue.name!r}: {error}") from error
         found.append(item)
     return found
 
 
-def _return(queue: Queue, get: Get, entries: list[Entry], lost: str | None) -> None:
-    queue.return_entries(get.key, entries)
+def _return(queue: Queue, get: Get, entries: list[Entry], why: str | Refused | None) -> None:
+    """They go back; the one that was refused is buried."""
+    queue.return_entries(get.key, _without_refused(queue, entries, why))
 
 
-def _ungrant(queue: Queue, leases: Leases, number: int, lost: str | None) -> None:
+def _ungrant(queue: Queue, leases: Leases, number: int, why: str | Refused | None) -> None:
     # A holder that died may have died of the item: `Leases.put_back` counts that delivery.
-    if lost is None:
-        leases.queues.pop(number, None)
+    if isinstance(why, str) or leases.queues.pop(number, None) is None:
+        return
+    if (lease := queue.leases.get(number)) is not None:
+        lease.entries = _without_refused(queue, lease.entries, why)
         queue.ungrant(number)
+
+
+def _without_refused(queue: Queue, entries: list[Entry], why: str | Refused | None) -> list[Entry]:
+    if not isinstance(why, Refused) or not 0 <= why.part < len(entries):
+        return entries
+    queue.bury(entries[why.part], why.error)
+    return entries[: why.part] + entries[why.part + 1 :]

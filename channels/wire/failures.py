@@ -8,8 +8,10 @@ import msgspec
 
 from rlinf_async.channels import errors
 from rlinf_async.channels.errors import ChannelError
+from rlinf_async.channels.saying import fit_bytes, text_of
 
 MAX_TEXT = 16 * 1024
+"""Bytes, of a message and of a traceback: an answer that fails must fit where it goes."""
 
 
 class RemoteError(Exception):
@@ -50,18 +52,19 @@ KNOWN = _known()
 
 
 def report(error: BaseException) -> Report:
-    """The exception as it travels."""
+    """The exception as it travels: it always fits, and can always be encoded."""
     kind = type(error)
+    said = _cut(text_of(error))
     if KNOWN.get(kind.__name__) is kind:
-        return Report(kind.__name__, _cut(str(error)), "")
+        return Report(kind.__name__, said, "")
     if isinstance(error, RemoteError):  # it comes from further away
-        return Report(error.type_name, _cut(error.message), error.traceback_text)
+        return Report(error.type_name, _cut(error.message), _cut(error.traceback_text))
     name = (
         kind.__qualname__
         if kind.__module__ == "builtins"
         else f"{kind.__module__}.{kind.__qualname__}"
     )
-    return Report(name, _cut(str(error)), _cut("".join(traceback.format_exception(error))))
+    return Report(_cut(name), said, _cut("".join(traceback.format_exception(error))))
 
 
 def rebuild(found: Report) -> Exception:
@@ -73,5 +76,4 @@ def rebuild(found: Report) -> Exception:
 
 
 def _cut(text: str) -> str:
-    """The end of a long text: that is where a traceback says what happened."""
-    return text if len(text) <= MAX_TEXT else "... " + text[-MAX_TEXT:]
+    return fit_bytes(text, MAX_TEXT)

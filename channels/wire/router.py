@@ -17,8 +17,18 @@ M = TypeVar("M")
 
 Reply = tuple[Any, Encoded | None]
 Handler = Callable[["Connection", M, Encoded | None], Coroutine[Any, Any, Reply]]
-Undo = Callable[[str | None], None]
-"""Called if a reply was not taken: with None when the asker cancelled, else with why it is lost."""
+
+
+class Refused(msgspec.Struct, array_like=True, frozen=True):
+    """The asker cannot use one part of the reply, and takes none of it."""
+
+    part: int
+    error: str
+
+
+Undo = Callable[[str | Refused | None], None]
+"""Called if a reply was not taken: with None when the asker cancelled, with what it refused, or
+with why it is lost."""
 
 
 class Request(Generic[M]):
@@ -46,7 +56,6 @@ class Request(Generic[M]):
         kind: str,
         number: int,
         lane: int,
-        meta: M,
         body: Encoded | None,
     ) -> None:
         self.connection = connection
@@ -54,7 +63,7 @@ class Request(Generic[M]):
         self.kind = kind
         self.number = number
         self.lane = lane
-        self.meta = meta
+        self.meta: M
         self.body = body
         self.open = True
         """whether an answer is still wanted"""

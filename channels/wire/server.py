@@ -28,65 +28,12 @@ from rlinf_async.channels.statistics import Statistics
 from rlinf_async.channels.wire import protocol
 from rlinf_async.channels.wire.codec import Decoder, Encoder
 from rlinf_async.channels.wire.connection import Connection
-from rlinf_async.channels.wire.delivery import NOTHING, Leases, answer_get, answer_put, prepare
+from rlinf_async.channels.wire.delivery import NOTHING, answer_get, answer_put, prepare
+from rlinf_async.channels.wire.opened import LatestEnd, LentEnd, OpenEnd, Peer, channel_of
 from rlinf_async.channels.wire.protocol import EndKind, EndRef
 from rlinf_async.channels.wire.router import Reply, Request, Router
 
 Local = Sender[Any] | Receiver[Any] | LatestSender[Any] | LatestReceiver[Any]
-
-
-class OpenEnd:
-    """An end of a queue that another process uses."""
-
-    __slots__ = ("kind", "number", "queue")
-
-    def __init__(self, queue: Queue, kind: EndKind, holder: str) -> None:
-        self.queue = queue
-        self.kind: EndKind = kind
-        add = queue.add_sender if kind == "sender" else queue.add_receiver
-        self.number = add(holder)
-
-    def close(self) -> None:
-        if self.kind == "sender":
-            self.queue.remove_sender(self.number)
-        else:
-            self.queue.remove_receiver(self.number)
-
-
-class LentEnd(OpenEnd):
-    """An end of this process that another process uses in its place."""
-
-    __slots__ = ("end",)
-
-    def __init__(self, end: LocalSender[Any] | LocalReceiver[Any]) -> None:
-        self.end = end.open()
-        self.queue = end.queue
-        self.kind = "sender" if isinstance(end, LocalSender) else "receiver"
-        self.number = end.number
-
-    def close(self) -> None:
-        self.end.close()
-
-
-class LatestEnd:
-    """An end of a `Latest` that another process uses."""
-
-    __slots__ = ("kind", "latest")
-
-    def __init__(self, latest: Latest[Any], kind: EndKind) -> None:
-        self.latest = latest
-        self.kind: EndKind = kind
-
-    def close(self) -> None:
-        """A `Latest` does not count its ends."""
-
-
-class Peer:
-    """What one connected process holds."""
-
-    def __init__(self) -> None:
-        self.leases = Leases()
-        self.clones: dict[int, OpenEnd | ChannelError] = {}
 
 
 class ChannelServer:
@@ -150,15 +97,24 @@ class ChannelServer:
         if end is not None:
             end.close()
 
+    def withdraw(self, channel: Channel[Any] | Latest[Any]) -> None:
+        """Forget this channel: the ends that other processes have of it are closed."""
+        inner = channel.queue if isinstance(channel, Channel) else channel
+        self._published.pop(id(inner), None)
+        if isinstance(inner, Latest):
+            self._newest.pop(inner, None)
+        for number in [at for at, end in self._ends.items() if channel_of(end) is inner]:
+            self.release(number)
+        for peer in self._peers.values():
+            peer.close_clones(of=inner)
+
     def disconnected(self, connection: Connection, reason: str) -> None:
         """This process is gone: its leases go back, its clones are closed. Called by itself."""
         peer = self._peers.pop(connection, None)
         if peer is None:
             return
         peer.leases.put_back(f"{connection.peer} is gone: {reason}")
-        for end in peer.clones.values():
-            if isinstance(end, OpenEnd):
-                end.close()
+        peer.close_clones()
 
     # ---- inside
 
@@ -169,7 +125,7 @@ class ChannelServer:
         if isinstance(channel, Queue):
             prepare(channel)
         elif channel.decode is None:
-            channel.decode = Decoder(channel.item_type).decode
+            channel.decode = Decoder(channel.item_type).decode_copy  # once for each receiver
         number = next(self._numbers)
         self._published[id(channel)] = number, channel
         return number
@@ -192,7 +148,7 @@ class ChannelServer:
         peer = self._peers.get(connection)
         if peer is None:
             peer = self._peers[connection] = Peer()
-            connection.on_close(self.disconnected)
+            connection.on_close(self.disconnected, first=True)
         return peer
 
     def _find(self, connection: Connection, number: int, *kinds: EndKind) -> OpenEnd | LatestEnd:
@@ -249,6 +205,8 @@ class ChannelServer:
         clone = request.meta
         end = self._queue_end(request)
         clones = self._peer(request.connection).clones
+        if clone.number >= 0 or clone.number in clones:
+            raise ChannelError(f"a clone cannot have the number {clone.number}: it is not free")
         try:
             clones[clone.number] = OpenEnd(end.queue, end.kind, clone.holder)
         except ChannelError as error:  # said when the clone is used: nobody waits for this notice

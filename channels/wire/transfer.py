@@ -126,17 +126,17 @@ def _chunked(
 
 
 class _Incoming:
-    """A message whose body has not arrived completely."""
+    """A message whose body has not arrived completely. Memory is taken as its bytes arrive."""
 
-    __slots__ = ("_index", "_offset", "frame", "head", "missing", "parts")
+    __slots__ = ("_index", "_sizes", "frame", "head", "missing", "parts")
 
     def __init__(self, frame: Frame, head: bytes, sizes: tuple[int, ...]) -> None:
         self.frame = frame
         self.head = head
-        self.parts = [bytearray(frame.data), *(bytearray(size) for size in sizes)]
-        self.missing = frame.data + sum(sizes)
+        self._sizes = (frame.data, *sizes)
+        self.parts = [bytearray() for _ in self._sizes]
+        self.missing = sum(self._sizes)
         self._index = 0
-        self._offset = 0
 
     def fill(self, received: memoryview) -> None:
         """Put the next bytes where they belong."""
@@ -147,14 +147,12 @@ class _Incoming:
             )
         self.missing -= len(received)
         while received:
-            part = self.parts[self._index]
-            taken = min(len(part) - self._offset, len(received))
-            part[self._offset : self._offset + taken] = received[:taken]
+            part, size = self.parts[self._index], self._sizes[self._index]
+            taken = min(size - len(part), len(received))
+            part += received[:taken]
             received = received[taken:]
-            self._offset += taken
-            if self._offset == len(part):
+            if len(part) == size:
                 self._index += 1
-                self._offset = 0
 
     def message(self) -> Message:
         frame = self.frame

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -233,6 +234,14 @@ def array_item(head: Any, buffers: tuple[bytearray, ...] = ()) -> Encoded:
         ["torch", "float32", [1], b"1"],
         ["torch", 5, [1], b"1"],
         ["pickle", "<f4", [1], b"1234"],
+        ["numpy", "S0", [2**40], b""],
+        ["numpy", "V0", [2**40], b""],
+        ["numpy", "U0", [2**40], b""],
+        ["numpy", [], [2**40], b""],
+        ["numpy", "(2,", [0], b""],
+        ["numpy", "<f4", [0, 2**63], b""],
+        ["torch", "float32", [0, 2**63], b""],
+        ["torch", "float32", [0, 2**62, 4], b""],
         [],
         7,
     ],
@@ -300,3 +309,65 @@ def test_a_channel_end_inside_an_item_is_refused() -> None:
     bad = Encoded(msgspec.msgpack.encode(msgspec.msgpack.Ext(END, b"\x00")))
     with pytest.raises(MalformedFrame):
         Decoder(Any).decode(bad)
+
+
+def test_a_dtype_is_looked_up_without_importing_what_it_names() -> None:
+    had = set(sys.modules)
+    with pytest.raises(MalformedFrame, match="torch has no dtype 'testing_of_imports'"):
+        Decoder(Any).decode(array_item(["torch", "testing_of_imports", [0], b""]))
+    with pytest.raises(MalformedFrame, match="torch has no dtype '_dynamo'"):
+        Decoder(Any).decode(array_item(["torch", "_dynamo", [0], b""]))
+    assert set(sys.modules) == had
+
+
+def test_an_array_whose_elements_take_no_bytes_is_refused_on_both_sides() -> None:
+    with pytest.raises(WrongItemType, match="elements take no bytes"):
+        encode(np.zeros(3, np.dtype([])))
+
+
+def moody() -> object:
+    """Something that fails to be looked at in a way of its own."""
+
+    def mood(self: object) -> type:
+        raise LookupError("a mood")
+
+    return type("Moody", (), {"__class__": property(mood)})()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"name": "a\udcff"}, r"dict\['name'\]: .*surrogates not allowed"),
+        (Box("a\udcff"), r"Box\.inside: .*surrogates not allowed"),
+        ([1, moody()], "a mood"),
+    ],
+    ids=["text", "field", "hook"],
+)
+def test_whatever_keeps_an_item_from_being_encoded_is_explained(value: Any, said: str) -> None:
+    with pytest.raises(WrongItemType, match=said):
+        encode(value)
+
+
+class Checked(msgspec.Struct):
+    """Its own check raises what msgspec does not know."""
+
+    value: int
+
+    def __post_init__(self) -> None:
+        if self.value < 0:
+            raise LookupError(f"no {self.value} here")
+
+
+def test_what_the_types_own_check_raises_is_a_malformed_item() -> None:
+    sent = Encoded(msgspec.msgpack.encode({"value": -1}))
+    with pytest.raises(MalformedFrame, match="not a Checked: no -1 here"):
+        Decoder(Checked).decode(sent)
+
+
+def test_a_decoded_copy_leaves_what_arrived_as_it_was() -> None:
+    sent = encode(np.zeros(10_000, np.uint8))
+    arrived = Encoded(sent.data, [bytearray(sent.buffers[0])])
+    decoder = Decoder(np.ndarray)
+    first = decoder.decode_copy(arrived)
+    first += 1
+    assert decoder.decode_copy(arrived).sum() == 0

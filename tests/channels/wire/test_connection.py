@@ -11,7 +11,13 @@ from tempfile import TemporaryDirectory
 import msgspec
 import pytest
 
-from rlinf_async.channels import ChannelError, ConnectionLost, ItemTooLarge, LeaseLost
+from rlinf_async.channels import (
+    ChannelError,
+    ConnectionLost,
+    ItemTooLarge,
+    LeaseLost,
+    MalformedFrame,
+)
 from rlinf_async.channels.wire import (
     Connection,
     Encoded,
@@ -172,7 +178,7 @@ async def test_a_notice_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -
             two.client.notify("raise", Text("known"))
             await echo(two.client, "after")
             await wait_all_blocked()
-        assert "notice 'raise' of client failed: gone" in caplog.text
+        assert "notice 'raise' of client failed: LeaseLost: gone" in caplog.text
 
 
 async def test_cancelling_a_request_cancels_its_handler() -> None:
@@ -292,13 +298,11 @@ async def test_a_malformed_frame_closes_its_connection_only(
     "frame",
     [
         pack_small(FrameType.REPLY, 999, b"\x90"),
-        pack_small(FrameType.REQUEST, 1, b"\x04echo\xc1"),
-        pack_small(FrameType.REQUEST, 1, b"\x04echo\x91\x05"),
         pack_small(FrameType.REQUEST, 1, b"\x02\xff\xff"),
         pack_small(FrameType.RECEIPTS, 0, b"123"),
-        pack_small(FrameType.REQUEST, 1, b"\x04echo" + b"\x91" * 50_000),
+        pack_small(FrameType.CANCEL, 1, b"\x91\x05"),
     ],
-    ids=["answer", "bad msgpack", "wrong type", "bad text", "receipts", "deep"],
+    ids=["answer", "bad text", "receipts", "refusal"],
 )
 async def test_a_frame_that_makes_no_sense_closes_the_connection(frame: bytes) -> None:
     async with peers() as two:
@@ -307,6 +311,21 @@ async def test_a_frame_that_makes_no_sense_closes_the_connection(frame: bytes) -
         transport.write(frame)
         await two.client.wait_closed()
         assert two.lost[0].startswith("a malformed frame: ")
+
+
+@pytest.mark.parametrize(
+    "arguments", [b"\xc1", b"\x91\x05", b"\x91" * 50_000], ids=["no", "int", "deep"]
+)
+async def test_arguments_that_cannot_be_read_are_refused_and_the_connection_goes_on(
+    arguments: bytes,
+) -> None:
+    async with peers() as two:
+        transport = two.client._transport
+        assert transport is not None
+        transport.write(pack_small(FrameType.NOTICE, 0, b"\x04note" + arguments))
+        with pytest.raises(MalformedFrame, match="the arguments of 'echo'"):
+            await two.client.request("echo", msgspec.Raw(arguments), reply=Text)
+        assert await echo(two.client, "fine") == "fine"
 
 
 async def test_an_unknown_request_is_refused_and_the_connection_goes_on() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +12,14 @@ from hypothesis import strategies as st
 
 from rlinf_async.channels import ItemTooLarge, MalformedFrame
 from rlinf_async.channels.wire import Encoded, framing, transfer
-from rlinf_async.channels.wire.framing import CHUNK_BYTES, HEADER, MAX_FRAME_BYTES, FrameType
+from rlinf_async.channels.wire.framing import (
+    CHUNK_BYTES,
+    HEADER,
+    MAX_FRAME_BYTES,
+    Flag,
+    FrameType,
+    pack_header,
+)
 from rlinf_async.channels.wire.transfer import CONTROL, DATA, Message, MessageReader, outgoing
 
 bodies = st.none() | st.builds(
@@ -152,6 +161,17 @@ def test_a_message_over_the_limit_is_refused_before_memory_is_taken() -> None:
     chunks = list(frames(FrameType.REQUEST, 1, b"h", Encoded(b"d" * (2 * CHUNK_BYTES))))
     with pytest.raises(MalformedFrame, match="at most 1000 are allowed"):
         list(MessageReader(max_message_bytes=1000).feed(chunks[0]))
+
+
+def test_memory_is_taken_as_the_bytes_arrive_not_as_they_are_announced() -> None:
+    reader = MessageReader()
+    header = pack_header(8, FrameType.REQUEST, 1, lane=DATA, flags=Flag.BODY | Flag.MORE, tables=1)
+    tracemalloc.start()
+    try:
+        assert list(reader.feed(header + struct.pack("<Q", 1 << 30))) == []
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_more_bytes_than_were_announced_are_refused() -> None:

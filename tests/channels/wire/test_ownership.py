@@ -99,22 +99,36 @@ async def test_an_item_that_lies_about_its_type_is_buried_and_the_rest_stays() -
         [letter] = channel.dead_letters
         assert isinstance(letter.item, Encoded)
         await liar.put("four")
-        with pytest.raises(MalformedFrame, match="channel 'numbers': what arrived is not a int"):
+        with pytest.raises(
+            MalformedFrame, match="channel 'numbers' of owner: what arrived is not a int"
+        ):
             await receiver.get()
 
 
-async def test_a_leased_item_that_cannot_be_read_becomes_a_dead_letter_in_the_end() -> None:
+async def test_an_item_that_cannot_be_read_is_buried_and_its_neighbours_stay() -> None:
     channel = Channel(int, name="numbers", max_deliveries=2)
     async with remote_pair(channel) as (sender, receiver):
         liar: Any = sender
         liar._wire.item_class = object
-        await liar.put("text")
-        for _ in range(2):
-            with pytest.raises(MalformedFrame):
-                async with receiver.lease():
-                    pytest.fail("it was handed out")
-        await until(lambda: channel.dead_letters)
-        assert channel.statistics().depth == 0
+
+        async def put_three() -> None:
+            for item in (1, "text", 3):
+                await liar.put(item)
+
+        await put_three()
+        with pytest.raises(MalformedFrame, match=r"'numbers' of owner: .* not a int: Expected"):
+            await receiver.get_batch(weight=3)
+        assert await receiver.get_batch(weight=2) == [1, 3]
+        await put_three()
+        with pytest.raises(MalformedFrame, match="declare the same type"):
+            async with receiver.lease(weight=3):
+                pytest.fail("it was handed out")
+        async with receiver.lease(weight=2) as taken:
+            assert list(taken) == [1, 3]
+            assert taken.deliveries == [1, 1]
+        await until(lambda: not channel.statistics().leases_out)
+        assert len(channel.dead_letters) == 2
+        assert "Expected `int`, got `str`" in channel.dead_letters[0].error
 
 
 async def test_a_local_item_that_cannot_travel_is_buried_and_named() -> None:

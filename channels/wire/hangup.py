@@ -1,0 +1,41 @@
+"""Closing a socket whose peer may have stopped reading: it must not take for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+log = logging.getLogger(__name__)
+GRACE_SECONDS: Final = 2.0
+"""How long a peer may take nothing of what was sent before."""
+
+
+class HangUp:
+    """Closes a transport when all was sent, or cuts it off when nothing more gets through."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, transport: asyncio.WriteTransport, peer: str) -> None:
+        """Close it; what was written before is still sent."""
+        transport.close()
+        self._watch(transport, peer, transport.get_write_buffer_size())
+
+    def stop(self) -> None:
+        """It is closed."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _watch(self, transport: asyncio.WriteTransport, peer: str, unsent: int) -> None:
+        self.stop()
+        self._timer = self._loop.call_later(GRACE_SECONDS, self._look, transport, peer, unsent)
+
+    def _look(self, transport: asyncio.WriteTransport, peer: str, unsent: int) -> None:
+        rest = transport.get_write_buffer_size()
+        if rest < unsent:
+            self._watch(transport, peer, rest)
+        else:
+            log.warning("%s took nothing for %g s: it is cut off", peer, GRACE_SECONDS)
+            transport.abort()
