@@ -1,26 +1,12 @@
-"""The queue behind a channel, in the process that owns it.
+"""The queue behind a channel, in the process that owns it: its ends, its leases, its end.
 
-Invariants, each with a test of that name:
-
-* an item is in exactly one place: a lane, a waiting put, a batch being collected, a lease, the dead
-  letters, or taken;
-* the order is FIFO for each key, and whoever waits is served in arrival order;
-* no wakeup is lost: an item never rests in a lane while somebody who could take it waits;
-* a lane admits at most ``capacity`` items and ``max_weight`` weight (a single heavier item is let
-  in when it is empty; what a lease or a cancelled get returns goes back over and above).
-
-Nothing here waits: ``start_...`` either finishes at once or returns a wait whose future the end
-awaits. Items are handed directly to the waiter, so nobody can overtake it; a waiter that is
-cancelled afterwards gives them back.
+How items are kept and handed on, and which invariants hold, stands in `serving`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import count
 from typing import Any
 
 import msgspec
@@ -29,49 +15,22 @@ from rlinf_async.channels import endings, seen
 from rlinf_async.channels.encoded import Encoded, copy_of
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import (
-    ChannelEmpty,
-    ChannelError,
     ChannelFailed,
     LeaseLost,
     MalformedFrame,
 )
-from rlinf_async.channels.itemtypes import check_item, check_key_and_weight, runtime_class
-from rlinf_async.channels.lanes import Entry, GetWait, Lane, LeaseRecord, PutWait, now
+from rlinf_async.channels.itemtypes import check_item
+from rlinf_async.channels.lanes import Entry, LeaseRecord, now
 from rlinf_async.channels.saying import say
+from rlinf_async.channels.serving import Serving
 from rlinf_async.channels.statistics import DeadLetter, Statistics
-from rlinf_async.channels.waitfor import Wait, current_party
+from rlinf_async.channels.waitfor import Wait
 
 log = logging.getLogger(__name__)
 
 
-class Queue:
-    """The state of one channel. See the module's invariants."""
-
-    def __init__(
-        self, item_type: Any, name: str, capacity: int, max_weight: int | None, max_deliveries: int
-    ) -> None:
-        self.item_type = item_type
-        self.item_class = runtime_class(item_type)
-        self.name = name
-        self.capacity = capacity
-        self.max_weight = max_weight
-        self.max_deliveries = max_deliveries
-        self.lane = Lane(None)
-        self.lanes: dict[Key, Lane] = {}
-        self.senders: dict[int, str] = {}
-        self.receivers: dict[int, str] = {}
-        self.leases: dict[int, LeaseRecord] = {}
-        self.dead_letters: list[DeadLetter] = []
-        self.open = True  # not closed, not failed: what the fast path asks
-        self.decode: Callable[[Encoded], Any] | None = None  # set where other processes put
-        self.failure: endings.Failure | None = None
-        self.had_sender = self.had_receiver = False
-        self.puts = self.gets = self.put_waits = self.get_waits = 0
-        self.put_wait_seconds = self.get_wait_seconds = 0.0
-        self.redelivered = self.stale = 0
-        self._numbers = count(1)
-        self._seq = 0
-        self.born: float | None = None  # not yet: it may be made before the loop that runs it
+class Queue(Serving):
+    """The state of one channel."""
 
     # ---- ends
 
@@ -107,11 +66,6 @@ class Queue:
             self.born = now()
         return next(self._numbers)
 
-    @property
-    def ended(self) -> bool:
-        """No item can come any more."""
-        return not self.open or (self.had_sender and not self.senders)
-
     def close(self) -> None:
         """No more items; what is queued can still be taken."""
         if self.open:
@@ -133,174 +87,11 @@ class Queue:
     def _failed(self, name: str) -> ChannelFailed:
         return endings.failed(name, self.failure or ("", None))
 
-    # ---- put
-
-    def start_put(
-        self, item: Any, key: Key | None, weight: int, party: str | None = None, end: int = 0
-    ) -> PutWait | None:
-        """Put at once, or return the wait for room, which the sender numbered ``end`` owns.
-
-        Raises:
-            ChannelClosed, ChannelFailed, NoReceivers: nobody will take it.
-            ValueError: ``weight`` is not positive.
-        """
-        if (
-            key is None
-            and self.open
-            and (self.receivers or not self.had_receiver)
-            and weight.__class__ is int
-            and weight > 0
-        ):
-            lane = self.lane  # the common case, without a call
-        else:
-            self._check_put(key, weight)
-            lane = self._lane(key)
-        self.puts += 1
-        self._seq = seq = self._seq + 1
-        entry = Entry(item, weight, seq)
-        entries = lane.entries
-        if entries and (
-            len(entries) >= self.capacity
-            or lane.putters
-            or (self.max_weight is not None and lane.weight + weight > self.max_weight)
-        ):
-            wait = PutWait(lane, entry, party or current_party.get(), end)
-            lane.putters.append(wait)
-            self.put_waits += 1
-            return wait
-        entries.append(entry)
-        lane.weight += weight
-        if lane.getters:
-            self._serve(lane)
-        return None
+    # ---- items
 
     def check_item(self, item: Any) -> None:
         """Refuse an item that is not of the channel's type."""
         check_item(item, self.item_type, self.item_class, self.name)
-
-    def has_room(self, key: Key | None, weight: int) -> bool:
-        """Whether a put would succeed at once; raises what `start_put` raises."""
-        self._check_put(key, weight)
-        lane = self.lane if key is None else self.lanes.get(key)
-        return lane is None or (not lane.putters and self._has_room(lane, weight))
-
-    def abandon_put(self, wait: PutWait) -> None:
-        """The putter was cancelled or refused: leave no item behind, unless it has been taken."""
-        self.finish_put(wait)
-        if wait.future.done() and not wait.future.cancelled():
-            wait.future.exception()  # seen: asyncio must not log it as never retrieved
-        lane = wait.lane
-        if wait in lane.putters:
-            lane.putters.remove(wait)
-            self.puts -= 1
-        elif wait.entry in lane.entries:
-            lane.entries.remove(wait.entry)
-            lane.weight -= wait.entry.weight
-            self.puts -= 1
-        self._serve(lane)  # what waits behind it may fit now
-        self._forget(lane)
-
-    def retract(self, key: Key | None, item: Any) -> None:
-        """Its put was cancelled after it went through: take it out, unless it has been taken."""
-        lane = self._lane(key)
-        for entry in lane.entries:
-            if entry.item is item:
-                lane.entries.remove(entry)
-                lane.weight -= entry.weight
-                self.puts -= 1
-                break
-        self._serve(lane)
-        self._forget(lane)
-
-    def finish_put(self, wait: PutWait) -> None:
-        """The put is over, in whichever way; account for its wait."""
-        self.put_wait_seconds += now() - wait.since
-
-    # ---- get
-
-    def take_one(self, key: Key | None) -> Entry | None:
-        """The head of this key at once, or None if one would have to wait for it."""
-        lane = self.lane if key is None else self.lanes.get(key)
-        if (
-            lane is None
-            or not (entries := lane.entries)
-            or lane.getters
-            or self.failure is not None
-        ):
-            return None
-        entry = entries.popleft()
-        lane.weight -= entry.weight
-        self.gets += 1
-        if lane.putters:
-            self._admit(lane)
-        if key is not None:
-            self._forget(lane)
-        return entry
-
-    def start_get(
-        self,
-        key: Key | None,
-        target: int,
-        at_least: int | None,
-        party: str | None = None,
-        end: int = 0,
-        owner: object = None,
-    ) -> list[Entry] | GetWait:
-        """Take a batch at once, or return the wait for it, which the receiver ``end`` owns.
-
-        ``owner`` is who would hold its lease: the task, or by default the party.
-
-        Raises:
-            EndOfChannel, ChannelFailed: nothing will come.
-            ValueError: ``target`` or ``at_least`` is not positive.
-        """
-        check_key_and_weight(self.name, key, 1)
-        least = target if at_least is None else at_least
-        if not 1 <= least <= target:
-            raise ValueError(
-                f"channel {self.name!r}: a batch needs 1 <= at_least <= weight, "
-                f"got weight={target}, at_least={at_least}"
-            )
-        if self.failure is not None:
-            raise endings.failed(self.name, self.failure)
-        lane = self._lane(key)
-        wait = GetWait(lane, target, least, party or current_party.get(), end, owner)
-        lane.getters.append(wait)
-        self._serve(lane)
-        if wait.future.done():
-            lane.handed.discard(wait)
-            self._forget(lane)
-            return wait.future.result()
-        self.get_waits += 1
-        return wait
-
-    def abandon_get(self, wait: GetWait) -> None:
-        """The getter was cancelled: what it was handed or had collected stays in the channel."""
-        if wait.future.done() and not wait.future.cancelled():
-            if wait.future.exception() is None:
-                self.return_entries(wait.lane.key, wait.future.result())
-        elif wait in wait.lane.getters:
-            wait.lane.getters.remove(wait)
-            wait.lane.push_back(wait.taken)
-            self._serve(wait.lane)
-
-    def finish_get(self, wait: GetWait) -> None:
-        """The get is over, in whichever way; account for its wait."""
-        self.get_wait_seconds += now() - wait.since
-        lane = wait.lane
-        lane.handed.discard(wait)
-        if self.ended and lane.getters:  # they can see the end now
-            self._serve(lane)
-        self._forget(lane)
-
-    def return_entries(self, key: Key | None, entries: list[Entry]) -> None:
-        """Put entries that were taken back at the head, before what is being collected."""
-        lane = self._lane(key)
-        self.gets -= len(entries)
-        lane.push_back(entries)
-        if lane.getters:
-            lane.push_back(lane.getters[0].give_back())
-        self._serve(lane)
 
     def value(self, entry: Entry) -> Any:
         """The item to hand out here. One from another process is decoded now.
@@ -419,136 +210,3 @@ class Queue:
     def statistics(self) -> Statistics:
         """The channel's counts up to now."""
         return seen.statistics_of(self)
-
-    # ---- inside
-
-    def _lane(self, key: Key | None) -> Lane:
-        if key is None:
-            return self.lane
-        lane = self.lanes.get(key)
-        if lane is None:
-            lane = self.lanes[key] = Lane(key)
-        return lane
-
-    def _check_put(self, key: object, weight: object) -> None:
-        self._check_open()
-        if self.had_receiver and not self.receivers:
-            raise endings.no_receivers(self.name)
-        check_key_and_weight(self.name, key, weight)
-
-    def every_lane(self) -> Iterator[Lane]:
-        yield self.lane
-        yield from list(self.lanes.values())
-
-    def _forget(self, lane: Lane) -> None:
-        """Keys come and go; an idle one must not stay in memory."""
-        if lane.key is not None and lane.idle and self.lanes.get(lane.key) is lane:
-            del self.lanes[lane.key]
-
-    def _has_room(self, lane: Lane, weight: int) -> bool:
-        if not lane.entries:
-            return True
-        if len(lane.entries) >= self.capacity:
-            return False
-        return self.max_weight is None or lane.weight + weight <= self.max_weight
-
-    def _admit(self, lane: Lane) -> None:
-        """Let waiting putters in, in order, while there is room."""
-        while lane.putters and self._has_room(lane, lane.putters[0].entry.weight):
-            wait = lane.putters.popleft()
-            if wait.future.done():  # cancelled; its task has not run yet
-                self.puts -= 1
-            else:
-                lane.push(wait.entry)
-                wait.future.set_result(None)
-
-    def _serve(self, lane: Lane) -> None:
-        """Hand items to those who wait, in order, and fill the room that this makes."""
-        self._admit(lane)
-        while lane.getters:
-            wait = lane.getters[0]
-            if wait.future.done():  # cancelled; its task has not run yet
-                lane.getters.popleft()
-                lane.push_back(wait.give_back())
-                continue
-            full = wait.collect()
-            while not full and lane.putters:
-                self._admit(lane)
-                full = wait.collect()
-            if not (full or wait.enough or self._nothing_can_come(lane, wait)):
-                break
-            lane.getters.popleft()
-            self._deliver(wait)
-            self._admit(lane)
-
-    def _nothing_can_come(self, lane: Lane, wait: GetWait) -> bool:
-        """The channel has ended, and no lease of another party can still give its items back.
-
-        Holders that wait here themselves count as done: each would wait for the others for ever.
-        """
-        if not self.ended or lane.handed:
-            return False
-        others = {lease.owner for lease in self.leases.values() if lease.key == lane.key}
-        return others - {wait.owner} <= {getter.owner for getter in lane.getters}
-
-    def _after_lease(self, lease: LeaseRecord) -> None:
-        """Those who waited for the items of this last lease can see the end now."""
-        lane = self._lane(lease.key)
-        if self.ended:
-            self._serve(lane)
-        self._forget(lane)
-
-    def _deliver(self, wait: GetWait) -> None:
-        if wait.taken:
-            self.gets += len(wait.taken)
-            wait.lane.handed.add(wait)
-            wait.future.set_result(wait.taken)
-        else:
-            wait.future.set_exception(endings.ended(self.name))
-
-    def _refuse_putters(
-        self, lane: Lane, error: Callable[[str], ChannelError], end: int | None = None
-    ) -> None:
-        """Raise an error of their own in all waiting puts, or in those of one sender."""
-        refused = [wait for wait in lane.putters if end is None or wait.end == end]
-        lane.putters = deque(wait for wait in lane.putters if not (end is None or wait.end == end))
-        self.puts -= len(refused)
-        for wait in refused:
-            if not wait.future.done():
-                wait.future.set_exception(error(self.name))
-
-    def _refuse_getters(
-        self, lane: Lane, error: Callable[[str], ChannelError], end: int | None = None
-    ) -> None:
-        """Raise an error of their own in all waiting gets, or in those of one receiver."""
-        refused = [wait for wait in lane.getters if end is None or wait.end == end]
-        lane.getters = deque(wait for wait in lane.getters if not (end is None or wait.end == end))
-        for wait in refused:
-            lane.push_back(wait.give_back())
-            if not wait.future.done():
-                wait.future.set_exception(error(self.name))
-
-    def _check_open(self) -> None:
-        if self.failure is not None:
-            raise endings.failed(self.name, self.failure)
-        if not self.open:
-            raise endings.closed(self.name)
-
-    def empty_error(self, key: Key | None) -> ChannelError:
-        """Why a get finds nothing: the channel failed, has ended, or is just empty."""
-        if self.failure is not None:
-            return endings.failed(self.name, self.failure)
-        lane = self._lane(key)
-        ended = self.ended and not lane.entries and not self.leases
-        self._forget(lane)
-        return (
-            endings.ended(self.name) if ended else ChannelEmpty(f"channel {self.name!r} is empty")
-        )
-
-    def check_key_and_weight(self, key: object, weight: object) -> None:
-        """Refuse what could not travel, or would never be served.
-
-        Raises:
-            TypeError, ValueError: naming the channel.
-        """
-        check_key_and_weight(self.name, key, weight)
