@@ -1,7 +1,7 @@
 """The command line: ``rlinf-async train | check | bench``.
 
-Exit codes: 0 it went well; 1 the run failed, or a bench's bar fell short; 2 wrong input, found
-before any worker started; 130 Ctrl-C.
+Exit codes: 0 it went well; 1 the run failed, or it or a bench's bar fell short; 2 wrong input,
+found before any worker started; 130 Ctrl-C.
 
 Importing this brings in click and nothing heavy: torch and the runtime are loaded by the command
 that needs them.

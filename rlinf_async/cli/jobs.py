@@ -1,34 +1,15 @@
-"""What the command line needs of a job, and what one invocation carries along."""
+"""Where the command line finds jobs, and what one invocation carries along."""
 
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import msgspec
+if TYPE_CHECKING:  # the command line loads the runtime only when a command needs it
+    from rlinf_async.runtime.jobs import Job
 
-
-class Job(Protocol):
-    """A kind of run: a dataflow that a configuration file describes."""
-
-    @property
-    def config_type(self) -> type[msgspec.Struct]:
-        """The Struct that the file is read as."""
-        ...
-
-    def check(self, config: Any) -> None:
-        """Raise `UsageError` where the run could not start; starts nothing itself."""
-
-    def run(self, config: Any, out: pathlib.Path | None, resume: bool) -> object:
-        """Run to the end and return a summary; ``out`` is the run folder (None: the job's choice).
-
-        Reports progress and results to the terminal itself.
-        """
-
-
-FindJob: TypeAlias = Callable[[str], Job]
+FindJob: TypeAlias = "Callable[[str], Job]"
 """Gives the job of a name; raises `UsageError` that lists the known names for any other."""
 
 

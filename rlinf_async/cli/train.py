@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from rlinf_async.cli import arguments
-from rlinf_async.cli.jobs import Job, Session
+from rlinf_async.cli.failures import FAILED, OK
+from rlinf_async.cli.jobs import Session
 from rlinf_async.config import ConfigError, Document, UsageError, to_toml
+
+if TYPE_CHECKING:
+    from rlinf_async.runtime.jobs import Job
 
 JOB = "job"
 
@@ -35,10 +39,11 @@ def train(
     seed: int | None,
     traceback: bool,
     tokens: tuple[str, ...],
-) -> None:
+) -> int:
     """Run the job that FILE.toml describes.
 
-    Every setting of the file can be given here too, by its path: --actor.optimizer.lr 1e-4.
+    Every setting of the file can be given here too, by its path: --actor.fsdp.optimizer.lr 1e-4.
+    Exit code 1 where the run failed, or fell short of the target that the file sets.
     """
     session.traceback = traceback
     file, overrides = arguments.split(tokens)
@@ -46,7 +51,8 @@ def train(
         overrides["seed"] = str(seed)
     job, config = _read(session, file, overrides)
     _check_folder(out, resume)
-    job.run(config, out, resume)
+    summary = job.run(config, out, resume)
+    return FAILED if summary.outcome == "fell short" else OK
 
 
 @click.command(

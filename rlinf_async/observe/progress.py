@@ -105,6 +105,7 @@ class ProgressView:
         self._newest: ProgressState | None = None
         self._shown: ProgressState | None = None
         self._next = float("-inf")
+        self._line = ""
 
     def update(self, state: ProgressState) -> None:
         """Take the newest state, and show it where the last one was shown long enough ago."""
@@ -139,8 +140,11 @@ class ProgressView:
         if live is not None:
             picture = picture_of(state, self._console.width)
             self._guarded(lambda: live.update(picture, refresh=True))
-        else:
-            self._guarded(lambda: self._console.print(line_of(state), soft_wrap=True))
+            return
+        line = line_of(state)
+        if line.plain != self._line:  # nothing new is not said again
+            self._line = line.plain
+            self._guarded(lambda: self._console.print(line, soft_wrap=True))
 
     def _guarded(self, show: Callable[[], object]) -> None:
         """Show, or go on without a view: the terminal may be gone (a closed ssh session)."""

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from rlinf_async.config import ConfigError, MissingDevice, UsageError
+from rlinf_async.observe.summary import Summary
 from rlinf_async.workers.errors import BuildError
 
 
@@ -20,7 +21,7 @@ class FakeConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     actor: Settings = Settings()
     device: str = "cpu"
     end: str = "well"
-    """``well``, or what `FakeJob.run` raises"""
+    """``well``, ``fell short``, or what `FakeJob.run` raises"""
 
 
 class WorkerError(Exception):
@@ -54,11 +55,18 @@ class FakeJob:
         if config.actor.lr < 0:
             raise ConfigError(f"must not be negative, got {config.actor.lr}", path=("actor", "lr"))
 
-    def run(self, config: Any, out: pathlib.Path | None, resume: bool) -> object:
+    def run(self, config: Any, out: pathlib.Path | None, resume: bool) -> Summary:
         self.runs.append((config, out, resume))
         if config.end in ENDINGS:
             raise ENDINGS[config.end]
-        return None
+        return Summary(
+            run="fake",
+            outcome="fell short" if config.end == "fell short" else "finished",
+            seed=config.seed,
+            iterations=1,
+            env_steps=1,
+            train_seconds=1.0,
+        )
 
     def find(self, name: str) -> FakeJob:
         """Knows one name."""

@@ -40,6 +40,10 @@ def test_a_negative_number_is_a_value_and_not_an_option(command_line: CommandLin
     assert command_line.config == FakeConfig(seed=-3, end="-x", actor=Settings(lr=0.5))
 
 
+def test_a_run_that_fell_short_of_its_target_ends_with_code_1(command_line: CommandLine) -> None:
+    assert command_line.train("--end", "fell short") == (1, "", "")
+
+
 def test_the_run_folder_reaches_the_job(command_line: CommandLine, tmp_path: pathlib.Path) -> None:
     out = tmp_path / "run"
     assert command_line.train("--out", out)[0] == 0

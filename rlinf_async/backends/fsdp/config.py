@@ -76,7 +76,7 @@ class FSDPConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     critic_warmup_steps: int = 0
     """for so many optimizer steps only the value's own parameters change"""
     device: str = "cpu"
-    """``"cpu"``, ``"cuda"`` or ``"cuda:1"``"""
+    """``"cpu"``, ``"cuda"`` or ``"cuda:1"``; several ranks take one of ``"cuda"`` each"""
 
     def __post_init__(self) -> None:
         if self.critic_warmup_steps < 0:

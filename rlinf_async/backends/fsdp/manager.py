@@ -53,7 +53,7 @@ class FSDPModelManager:
         self.cfg = cfg
         self.world_size = world_size
         self.rank = rank
-        self.device = offload.existing_device(cfg.device)
+        self.device = offload.existing_device(offload.rank_device(cfg.device, world_size, rank))
         self.steps = 0
         """optimizer steps taken"""
         self.skipped_steps = 0

@@ -8,6 +8,11 @@ from torch import Tensor, nn
 from rlinf_async.backends.fsdp.errors import FSDPError
 
 
+def rank_device(name: str, world_size: int, rank: int) -> str:
+    """Return the device of one of several ranks: of ``"cuda"`` each takes the one of its number."""
+    return f"cuda:{rank}" if name == "cuda" and world_size > 1 else name
+
+
 def existing_device(name: str) -> torch.device:
     """Return the device called ``name``; raises `ValueError` when it is not there."""
     device = torch.device(name)

@@ -20,7 +20,7 @@ GROUP = "rlinf_async.jobs"
 
 
 class Job(Protocol):
-    """A kind of run."""
+    """A kind of run: a dataflow that a configuration file describes."""
 
     @property
     def config_type(self) -> type[msgspec.Struct]:
@@ -32,7 +32,10 @@ class Job(Protocol):
         ...
 
     def run(self, config: Any, out: Path | None, resume: bool) -> Summary:
-        """Run to the end; ``out`` is the run folder (None: the job's choice)."""
+        """Run to the end; ``out`` is the run folder (None: the job's choice).
+
+        Reports progress and results to the terminal itself.
+        """
         ...
 
 

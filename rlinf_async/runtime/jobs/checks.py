@@ -7,6 +7,8 @@ from typing import Protocol
 
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.config import ConfigError, MissingDevice
+from rlinf_async.observe.errors import MetricsError
+from rlinf_async.observe.metrics import find_sink
 from rlinf_async.runtime.jobs.config import EmbodiedConfig
 from rlinf_async.runtime.placement import host_devices
 
@@ -30,13 +32,18 @@ def check_device(config: EmbodiedConfig) -> None:
         ConfigError: it is not a device's name.
         MissingDevice: there is none of it.
     """
-    wanted = config.actor.fsdp.device
+    wanted, actors = config.actor.fsdp.device, config.cluster.actors
     if not re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
         raise ConfigError(
             f"{wanted!r} is no device: write 'cpu', 'cuda' or 'cuda:1'", path=(*FSDP, "device")
         )
     if wanted == "cpu":
         return
+    if ":" in wanted and actors > 1:
+        raise ConfigError(
+            f"{actors} actors cannot share {wanted!r}: write 'cuda', and each takes one of its own",
+            path=(*FSDP, "device"),
+        )
     there = [device for device in host_devices() if device.kind == "cuda"]
     if not there:
         raise MissingDevice(
@@ -48,6 +55,20 @@ def check_device(config: EmbodiedConfig) -> None:
             f"actor.fsdp.device: {wanted!r} is asked for, but this host has "
             f"{', '.join(map(str, there))}"
         )
+    if actors > len(there):
+        raise MissingDevice(
+            f"cluster.actors: {actors} actors need an accelerator each, but this host has "
+            f"{', '.join(map(str, there))}"
+        )
+
+
+def check_sinks(config: EmbodiedConfig) -> None:
+    """Raise `ConfigError` for a metrics sink that is not installed."""
+    for name in config.training.metrics:
+        try:
+            find_sink(name)
+        except MetricsError as error:
+            raise ConfigError(str(error), path=("training", "metrics")) from error
 
 
 def check_names(config: EmbodiedConfig) -> None:

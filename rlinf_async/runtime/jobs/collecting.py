@@ -16,6 +16,7 @@ from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import GroupCall, WorkerGroup
 from rlinf_async.runtime.jobs.config import EmbodiedConfig
+from rlinf_async.runtime.jobs.lost import deliveries
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.collocated import CollocatedEnvWorker
 from rlinf_async.workers.env import EnvReport, EnvWorker, EvaluatedEpisode, EvaluationPlan
@@ -59,9 +60,12 @@ class Apart:
 
     def __init__(self, cluster: Cluster, config: EmbodiedConfig, ways: Ways) -> None:
         self._cluster, self._config, self._ways = cluster, config, ways
-        stages = config.env.stages + 1  # one more for the evaluation
+        stages, counts = config.env.stages + 1, config.cluster  # one more for the evaluation
         self._observations: Channel[Observations] = cluster.channel(
-            Observations, name="observations", capacity=stages * config.cluster.env_workers
+            Observations,
+            name="observations",
+            capacity=stages * counts.env_workers,
+            max_deliveries=deliveries(counts.rollout_workers, counts.max_restarts),
         )
         self._actions: Channel[Actions] = cluster.channel(Actions, name="actions", capacity=2)
 
@@ -75,7 +79,7 @@ class Apart:
                 count=counts.env_workers,
                 name="Env",
                 restart=Restart(max=counts.max_restarts),
-                env=counts.environment,
+                env_vars=counts.environment,
             ),
             self._cluster.launch(
                 RolloutWorker,
@@ -84,7 +88,7 @@ class Apart:
                 count=counts.rollout_workers,
                 name="Rollout",
                 restart=Restart(max=counts.max_restarts),
-                env=counts.environment,
+                env_vars=counts.environment,
             ),
         )
         self._envs: WorkerGroup[EnvWorker] = envs
@@ -137,7 +141,7 @@ class Together:
             count=counts.env_workers,
             name="Env",
             restart=Restart(max=counts.max_restarts),
-            env=counts.environment,
+            env_vars=counts.environment,
         )
 
     def serving(self) -> AbstractContextManager[object]:

@@ -6,6 +6,7 @@ import math
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.config import ConfigError
@@ -28,6 +29,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     keep_checkpoints: int = 2
     return_window: int = 100
     """episodes over which the return and the success rate are averaged while training"""
+    metrics: tuple[str, ...] = ("tensorboard",)
+    """sinks beside ``metrics.csv``; others by the entry point group ``rlinf_async.metrics``"""
 
     def __post_init__(self) -> None:
         positive = {
@@ -139,6 +142,13 @@ class EmbodiedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(f"{self.seed} is below 0: seeds count from 0", path=("seed",))
 
     @property
+    def collective(self) -> str | None:
+        """torch.distributed's backend between the actors; None for one alone."""
+        if self.cluster.actors == 1:
+            return None
+        return "gloo" if self.actor.fsdp.device == "cpu" else "nccl"
+
+    @property
     def trajectories(self) -> int:
         """Of one iteration: one for each stage of each env worker."""
         return self.cluster.env_workers * self.env.stages
@@ -213,4 +223,24 @@ def fitted(config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
         env=replace(config.env, seed=config.env.seed + config.seed),
         rollout=replace(config.rollout, seed=config.rollout.seed + config.seed),
         actor=replace(config.actor, fsdp=fsdp, seed=config.actor.seed + config.seed),
+    )
+
+
+def reseeded(config: EmbodiedConfig, version: int) -> EmbodiedConfig:
+    """The configuration for a start at this version, whose random numbers are all its own.
+
+    A run that is resumed would otherwise meet the episodes, and draw the noise, of its first
+    iterations again. Nothing changes at version 0; evaluations keep their episodes.
+    """
+    if version == 0:
+        return config
+
+    def mixed(seed: int) -> int:
+        return int(np.random.SeedSequence((seed, version)).generate_state(1)[0])
+
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        env=replace(config.env, seed=mixed(config.env.seed)),
+        rollout=replace(config.rollout, seed=mixed(config.rollout.seed)),
     )

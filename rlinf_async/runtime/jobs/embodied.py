@@ -12,10 +12,10 @@ from rlinf_async.config import ConfigError, UsageError, to_toml
 from rlinf_async.observe.errors import ObserveError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import Summary, last_line, write_summary
-from rlinf_async.runtime.jobs.checks import check_device, check_names
+from rlinf_async.runtime.jobs.checks import check_device, check_names, check_sinks
 from rlinf_async.runtime.jobs.config import EmbodiedConfig, check_sizes, fitted
 from rlinf_async.runtime.jobs.embodied_run import EmbodiedRun, failed_summary
-from rlinf_async.runtime.jobs.pictures import draw_pictures
+from rlinf_async.runtime.jobs.pictures import draw_busy, draw_pictures
 from rlinf_async.runtime.loop import run
 from rlinf_async.workers.env import EnvError, describe_env
 
@@ -37,6 +37,7 @@ class EmbodiedPPO:
         check_sizes(config)
         check_names(config)
         check_device(config)
+        check_sinks(config)
         self._fitted(config)
 
     def run(self, config: EmbodiedConfig, out: Path | None, resume: bool) -> Summary:
@@ -50,22 +51,25 @@ class EmbodiedPPO:
         with folder:
             for note in folder.notes:
                 print(note, file=sys.stderr)
-            summary = self._train(full, folder)
+            training = self._training(full, folder)
+            summary = self._train(training)
             write_summary(folder.summary, summary)  # now: the pictures take seconds
-            if draw_pictures(full, folder, summary):
+            if draw_pictures(full, folder, summary, training.left_out):
                 write_summary(folder.summary, summary)
             print(last_line(folder, summary), flush=True)
         return summary
 
-    def _train(self, config: EmbodiedConfig, folder: RunFolder) -> Summary:
+    def _training(self, config: EmbodiedConfig, folder: RunFolder) -> EmbodiedRun:
         try:
-            training = EmbodiedRun(config, folder)
+            return EmbodiedRun(config, folder)
         except ObserveError as error:  # what is to be resumed cannot be
             raise UsageError(str(error)) from error
+
+    def _train(self, training: EmbodiedRun) -> Summary:
         try:
             return run(training.main())
         except BaseException as error:
-            _leave_summary(folder, failed_summary(config, training.reached, error))
+            _leave_what_there_is(training, error)
             raise
 
     def _fitted(self, config: EmbodiedConfig) -> EmbodiedConfig:
@@ -80,9 +84,16 @@ class EmbodiedPPO:
             raise ConfigError(str(error), path=("env", setting)) from error
 
 
-def _leave_summary(folder: RunFolder, summary: Summary) -> None:
-    """Write the summary of a run that failed; on a full disk its error is still what is raised."""
+def _leave_what_there_is(training: EmbodiedRun, cause: BaseException) -> None:
+    """Write summary and timeline of a run that failed; on a full disk its own error is still what
+    is raised."""
+    config, folder = training.config, training.folder
     try:
-        write_summary(folder.summary, summary)
+        write_summary(folder.summary, failed_summary(config, training.reached, cause))
     except ObserveError as error:
         print(f"the summary was not written: {error}", file=sys.stderr)
+    try:
+        if folder.trace.exists():
+            draw_busy(config, folder, training.left_out)
+    except ObserveError as error:
+        print(f"the timeline was not made: {error}", file=sys.stderr)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Literal
 
 from rlinf_async.channels import Channel, Latest
@@ -33,8 +34,9 @@ from rlinf_async.observe.summary import Staleness, Summary
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.collecting import Apart, Collectors, Together
-from rlinf_async.runtime.jobs.config import EmbodiedConfig
+from rlinf_async.runtime.jobs.config import EmbodiedConfig, reseeded
 from rlinf_async.runtime.jobs.live import Live
+from rlinf_async.runtime.jobs.lost import deliveries, ended_by_lost_items
 from rlinf_async.runtime.jobs.progress import Parts, Reached, keep, load_reached
 from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
 from rlinf_async.workers.env import EnvReport, EvaluatedEpisode, EvaluationPlan
@@ -47,7 +49,12 @@ class Graph:
 
     def __init__(self, cluster: Cluster, config: EmbodiedConfig) -> None:
         ahead = config.training.max_staleness + 1
-        self.tickets: Channel[Collect] = cluster.channel(Collect, name="tickets", capacity=ahead)
+        self.tickets: Channel[Collect] = cluster.channel(
+            Collect,
+            name="tickets",
+            capacity=ahead,
+            max_deliveries=deliveries(1, config.cluster.max_restarts),
+        )
         self.trajectories: Channel[Trajectory] = cluster.channel(
             Trajectory, name="trajectories", capacity=config.trajectories * ahead
         )
@@ -59,17 +66,24 @@ class EmbodiedRun:
     """Trains, evaluates, and keeps the books."""
 
     def __init__(self, config: EmbodiedConfig, folder: RunFolder) -> None:
-        self.config = config
         self.folder = folder
         self.reached = load_reached(folder.checkpoints) or Reached()
+        self.config = reseeded(config, self.reached.version)
+        self.left_out: Mapping[str, int] = {}
+        """spans that the trace does not have, by worker"""
         self._env_reports: list[EnvReport] = []
 
     async def main(self) -> Summary:
         """The whole run."""
         with ProgressView() as view:
             async with self._cluster() as cluster:
-                with Live(self.config, self.folder, cluster, self.reached, view) as live:
-                    return await self._run(cluster, live)
+                live = Live(self.config, self.folder, cluster, self.reached, view)
+                self.left_out = live.left_out
+                with live, ended_by_lost_items(cluster):
+                    try:
+                        return await self._run(cluster, live)
+                    finally:
+                        await live.leave_trace()
 
     def _cluster(self) -> Cluster:
         config = self.config.cluster
@@ -84,7 +98,7 @@ class EmbodiedRun:
         graph = Graph(cluster, self.config)
         apart = self.config.cluster.rollout_workers > 0
         collectors = (Apart if apart else Together)(cluster, self.config, graph)
-        actors, _ = await asyncio.gather(self._launch_actors(cluster), collectors.launch())
+        actors = await self._launch(cluster, collectors)
         live.note = ""
         with collectors.serving(), self._metrics() as metrics:
             await self._train(graph, collectors, actors, live, metrics)
@@ -93,9 +107,20 @@ class EmbodiedRun:
             self._write_evaluation(metrics, episodes)
         await graph.weights.sender.close()
         await collectors.finish()
-        live.keep(await cluster.spans())
-        live.save_spans()
         return self._summary(cluster, episodes)
+
+    async def _launch(
+        self, cluster: Cluster, collectors: Collectors
+    ) -> WorkerGroup[EmbodiedFSDPActor]:
+        """Start all workers: at the same time where each has a process of its own."""
+        if self.config.cluster.backend == "process":
+            actors, _ = await asyncio.gather(self._launch_actors(cluster), collectors.launch())
+            return actors
+        # Threads of one process share torch's random numbers: another policy that is made
+        # meanwhile would change the weights that the actor begins with.
+        actors = await self._launch_actors(cluster)
+        await collectors.launch()
+        return actors
 
     async def _launch_actors(self, cluster: Cluster) -> WorkerGroup[EmbodiedFSDPActor]:
         counts = self.config.cluster
@@ -106,8 +131,8 @@ class EmbodiedRun:
             resume=resume if self.reached.version else None,
             count=counts.actors,
             name="Actor",
-            collective="gloo" if counts.actors > 1 else None,
-            env=counts.environment,
+            collective=self.config.collective,
+            env_vars=counts.environment,
         )
 
     async def _train(
@@ -176,7 +201,8 @@ class EmbodiedRun:
 
     def _metrics(self) -> MetricsWriter:
         kept = self.reached.env_steps if self.reached.version else None
-        return MetricsWriter(self.folder.path, resume_at=kept)
+        sinks = self.config.training.metrics
+        return MetricsWriter(self.folder.path, resume_at=kept, sinks=sinks)
 
     def _evaluation(self) -> EvaluationPlan:
         return EvaluationPlan(

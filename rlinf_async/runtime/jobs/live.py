@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections import Counter
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -13,14 +16,17 @@ from rlinf_async.observe.perfetto import write_perfetto
 from rlinf_async.observe.progress import ChannelView, ProgressState, ProgressView, WorkerView
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.trace import Span
+from rlinf_async.runtime.backend import WorkerHandle
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.config import EmbodiedConfig
 from rlinf_async.runtime.jobs.progress import Reached
 from rlinf_async.runtime.stall import internal
 
 PERIOD = 0.25
-SPANS_EVERY = 40
-"""periods between two collections of the workers' spans"""
+SPANS_EVERY = 10.0
+"""seconds between two collections of the workers' spans"""
+SPANS_LIMIT = 2.0
+"""seconds that a worker has to hand its spans over; it may be stopped, or dying"""
 SPANS_KEPT = 400_000
 
 
@@ -40,11 +46,13 @@ class Live:
         self._cluster = cluster
         self._reached = reached
         self._view = view
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._last: TrainReport | None = None
         self.note = ""
         self._spans: list[Span] = []
-        self._left_out = 0
+        self._collecting = asyncio.Lock()
+        self.left_out: Counter[str] = Counter()
+        """spans that had to go, by worker"""
 
     def row(self, report: TrainReport) -> dict[str, float]:
         """One row of the metrics. What was not measured stays out."""
@@ -90,12 +98,15 @@ class Live:
             )
         )
 
-    def save_spans(self) -> None:
-        """Write the trace."""
+    async def leave_trace(self) -> None:
+        """Collect the last spans and write the trace, however the run ends."""
         try:
-            write_perfetto(self._spans, self._folder.trace)
-        except ObserveError as error:
-            self.note = str(error)
+            await self._collect()
+        finally:
+            try:
+                write_perfetto(self._spans, self._folder.trace, left_out=self.left_out)
+            except ObserveError as error:
+                print(f"the trace was not written: {error}", file=sys.stderr)
 
     def _channels(self) -> list[ChannelView]:
         every = [one for one in self._cluster.channels.values() if isinstance(one, Channel)]
@@ -121,24 +132,44 @@ class Live:
                 )
         return views
 
-    async def _run(self) -> None:
-        ticks = 0
+    async def _draw(self) -> None:
         while True:
             self.show()
             await asyncio.sleep(PERIOD)
-            ticks += 1
-            if ticks % SPANS_EVERY == 0:
-                self.keep(await self._cluster.spans())
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(SPANS_EVERY)
+            await self._collect()
+
+    async def _collect(self) -> None:
+        """Take the spans of every worker that answers in time; the others keep theirs."""
+        async with self._collecting:
+            supervisors = [
+                one for group in self._cluster.groups.values() for one in group.supervisors
+            ]
+            handles = [one.handle_nowait() for one in supervisors]
+            taken = (self._take(handle) for handle in handles if handle is not None)
+            await asyncio.gather(*taken)
+
+    async def _take(self, handle: WorkerHandle) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SPANS_LIMIT):
+                self.keep(await handle.spans())
 
     def keep(self, spans: list[Span]) -> None:
         """Add spans to the trace; the newest are the ones that somebody will look at."""
         self._spans += spans
-        if len(self._spans) > SPANS_KEPT:
-            self._left_out += len(self._spans) - SPANS_KEPT
-            del self._spans[:-SPANS_KEPT]
+        surplus = len(self._spans) - SPANS_KEPT
+        if surplus > 0:
+            self.left_out.update(span.worker for span in self._spans[:surplus])
+            del self._spans[:surplus]
 
     def __enter__(self) -> Self:
-        self._task = internal(asyncio.create_task(self._run(), name="live view"))
+        self._tasks = [
+            internal(asyncio.create_task(self._draw(), name="live view")),
+            internal(asyncio.create_task(self._follow(), name="collect spans")),
+        ]
         return self
 
     def __exit__(
@@ -147,8 +178,8 @@ class Live:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
 
 
 def _mean(values: list[float] | list[bool]) -> float | None:

@@ -8,7 +8,7 @@ stand.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +31,14 @@ if TYPE_CHECKING:
     from rlinf_async.messages.embodied import Floats
 
 
-def draw_pictures(config: EmbodiedConfig, folder: RunFolder, summary: Summary) -> bool:
-    """Draw all pictures; problems are printed and noted in the summary. Whether there were any."""
+def draw_pictures(
+    config: EmbodiedConfig, folder: RunFolder, summary: Summary, left_out: Mapping[str, int]
+) -> bool:
+    """Draw all pictures; problems are printed and noted in the summary. Whether there were any.
+
+    Args:
+        left_out: by worker, how many spans the trace does not have.
+    """
     title = f"{config.name}: {config.env.name}"
     drawings: dict[str, Callable[[], object]] = {
         "learning curve": lambda: draw_learning_curve(
@@ -41,9 +47,7 @@ def draw_pictures(config: EmbodiedConfig, folder: RunFolder, summary: Summary) -
             title=title,
             target=config.evaluation.target_success_rate,
         ),
-        "timeline": lambda: draw_timeline(
-            read_perfetto(folder.trace), folder.timeline, title=title
-        ),
+        "timeline": lambda: draw_busy(config, folder, left_out),
     }
     if config.evaluation.video_episodes:
         drawings["video"] = lambda: film(config, folder)
@@ -54,6 +58,12 @@ def draw_pictures(config: EmbodiedConfig, folder: RunFolder, summary: Summary) -
             summary.extra[name] = f"not made: {error}"
             print(f"the {name} was not made: {error}", file=sys.stderr)
     return bool(summary.extra)
+
+
+def draw_busy(config: EmbodiedConfig, folder: RunFolder, left_out: Mapping[str, int]) -> None:
+    """Draw who was busy when, from the trace; also of a run that failed."""
+    title = f"{config.name}: {config.env.name}"
+    draw_timeline(read_perfetto(folder.trace), folder.timeline, title=title, left_out=left_out)
 
 
 def film(config: EmbodiedConfig, folder: RunFolder) -> None:

@@ -63,9 +63,12 @@ class Parts:
 
 
 def _merged(parts: Sequence[TrainReport]) -> TrainReport:
-    """Metrics and checkpoint are the same in all parts."""
+    """Counts add up; metrics and lags are means, as all shares are equal; the checkpoint is one."""
     return msgspec.structs.replace(
         parts[0],
+        metrics={
+            name: sum(one.metrics[name] for one in parts) / len(parts) for name in parts[0].metrics
+        },
         env_steps=sum(one.env_steps for one in parts),
         lag_mean=sum(one.lag_mean for one in parts) / len(parts),
         lag_max=max(one.lag_max for one in parts),
