@@ -27,7 +27,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     info: WorkerInfo
-    env: dict[str, str]
+    env_vars: dict[str, str]
+    """of the rank's process, where it has one of its own"""
 
 
 class Activity(msgspec.Struct, frozen=True):

@@ -33,8 +33,8 @@ from rlinf_async.workers.host import WorkerHost
 from rlinf_async.workers.methods import method_of
 from rlinf_async.workers.watchdog import Watchdog
 
-EXIT_ORPHANED = 71
-"""This process outlived the one that started it."""
+CHILDREN_SECONDS = 0.5
+"""How long each process that a worker started gets to end once it is asked to."""
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,12 +49,14 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
 
 def child_main(boot: Boot) -> None:
     """Serve one worker until told to stop, or until the process that started this one is gone."""
+    os.setsid()  # a Ctrl-C is for the driver; and what starts here can be ended as one group
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     faulthandler.enable()
     _go_with_parent(Path(boot.socket).parent)
     _pin(boot)
     run(Child(boot).serve())
+    _end_children()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a compute thread that is still busy must not hold the process back
@@ -66,15 +68,25 @@ def _pin(boot: Boot) -> None:
         os.sched_setaffinity(0, cores)
 
 
+def _end_children() -> None:
+    """Ask the processes that the worker started to end; who does not is killed with the group."""
+    children = multiprocessing.active_children()
+    for child in children:
+        child.terminate()
+    for child in children:
+        child.join(CHILDREN_SECONDS)
+
+
 def _go_with_parent(folder: Path) -> None:
-    """Nobody would stop this process if its parent were killed: watch it, and clean up after it."""
+    """Nobody would stop this process if its parent were killed: watch it, clean up after it, and
+    take along what was started here."""
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
         if parent is not None:
             parent.join()
             shutil.rmtree(folder, ignore_errors=True)
-            os._exit(EXIT_ORPHANED)
+            os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
 

@@ -137,7 +137,7 @@ class Cluster:
         name: str | None = None,
         restart: Never | Restart | None = None,
         collective: str | None = None,
-        env: dict[str, str] | None = None,
+        env_vars: dict[str, str] | None = None,
         **kwargs: Any,
     ) -> WorkerGroup[W]:
         """Start ``count`` ranks of a worker class and run their ``setup``.
@@ -149,7 +149,7 @@ class Cluster:
             name: of the group in errors and reports; by default the class's name.
             restart: what to do when a rank's process dies; by default the run ends.
             collective: torch.distributed backend for the group; see `Worker.join_collective`.
-            env: environment variables of the ranks' processes.
+            env_vars: environment variables of the ranks' processes.
 
         Raises:
             BuildError: wrong arguments, name or placement; nothing was started.
@@ -176,7 +176,7 @@ class Cluster:
                         collective=collective,
                         rendezvous=meeting,
                     ),
-                    env=env or {},
+                    env_vars=env_vars or {},
                 ),
                 policy,
                 self._on_idle_death,

@@ -5,7 +5,7 @@
     this process                                      a worker's process (child.py)
     queues of all channels                            ends of channels
     unix socket, owner only  <---- one connection --->  proves the cluster's secret
-    sentinel of the process  ---- death --------------x
+    pidfd of the process     ---- death --------------x
                                                       watches this process, and goes with it
 
 The socket lives in a folder of the run's own, which is removed at the end; if this process is
@@ -15,22 +15,18 @@ killed, its workers see it, remove the folder and go.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import multiprocessing
 import os
 import secrets
 import shutil
 import signal
 import socket
 import tempfile
-import threading
-from collections.abc import Iterator
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from rlinf_async.channels import Channel, ConnectionLost, Latest
+from rlinf_async.channels import Channel, ConnectionLost, Latest, WireError
 from rlinf_async.channels.wire import (
     ChannelServer,
     Connection,
@@ -41,7 +37,7 @@ from rlinf_async.channels.wire import (
 from rlinf_async.channels.wire.protocol import Nothing
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.backend import Activity, WorkerSpec
-from rlinf_async.runtime.child import Boot, child_main
+from rlinf_async.runtime.child import Boot
 from rlinf_async.runtime.codecs import (
     arguments_codec,
     check_result_type,
@@ -49,6 +45,12 @@ from rlinf_async.runtime.codecs import (
     decode_spans,
 )
 from rlinf_async.runtime.protocol import Call, Outcome
+from rlinf_async.runtime.spawning import (
+    is_being_started,
+    kill_tree,
+    open_death,
+    spawn_whole,
+)
 from rlinf_async.runtime.stall import result_of
 from rlinf_async.workers.errors import (
     BuildError,
@@ -60,7 +62,10 @@ from rlinf_async.workers.errors import (
 from rlinf_async.workers.methods import Method
 
 log = logging.getLogger(__name__)
-_spawn_lock = threading.Lock()
+MAIN_GUARD = (
+    "a script must start its cluster under 'if __name__ == \"__main__\":', because its workers "
+    "import it"
+)
 EXIT_SECONDS = 1.0
 """How long a process that closed its connection may take to exit by itself."""
 
@@ -80,7 +85,8 @@ class ProcessWorker:
         self.pid = process.pid or 0
         self.died: asyncio.Future[WorkerDied] = self._loop.create_future()
         self.exited: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(process.sentinel, self._on_exit)
+        self._death_file = open_death(process)
+        self._loop.add_reader(self._death_file, self._on_exit)
 
     @property
     def connection(self) -> Connection | None:
@@ -149,10 +155,10 @@ class ProcessWorker:
             raise WorkerError(outcome.failure)
 
     async def kill(self) -> None:
-        """End the process by force, if it is still there."""
+        """End the process and what it started by force, if it is still there."""
         self._stopping = True
         if not self.exited.done():
-            self._process.kill()
+            kill_tree(self._process)
             await result_of(self.exited)
         self.died.cancel()
 
@@ -164,7 +170,7 @@ class ProcessWorker:
     def _end_for(self, why: str) -> None:
         if not self.exited.done():
             self._why = why
-            self._process.kill()
+            kill_tree(self._process)
 
     async def _ask(self, kind: str) -> Outcome:
         try:
@@ -180,7 +186,9 @@ class ProcessWorker:
         return self._connection
 
     def _on_exit(self) -> None:
-        self._loop.remove_reader(self._process.sentinel)
+        self._loop.remove_reader(self._death_file)
+        os.close(self._death_file)
+        kill_tree(self._process)  # what it started and left behind
         self._process.join()
         code = self._process.exitcode or 0
         self._process.close()
@@ -208,10 +216,7 @@ class ProcessWorker:
     def _hint(self) -> str:
         if self._connection is not None:
             return ""
-        return (
-            ", before it could connect; why stands on stderr (a script must start its cluster "
-            "under 'if __name__ == \"__main__\":', because its workers import it)"
-        )
+        return f", before it could connect; why stands on stderr ({MAIN_GUARD})"
 
 
 class ProcessBackend:
@@ -229,16 +234,27 @@ class ProcessBackend:
         self._workers: dict[str, ProcessWorker] = {}
 
     async def open(self) -> None:
+        if is_being_started():
+            raise BuildError(f"this is the process of a worker that is being started: {MAIN_GUARD}")
         self._folder = Path(tempfile.mkdtemp(prefix="rlinf-async-"))
-        self._server = await serve(
-            self._socket,
-            self._secret,
-            name="driver",
-            router=self._router,
-            on_connect=self._on_connect,
-            on_disconnect=self._on_disconnect,
-            heartbeat_limit=self._heartbeat_limit,
-        )
+        try:
+            self._server = await serve(
+                self._socket,
+                self._secret,
+                name="driver",
+                router=self._router,
+                on_connect=self._on_connect,
+                on_disconnect=self._on_disconnect,
+                heartbeat_limit=self._heartbeat_limit,
+            )
+        except (OSError, WireError) as error:
+            raise BuildError(
+                f"the cluster's socket {self._socket} cannot be made ({error}): let TMPDIR name a "
+                "folder with a short path that can be written to"
+            ) from error
+        finally:
+            if self._server is None:
+                self._remove_folder()
 
     def publish(self, channel: Channel[Any] | Latest[Any]) -> None:
         self._channels.publish(channel)
@@ -254,7 +270,7 @@ class ProcessBackend:
             secret=self._secret,
             heartbeat_limit=self._heartbeat_limit,
         )
-        process = await _spawn_whole(boot)
+        process = await spawn_whole(boot)
         worker = ProcessWorker(spec, process, self._channels)
         self._workers[spec.info.name] = worker
         try:
@@ -278,6 +294,9 @@ class ProcessBackend:
             await worker.kill()
         if self._server is not None:
             await self._server.close()
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -299,63 +318,3 @@ class ProcessBackend:
         worker = self._workers.get(connection.peer.rpartition("#")[0])
         if worker is not None and worker.connection is connection:
             worker.lose(reason)
-
-
-async def _spawn_whole(boot: Boot) -> SpawnProcess:
-    """Start the process in a thread. If this is cancelled meanwhile, no process is left."""
-    spawning = asyncio.create_task(asyncio.to_thread(_spawn, boot))
-    try:
-        return await asyncio.shield(spawning)
-    except asyncio.CancelledError:
-        while not spawning.done():  # cancelled once more, it still waits: nobody else would
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([spawning])
-        if spawning.exception() is None:
-            spawning.result().kill()
-            spawning.result().join()
-            spawning.result().close()
-        raise
-
-
-def _spawn(boot: Boot) -> SpawnProcess:
-    """Start the process. Its environment is set here, because its modules are imported first of
-    all."""
-    process = multiprocessing.get_context("spawn").Process(
-        target=child_main, args=(boot,), name=boot.life, daemon=False
-    )
-    with _spawn_lock, _environment(boot.spec.env), _no_interrupt():
-        try:
-            process.start()
-        except OSError:
-            raise
-        except Exception as error:  # pickle raises what the arguments' own methods raise
-            raise BuildError(
-                f"{boot.life}: the worker class or its arguments cannot be sent to another process "
-                f"({error}): define the class at the top level of an importable module, and pass "
-                "plain data"
-            ) from error
-    return process
-
-
-@contextlib.contextmanager
-def _environment(extra: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in extra}
-    os.environ.update(extra)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _no_interrupt() -> Iterator[None]:
-    """A Ctrl-C is for this process: the child inherits a blocked SIGINT until it ignores it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

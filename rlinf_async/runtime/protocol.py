@@ -2,11 +2,12 @@
 
 ::
 
-    worker.start     -> worker   build it and run its setup
-    worker.call      -> worker   run a method; the body holds the arguments, the reply's body the
-    result worker.activity  -> worker   could you go on by yourself?
-    worker.spans     -> worker   your spans since the last time
-    worker.stop      -> worker   cancel your calls, run teardown, and go
+    to the worker      asks it to                                answer's body
+    worker.start       build itself and run its setup
+    worker.call        run a method; the body holds arguments    the result
+    worker.activity    say whether it could go on by itself
+    worker.spans       give its spans since the last time        the spans
+    worker.stop        cancel its calls, run teardown, and go
 """
 
 from __future__ import annotations

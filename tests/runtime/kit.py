@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
+import signal
 import tempfile
 import threading
 from collections.abc import Callable
@@ -138,6 +140,20 @@ class Waiter(ra.Worker):
             if self.incarnation < 2:
                 await asyncio.Event().wait()
             await holds.put(number.value)
+
+
+class Parent(ra.Worker):
+    """Has a process of its own, as a simulator may."""
+
+    async def setup(self) -> None:
+        self.child = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+        self.child.start()
+
+    async def started(self) -> int:
+        return self.child.pid or 0
+
+    async def forever(self) -> None:
+        await asyncio.Event().wait()
 
 
 class Setup(ra.Worker):

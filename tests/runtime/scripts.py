@@ -85,3 +85,12 @@ def alive(group: int) -> bool:
             if int(its_group) == group and state != "Z":
                 return True
     return False
+
+
+def process_runs(pid: int) -> bool:
+    """Whether this process is there; one that has ended and waits for its parent is not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

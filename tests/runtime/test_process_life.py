@@ -7,16 +7,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 
+import rlinf_async as ra
 from rlinf_async.workers import WorkerUnresponsive
-from tests.runtime.kit import NewCluster, Teller, Waiter
-from tests.runtime.scripts import gone, running
+from tests.runtime.kit import NewCluster, Parent, Teller, Waiter
+from tests.runtime.scripts import gone, process_runs, running
 
 SCRIPT = """
 import asyncio, os, sys
 import rlinf_async as ra
+from tests.runtime import kit
 
 class Talker(ra.Worker):
     async def talk(self, started: ra.Sender[int]) -> None:
@@ -40,13 +44,14 @@ async def main() -> None:
 if __name__ == "__main__":
     ra.run(main())
 """
-WAITING = """talkers.call(Talker.talk, started.sender)
+WAITING = """await cluster.launch(kit.Parent)
+        talkers.call(Talker.talk, started.sender)
         pids = [await started.receiver.get(), await started.receiver.get()]
         print("ready", flush=True)
         await asyncio.Event().wait()"""
 SAYING = "print(await talkers.call(Talker.once, 'ha'))"
 
-OWN_ENVIRONMENT = """tuned = await cluster.launch(Talker, name="tuned", env={"TUNED": "yes"})
+OWN_ENVIRONMENT = """tuned = await cluster.launch(Talker, name="tuned", env_vars={"TUNED": "yes"})
         print(await tuned.call(Talker.tuned), await talkers[0].call(Talker.tuned))"""
 
 
@@ -119,6 +124,44 @@ async def test_a_stopped_worker_is_found_unresponsive_and_killed(new_cluster: Ne
             os.kill(pid, signal.SIGSTOP)
             await running
     assert caught.value.failure.pid == pid
+
+
+async def test_a_worker_that_started_a_process_is_seen_to_die_and_takes_it_along(
+    new_cluster: NewCluster,
+) -> None:
+    with pytest.raises(ra.WorkerDied, match="killed by SIGKILL"):
+        async with new_cluster() as cluster:
+            parent = (await cluster.launch(Parent))[0]
+            started = await parent.call(Parent.started)
+            pid = cluster.pid("Parent[0]")
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await parent.call(Parent.forever)
+    assert pid is not None
+    assert gone(pid)
+    assert not process_runs(started)
+
+
+async def test_a_worker_that_stops_ends_what_it_started(new_cluster: NewCluster) -> None:
+    async with new_cluster() as cluster:
+        parent = (await cluster.launch(Parent))[0]
+        pid, started = cluster.pid("Parent[0]"), await parent.call(Parent.started)
+        assert process_runs(started)
+    assert pid is not None
+    assert gone(pid)
+    assert not process_runs(started)
+
+
+async def test_a_socket_that_cannot_be_made_is_told_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("deep" * 30)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(ra.BuildError, match=r"deep/rlinf-async-.* cannot be made .*TMPDIR"):
+        async with ra.Cluster.process():
+            raise AssertionError("it was entered")
+    assert list(deep.iterdir()) == []
 
 
 async def test_a_stopped_worker_does_not_hold_the_end_back(new_cluster: NewCluster) -> None:

@@ -63,7 +63,7 @@ async def trained(world_size: int) -> dict[str, Tensor]:
             trainer(world_size),
             count=world_size,
             collective="gloo" if world_size > 1 else None,
-            env={"OMP_NUM_THREADS": "1"},
+            env_vars={"OMP_NUM_THREADS": "1"},
         )
         plan = TrainingPlan(iterations=ITERATIONS, trajectories=TRAJECTORIES)
         training = actors.call(
