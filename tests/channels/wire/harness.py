@@ -51,6 +51,12 @@ class Wired:
         """One more process."""
         return await connect(self.path, SECRET, name=name, router=Router(), **options)
 
+    async def join_with(self, router: Router, name: str = "worker") -> Connection:
+        """One more process, which answers requests itself."""
+        connection = await connect(self.path, SECRET, name=name, router=router)
+        await until(lambda: self.server.connections)
+        return connection
+
     def sender(self, channel: Channel[T], connection: Connection, holder: str = "w") -> Sender[T]:
         """A sender for the process behind this connection."""
         ref = self.channels.end_ref(channel.sender, holder)
