@@ -53,6 +53,15 @@ class Clock:
         return self.now
 
 
+def test_where_nothing_changed_nothing_is_said_again() -> None:
+    clock, out = Clock(), io.StringIO()
+    with ProgressView(console=RunConsole(file=out), interval=5.0, clock=clock) as view:
+        for _ in range(3):
+            view.update(msgspec.structs.replace(STATE))
+            clock.now += 6.0
+    assert out.getvalue().count("iteration 12/40") == 1
+
+
 class GonePipe(io.StringIO):
     """The pipe of a reader that has left."""
 
