@@ -20,6 +20,7 @@ from rlinf_async.channels.wire.transfer import Message
 
 R = TypeVar("R")
 
+_RECEIPT = int(Flag.RECEIPT)  # the enum is slow to ask
 _encode = msgspec.msgpack.Encoder().encode
 _decode_report = msgspec.msgpack.Decoder(Report).decode
 _decoders: dict[Any, Callable[[bytes], Any]] = {}
@@ -34,7 +35,7 @@ class Answer(Generic[R]):
         self.meta = meta
         self.body = message.body
         self._number = message.number
-        self._confirm = bool(message.flags & Flag.RECEIPT)
+        self._confirm = bool(message.flags & _RECEIPT)
         self._asking = asking
 
     def take(self) -> None:

@@ -9,31 +9,26 @@ from __future__ import annotations
 from itertools import count
 from typing import Any, Self, TypeVar
 
-from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key, Lease, Receiver, Sender
 from rlinf_async.channels.errors import (
     ChannelClosed,
-    ChannelError,
     LeaseLost,
-    MalformedFrame,
-    WrongItemType,
 )
-from rlinf_async.channels.itemtypes import check_item, check_key_and_weight, runtime_class
+from rlinf_async.channels.itemtypes import check_key_and_weight
 from rlinf_async.channels.latest import LatestReceiver, LatestSender
 from rlinf_async.channels.saying import say
 from rlinf_async.channels.statistics import Statistics
 from rlinf_async.channels.waitfor import current_party
 from rlinf_async.channels.wire import protocol
 from rlinf_async.channels.wire.asking import Answer
-from rlinf_async.channels.wire.codec import Decoder, Encoder, split
 from rlinf_async.channels.wire.connection import Connection
 from rlinf_async.channels.wire.protocol import EndRef
+from rlinf_async.channels.wire.remote import Wire
 
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
 
 _clone_numbers = count(1)
-_encode = Encoder().encode
 
 
 class ChannelClient:
@@ -56,70 +51,6 @@ class ChannelClient:
         if ref.kind == "latest_sender":
             return RemoteLatestSender(wire, ref.number)
         return RemoteLatestReceiver(wire, ref.number, ref.version)
-
-
-class Wire:
-    """What the ends of one channel in this process share."""
-
-    def __init__(self, connection: Connection, ref: EndRef, item_type: Any) -> None:
-        self.connection = connection
-        self.channel_name = ref.channel
-        self.item_type = item_type
-        self.item_class = runtime_class(item_type)
-        self.decode = Decoder(item_type).decode
-
-    def encode(self, item: object) -> Encoded:
-        """The item as it travels.
-
-        Raises:
-            WrongItemType: it is not of the channel's type, or a part of it cannot travel.
-        """
-        if item.__class__ is not self.item_class:
-            check_item(item, self.item_type, self.item_class, self.channel_name)
-        try:
-            return _encode(item)
-        except WrongItemType as error:
-            raise WrongItemType(f"channel {self.channel_name!r}: {error}") from error
-
-    def decode_each(self, answer: Answer[protocol.Taken]) -> list[Any]:
-        """The items of an answer, which counts as taken if all of them can be read. Of one that
-        cannot be, the owner is told: it goes to the dead letters, the others back to the head.
-
-        Raises:
-            MalformedFrame: an item is not of the channel's type.
-        """
-        found: list[Any] = []
-        for index, part in enumerate(split(answer.meta.sizes, answer.body)):
-            try:
-                found.append(self.decode(part))
-            except MalformedFrame as error:
-                answer.refuse(index, error)
-                raise self._unreadable(error) from error
-        answer.take()
-        return found
-
-    def decode_value(self, body: Encoded | None) -> Any:
-        """The value of a `Latest`.
-
-        Raises:
-            MalformedFrame: it is not of the channel's type.
-        """
-        try:
-            return self.decode(body or Encoded(b""))
-        except MalformedFrame as error:
-            raise self._unreadable(error) from error
-
-    def _unreadable(self, error: MalformedFrame) -> MalformedFrame:
-        return MalformedFrame(
-            f"channel {self.channel_name!r} of {self.connection.peer}: {error}; whoever puts it "
-            "must declare the same type for this channel"
-        )
-
-    def elsewhere(self, what: str, instead: str) -> ChannelError:
-        return ChannelError(
-            f"channel {self.channel_name!r} lives in another process ({self.connection.peer}): "
-            f"{what} cannot know its state; use {instead}"
-        )
 
 
 class _RemoteEnd:
@@ -325,7 +256,3 @@ class RemoteLatestReceiver(LatestReceiver[T_co]):
 AnyRemoteEnd = (
     RemoteSender[Any] | RemoteReceiver[Any] | RemoteLatestSender[Any] | RemoteLatestReceiver[Any]
 )
-
-
-def _say(error: BaseException | str) -> str:
-    return error if isinstance(error, str) else f"{type(error).__name__}: {error}"

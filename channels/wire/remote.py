@@ -1,0 +1,80 @@
+"""What the ends of one channel of another process share: how its items are sent and read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.errors import ChannelError, MalformedFrame, WrongItemType
+from rlinf_async.channels.itemtypes import check_item, runtime_class
+from rlinf_async.channels.wire import protocol
+from rlinf_async.channels.wire.asking import Answer
+from rlinf_async.channels.wire.codec import Decoder, Encoder, split
+from rlinf_async.channels.wire.connection import Connection
+from rlinf_async.channels.wire.protocol import EndRef
+
+_encode = Encoder().encode
+
+
+class Wire:
+    """A channel of another process, as this one sees it."""
+
+    def __init__(self, connection: Connection, ref: EndRef, item_type: Any) -> None:
+        self.connection = connection
+        self.channel_name = ref.channel
+        self.item_type = item_type
+        self.item_class = runtime_class(item_type)
+        self.decode = Decoder(item_type).decode
+
+    def encode(self, item: object) -> Encoded:
+        """The item as it travels.
+
+        Raises:
+            WrongItemType: it is not of the channel's type, or a part of it cannot travel.
+        """
+        if item.__class__ is not self.item_class:
+            check_item(item, self.item_type, self.item_class, self.channel_name)
+        try:
+            return _encode(item)
+        except WrongItemType as error:
+            raise WrongItemType(f"channel {self.channel_name!r}: {error}") from error
+
+    def decode_each(self, answer: Answer[protocol.Taken]) -> list[Any]:
+        """The items of an answer, which counts as taken if all of them can be read. Of one that
+        cannot be, the owner is told: it goes to the dead letters, the others back to the head.
+
+        Raises:
+            MalformedFrame: an item is not of the channel's type.
+        """
+        found: list[Any] = []
+        for index, part in enumerate(split(answer.meta.sizes, answer.body)):
+            try:
+                found.append(self.decode(part))
+            except MalformedFrame as error:
+                answer.refuse(index, error)
+                raise self._unreadable(error) from error
+        answer.take()
+        return found
+
+    def decode_value(self, body: Encoded | None) -> Any:
+        """The value of a `Latest`.
+
+        Raises:
+            MalformedFrame: it is not of the channel's type.
+        """
+        try:
+            return self.decode(body or Encoded(b""))
+        except MalformedFrame as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: MalformedFrame) -> MalformedFrame:
+        return MalformedFrame(
+            f"channel {self.channel_name!r} of {self.connection.peer}: {error}; whoever puts it "
+            "must declare the same type for this channel"
+        )
+
+    def elsewhere(self, what: str, instead: str) -> ChannelError:
+        return ChannelError(
+            f"channel {self.channel_name!r} lives in another process ({self.connection.peer}): "
+            f"{what} cannot know its state; use {instead}"
+        )
