@@ -148,9 +148,10 @@ def test_a_socket_path_that_is_too_long_is_an_error_that_shows_it(
     folder = tmp_path / ("x" * 150)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    error = failed(job.train(*PROCESS))
-    assert "choose a shorter folder" in error
-    assert str(folder) in error
+    ended = job.train(*PROCESS)
+    assert ended.code == 2  # found before any worker started
+    assert "choose a shorter folder" in ended.err
+    assert str(folder) in ended.err
 
 
 def test_a_temporary_folder_that_is_not_there_is_an_error_that_shows_it(

@@ -43,6 +43,8 @@ async def test_killed_workers_lose_no_ticket_and_change_no_step_of_the_others() 
         assert len(made) == 4 * ITERATIONS
         assert (envs.restarts, rollout.restarts) == (1, 1)
         assert report.version == 1
+        for rank, lives in ((0, 1), (1, 0)):  # another life, as each trajectory says
+            assert {made[ITERATIONS - 1, rank, stage].incarnation for stage in (0, 1)} == {lives}
         for stage in range(2):  # rank 1 was not killed
             for iteration, values in enumerate(by_hand(1, tickets, version=1)):
                 same(made[iteration, 1, stage], values)
