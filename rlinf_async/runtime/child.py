@@ -33,6 +33,8 @@ from rlinf_async.workers.host import WorkerHost
 from rlinf_async.workers.methods import method_of
 from rlinf_async.workers.watchdog import Watchdog
 
+ORPHAN_SECONDS = 0.5
+"""How long a process that lost its connection waits to see whether its parent is gone."""
 CHILDREN_SECONDS = 0.5
 """How long each process that a worker started gets to end once it is asked to."""
 
@@ -53,10 +55,15 @@ def child_main(boot: Boot) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     faulthandler.enable()
-    _go_with_parent(Path(boot.socket).parent)
+    folder = Path(boot.socket).parent
+    threading.Thread(
+        target=_go_with_parent, args=(folder,), name="parent watch", daemon=True
+    ).start()
     _pin(boot)
-    run(Child(boot).serve())
+    told = run(Child(boot).serve())
     _end_children()
+    if not told:  # a connection breaks some moments before its process is seen to be gone
+        _go_with_parent(folder, ORPHAN_SECONDS)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a compute thread that is still busy must not hold the process back
@@ -77,18 +84,16 @@ def _end_children() -> None:
         child.join(CHILDREN_SECONDS)
 
 
-def _go_with_parent(folder: Path) -> None:
-    """Nobody would stop this process if its parent were killed: watch it, clean up after it, and
-    take along what was started here."""
+def _go_with_parent(folder: Path, within: float | None = None) -> None:
+    """If the parent goes within so many seconds, clean up after it and go, with all that was
+    started here. Nobody else would."""
     parent = multiprocessing.parent_process()
-
-    def watch() -> None:
-        if parent is not None:
-            parent.join()
-            shutil.rmtree(folder, ignore_errors=True)
-            os.killpg(os.getpgrp(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+    if parent is None:
+        return
+    parent.join(within)
+    if not parent.is_alive():
+        shutil.rmtree(folder, ignore_errors=True)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 class Child:
@@ -100,9 +105,10 @@ class Child:
         self._recorder = SpanRecorder(spec.info.name)
         self._host = WorkerHost(spec.cls, spec.args, spec.kwargs, spec.info, self._recorder.span)
         self._stopped = asyncio.Event()
+        self._told = False
 
-    async def serve(self) -> None:
-        """Connect, answer, and return once told to stop or cut off."""
+    async def serve(self) -> bool:
+        """Connect, answer, and return once told to stop (True) or cut off (False)."""
         current_is_internal()
         watchdog = Watchdog(self._boot.spec.info.name)
         watchdog.start()
@@ -118,6 +124,7 @@ class Child:
         connection.close()
         await connection.wait_closed()
         watchdog.stop()
+        return self._told
 
     def _router(self) -> Router:
         router = Router()
@@ -171,6 +178,7 @@ class Child:
     async def _stop(
         self, connection: Connection, meta: Nothing, body: Encoded | None
     ) -> tuple[Outcome, None]:
+        self._told = True
         try:
             await self._host.stop()
         except WorkerError as error:
