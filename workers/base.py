@@ -107,7 +107,7 @@ class Worker:
         """
         from rlinf_async.workers.collective import join
 
-        await self.compute(join, self._context.info)
+        await self.compute(join, self._context)
 
     def __repr__(self) -> str:
         return f"<{self.name}>" if hasattr(self, "_context") else f"<{type(self).__name__}>"

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from rlinf_async.workers.context import WorkerInfo
+from rlinf_async.workers.context import WorkerContext
 from rlinf_async.workers.errors import BuildError
 
 JOIN_LIMIT = timedelta(minutes=5)
 
 
-def join(info: WorkerInfo) -> None:
-    """Join this group's process group; blocks until every rank is there.
+def join(context: WorkerContext) -> None:
+    """Join this worker's process group; blocks until every rank is there.
 
     Raises:
         BuildError: the group was launched without ``collective=...``.
     """
+    info = context.info
     if info.collective is None:
         raise BuildError(
             f"{info.name} asks for torch.distributed, but its group was launched without it: "
@@ -30,14 +31,15 @@ def join(info: WorkerInfo) -> None:
         world_size=info.world_size,
         timeout=JOIN_LIMIT,
     )
+    context.joined = True
 
 
-def leave() -> None:
-    """Leave the process group, if one was joined."""
-    import sys
+def leave(context: WorkerContext) -> None:
+    """Leave the process group, if this worker joined it; somebody else's is left alone."""
+    if not context.joined:
+        return
+    from torch import distributed
 
-    if "torch.distributed" in sys.modules:
-        from torch import distributed
-
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.destroy_process_group()
+    context.joined = False
+    if distributed.is_initialized():
+        distributed.destroy_process_group()

@@ -52,6 +52,8 @@ class WorkerContext:
         self.info = info
         self.executor = executor
         self.span: OpenSpan = span or _no_span
+        self.joined = False
+        """it is in its group's torch.distributed"""
         self.computing = 0
         """calls in the compute thread now"""
 

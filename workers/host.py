@@ -96,7 +96,7 @@ class WorkerHost:
             current_party.reset(token)
             if step != "done":
                 self.state = State.FAILED
-                self.context.executor.shutdown(wait=False, cancel_futures=True)
+                self._let_go()
         self.state = State.READY
         self._server = asyncio.create_task(self._serve(), name=f"{self.info.name} mailbox")
 
@@ -131,9 +131,12 @@ class WorkerHost:
         except Exception as error:
             raise self.wrap(error, "teardown") from error
         finally:
-            leave()
-            self.context.executor.shutdown(wait=False, cancel_futures=True)
+            self._let_go()
             self.state = State.STOPPED
+
+    def _let_go(self) -> None:
+        leave(self.context)
+        self.context.executor.shutdown(wait=False, cancel_futures=True)
 
     async def _end_calls(self) -> None:
         if self._server is not None:  # first: it starts no more calls then

@@ -15,7 +15,6 @@ rest and is raised once, with the worker, rank, host, method and traceback of it
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections import Counter
 from collections.abc import Coroutine, Sequence
@@ -27,6 +26,7 @@ from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.backend import Backend, WorkerSpec
 from rlinf_async.runtime.cause import FirstCause
 from rlinf_async.runtime.group import GroupCall, WorkerGroup
+from rlinf_async.runtime.launching import Launch, check_launch, check_limits
 from rlinf_async.runtime.placement import Placement, host_devices
 from rlinf_async.runtime.stall import internal
 from rlinf_async.runtime.supervise import Never, Restart, Supervisor
@@ -51,6 +51,7 @@ class Cluster:
         deadlock_after: float | None = 10.0,
         grace: float = 5.0,
     ) -> None:
+        check_limits(deadlock_after=deadlock_after, grace=grace)
         self._backend = backend
         self.devices = tuple(host_devices() if devices is None else devices)
         self.grace = grace
@@ -67,34 +68,49 @@ class Cluster:
         self._watch = Watch(self, deadlock_after)
 
     @classmethod
-    def local(cls, *, devices: Sequence[Device] | None = None, **options: Any) -> Self:
-        """Workers are coroutines of this event loop: for debugging, tests and simulation."""
+    def local(
+        cls,
+        *,
+        devices: Sequence[Device] | None = None,
+        deadlock_after: float | None = 10.0,
+        grace: float = 5.0,
+    ) -> Self:
+        """Workers are coroutines of this event loop: for debugging, tests and simulation.
+
+        Args:
+            devices, deadlock_after, grace: as of `process`.
+        """
         from rlinf_async.runtime.local import LocalBackend
 
-        return cls(LocalBackend(), devices=devices, **options)
+        return cls(LocalBackend(), devices=devices, deadlock_after=deadlock_after, grace=grace)
 
     @classmethod
     def process(
         cls,
         *,
         devices: Sequence[Device] | None = None,
+        deadlock_after: float | None = 10.0,
+        grace: float = 5.0,
         heartbeat_limit: float = 60.0,
-        **options: Any,
     ) -> Self:
         """One OS process per worker on this host.
 
         Args:
             devices: what placements choose from; by default the host's accelerators, else its CPU
                 cores.
+            deadlock_after: seconds of nobody being able to go on before `Deadlock` is raised;
+                None: only reported.
+            grace: seconds that workers get to finish when the cluster ends.
             heartbeat_limit: seconds after which a worker whose event loop does not answer is
                 killed.
-            options: ``deadlock_after`` (seconds of nobody being able to go on before `Deadlock` is
-                raised; None: only reported), ``grace`` (seconds that workers get to finish when the
-                cluster ends).
+
+        Raises:
+            BuildError: a time that is none.
         """
         from rlinf_async.runtime.process import ProcessBackend
 
-        return cls(ProcessBackend(heartbeat_limit=heartbeat_limit), devices=devices, **options)
+        backend = ProcessBackend(heartbeat_limit=heartbeat_limit)
+        return cls(backend, devices=devices, deadlock_after=deadlock_after, grace=grace)
 
     # ---- the graph
 
@@ -155,43 +171,31 @@ class Cluster:
             BuildError: wrong arguments, name or placement; nothing was started.
             WorkerError: ``__init__`` or ``setup`` raised in a rank.
         """
-        group = name or str(getattr(worker, "__name__", worker))
-        policy = restart or Never()
-        self._check_launch(worker, group, count, collective, policy, args, kwargs)
+        launch = Launch(
+            worker=worker,
+            name=name,
+            count=count,
+            placement=placement,
+            restart=restart,
+            collective=collective,
+            env_vars=env_vars,
+        )
+        check_launch(launch, args, kwargs)
+        self._check_open(launch.group)
         places = placement.assign(count, self.devices) if placement else [()] * count
-        self._lives[group] += 1
-        meeting = self._backend.rendezvous(group, self._lives[group]) if collective else ""
         supervisors = [
-            Supervisor(
-                self._backend,
-                WorkerSpec(
-                    cls=worker,
-                    args=args,
-                    kwargs=kwargs,
-                    info=WorkerInfo(
-                        group=group,
-                        rank=rank,
-                        world_size=count,
-                        devices=places[rank],
-                        collective=collective,
-                        rendezvous=meeting,
-                    ),
-                    env_vars=env_vars or {},
-                ),
-                policy,
-                self._on_idle_death,
-            )
-            for rank in range(count)
+            Supervisor(self._backend, spec, restart or Never(), self._on_idle_death)
+            for spec in self._specs(launch, places, args, kwargs)
         ]
-        made = WorkerGroup(worker, group, supervisors, self._on_failure)
-        self.groups[group] = made
+        made = WorkerGroup(worker, launch.group, supervisors, self._on_failure)
+        self.groups[launch.group] = made
         try:
             await _all_or_none(
                 [asyncio.create_task(one.start(), name=one.name) for one in supervisors]
             )
         except Exception:
-            del self.groups[group]  # those ranks that did start are of no use alone
-            await asyncio.gather(*(one.stop(self.grace) for one in supervisors))
+            del self.groups[launch.group]  # those ranks that did start are of no use alone
+            _tell(await _stop_all(supervisors, self.grace))
             raise
         return made
 
@@ -203,8 +207,8 @@ class Cluster:
         return sorted(found, key=lambda wait: -wait.seconds)
 
     def report(self) -> str:
-        """Who waits for whom, for a person."""
-        return render(self.waits())
+        """Who waits for whom, and what was given up on the way, for a person."""
+        return "\n".join([render(self.waits()), *self._dead_letters()])
 
     def pid(self, name: str) -> int | None:
         """The process of a worker by its name (``"Env[0]"``); None where it has none of its own."""
@@ -292,12 +296,9 @@ class Cluster:
         supervisors = self._supervisors()
         results = await self._unless_hurried(*(one.stop(self.grace) for one in supervisors))
         if results is None:
-            stops = (one.stop(0.0) for one in supervisors)
-            results = await asyncio.gather(*stops, return_exceptions=True)
+            results = await _stop_all(supervisors, 0.0)
         await self._backend.close()
-        for result in results:
-            if isinstance(result, Exception):
-                log.error("while a worker was stopped: %s", result)
+        _tell(results)
 
     async def _unless_hurried(self, *waits: Coroutine[Any, Any, None]) -> list[Any] | None:
         """What these gave, errors included; None if we were told not to wait for them."""
@@ -313,8 +314,45 @@ class Cluster:
 
     # ---- inside
 
+    def _specs(
+        self,
+        launch: Launch,
+        places: Sequence[tuple[Device, ...]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> list[WorkerSpec]:
+        group = launch.group
+        self._lives[group] += 1
+        meeting = self._backend.rendezvous(group, self._lives[group]) if launch.collective else ""
+        return [
+            WorkerSpec(
+                cls=launch.worker,
+                args=args,
+                kwargs=kwargs,
+                info=WorkerInfo(
+                    group=group,
+                    rank=rank,
+                    world_size=launch.count,
+                    devices=places[rank],
+                    collective=launch.collective,
+                    rendezvous=meeting,
+                ),
+                env_vars=launch.env_vars or {},
+            )
+            for rank in range(launch.count)
+        ]
+
     def _supervisors(self) -> list[Supervisor]:
         return [one for group in self.groups.values() for one in group.supervisors]
+
+    def _dead_letters(self) -> list[str]:
+        """A line for each channel that gave items up, with the last one's error."""
+        return [
+            f"dead letters of channel {name!r}: {len(dead)}, the last after "
+            f"{dead[-1].deliveries} deliveries: {dead[-1].error}"
+            for name, channel in self.channels.items()
+            if isinstance(channel, Channel) and (dead := channel.dead_letters)
+        ]
 
     def _publish(self, made: Channel[Any] | Latest[Any]) -> None:
         if made.name in self.channels:
@@ -325,35 +363,13 @@ class Cluster:
             raise BuildError(f"channel {made.name!r} cannot cross to workers: {error}") from error
         self.channels[made.name] = made
 
-    def _check_launch(
-        self,
-        worker: object,
-        group: str,
-        count: int,
-        collective: str | None,
-        policy: Never | Restart,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        if not isinstance(worker, type) or not issubclass(worker, Worker):
-            raise BuildError(f"launch() takes a subclass of Worker, not {worker!r}")
+    def _check_open(self, group: str) -> None:
         if self._closing:
             raise BuildError(f"{group}: this cluster has been left: make another one")
         if self._parent is None:
             raise BuildError("enter the cluster first: async with Cluster.process() as c: ...")
-        if type(count) is not int or count < 1:
-            raise BuildError(f"{group}: count must be a whole number from 1, got {count!r}")
         if group in self.groups:
             raise BuildError(f"there is a group {group!r} already: pass another name=")
-        if collective is not None and count > 1 and isinstance(policy, Restart):
-            raise BuildError(
-                f"{group}: ranks of one torch.distributed group cannot be restarted one by one: "
-                "leave restart out, and resume from a checkpoint"
-            )
-        try:
-            inspect.signature(worker).bind(*args, **kwargs)
-        except TypeError as error:
-            raise BuildError(f"{worker.__name__}.__init__: {error}") from None
 
 
 async def _all_or_none(tasks: list[asyncio.Task[None]]) -> None:
@@ -365,3 +381,16 @@ async def _all_or_none(tasks: list[asyncio.Task[None]]) -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+async def _stop_all(supervisors: Sequence[Supervisor], grace: float) -> list[Any]:
+    """Stop these ranks; what some raise does not hold the others back."""
+    stops = (one.stop(grace) for one in supervisors)
+    return await asyncio.gather(*stops, return_exceptions=True)
+
+
+def _tell(results: list[Any]) -> None:
+    """A worker that fails while it is stopped hides no cause, and is not silent."""
+    for result in results:
+        if isinstance(result, Exception):
+            log.error("while a worker was stopped: %s", result)

@@ -44,6 +44,7 @@ from rlinf_async.runtime.codecs import (
     decode_result,
     decode_spans,
 )
+from rlinf_async.runtime.launching import check_seconds
 from rlinf_async.runtime.protocol import Call, Outcome
 from rlinf_async.runtime.spawning import (
     is_being_started,
@@ -223,6 +224,7 @@ class ProcessBackend:
     """Starts a process for each rank and owns the queues of all channels."""
 
     def __init__(self, *, heartbeat_limit: float, connect_limit: float = 120.0) -> None:
+        check_seconds("heartbeat_limit", heartbeat_limit, "60 or so")
         self._heartbeat_limit = heartbeat_limit
         self._connect_limit = connect_limit
         self._secret = secrets.token_bytes(32)

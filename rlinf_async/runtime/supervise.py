@@ -24,7 +24,7 @@ import msgspec
 
 from rlinf_async.runtime.backend import Backend, WorkerHandle, WorkerSpec
 from rlinf_async.runtime.stall import WorkFuture, internal, result_of
-from rlinf_async.workers.errors import WorkerDied
+from rlinf_async.workers.errors import BuildError, WorkerDied
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,12 @@ class Restart(msgspec.Struct, frozen=True):
 
     max: int = 3
     within: float = 60.0
+
+    def __post_init__(self) -> None:
+        if type(self.max) is not int or self.max < 0:
+            raise BuildError(f"Restart: max must be a whole number from 0, got {self.max!r}")
+        if not self.within > 0:
+            raise BuildError(f"Restart: within must be more than 0 seconds, got {self.within!r}")
 
 
 class Supervisor:

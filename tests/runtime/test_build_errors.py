@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,16 @@ class Stranger(ra.Worker):
 class Needy(ra.Worker):
     def __init__(self, what: str) -> None:
         self.what = what
+
+
+class Named(ra.Worker):
+    """Its parameters are called like those of launch."""
+
+    def __init__(self, name: str, count: int = 3) -> None:
+        self.given = name, count
+
+    async def told(self) -> tuple[str, int]:
+        return self.given
 
 
 class Graph:
@@ -187,6 +198,16 @@ LAUNCHES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         r"Needy\.__init__: missing a required argument: 'what'",
     ),
     "too many constructor arguments": ((Broken, 1), {}, r"Broken\.__init__: too many positional"),
+    "a parameter that launch keeps to itself": (
+        (Named,),
+        {"name": "x"},
+        r"Named\.__init__: missing .*'name'; launch\(\) keeps the keyword 'name' and 'count' ",
+    ),
+    "an optional parameter that launch keeps to itself": (
+        (Named, "x"),
+        {"count": 2},
+        r"Named\.__init__: 'count' is not passed to it; launch\(\) keeps .* by position",
+    ),
     "no rank": ((Teller,), {"count": 0}, r"Teller: count must be a whole number from 1, got 0"),
     "half a rank": ((Teller,), {"count": 1.5}, r"count must be a whole number from 1, got 1\.5"),
     "too few devices": (
@@ -214,6 +235,28 @@ async def test_a_wrong_launch_is_refused(case: str) -> None:
         with pytest.raises(ra.BuildError, match=message):
             await cluster.launch(*args, **options)
         assert cluster.groups == {}
+
+
+async def test_a_parameter_named_as_one_of_launch_is_passed_by_position() -> None:
+    async with ra.Cluster.local() as cluster:
+        named = await cluster.launch(Named, "x", 1, count=2, name="others")
+        assert (named.name, await named.call(Named.told)) == ("others", [("x", 1), ("x", 1)])
+
+
+TIMES: dict[str, Callable[[], object]] = {
+    "deadlock_after must be more than 0 seconds, got 0": lambda: ra.Cluster.local(deadlock_after=0),
+    "deadlock_after must be more .* got nan": lambda: ra.Cluster.process(deadlock_after=math.nan),
+    "grace must be seconds from 0, got -1": lambda: ra.Cluster.local(grace=-1),
+    "heartbeat_limit must be more than 0": lambda: ra.Cluster.process(heartbeat_limit=0.0),
+    "Restart: max must be a whole number from 0, got -1": lambda: Restart(max=-1),
+    "Restart: within must be more than 0 seconds, got 0": lambda: Restart(within=0.0),
+}
+
+
+@pytest.mark.parametrize("message", TIMES)
+def test_times_and_limits_of_nothing_are_refused(message: str) -> None:
+    with pytest.raises(ra.BuildError, match=message):
+        TIMES[message]()
 
 
 async def test_names_are_taken_once() -> None:

@@ -257,3 +257,49 @@ async def test_a_failing_call_leaves_the_others_of_the_worker_alone(
         with numbers.sender as sender:
             await sender.put(Number(4))
         assert await waiting == 4
+
+
+class Noisy(ra.Worker):
+    """Fails in ``setup`` on one rank, and in ``teardown`` on the other."""
+
+    async def setup(self) -> None:
+        if self.rank == 1:
+            await asyncio.sleep(0)  # rank 0 is there by then
+            raise ValueError("the cause")
+
+    async def teardown(self) -> None:
+        raise RuntimeError("the noise")
+
+
+async def test_a_failed_launch_raises_its_cause_whatever_its_other_ranks_do(
+    new_cluster: NewCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with new_cluster() as cluster:
+        with pytest.raises(ra.WorkerError, match=r"Noisy\[1\] failed in setup .*the cause"):
+            await cluster.launch(Noisy, count=2)
+        assert cluster.groups == {}
+
+
+class GivesUp(ra.Worker):
+    async def run(self, numbers: ra.Receiver[Number]) -> None:
+        while True:
+            try:
+                async with numbers.lease() as (number,):
+                    raise KeyError(f"cannot use {number.value}")
+            except KeyError:
+                continue
+            except ra.EndOfChannel:
+                return
+
+
+async def test_the_report_names_what_was_given_up(new_cluster: NewCluster) -> None:
+    async with new_cluster() as cluster:
+        numbers = cluster.channel(Number, name="numbers", max_deliveries=2)
+        worker = await cluster.launch(GivesUp)
+        running = worker.call(GivesUp.run, numbers.receiver)
+        with numbers.sender as sender:
+            await sender.put(Number(4))
+        await running
+        report = cluster.report()
+    assert "dead letters of channel 'numbers': 1, the last after 2 deliveries: KeyError" in report
+    assert "cannot use 4" in report

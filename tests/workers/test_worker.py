@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from pathlib import Path
 
 import pytest
 
@@ -224,6 +225,29 @@ def test_the_watchdog_lets_a_loop_that_answers_alone_and_stops_at_once() -> None
         return sum(dog.blocked for dog in dogs)
 
     assert asyncio.run(main()) == 0
+
+
+def test_a_worker_leaves_only_the_collective_that_it_joined(tmp_path: Path) -> None:
+    from torch import distributed
+
+    class Joins(ra.Worker):
+        async def setup(self) -> None:
+            await self.join_collective()
+
+    async def main(cls: type[ra.Worker], collective: str | None) -> bool:
+        async with ra.Cluster.local() as cluster:
+            await cluster.launch(cls, collective=collective)
+            return distributed.is_initialized()
+
+    assert asyncio.run(main(Joins, "gloo"))
+    assert not distributed.is_initialized()
+    mine = (tmp_path / "mine").as_uri()
+    distributed.init_process_group("gloo", init_method=mine, rank=0, world_size=1)
+    try:
+        assert asyncio.run(main(Cook, None))
+        assert distributed.is_initialized()
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_a_collective_that_was_not_asked_for_is_refused() -> None:

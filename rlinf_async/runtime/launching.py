@@ -1,0 +1,107 @@
+"""What `Cluster` and its ``launch`` refuse before anything is started."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from rlinf_async.runtime.supervise import Never, Restart
+from rlinf_async.workers.base import Worker
+from rlinf_async.workers.errors import BuildError
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``launch`` was given, but the arguments of the worker's ``__init__``."""
+
+    worker: Any
+    """a `Worker` class, once `check_launch` has seen it"""
+    name: str | None
+    count: int
+    placement: object
+    restart: Never | Restart | None
+    collective: str | None
+    env_vars: dict[str, str] | None
+
+    @property
+    def group(self) -> str:
+        """The group's name."""
+        return self.name or str(getattr(self.worker, "__name__", self.worker))
+
+
+DEFAULTS: Mapping[str, object] = {
+    "name": None,
+    "count": 1,
+    "placement": None,
+    "restart": None,
+    "collective": None,
+    "env_vars": None,
+}
+"""Names that ``launch`` keeps to itself, and what they are when they are not given."""
+
+
+def check_launch(launch: Launch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check a launch by itself.
+
+    Raises:
+        BuildError: no worker class, a wrong count, a policy that cannot be kept, wrong arguments.
+    """
+    if not isinstance(launch.worker, type) or not issubclass(launch.worker, Worker):
+        raise BuildError(f"launch() takes a subclass of Worker, not {launch.worker!r}")
+    group, count = launch.group, launch.count
+    if type(count) is not int or count < 1:
+        raise BuildError(f"{group}: count must be a whole number from 1, got {count!r}")
+    if launch.collective is not None and count > 1 and isinstance(launch.restart, Restart):
+        raise BuildError(
+            f"{group}: ranks of one torch.distributed group cannot be restarted one by one: "
+            "leave restart out, and resume from a checkpoint"
+        )
+    _check_arguments(launch, args, kwargs)
+
+
+def _check_arguments(launch: Launch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    label = f"{launch.worker.__name__}.__init__"
+    signature = inspect.signature(launch.worker)
+    shared = [name for name in DEFAULTS if name in signature.parameters]
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise BuildError(f"{label}: {error}{_shadowed(shared)}") from None
+    taken = [
+        name
+        for name in shared
+        if name not in bound.arguments and getattr(launch, name) != DEFAULTS[name]
+    ]
+    if taken:
+        raise BuildError(f"{label}: {taken[0]!r} is not passed to it{_shadowed(taken)}")
+
+
+def _shadowed(names: list[str]) -> str:
+    if not names:
+        return ""
+    return (
+        f"; launch() keeps the keyword {' and '.join(map(repr, names))} to itself: pass it to the "
+        "worker by position, or give the parameter another name"
+    )
+
+
+def check_limits(*, deadlock_after: float | None, grace: float) -> None:
+    """Check a cluster's times, in seconds.
+
+    Raises:
+        BuildError: one of them is none.
+    """
+    if deadlock_after is not None:
+        check_seconds("deadlock_after", deadlock_after, "None to only report who waits")
+    if not grace >= 0:
+        raise BuildError(
+            f"grace must be seconds from 0, got {grace!r}: 0 kills workers without asking"
+        )
+
+
+def check_seconds(name: str, seconds: float, otherwise: str) -> None:
+    """Refuse what is not a positive number; NaN is none."""
+    if not seconds > 0:
+        raise BuildError(f"{name} must be more than 0 seconds, got {seconds!r}: pass {otherwise}")
