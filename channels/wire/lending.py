@@ -137,7 +137,8 @@ class Lending:
 
     def _table(self, views: list[View | None]) -> tuple[bytes, dict[int, Loan]]:
         """Where each array is, encoded, and the loans that are made by saying so."""
-        numbers = {view.loan: next(self._numbers) for view in views if view is not None}
+        loans = dict.fromkeys(view.loan for view in views if view is not None)
+        numbers = {loan: next(self._numbers) for loan in loans}
         places = [
             view and Place(numbers[view.loan], view.loan.slab.number, view.offset, view.size)
             for view in views
