@@ -69,6 +69,8 @@ def statistics_of(queue: Queue) -> Statistics:
         redelivered=queue.redelivered,
         dead_letters=len(queue.dead_letters),
         stale=queue.stale,
+        shared=queue.shared,
+        copied=queue.copied,
         senders=len(queue.senders),
         receivers=len(queue.receivers),
         seconds=0.0 if queue.born is None else now() - queue.born,

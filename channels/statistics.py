@@ -40,6 +40,10 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     """items given up after ``max_deliveries``"""
     stale: int
     """items that came back as `TooStale`"""
+    shared: int = 0
+    """items of other processes whose large arrays came by shared memory, without a copy"""
+    copied: int = 0
+    """items of other processes whose large arrays came through a socket"""
     senders: int
     receivers: int
     seconds: float

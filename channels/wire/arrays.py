@@ -98,7 +98,7 @@ def tensor_elements(tensor: torch.Tensor) -> tuple[str, memoryview]:
     return str(tensor.dtype).removeprefix("torch."), elements.data
 
 
-def restore(head: Head, elements: bytearray) -> Any:
+def restore(head: Head, elements: bytearray | memoryview) -> Any:
     """The array over these elements: writable, and without a copy.
 
     Raises:
@@ -111,7 +111,7 @@ def restore(head: Head, elements: bytearray) -> Any:
     )
 
 
-def _check_size(head: Head, item_bytes: int, elements: bytearray) -> None:
+def _check_size(head: Head, item_bytes: int, elements: bytearray | memoryview) -> None:
     expected = math.prod(head.shape) * item_bytes
     if expected != len(elements):
         raise ValueError(
@@ -120,7 +120,7 @@ def _check_size(head: Head, item_bytes: int, elements: bytearray) -> None:
         )
 
 
-def _restore_numpy(head: Head, elements: bytearray) -> np.ndarray[Any, Any]:
+def _restore_numpy(head: Head, elements: bytearray | memoryview) -> np.ndarray[Any, Any]:
     import numpy as np
 
     dtype = np.lib.format.descr_to_dtype(_as_descr(head.dtype))
@@ -148,7 +148,7 @@ def _as_field_part(part: Any) -> Any:
     return _as_descr(part)
 
 
-def _restore_torch(head: Head, elements: bytearray) -> torch.Tensor:
+def _restore_torch(head: Head, elements: bytearray | memoryview) -> torch.Tensor:
     import torch
 
     # not getattr: that imports whatever part of torch is named

@@ -9,9 +9,9 @@ code  is
 2     the end of a channel, where the encoder and the decoder were told how to handle ends
 ====  =====================================================================================
 
-A received array is writable and lies in the bytes that arrived: decoding takes them over. Whoever
-may have to decode them again decodes a copy (`Decoder.decode_copy`). numpy scalars arrive as plain
-numbers.
+A received array is writable. It lies in the bytes that arrived, or in shared memory whose pages are
+copied when they are written; decoding takes them over. Whoever may have to decode them again
+decodes a copy (`Decoder.decode_copy`). numpy scalars arrive as plain numbers.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from rlinf_async.channels.saying import fit, text_of
 from rlinf_async.channels.wire import arrays
 from rlinf_async.channels.wire.framing import MAX_BUFFERS
 from rlinf_async.channels.wire.protocol import EndRef
+from rlinf_async.channels.wire.slab import is_private
 
 ARRAY: Final = 1
 END: Final = 2
@@ -174,13 +175,13 @@ class Decoder:
             return _decode_ref(data)
         raise ValueError(f"unknown extension {code}")
 
-    def _elements(self, where: int | bytes) -> bytearray:
+    def _elements(self, where: int | bytes) -> bytearray | memoryview:
         if isinstance(where, bytes):
             return bytearray(where)
         if not 0 <= where < len(self._buffers):
             raise ValueError(f"buffer {where} of {len(self._buffers)}")
         buffer = self._buffers[where]
-        return buffer if isinstance(buffer, bytearray) else bytearray(buffer)
+        return buffer if isinstance(buffer, bytearray) or is_private(buffer) else bytearray(buffer)
 
     def _check(self, expected: Any, value: Any) -> Any:
         """msgspec found a type that it does not know: an array, a tensor, or the end of a

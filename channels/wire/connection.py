@@ -30,11 +30,13 @@ from rlinf_async.channels.waitfor import WaitFuture
 from rlinf_async.channels.wire.answering import Answering
 from rlinf_async.channels.wire.asking import Answer, Asking, head_of, reply_decoder
 from rlinf_async.channels.wire.auth import Handshake
-from rlinf_async.channels.wire.framing import FrameType, pack_small
+from rlinf_async.channels.wire.framing import Flag, FrameType, pack_small
 from rlinf_async.channels.wire.hangup import HangUp
 from rlinf_async.channels.wire.heartbeat import Heartbeat, Pulse
 from rlinf_async.channels.wire.outbox import Outbox
+from rlinf_async.channels.wire.pool import process_pool
 from rlinf_async.channels.wire.router import Router
+from rlinf_async.channels.wire.shared_memory import MemoryUse, Sharing
 from rlinf_async.channels.wire.transfer import CONTROL, DATA, Message, MessageReader
 
 R = TypeVar("R")
@@ -55,6 +57,7 @@ class Connection(asyncio.Protocol):
         self._handshake = handshake
         self._reader = MessageReader()
         self._outbox = Outbox(self._loop)
+        self._sharing = Sharing(self._loop, self._outbox, process_pool())
         self._asking = Asking(self._outbox)
         self._answering = Answering(self, router, self._outbox)
         self._transport: asyncio.Transport | None = None
@@ -80,6 +83,11 @@ class Connection(asyncio.Protocol):
     @property
     def sent_bytes(self) -> int:
         return self._outbox.sent_bytes
+
+    @property
+    def memory(self) -> MemoryUse:
+        """How many messages with large arrays went by shared memory, and how many did not."""
+        return self._sharing.use
 
     @property
     def unsent(self) -> int:
@@ -213,6 +221,8 @@ class Connection(asyncio.Protocol):
         both_ways = cast("asyncio.Transport", transport)  # uvloop's are not of that class
         self._transport = both_ways
         self._outbox.attach(both_ways)
+        self._sharing.attach(both_ways)
+        self._outbox.share = self._sharing.send
         both_ways.write(self._handshake.take_outgoing())
 
     def data_received(self, data: bytes) -> None:
@@ -289,6 +299,8 @@ class Connection(asyncio.Protocol):
 
     def _receive(self, message: Message) -> None:
         kind = message.type
+        if message.flags & Flag.SHARED or (message.body is not None and message.body.buffers):
+            message = self._sharing.receive(message)
         if kind in (FrameType.REQUEST, FrameType.NOTICE):
             self._answering.handle(message)
         elif kind in (FrameType.REPLY, FrameType.ERROR):
@@ -298,6 +310,8 @@ class Connection(asyncio.Protocol):
         elif kind == FrameType.CANCEL:
             self._reader.forget(message.number)
             self._answering.cancelled(message.number, message.head)
+        elif kind == FrameType.MEMORY:
+            self._sharing.told(message.head, self.peer)
         elif kind == FrameType.GOODBYE:
             self._leave(message.head.decode(errors="replace"))
 
@@ -328,6 +342,7 @@ class Connection(asyncio.Protocol):
         self._late_timer.cancel()
         self._pulse.stop()
         self._outbox.detach()
+        self._sharing.close()
         if not self.opened.done():
             self.opened.set_exception(self._lost())
         self._asking.lose(self._lost)

@@ -18,6 +18,8 @@ from rlinf_async.channels.saying import say
 from rlinf_async.channels.wire.codec import Decoder, Encoder, join
 from rlinf_async.channels.wire.protocol import Get, Nothing, Put, Taken
 from rlinf_async.channels.wire.router import Refused, Request, Undo
+from rlinf_async.channels.wire.slab import is_private
+from rlinf_async.channels.wire.transfer import SHARE_BYTES
 
 NOTHING = Nothing()
 _encode = Encoder().encode
@@ -68,12 +70,21 @@ def answer_put(request: Request[Put], queue: Queue, end: int) -> None:
     """Put the request's body; answer when there was room for it."""
     put = request.meta
     item = request.body or Encoded(b"")
+    if item.buffers:
+        _count(queue, item)
     wait = queue.start_put(item, put.key, put.weight, put.party, end)
     if wait is None:
         request.reply(NOTHING, undo=partial(_retract, queue, put, item))
         return
     request.abandon = partial(queue.abandon_put, wait)
     wait.future.add_done_callback(partial(_admitted, request, queue, wait))
+
+
+def _count(queue: Queue, item: Encoded) -> None:
+    if any(map(is_private, item.buffers)):
+        queue.shared += 1
+    elif sum(map(len, item.buffers)) >= SHARE_BYTES:
+        queue.copied += 1
 
 
 def _admitted(

@@ -62,6 +62,8 @@ class FrameType(IntEnum):
     """nothing to say, but alive"""
     GOODBYE = 9
     """the connection is closed on purpose; the head says why"""
+    MEMORY = 10
+    """about shared memory: the head says what (see `memory_protocol`)"""
 
 
 class Flag(IntFlag):
@@ -71,10 +73,12 @@ class Flag(IntFlag):
     MORE = 2
     RECEIPT = 4
     """tell when you have taken this reply"""
+    SHARED = 8
+    """some arrays lie in shared memory: the first buffer says where"""
 
 
-LAST_TYPE: Final = int(FrameType.GOODBYE)
-ALL_FLAGS: Final = 7
+LAST_TYPE: Final = int(FrameType.MEMORY)
+ALL_FLAGS: Final = 15
 
 
 class Frame(NamedTuple):

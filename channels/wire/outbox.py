@@ -11,11 +11,13 @@ from collections import deque
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.wire.framing import CHUNK_BYTES, Bytes, FrameType
-from rlinf_async.channels.wire.transfer import DATA, Outgoing, outgoing
+from rlinf_async.channels.wire.transfer import DATA, Outgoing, Share, outgoing
 
 BATCH_BYTES = CHUNK_BYTES
 HIGH_WATER = 256 * 1024
 LOW_WATER = 64 * 1024
+TURN_BYTES = 8 * 1024**2
+"""How much is copied to shared memory before others in this loop have a turn."""
 
 
 class Outbox:
@@ -28,6 +30,9 @@ class Outbox:
         self._data: deque[Outgoing] = deque()
         self._paused = False
         self._scheduled = False
+        self._worked = 0
+        self.share: Share | None = None
+        """what may bring arrays into shared memory"""
         self.sent_bytes = 0
         self.last_sent = loop.time()
 
@@ -63,7 +68,9 @@ class Outbox:
         Raises:
             ItemTooLarge: it is over a limit; nothing of it is sent.
         """
-        message, small = outgoing(kind, number, head, body, lane, flags=flags, what=what)
+        message, small = outgoing(
+            kind, number, head, body, lane, flags=flags, what=what, share=self.share
+        )
         if lane == DATA or not small:
             self._data.append(message)
         else:
@@ -95,13 +102,21 @@ class Outbox:
     def flush(self) -> None:
         """Give the transport what it can take now."""
         self._scheduled = False
+        self._worked = 0
         while not self._paused and (batch := self._batch()):
             self._write(batch)
+            if self._worked >= TURN_BYTES:
+                self._schedule()
+                break
 
     def flush_all(self) -> None:
         """Give the transport everything, though it may hold much: it is about to close."""
         while batch := self._batch():
             self._write(batch)
+
+    def worked(self, copied: int) -> None:
+        """So many bytes were copied to shared memory, which takes its time, too."""
+        self._worked += copied
 
     def _schedule(self) -> None:
         if not self._scheduled:
@@ -118,7 +133,8 @@ class Outbox:
         batch: list[Bytes] = list(self._control)
         self._control.clear()
         size = sum(map(len, batch))
-        while self._data and size < BATCH_BYTES:
+        before = self._worked
+        while self._data and size + self._worked - before < BATCH_BYTES:
             frame = self._data[0].next_frame()
             if frame is None:
                 self._data.popleft()

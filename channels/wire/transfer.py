@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import MalformedFrame
@@ -21,6 +21,11 @@ from rlinf_async.channels.wire.framing import (
 )
 
 CONTROL, DATA = 0, 1
+SHARE_BYTES: Final = 64 * 1024
+"""Arrays of a message that take less together always go through the socket."""
+
+Share = Callable[[Encoded], Encoded | None]
+"""The body as it travels if its arrays lie in shared memory; None if they cannot."""
 
 
 class Message(NamedTuple):
@@ -60,8 +65,9 @@ def outgoing(
     *,
     flags: int = 0,
     what: str = "message",
+    share: Share | None = None,
 ) -> tuple[Outgoing, bool]:
-    """A message to send, and whether it fits one frame.
+    """A message to send, and whether it fits one frame and is ready.
 
     Raises:
         ItemTooLarge: it is over a limit.
@@ -72,12 +78,36 @@ def outgoing(
         whole: list[Bytes] = [header + head]
         return Outgoing(kind, number, iter([whole])), True
     total = check_sizes(len(head), len(body.data), body.buffers, what)
+    if share is not None and total - len(body.data) >= SHARE_BYTES:
+        return Outgoing(kind, number, _shared(kind, number, head, body, lane, flags, share)), False
     flags |= Flag.BODY
     if total <= CHUNK_BYTES:
         first = _first_frame(kind, number, head, body, lane, flags, total)
         return Outgoing(kind, number, iter([[first, *body.buffers]])), True
     frames = _chunked(kind, number, head, body, lane, flags | Flag.MORE)
     return Outgoing(kind, number, frames), False
+
+
+def _shared(
+    kind: FrameType,
+    number: int,
+    head: bytes,
+    body: Encoded,
+    lane: int,
+    flags: int,
+    share: Share,
+) -> Iterator[list[Bytes]]:
+    """One frame, made when it is due: only what is sent at once is lent."""
+    travels = share(body)
+    if travels is not None:
+        flags |= Flag.BODY | Flag.SHARED
+        size = len(travels.data) + sum(map(len, travels.buffers))
+        first = _first_frame(kind, number, head, travels, lane, flags, size)
+        yield [first, *travels.buffers]
+        return
+    message, _ = outgoing(kind, number, head, body, lane, flags=flags)
+    while frame := message.next_frame():
+        yield frame
 
 
 def _first_frame(

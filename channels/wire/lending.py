@@ -1,0 +1,152 @@
+"""Arrays that this process lends to the peer of a connection."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from itertools import count
+from typing import Any, Final
+
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.errors import MalformedFrame
+from rlinf_async.channels.wire.framing import CHUNK_BYTES
+from rlinf_async.channels.wire.memory_protocol import (
+    Announce,
+    Notice,
+    Opened,
+    Place,
+    Refused,
+    Released,
+    encode,
+)
+from rlinf_async.channels.wire.pool import Pool
+from rlinf_async.channels.wire.slab import Loan, Slab, View, view_of
+from rlinf_async.channels.wire.transfer import SHARE_BYTES
+
+MAX_DATA: Final = CHUNK_BYTES // 2
+"""Of MessagePack, beside shared arrays: such a message is always one frame, not begun and left."""
+
+log = logging.getLogger(__name__)
+
+
+class Lending:
+    """What the peer may look at."""
+
+    def __init__(
+        self, pool: Pool, tell: Callable[[Notice], None], gone: Callable[[int], None]
+    ) -> None:
+        self._pool = pool
+        self._tell = tell
+        self._gone = gone
+        self._numbers = count(1)
+        self._open: dict[int, bool] = {}
+        self._ends: list[weakref.finalize[Any, Slab]] = []
+        self.lent: dict[int, Loan] = {}
+        self.refused = ""
+        """why the peer does not want any"""
+
+    def share(self, body: Encoded) -> tuple[Encoded | None, int]:
+        """The body as it travels, with its arrays lent; None if it is to travel as it is. And how
+        many bytes were copied for it.
+
+        The body's own arrays are replaced by those in shared memory: who gets it next needs no
+        copy.
+        """
+        if self.refused or len(body.data) > MAX_DATA:
+            return None, 0
+        copied = self._move(body)
+        views = [view_of(buffer) for buffer in body.buffers]
+        slabs = {view.loan.slab for view in views if view is not None}
+        missing = [slab for slab in slabs if not self._is_open(slab)]
+        if copied is None or missing:
+            return None, copied or 0
+        beside = [buffer for buffer in body.buffers if view_of(buffer) is None]
+        table, loans = self._table(views)
+        size = len(body.data) + len(table) + sum(map(len, beside))
+        if size > CHUNK_BYTES:
+            return None, copied
+        self.lent.update(loans)
+        return Encoded(body.data, [memoryview(table), *beside]), copied
+
+    def opened(self, notice: Opened) -> None:
+        """The peer has this slab."""
+        if notice.slab in self._open:  # it may be gone by now
+            self._open[notice.slab] = True
+
+    def refuse(self, notice: Refused, peer: str) -> None:
+        """The peer cannot have it: it gets copies from now on."""
+        if not self.refused:
+            self.refused = notice.reason
+            log.warning(
+                "large arrays go to %s through the socket, not shared memory: %s",
+                peer, notice.reason,
+            )  # fmt: skip
+
+    def take_back(self, notice: Released) -> None:
+        """The peer is done with these.
+
+        Raises:
+            MalformedFrame: they were not lent.
+        """
+        for number in notice.spoilt:
+            self._find(number).spoilt = True
+        for number in (*notice.loans, *notice.spoilt):
+            self._find(number)
+            del self.lent[number]
+
+    def close(self) -> None:
+        """The peer will not say any more what it is done with."""
+        for loan in self.lent.values():
+            loan.spoilt = True
+        self.lent.clear()
+        for end in self._ends:
+            end.detach()
+        self._ends.clear()
+
+    # ---- inside
+
+    def _move(self, body: Encoded) -> int | None:
+        """Bring large arrays into shared memory; how many bytes, or None where there is no room."""
+        private = [buffer for buffer in body.buffers if view_of(buffer) is None]
+        size = sum(map(len, private))
+        if size < SHARE_BYTES:
+            return 0
+        views = self._pool.lend(private)
+        if views is None:
+            return None
+        moved = iter(views)
+        body.buffers = [buffer if view_of(buffer) else next(moved) for buffer in body.buffers]
+        return size
+
+    def _is_open(self, slab: Slab) -> bool:
+        """Whether the peer has it; if it was never asked, it is now."""
+        found = self._open.get(slab.number)
+        if found is None:
+            found = self._open[slab.number] = False
+            end = weakref.finalize(slab, self._forget, slab.number)
+            end.atexit = False
+            self._ends.append(end)
+            self._tell(Announce(slab.number, slab.fd, slab.token))
+        return found
+
+    def _forget(self, number: int) -> None:
+        # In any thread, and within anything that this thread is doing.
+        self._open.pop(number, None)
+        self._gone(number)
+
+    def _table(self, views: list[View | None]) -> tuple[bytes, dict[int, Loan]]:
+        """Where each array is, encoded, and the loans that are made by saying so."""
+        loans = dict.fromkeys(view.loan for view in views if view is not None)
+        numbers = {loan: next(self._numbers) for loan in loans}
+        places = [
+            view and Place(numbers[view.loan], view.loan.slab.number, view.offset, view.size)
+            for view in views
+        ]
+        return encode(places), {number: loan for loan, number in numbers.items()}
+
+    def _find(self, number: int) -> Loan:
+        loan = self.lent.get(number)
+        if loan is None:
+            raise MalformedFrame(f"part {number} of shared memory was released, but is not lent")
+        return loan

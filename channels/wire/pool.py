@@ -1,0 +1,161 @@
+"""This process's shared memory: a few slabs, whose parts are lent, come back, and are lent again.
+
+What is kept: a part is written only while nobody has a view of it. A part whose borrower was lost
+sight of is spoilt; its slab lends no more and goes when the other parts have come back, and the
+kernel frees the memory when the borrower, too, has let go of it.
+
+::
+
+    slab:  lending --a part is spoilt, or room is needed for others--> leaving --idle--> gone
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Final
+
+from rlinf_async.channels.wire.blocks import FreeList
+from rlinf_async.channels.wire.framing import Bytes
+from rlinf_async.channels.wire.slab import PAGE, Loan, Slab, make_slab
+
+SLAB_BYTES: Final = 64 * 1024**2
+POOL_BYTES: Final = 1024**3
+"""Of one process. What does not fit goes through the socket."""
+ALIGN: Final = 64
+
+log = logging.getLogger(__name__)
+
+
+class _Lender:
+    """A slab and its free parts."""
+
+    def __init__(self, slab: Slab) -> None:
+        self.slab = slab
+        self.free = FreeList(PAGE, slab.size)
+        self.leaving = False
+
+    def take(self, size: int) -> int | None:
+        """Where a part begins that is taken now.
+
+        Raises:
+            OSError: there is no memory for it.
+        """
+        start = None if self.leaving else self.free.take(size)
+        if start is not None:
+            try:
+                self.slab.back(start + size)
+            except OSError:
+                self.free.give(start, size)
+                raise
+        return start
+
+
+class Pool:
+    """Lends parts of its slabs. May be used in any thread."""
+
+    def __init__(self, limit: int = POOL_BYTES, slab_bytes: int = SLAB_BYTES) -> None:
+        self._limit = limit
+        self._slab_bytes = slab_bytes
+        self._lenders: list[_Lender] = []
+        self._returned: deque[tuple[_Lender, int, int, bool]] = deque()
+        self._lock = threading.Lock()
+        self._said: set[str] = set()
+        self.refused = 0
+        """how often there was no room"""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all slabs."""
+        return sum(lender.slab.size for lender in self._lenders)
+
+    def lend(self, buffers: Sequence[Bytes]) -> list[memoryview] | None:
+        """A copy of these buffers in shared memory; None where there is no room.
+
+        It is free again when the views are gone, here and wherever they were lent to.
+        """
+        offsets, size = _lay_out(buffers)
+        with self._lock:
+            found = self._find(-(-size // PAGE) * PAGE)
+        if found is None:
+            self.refused += 1
+            return None
+        lender, start, taken = found
+        loan = Loan(lender.slab, partial(self._give_back, lender, start, taken))
+        views = [
+            loan.view(start + offset, len(buffer))
+            for offset, buffer in zip(offsets, buffers, strict=True)
+        ]
+        for view, buffer in zip(views, buffers, strict=True):
+            view[:] = buffer
+        return views
+
+    # ---- inside
+
+    def _find(self, size: int) -> tuple[_Lender, int, int] | None:
+        self._collect()
+        try:
+            if (found := self._take(size)) is not None:
+                return found
+            if self._make_room(wanted := max(self._slab_bytes, size + PAGE)):
+                self._lenders.append(_Lender(make_slab(wanted)))
+                return self._take(size)
+        except OSError as error:
+            self._say(f"the system gives no more ({error.strerror})")
+            return None
+        self._say(f"all {self._limit >> 20} MiB of it are in use")
+        return None
+
+    def _take(self, size: int) -> tuple[_Lender, int, int] | None:
+        for lender in self._lenders:
+            if (start := lender.take(size)) is not None:
+                return lender, start, size
+        return None
+
+    def _make_room(self, wanted: int) -> bool:
+        """Whether one more slab of this size is allowed, maybe after others went."""
+        for lender in list(self._lenders):
+            if self.size + wanted > self._limit and lender.free.idle:
+                self._lenders.remove(lender)
+        return self.size + wanted <= self._limit
+
+    def _say(self, why: str) -> None:
+        if why not in self._said:
+            self._said.add(why)
+            log.warning("large arrays go through the socket, not shared memory: %s", why)
+
+    def _give_back(self, lender: _Lender, start: int, size: int, spoilt: bool) -> None:
+        # In any thread, and within anything that this thread is doing: so no lock is taken here.
+        self._returned.append((lender, start, size, spoilt))
+
+    def _collect(self) -> None:
+        """Take in what came back."""
+        while self._returned:
+            lender, start, size, spoilt = self._returned.popleft()
+            lender.free.give(start, size)
+            lender.leaving |= spoilt
+            if lender.leaving and lender.free.idle and lender in self._lenders:
+                self._lenders.remove(lender)
+
+
+def _lay_out(buffers: Sequence[Bytes]) -> tuple[list[int], int]:
+    """Where each buffer goes, and how much they take together."""
+    offsets, stop = [], 0
+    for buffer in buffers:
+        offsets.append(stop)
+        stop += -(-len(buffer) // ALIGN) * ALIGN
+    return offsets, stop
+
+
+def process_pool() -> Pool:
+    """The pool of this process; a forked one has another, since two may not lend the same."""
+    return _pool_of(os.getpid())
+
+
+@cache
+def _pool_of(pid: int) -> Pool:
+    return Pool()
