@@ -15,29 +15,28 @@ rest and is raised once, with the worker, rank, host, method and traceback of it
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from rlinf_async.channels import Channel, Latest, Wait, render
 from rlinf_async.observe.trace import Span
-from rlinf_async.runtime.backend import Backend, WorkerSpec
+from rlinf_async.runtime.backend import Backend
 from rlinf_async.runtime.cause import FirstCause
 from rlinf_async.runtime.group import GroupCall, WorkerGroup
-from rlinf_async.runtime.launching import Launch, check_launch, check_limits
+from rlinf_async.runtime.launching import Launch, check_launch, check_limits, specs
 from rlinf_async.runtime.placement import Placement, host_devices
 from rlinf_async.runtime.stall import internal
 from rlinf_async.runtime.supervise import Never, Restart, Supervisor
+from rlinf_async.runtime.together import all_or_none, stop_all, tell, unless
 from rlinf_async.runtime.watch import Watch
 from rlinf_async.workers.base import Worker
-from rlinf_async.workers.context import Device, WorkerInfo
+from rlinf_async.workers.context import Device
 from rlinf_async.workers.errors import BuildError, is_secondary
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Worker)
-log = logging.getLogger(__name__)
 
 
 class Cluster:
@@ -183,19 +182,22 @@ class Cluster:
         check_launch(launch, args, kwargs)
         self._check_open(launch.group)
         places = placement.assign(count, self.devices) if placement else [()] * count
+        self._lives[launch.group] += 1
+        life = self._lives[launch.group]
+        meeting = self._backend.rendezvous(launch.group, life) if collective else ""
         supervisors = [
             Supervisor(self._backend, spec, restart or Never(), self._on_idle_death)
-            for spec in self._specs(launch, places, args, kwargs)
+            for spec in specs(launch, places, meeting, args, kwargs)
         ]
         made = WorkerGroup(worker, launch.group, supervisors, self._on_failure)
         self.groups[launch.group] = made
         try:
-            await _all_or_none(
+            await all_or_none(
                 [asyncio.create_task(one.start(), name=one.name) for one in supervisors]
             )
         except Exception:
             del self.groups[launch.group]  # those ranks that did start are of no use alone
-            _tell(await _stop_all(supervisors, self.grace))
+            tell(await stop_all(supervisors, self.grace))
             raise
         return made
 
@@ -292,55 +294,15 @@ class Cluster:
             group.ended = True
         for call in calls:
             call.cancel()
-        await self._unless_hurried(*(call.finished(self.grace) for call in calls))
+        await unless(self._hurry, *(call.finished(self.grace) for call in calls))
         supervisors = self._supervisors()
-        results = await self._unless_hurried(*(one.stop(self.grace) for one in supervisors))
+        results = await unless(self._hurry, *(one.stop(self.grace) for one in supervisors))
         if results is None:
-            results = await _stop_all(supervisors, 0.0)
+            results = await stop_all(supervisors, 0.0)
         await self._backend.close()
-        _tell(results)
-
-    async def _unless_hurried(self, *waits: Coroutine[Any, Any, None]) -> list[Any] | None:
-        """What these gave, errors included; None if we were told not to wait for them."""
-        every: asyncio.Future[Any] = asyncio.gather(*waits, return_exceptions=True)
-        either: list[asyncio.Future[Any]] = [every]
-        hurry = asyncio.create_task(self._hurry.wait())
-        await asyncio.wait([*either, hurry], return_when=asyncio.FIRST_COMPLETED)
-        in_time = every.done()
-        hurry.cancel()
-        every.cancel()
-        await asyncio.gather(every, hurry, return_exceptions=True)
-        return every.result() if in_time else None
+        tell(results)
 
     # ---- inside
-
-    def _specs(
-        self,
-        launch: Launch,
-        places: Sequence[tuple[Device, ...]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> list[WorkerSpec]:
-        group = launch.group
-        self._lives[group] += 1
-        meeting = self._backend.rendezvous(group, self._lives[group]) if launch.collective else ""
-        return [
-            WorkerSpec(
-                cls=launch.worker,
-                args=args,
-                kwargs=kwargs,
-                info=WorkerInfo(
-                    group=group,
-                    rank=rank,
-                    world_size=launch.count,
-                    devices=places[rank],
-                    collective=launch.collective,
-                    rendezvous=meeting,
-                ),
-                env_vars=launch.env_vars or {},
-            )
-            for rank in range(launch.count)
-        ]
 
     def _supervisors(self) -> list[Supervisor]:
         return [one for group in self.groups.values() for one in group.supervisors]
@@ -370,27 +332,3 @@ class Cluster:
             raise BuildError("enter the cluster first: async with Cluster.process() as c: ...")
         if group in self.groups:
             raise BuildError(f"there is a group {group!r} already: pass another name=")
-
-
-async def _all_or_none(tasks: list[asyncio.Task[None]]) -> None:
-    """Await all tasks; at the first failure cancel the rest and raise it, not a group of one."""
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-
-
-async def _stop_all(supervisors: Sequence[Supervisor], grace: float) -> list[Any]:
-    """Stop these ranks; what some raise does not hold the others back."""
-    stops = (one.stop(grace) for one in supervisors)
-    return await asyncio.gather(*stops, return_exceptions=True)
-
-
-def _tell(results: list[Any]) -> None:
-    """A worker that fails while it is stopped hides no cause, and is not silent."""
-    for result in results:
-        if isinstance(result, Exception):
-            log.error("while a worker was stopped: %s", result)

@@ -1,15 +1,17 @@
-"""What `Cluster` and its ``launch`` refuse before anything is started."""
+"""A launch: what it was given, what is refused before anything is started, and each rank's part."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from rlinf_async.runtime.backend import WorkerSpec
 from rlinf_async.runtime.supervise import Never, Restart
 from rlinf_async.workers.base import Worker
+from rlinf_async.workers.context import Device, WorkerInfo
 from rlinf_async.workers.errors import BuildError
 
 
@@ -85,6 +87,33 @@ def _shadowed(names: list[str]) -> str:
         f"; launch() keeps the keyword {' and '.join(map(repr, names))} to itself: pass it to the "
         "worker by position, or give the parameter another name"
     )
+
+
+def specs(
+    launch: Launch,
+    places: Sequence[tuple[Device, ...]],
+    meeting: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[WorkerSpec]:
+    """What each rank is started with: its devices, and where it meets the others."""
+    return [
+        WorkerSpec(
+            cls=launch.worker,
+            args=args,
+            kwargs=kwargs,
+            info=WorkerInfo(
+                group=launch.group,
+                rank=rank,
+                world_size=launch.count,
+                devices=places[rank],
+                collective=launch.collective,
+                rendezvous=meeting,
+            ),
+            env_vars=launch.env_vars or {},
+        )
+        for rank in range(launch.count)
+    ]
 
 
 def check_limits(*, deadlock_after: float | None, grace: float) -> None:

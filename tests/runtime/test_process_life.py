@@ -129,6 +129,7 @@ async def test_a_stopped_worker_is_found_unresponsive_and_killed(new_cluster: Ne
 async def test_a_worker_that_started_a_process_is_seen_to_die_and_takes_it_along(
     new_cluster: NewCluster,
 ) -> None:
+    pid, started = None, 0
     with pytest.raises(ra.WorkerDied, match="killed by SIGKILL"):
         async with new_cluster() as cluster:
             parent = (await cluster.launch(Parent))[0]
