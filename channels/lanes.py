@@ -14,8 +14,8 @@ from rlinf_async.channels.ends import Key
 from rlinf_async.channels.waitfor import WaitFuture
 
 
-class Entry(msgspec.Struct, eq=False):
-    """An item in its place."""
+class Entry(msgspec.Struct, eq=False, gc=False):
+    """An item in its place. Not tracked by the garbage collector, which would visit every one."""
 
     item: Any
     weight: int

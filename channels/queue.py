@@ -49,15 +49,16 @@ class Queue(Serving):
 
     def add_receiver(self, holder: str) -> int:
         self.receivers[number := self._new_end()] = holder
-        self.had_receiver = True
+        self.deserted = False
         return number
 
     def remove_receiver(self, number: int) -> None:
         """Close a receiver: its own waiting gets are refused, and with the last one all puts."""
         if self.receivers.pop(number, None) is not None:
+            self.deserted = not self.receivers
             for lane in self.every_lane():
                 self._refuse_getters(lane, endings.closed_while_waiting, number)
-                if not self.receivers:
+                if self.deserted:
                     self._refuse_putters(lane, endings.no_receivers)
                 self._serve(lane)
 

@@ -55,13 +55,19 @@ class Serving:
         self.open = True  # not closed, not failed: what the fast path asks
         self.decode: Callable[[Encoded], Any] | None = None  # set where other processes put
         self.failure: endings.Failure | None = None
-        self.had_sender = self.had_receiver = False
-        self.puts = self.gets = self.put_waits = self.get_waits = 0
+        self.had_sender = False
+        self.deserted = False  # there were receivers, and all have closed
+        self._unput = self.gets = self.put_waits = self.get_waits = 0
         self.put_wait_seconds = self.get_wait_seconds = 0.0
         self.redelivered = self.stale = self.shared = self.copied = 0
         self._numbers = count(1)
         self._seq = 0
         self.born: float | None = None  # not yet: it may be made before the loop that runs it
+
+    @property
+    def puts(self) -> int:
+        """Items that were put; those that were taken back from the way in do not count."""
+        return self._seq - self._unput
 
     @property
     def ended(self) -> bool:
@@ -82,7 +88,7 @@ class Serving:
         if (
             key is None
             and self.open
-            and (self.receivers or not self.had_receiver)
+            and not self.deserted
             and weight.__class__ is int
             and weight > 0
         ):
@@ -90,7 +96,6 @@ class Serving:
         else:
             self._check_put(key, weight)
             lane = self._lane(key)
-        self.puts += 1
         self._seq = seq = self._seq + 1
         entry = Entry(item, weight, seq)
         entries = lane.entries
@@ -123,11 +128,11 @@ class Serving:
         lane = wait.lane
         if wait in lane.putters:
             lane.putters.remove(wait)
-            self.puts -= 1
+            self._unput += 1
         elif wait.entry in lane.entries:
             lane.entries.remove(wait.entry)
             lane.weight -= wait.entry.weight
-            self.puts -= 1
+            self._unput += 1
         self._serve(lane)  # what waits behind it may fit now
         self._forget(lane)
 
@@ -138,7 +143,7 @@ class Serving:
             if entry.item is item:
                 lane.entries.remove(entry)
                 lane.weight -= entry.weight
-                self.puts -= 1
+                self._unput += 1
                 break
         self._serve(lane)
         self._forget(lane)
@@ -245,7 +250,7 @@ class Serving:
 
     def _check_put(self, key: object, weight: object) -> None:
         self._check_open()
-        if self.had_receiver and not self.receivers:
+        if self.deserted:
             raise endings.no_receivers(self.name)
         check_key_and_weight(self.name, key, weight)
 
@@ -270,7 +275,7 @@ class Serving:
         while lane.putters and self._has_room(lane, lane.putters[0].entry.weight):
             wait = lane.putters.popleft()
             if wait.future.done():  # cancelled; its task has not run yet
-                self.puts -= 1
+                self._unput += 1
             else:
                 lane.push(wait.entry)
                 wait.future.set_result(None)
@@ -325,7 +330,7 @@ class Serving:
         """Raise an error of their own in all waiting puts, or in those of one sender."""
         refused = [wait for wait in lane.putters if end is None or wait.end == end]
         lane.putters = deque(wait for wait in lane.putters if not (end is None or wait.end == end))
-        self.puts -= len(refused)
+        self._unput += len(refused)
         for wait in refused:
             if not wait.future.done():
                 wait.future.set_exception(error(self.name))
