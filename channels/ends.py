@@ -72,8 +72,8 @@ class Lease(Sequence[T_co]):
         return len(self._items)
 
 
-class End(abc.ABC):
-    """What both ends share: a name, a type, and being closed."""
+class Named(abc.ABC):
+    """What every end says of its channel."""
 
     __slots__ = ()
 
@@ -86,6 +86,12 @@ class End(abc.ABC):
     @abc.abstractmethod
     def item_type(self) -> Any:
         """The type of the channel's items."""
+
+
+class End(Named):
+    """What both ends share: a name, a type, and being closed."""
+
+    __slots__ = ()
 
     @abc.abstractmethod
     def open(self) -> Self:

@@ -15,6 +15,7 @@ from typing import Any, Generic, Self, TypeVar
 import msgspec
 
 from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.ends import Named
 from rlinf_async.channels.errors import (
     ChannelClosed,
     ChannelFailed,
@@ -40,20 +41,10 @@ class LatestStatistics(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
 
 
-class LatestSender(abc.ABC, Generic[T_contra]):
+class LatestSender(Named, Generic[T_contra]):
     """The end that values are published at."""
 
     __slots__ = ()
-
-    @property
-    @abc.abstractmethod
-    def channel_name(self) -> str:
-        """Name of the channel."""
-
-    @property
-    @abc.abstractmethod
-    def item_type(self) -> Any:
-        """The type of its values."""
 
     @abc.abstractmethod
     async def publish(self, value: T_contra) -> int:
@@ -64,23 +55,13 @@ class LatestSender(abc.ABC, Generic[T_contra]):
         """No newer value will come: waiting receivers end."""
 
 
-class LatestReceiver(abc.ABC, Generic[T_co]):
+class LatestReceiver(Named, Generic[T_co]):
     """The end that values are read from. It remembers which version it has seen."""
 
     __slots__ = ("version",)
 
     version: int
     """of the value last returned; 0 before the first"""
-
-    @property
-    @abc.abstractmethod
-    def channel_name(self) -> str:
-        """Name of the channel."""
-
-    @property
-    @abc.abstractmethod
-    def item_type(self) -> Any:
-        """The type of its values."""
 
     @abc.abstractmethod
     async def get(self, *, newer_than: int | None = None) -> T_co:
