@@ -1,0 +1,144 @@
+"""What the workers of a language-model run ask of a backend. Nothing here needs torch.
+
+::
+
+    GenerationEngine   rollout worker: one prompt -> its response, many at a time (async)
+    LanguageTrainer    actor and inference worker: samples -> a better model, log-probs, weights
+
+Backends are loaded by name (`rlinf_async.backends.registry`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rlinf_async.messages.embodied import Floats
+from rlinf_async.messages.language import Generated, Request, Tokens, TrainingSample
+from rlinf_async.messages.weights import WeightUpdate
+
+
+class EngineDied(RuntimeError):
+    """The engine cannot serve any more; what it was generating must be asked for again."""
+
+
+class PromptTooLong(ValueError):
+    """The prompt and its response do not fit the model's context; the message has the numbers."""
+
+
+class GenerationEngine(Protocol):
+    """A model that generates. Every method but the properties is async, and safe to overlap."""
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that make new tokens; -1 before the first load."""
+        ...
+
+    @property
+    def max_concurrent(self) -> int:
+        """How many requests it works on at a time; more would only queue inside it."""
+        ...
+
+    async def start(self) -> None:
+        """Build and warm up."""
+        ...
+
+    async def generate(self, request: Request) -> Generated:
+        """Generate, after the tokens of ``request.partial`` where there are some.
+
+        The answer holds the partial's tokens too, with their own versions and log-probs. A
+        cancelled call aborts the request inside the engine.
+
+        Raises:
+            PromptTooLong: it does not fit.
+            EngineDied: the engine is gone.
+        """
+        ...
+
+    async def abort(self, names: Sequence[str] | None = None) -> None:
+        """End these requests (None: all) with what they have: ``finish == "abort"``."""
+        ...
+
+    async def load(self, update: WeightUpdate) -> int:
+        """Take new weights in flight: running requests pause, keep their tokens, and go on.
+
+        Returns the update's checksum, compared with the bytes that were loaded. Raises
+        `WeightsError` before anything changed if they are damaged or do not fit.
+        """
+        ...
+
+    async def log_probs(self, sequences: Sequence[tuple[Tokens, Tokens]]) -> list[Floats]:
+        """Log-probs at temperature 1 of ``(prompt [P], response [R])``: one ``[R]`` each."""
+        ...
+
+    async def offload(self) -> None:
+        """Give the device's memory back. The engine is idle."""
+        ...
+
+    async def onload(self) -> None:
+        """Take it again; weights must be loaded anew where the engine dropped them."""
+        ...
+
+    async def close(self) -> None:
+        """End the engine and all of its processes."""
+        ...
+
+
+class LanguageTrainer(Protocol):
+    """A language model that learns. Not thread-safe: one compute thread calls it.
+
+    Methods marked collective are called by all ranks, in the same order.
+    """
+
+    @property
+    def version(self) -> int:
+        """How many iterations were trained."""
+        ...
+
+    def training_step(
+        self, micro_batches: Iterable[Sequence[TrainingSample]]
+    ) -> Mapping[str, float]:
+        """Make one optimizer step from the micro-batches of one global batch. Collective.
+
+        Pulled one by one, so it may block until the next one arrives; every rank yields the same
+        number of them. Gradients are the same however the samples are cut into micro-batches.
+        """
+        ...
+
+    def end_iteration(self) -> None:
+        """Count the version up: the next weights that are published are the next version's."""
+        ...
+
+    def log_probs(
+        self, samples: Sequence[TrainingSample], *, reference: bool = False
+    ) -> list[Floats]:
+        """Log-probs ``[R]`` of each sample's response, by this model or the reference weights.
+
+        Input order; micro-batched by tokens inside. Collective.
+        """
+        ...
+
+    def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+        """Values ``[R]`` before each response token, of a critic. Collective."""
+        ...
+
+    def publish(self) -> WeightUpdate:
+        """Return the weights of the present version, Hugging Face names. Collective."""
+        ...
+
+    def offload(self) -> None:
+        """Move weights, gradients and optimizer state to the CPU, or drop what need not be kept."""
+        ...
+
+    def onload(self) -> None:
+        """Take them back to the device."""
+        ...
+
+    def save_checkpoint(self, path: Path, extra: Mapping[str, object] | None = None) -> None:
+        """Write a checkpoint folder, atomically. Collective."""
+        ...
+
+    def load_checkpoint(self, path: Path) -> list[dict[str, object]]:
+        """Go on where the checkpoint was written, under any world size; the extras. Collective."""
+        ...
