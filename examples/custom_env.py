@@ -19,8 +19,12 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from rlinf_async.runtime.jobs.config import EmbodiedConfig, EvaluationConfig, TrainingConfig
-from rlinf_async.runtime.jobs.embodied import EmbodiedPPO
+from rlinf_async.runtime.jobs.embodied import (
+    EmbodiedConfig,
+    EmbodiedPPO,
+    EvaluationConfig,
+    TrainingConfig,
+)
 from rlinf_async.workers.env import EnvConfig
 
 EPISODE_STEPS = 40

@@ -16,11 +16,21 @@ from rlinf_async.observe.errors import MetricsError, ObserveError, RunFolderErro
 from rlinf_async.observe.metrics import MetricsSink, MetricsWriter
 from rlinf_async.observe.perfetto import read_perfetto, write_perfetto
 from rlinf_async.observe.run_folder import RunFolder
-from rlinf_async.observe.summary import Staleness, Summary, last_line, read_summary, write_summary
+from rlinf_async.observe.summary import (
+    EmbodiedSummary,
+    LanguageSummary,
+    Staleness,
+    Summary,
+    last_line,
+    read_summary,
+    write_summary,
+)
 from rlinf_async.observe.trace import WAIT, Span, SpanRecorder, is_waiting
 
 __all__ = [
     "WAIT",
+    "EmbodiedSummary",
+    "LanguageSummary",
     "MetricsError",
     "MetricsSink",
     "MetricsWriter",

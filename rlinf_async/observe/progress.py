@@ -45,19 +45,13 @@ class WorkerView(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ProgressState(msgspec.Struct, kw_only=True):
-    """All that the view shows. What is not known yet is None and shows as ``-``."""
+    """All that the view shows."""
 
     run: str
     iteration: int
     iterations: int | None = None
-    env_steps: int = 0
-    seconds: float = 0.0
-    """Of training."""
-    steps_per_second: float | None = None
-    return_: float | None = None
-    success_rate: float | None = None
-    staleness: float | None = None
-    """Mean versions behind, of the last batch."""
+    figures: Sequence[tuple[str, str]] = ()
+    """The numbers of the run, as they are to be shown: name and value."""
     channels: Sequence[ChannelView] = ()
     workers: Sequence[WorkerView] = ()
     note: str = ""
@@ -156,14 +150,8 @@ class ProgressView:
 
 def line_of(state: ProgressState) -> Text:
     """The state in one plain ASCII line."""
-    parts = [
-        f"{state.run}: iteration {_of(state.iteration, state.iterations)}",
-        f"{state.env_steps} steps in {state.seconds:.0f} s",
-        f"{_number(state.steps_per_second, '.0f')} steps/s",
-        f"return {_number(state.return_, '.2f')}",
-        f"success {_number(state.success_rate, '.0%')}",
-        f"staleness {_number(state.staleness, '.1f')}",
-    ]
+    parts = [f"{state.run}: iteration {_of(state.iteration, state.iterations)}"]
+    parts += [f"{name} {value}" for name, value in state.figures]
     if state.channels:
         depths = (f"{view.name} {_of(view.depth, view.capacity)}" for view in state.channels)
         parts.append("channels " + ", ".join(depths))
@@ -195,12 +183,7 @@ def _headline(state: ProgressState, *, wide: bool) -> RenderableType:
     """The numbers of the run: a row of a table, or where that is too wide a text that folds."""
     figures = [
         ("iteration", _of(state.iteration, state.iterations)),
-        ("steps", f"{state.env_steps:,}"),
-        ("steps/s", _number(state.steps_per_second, ",.0f")),
-        ("seconds", f"{state.seconds:.0f}"),
-        ("return", _number(state.return_, ".2f")),
-        ("success", _number(state.success_rate, ".0%")),
-        ("staleness", _number(state.staleness, ".1f")),
+        *state.figures,
     ]
     if not wide:
         named = (Text.assemble(f"{name} ", (value, "bold")) for name, value in figures)
@@ -271,5 +254,6 @@ def _of(value: int, total: int | None) -> str:
     return str(value) if total is None else f"{value}/{total}"
 
 
-def _number(value: float | None, form: str) -> str:
+def figure(value: float | None, form: str) -> str:
+    """A number as it is shown; a dash where there is none yet."""
     return "-" if value is None else format(value, form)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -24,22 +24,18 @@ class Staleness(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Summary(msgspec.Struct, kw_only=True, rename={"return_": "return"}):
-    """The result of a run. A number that was not measured is None (``null``), never 0."""
+    """The result of a run of any kind. A number that was not measured is None (``null``), never 0.
+
+    Each job has its own, with what its runs are measured by.
+    """
 
     run: str
     outcome: Literal["succeeded", "fell short", "finished", "stopped", "failed"]
     """``succeeded`` and ``fell short`` where the run had a target, ``finished`` where not."""
     seed: int
     iterations: int
-    env_steps: int
     train_seconds: float
     """Training alone: without start, evaluation and what is written at the end."""
-    steps_per_second: float | None = None
-    success_rate: float | None = None
-    """Of the evaluation at the end, 0 to 1."""
-    return_: float | None = None
-    """Mean episode return of the evaluation at the end."""
-    evaluation_episodes: int | None = None
     staleness: Staleness | None = None
     restarts: dict[str, int] = {}
     """By worker."""
@@ -48,6 +44,67 @@ class Summary(msgspec.Struct, kw_only=True, rename={"return_": "return"}):
     error: str | None = None
     """The first cause, where the run failed."""
     extra: dict[str, Detail] = {}
+
+    def figures(self) -> list[str]:
+        """What the last line of the run says of it."""
+        return [f"{self.train_seconds:.1f} s of training"]
+
+
+class EmbodiedSummary(Summary, kw_only=True):
+    """The result of a run in environments."""
+
+    env_steps: int
+    steps_per_second: float | None = None
+    success_rate: float | None = None
+    """Of the evaluation at the end, 0 to 1."""
+    return_: float | None = None
+    """Mean episode return of the evaluation at the end."""
+    evaluation_episodes: int | None = None
+
+    def figures(self) -> list[str]:
+        parts = []
+        if self.success_rate is not None:
+            parts.append(f"success rate {self.success_rate:.2f}")
+        if self.return_ is not None and math.isfinite(self.return_):
+            parts.append(f"return {self.return_:.2f}")
+        parts += [*Summary.figures(self), f"{self.env_steps:,} steps"]
+        if self.steps_per_second is not None:
+            parts.append(f"{self.steps_per_second:,.0f} steps/s")
+        return parts
+
+
+class LanguageSummary(Summary, kw_only=True):
+    """The result of a run of a language model."""
+
+    samples: int
+    """that were trained on"""
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    """prompt and response tokens of those samples"""
+    eval_accuracy_before: float | None = None
+    """Mean reward of greedy answers to the held-out tasks, before the first iteration."""
+    eval_accuracy: float | None = None
+    """The same, of the trained model."""
+    evaluation_samples: int | None = None
+    outcomes: dict[str, int] = {}
+    """samples that were scored, rejected, failed"""
+
+    def figures(self) -> list[str]:
+        parts = []
+        if self.eval_accuracy is not None:
+            before = (
+                ""
+                if self.eval_accuracy_before is None
+                else f" (before: {self.eval_accuracy_before:.2f})"
+            )
+            parts.append(f"accuracy {self.eval_accuracy:.2f}{before}")
+        parts += [*Summary.figures(self), f"{self.samples:,} samples"]
+        if self.samples_per_second is not None:
+            parts.append(f"{self.samples_per_second:,.0f} samples/s")
+        return parts
+
+
+AnySummary = TypeVar("AnySummary", bound=Summary)
 
 
 def write_summary(path: Path, summary: Summary) -> None:
@@ -59,8 +116,8 @@ def write_summary(path: Path, summary: Summary) -> None:
     atomic_write(path, msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
 
 
-def read_summary(path: Path) -> Summary:
-    """Read ``summary.json``.
+def read_summary(path: Path, kind: type[AnySummary]) -> AnySummary:
+    """Read the ``summary.json`` of a job whose summary is of this ``kind``.
 
     Raises:
         RunFolderError: the file cannot be read, or is not a summary.
@@ -68,7 +125,7 @@ def read_summary(path: Path) -> Summary:
     with explaining("read", path):
         content = path.read_bytes()
     try:
-        return msgspec.json.decode(content, type=Summary)
+        return msgspec.json.decode(content, type=kind)
     except msgspec.DecodeError as error:
         raise RunFolderError(f"{path} is not the summary of a run: {error}") from error
 
@@ -86,20 +143,8 @@ def last_line(folder: RunFolder, summary: Summary) -> str:
     )
     names = [path.name + "/" * path.is_dir() for path in left if _holds_something(path)]
     what = ", ".join(names) or "nothing was written"
-    return f"{summary.run} {_result(summary)} -> {folder.path} ({what})"
-
-
-def _result(summary: Summary) -> str:
-    parts = []
-    if summary.success_rate is not None:
-        parts.append(f"success rate {summary.success_rate:.2f}")
-    if summary.return_ is not None and math.isfinite(summary.return_):
-        parts.append(f"return {summary.return_:.2f}")
-    parts.append(f"{summary.train_seconds:.1f} s of training")
-    parts.append(f"{summary.env_steps:,} steps")
-    if summary.steps_per_second is not None:
-        parts.append(f"{summary.steps_per_second:,.0f} steps/s")
-    return f"{summary.outcome}: {', '.join(parts)}"
+    figures = ", ".join(summary.figures())
+    return f"{summary.run} {summary.outcome}: {figures} -> {folder.path} ({what})"
 
 
 def _holds_something(path: Path) -> bool:

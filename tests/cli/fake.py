@@ -64,7 +64,6 @@ class FakeJob:
             outcome="fell short" if config.end == "fell short" else "finished",
             seed=config.seed,
             iterations=1,
-            env_steps=1,
             train_seconds=1.0,
         )
 

@@ -15,7 +15,7 @@ import pytest
 
 from rlinf_async.cli import commands
 from rlinf_async.config import Document
-from rlinf_async.runtime.jobs.config import EmbodiedConfig
+from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
 from tests.docs.pages import PAGES, ROOT, Block, Script, anchors, blocks, links, scripts, settings
 
 EVERY_BLOCK = [block for page in PAGES for block in blocks(page)]

@@ -8,7 +8,7 @@ import pathlib
 import subprocess
 import sys
 
-from rlinf_async.observe.summary import read_summary
+from rlinf_async.observe.summary import EmbodiedSummary, read_summary
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -55,7 +55,7 @@ def test_the_deadlock_is_reported_with_who_waits_where_and_how_long() -> None:
 def test_the_custom_environment_trains(tmp_path: pathlib.Path) -> None:
     done = run(EXAMPLES / "custom_env.py", "--steps", 3840, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
-    summary = read_summary(tmp_path / "run" / "summary.json")
+    summary = read_summary(tmp_path / "run" / "summary.json", EmbodiedSummary)
     assert (summary.iterations, summary.env_steps) == (2, 3840)
     assert summary.success_rate is not None
 
@@ -67,7 +67,7 @@ def test_the_robot_arm_trains_and_is_filmed(tmp_path: pathlib.Path) -> None:
         *("--evaluation.episodes", 4, "--evaluation.video_episodes", 1),
     )
     assert (done.returncode, done.stderr) == (1, "")  # 1600 steps do not reach the target
-    summary = read_summary(tmp_path / "run" / "summary.json")
+    summary = read_summary(tmp_path / "run" / "summary.json", EmbodiedSummary)
     assert (summary.outcome, summary.iterations, summary.env_steps) == ("fell short", 2, 1600)
     assert summary.extra == {}
     assert (tmp_path / "run" / "video.mp4").stat().st_size > 1000

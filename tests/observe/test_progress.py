@@ -17,6 +17,7 @@ from rlinf_async.observe.progress import (
     ProgressView,
     RunConsole,
     WorkerView,
+    figure,
     line_of,
     picture_of,
 )
@@ -25,12 +26,13 @@ STATE = ProgressState(
     run="reach",
     iteration=12,
     iterations=40,
-    env_steps=33600,
-    seconds=17.2,
-    steps_per_second=1953.2,
-    return_=-2.128,
-    success_rate=0.91,
-    staleness=0.8,
+    figures=[
+        ("steps", "33,600"),
+        ("steps/s", "1,953"),
+        ("return", figure(-2.128, ".2f")),
+        ("success", figure(0.91, ".0%")),
+        ("staleness", "0.8"),
+    ],
     channels=[
         ChannelView(name="observations", depth=8, capacity=8),
         ChannelView(name="trajectories", depth=1),
@@ -91,18 +93,16 @@ def test_the_picture_keeps_within_the_terminal(width: int) -> None:
 
 
 def test_what_is_not_known_is_a_dash_and_no_zero() -> None:
-    line = line_of(ProgressState(run="reach", iteration=0)).plain
-    assert line == (
-        "reach: iteration 0 | 0 steps in 0 s | - steps/s | return - | success - | staleness -"
-    )
-    assert "success" in drawn(ProgressState(run="reach", iteration=0), 80)
+    state = ProgressState(run="reach", iteration=0, figures=[("success", figure(None, ".0%"))])
+    assert line_of(state).plain == "reach: iteration 0 | success -"
+    assert "success" in drawn(state, 80)
 
 
 def test_the_line_is_plain_ascii_and_one_line() -> None:
     line = line_of(STATE).plain
     assert line.isascii()
     assert line == (
-        "reach: iteration 12/40 | 33600 steps in 17 s | 1953 steps/s | return -2.13 | success 91% "
+        "reach: iteration 12/40 | steps 33,600 | steps/s 1,953 | return -2.13 | success 91% "
         "| staleness 0.8 | channels observations 8/8, trajectories 1 | waiting: rollout 0 "
         "| env 0 was restarted"
     )

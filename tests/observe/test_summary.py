@@ -8,16 +8,17 @@ import msgspec
 import pytest
 
 from rlinf_async.observe import (
+    EmbodiedSummary,
+    LanguageSummary,
     RunFolder,
     RunFolderError,
     Staleness,
-    Summary,
     last_line,
     read_summary,
     write_summary,
 )
 
-SUMMARY = Summary(
+SUMMARY = EmbodiedSummary(
     run="fetch_reach_ppo",
     outcome="succeeded",
     seed=0,
@@ -42,7 +43,7 @@ def test_the_summary_is_json_under_the_documented_names(tmp_path: Path) -> None:
     assert written["return"] == -1.62
     assert written["staleness"] == {"mean": 0.9, "max": 1, "allowed": 1}
     assert written["extra"] == {"checkpoint": "checkpoints/41"}
-    assert read_summary(path) == SUMMARY
+    assert read_summary(path, EmbodiedSummary) == SUMMARY
 
 
 def test_what_was_not_measured_or_is_no_number_is_null_and_never_zero(tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_what_was_not_measured_or_is_no_number_is_null_and_never_zero(tmp_path: 
 def test_something_else_is_not_read_as_a_summary(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text('{"run": 3}')
     with pytest.raises(RunFolderError, match=r"summary\.json is not the summary of a run"):
-        read_summary(tmp_path / "summary.json")
+        read_summary(tmp_path / "summary.json", EmbodiedSummary)
 
 
 def test_the_last_line_names_the_result_the_folder_and_only_what_is_there(tmp_path: Path) -> None:
@@ -72,10 +73,32 @@ def test_the_last_line_names_the_result_the_folder_and_only_what_is_there(tmp_pa
 
 
 def test_the_last_line_of_a_run_that_failed_early_makes_nothing_up(tmp_path: Path) -> None:
-    failed = Summary(
+    failed = EmbodiedSummary(
         run="r", outcome="failed", seed=0, iterations=0, env_steps=0, train_seconds=0.0, error="x"
     )
     with RunFolder.create(tmp_path, config_text="") as folder:
         assert last_line(folder, failed) == (
             f"r failed: 0.0 s of training, 0 steps -> {tmp_path} (nothing was written)"
         )
+
+
+def test_a_run_of_a_language_model_is_summed_up_by_its_accuracy(tmp_path: Path) -> None:
+    summary = LanguageSummary(
+        run="grpo",
+        outcome="succeeded",
+        seed=0,
+        iterations=30,
+        train_seconds=61.25,
+        samples=3840,
+        samples_per_second=62.7,
+        eval_accuracy_before=0.41,
+        eval_accuracy=0.93,
+    )
+    write_summary(tmp_path / "summary.json", summary)
+    assert read_summary(tmp_path / "summary.json", LanguageSummary) == summary
+    assert summary.figures() == [
+        "accuracy 0.93 (before: 0.41)",
+        "61.2 s of training",
+        "3,840 samples",
+        "63 samples/s",
+    ]

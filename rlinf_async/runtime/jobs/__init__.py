@@ -45,7 +45,7 @@ def get_job(name: str) -> Job:
     Raises:
         ConfigError: there is none; lists those there are.
     """
-    from rlinf_async.runtime.jobs.embodied import EmbodiedPPO
+    from rlinf_async.runtime.jobs.embodied.job import EmbodiedPPO
 
     if name == EmbodiedPPO.name:
         return EmbodiedPPO()

@@ -1,16 +1,16 @@
-"""The live side of a run: the table in the terminal, the rows of the metrics, the spans."""
+"""The live side of a run of any kind: the table in the terminal, and the spans."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from rlinf_async.channels import Channel
-from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.observe.errors import ObserveError
 from rlinf_async.observe.perfetto import write_perfetto
 from rlinf_async.observe.progress import ChannelView, ProgressState, ProgressView, WorkerView
@@ -18,8 +18,6 @@ from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.backend import WorkerHandle
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.jobs.config import EmbodiedConfig
-from rlinf_async.runtime.jobs.progress import Reached
 from rlinf_async.runtime.stall import internal
 
 PERIOD = 0.25
@@ -30,68 +28,45 @@ SPANS_LIMIT = 2.0
 SPANS_KEPT = 400_000
 
 
+class Headline(NamedTuple):
+    """What a job says of itself, on top of the live view."""
+
+    run: str
+    iteration: int
+    iterations: int
+    figures: Sequence[tuple[str, str]]
+
+
 class Live:
     """Shows a run while it goes on, and collects what its trace is made of."""
 
     def __init__(
         self,
-        config: EmbodiedConfig,
         folder: RunFolder,
         cluster: Cluster,
-        reached: Reached,
         view: ProgressView,
+        headline: Callable[[], Headline],
     ) -> None:
-        self._config = config
         self._folder = folder
         self._cluster = cluster
-        self._reached = reached
         self._view = view
+        self._headline = headline
         self._tasks: list[asyncio.Task[None]] = []
-        self._last: TrainReport | None = None
         self.note = ""
         self._spans: list[Span] = []
         self._collecting = asyncio.Lock()
         self.left_out: Counter[str] = Counter()
         """spans that had to go, by worker"""
 
-    def row(self, report: TrainReport) -> dict[str, float]:
-        """One row of the metrics. What was not measured stays out."""
-        self._last = report
-        reached = self._reached
-        row = {
-            "iteration": float(report.iteration),
-            "version": float(report.version),
-            "env_steps": float(reached.env_steps),
-            "train_seconds": reached.train_seconds,
-            "steps_per_second": reached.env_steps / max(reached.train_seconds, 1e-9),
-            "episodes": float(reached.episodes),
-            "staleness_mean": report.lag_mean,
-            "staleness_max": float(report.lag_max),
-            "second_trajectories": float(report.duplicates),
-            **report.metrics,
-        }
-        if reached.returns:
-            row["return"] = sum(reached.returns) / len(reached.returns)
-        if reached.successes:
-            row["success_rate"] = sum(reached.successes) / len(reached.successes)
-        return row
-
     def show(self) -> None:
         """Draw the present state."""
-        reached = self._reached
+        run, iteration, iterations, figures = self._headline()
         self._view.update(
             ProgressState(
-                run=f"{self._config.name} (seed {self._config.seed})",
-                iteration=reached.version,
-                iterations=self._config.iterations,
-                env_steps=reached.env_steps,
-                seconds=reached.train_seconds,
-                steps_per_second=reached.env_steps / max(reached.train_seconds, 1e-9)
-                if reached.version
-                else None,
-                return_=_mean(reached.returns),
-                success_rate=_mean(reached.successes),
-                staleness=self._last.lag_mean if self._last else None,
+                run=run,
+                iteration=iteration,
+                iterations=iterations,
+                figures=figures,
                 channels=self._channels(),
                 workers=self._workers(),
                 note=self.note,
@@ -180,7 +155,3 @@ class Live:
     ) -> None:
         for task in self._tasks:
             task.cancel()
-
-
-def _mean(values: list[float] | list[bool]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -14,7 +14,7 @@ from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
 from rlinf_async.cli import main
 from rlinf_async.messages.embodied import Trajectory
 from rlinf_async.observe.perfetto import read_perfetto
-from rlinf_async.observe.summary import Summary, read_summary
+from rlinf_async.observe.summary import EmbodiedSummary, read_summary
 
 SMALL = """\
 job = "embodied_ppo"
@@ -43,7 +43,7 @@ backend = "local"
 """
 """Six iterations of 64 steps."""
 
-ENTRY = "tests.jobs.envs"
+ENTRY = "tests.jobs.embodied.envs"
 LEFT = ("config.toml", "metrics.csv", "summary.json", "trace.json", "run.json")
 PICTURES = ("learning_curve.png", "timeline.png")
 
@@ -75,15 +75,15 @@ class Job:
         printed = self._capture.readouterr()
         return Ended(code, printed.out, printed.err)
 
-    def succeed(self, *arguments: object) -> Summary:
+    def succeed(self, *arguments: object) -> EmbodiedSummary:
         """Train, and expect it to end well."""
         ended = self.train(*arguments)
         assert ended.code == 0, ended.err
         return self.summary
 
     @property
-    def summary(self) -> Summary:
-        return read_summary(self.out / "summary.json")
+    def summary(self) -> EmbodiedSummary:
+        return read_summary(self.out / "summary.json", EmbodiedSummary)
 
     @property
     def iterations(self) -> list[dict[str, str]]:

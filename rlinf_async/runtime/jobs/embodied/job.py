@@ -11,11 +11,11 @@ from pathlib import Path
 from rlinf_async.config import ConfigError, UsageError, to_toml
 from rlinf_async.observe.errors import ObserveError
 from rlinf_async.observe.run_folder import RunFolder
-from rlinf_async.observe.summary import Summary, last_line, write_summary
-from rlinf_async.runtime.jobs.checks import check_device, check_names, check_sinks
-from rlinf_async.runtime.jobs.config import EmbodiedConfig, check_sizes, fitted
-from rlinf_async.runtime.jobs.embodied_run import EmbodiedRun, failed_summary
-from rlinf_async.runtime.jobs.pictures import draw_busy, draw_pictures
+from rlinf_async.observe.summary import EmbodiedSummary, last_line, write_summary
+from rlinf_async.runtime.jobs.embodied.checks import check_device, check_names, check_sinks
+from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig, check_sizes, fitted
+from rlinf_async.runtime.jobs.embodied.pictures import draw_busy, draw_pictures
+from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun, failed_summary
 from rlinf_async.runtime.loop import run
 from rlinf_async.workers.env import EnvError, describe_env
 
@@ -40,7 +40,7 @@ class EmbodiedPPO:
         check_sinks(config)
         self._fitted(config)
 
-    def run(self, config: EmbodiedConfig, out: Path | None, resume: bool) -> Summary:
+    def run(self, config: EmbodiedConfig, out: Path | None, resume: bool) -> EmbodiedSummary:
         """Train, evaluate, and leave everything in the run folder."""
         full = self._fitted(config)
         folder_path = out or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -65,7 +65,7 @@ class EmbodiedPPO:
         except ObserveError as error:  # what is to be resumed cannot be
             raise UsageError(str(error)) from error
 
-    def _train(self, training: EmbodiedRun) -> Summary:
+    def _train(self, training: EmbodiedRun) -> EmbodiedSummary:
         try:
             return run(training.main())
         except BaseException as error:

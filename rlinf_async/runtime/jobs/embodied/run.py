@@ -30,14 +30,15 @@ from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.progress import ProgressView
 from rlinf_async.observe.run_folder import RunFolder
-from rlinf_async.observe.summary import Staleness, Summary
+from rlinf_async.observe.summary import EmbodiedSummary, Staleness
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
-from rlinf_async.runtime.jobs.collecting import Apart, Collectors, Together
-from rlinf_async.runtime.jobs.config import EmbodiedConfig, reseeded
-from rlinf_async.runtime.jobs.live import Live
+from rlinf_async.runtime.jobs.embodied.collecting import Apart, Collectors, Together
+from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig, reseeded
+from rlinf_async.runtime.jobs.embodied.reached import Parts, Reached, keep, load_reached
+from rlinf_async.runtime.jobs.embodied.rows import headline, row
+from rlinf_async.runtime.jobs.live import Headline, Live
 from rlinf_async.runtime.jobs.lost import deliveries, ended_by_lost_items
-from rlinf_async.runtime.jobs.progress import Parts, Reached, keep, load_reached
 from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
 from rlinf_async.workers.env import EnvReport, EvaluatedEpisode, EvaluationPlan
 
@@ -72,18 +73,22 @@ class EmbodiedRun:
         self.left_out: Mapping[str, int] = {}
         """spans that the trace does not have, by worker"""
         self._env_reports: list[EnvReport] = []
+        self._last: TrainReport | None = None
 
-    async def main(self) -> Summary:
+    async def main(self) -> EmbodiedSummary:
         """The whole run."""
         with ProgressView() as view:
             async with self._cluster() as cluster:
-                live = Live(self.config, self.folder, cluster, self.reached, view)
+                live = Live(self.folder, cluster, view, self._headline)
                 self.left_out = live.left_out
                 with live, ended_by_lost_items(cluster):
                     try:
                         return await self._run(cluster, live)
                     finally:
                         await live.leave_trace()
+
+    def _headline(self) -> Headline:
+        return headline(self.config, self.reached, self._last)
 
     def _cluster(self) -> Cluster:
         config = self.config.cluster
@@ -93,7 +98,7 @@ class EmbodiedRun:
             heartbeat_limit=config.heartbeat_limit, deadlock_after=config.deadlock_after
         )
 
-    async def _run(self, cluster: Cluster, live: Live) -> Summary:
+    async def _run(self, cluster: Cluster, live: Live) -> EmbodiedSummary:
         live.note = "starting workers"
         graph = Graph(cluster, self.config)
         apart = self.config.cluster.rollout_workers > 0
@@ -194,7 +199,8 @@ class EmbodiedRun:
         """Book one iteration."""
         reached, training = self.reached, self.config.training
         reached.take(report, seconds, training.return_window)
-        metrics.write(reached.env_steps, live.row(report))
+        self._last = report
+        metrics.write(reached.env_steps, row(reached, report))
         if report.checkpoint is not None:
             keep(self.folder.checkpoints, reached, report.checkpoint, training.keep_checkpoints)
         live.show()
@@ -223,10 +229,10 @@ class EmbodiedRun:
             row["eval_success_rate"] = success_rate
         metrics.write(self.reached.env_steps + 1, row)
 
-    def _summary(self, cluster: Cluster, episodes: list[EvaluatedEpisode]) -> Summary:
+    def _summary(self, cluster: Cluster, episodes: list[EvaluatedEpisode]) -> EmbodiedSummary:
         success_rate, mean_return = _success_rate(episodes), _mean_return(episodes)
         reached = self.reached
-        return Summary(
+        return EmbodiedSummary(
             run=self.config.name,
             outcome=self._outcome(success_rate, mean_return),
             seed=self.config.seed,
@@ -285,10 +291,12 @@ class _Clock:
         return time.monotonic() - self._start
 
 
-def failed_summary(config: EmbodiedConfig, reached: Reached, error: BaseException) -> Summary:
+def failed_summary(
+    config: EmbodiedConfig, reached: Reached, error: BaseException
+) -> EmbodiedSummary:
     """What is left of a run that did not end by itself."""
     stopped = isinstance(error, (KeyboardInterrupt, asyncio.CancelledError))
-    return Summary(
+    return EmbodiedSummary(
         run=config.name,
         outcome="stopped" if stopped else "failed",
         seed=config.seed,

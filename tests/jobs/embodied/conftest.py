@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from tests.jobs.kit import Job
+from tests.jobs.embodied.kit import Job
 
 
 @pytest.fixture

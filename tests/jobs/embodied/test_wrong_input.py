@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from rlinf_async.runtime.cluster import Cluster
-from tests.jobs.kit import Job
+from tests.jobs.embodied.kit import Job
 
 TOO_MANY = (
     "100000 samples are more than an actor gets in one iteration: 1 env workers x 4 envs x 16"
@@ -45,9 +45,13 @@ def said(job: Job, *arguments: object) -> str:
         ("env.idd", "CartPole-v1", "env.idd: unknown name (did you mean 'id'?)"),
         ("env.envs", "many", "env.envs: expected an integer, found 'many'"),
         ("env.envs", "3", "envs = 3 cannot be divided into stages = 2 groups"),
-        ("env.entry_point", "tests.jobs.envs:none", "has no function 'none'"),
-        ("env.entry_point", "tests.jobs.envs:broken", "RuntimeError: no licence for the simul"),
-        ("env.entry_point", "tests.jobs.envs:rooms", "the observation space Text(1, 5, "),
+        ("env.entry_point", "tests.jobs.embodied.envs:none", "has no function 'none'"),
+        (
+            "env.entry_point",
+            "tests.jobs.embodied.envs:broken",
+            "RuntimeError: no licence for the simul",
+        ),
+        ("env.entry_point", "tests.jobs.embodied.envs:rooms", "the observation space Text(1, 5, "),
         ("training.total_steps", "0", "total_steps is 0; it must be at least 1"),
         ("training.max_staleness", "-1", "max_staleness is -1"),
         ("actor.ppo.minibatch_size", "100000", TOO_MANY),

@@ -19,11 +19,11 @@ from rlinf_async.observe.errors import ObserveError
 from rlinf_async.observe.learning_curve import draw_learning_curve
 from rlinf_async.observe.perfetto import read_perfetto
 from rlinf_async.observe.run_folder import RunFolder
-from rlinf_async.observe.summary import Summary
+from rlinf_async.observe.summary import EmbodiedSummary
 from rlinf_async.observe.timeline import draw_timeline
 from rlinf_async.observe.video import record_video
-from rlinf_async.runtime.jobs.config import EmbodiedConfig
-from rlinf_async.runtime.jobs.progress import load_reached
+from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
+from rlinf_async.runtime.jobs.embodied.reached import load_reached
 from rlinf_async.workers.env import EnvError, describe_env, make_env
 from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def draw_pictures(
-    config: EmbodiedConfig, folder: RunFolder, summary: Summary, left_out: Mapping[str, int]
+    config: EmbodiedConfig, folder: RunFolder, summary: EmbodiedSummary, left_out: Mapping[str, int]
 ) -> bool:
     """Draw all pictures; problems are printed and noted in the summary. Whether there were any.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf_async.runtime.jobs.config import EmbodiedConfig, TrainingConfig, reseeded
+from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig, TrainingConfig, reseeded
 from rlinf_async.workers.env import EnvConfig
-from tests.jobs.kit import Job, Trained, record_training
+from tests.jobs.embodied.kit import Job, Trained, record_training
 
 CONFIG = EmbodiedConfig(
     seed=3,

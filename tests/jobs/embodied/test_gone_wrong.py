@@ -15,12 +15,12 @@ from rlinf_async.backends.base import PolicyAnswer
 from rlinf_async.backends.policies.serving import PolicyServer
 from rlinf_async.channels import Receiver, Sender
 from rlinf_async.messages.embodied import Actions, Collect, Floats, Observations, Trajectory
-from rlinf_async.runtime.jobs import collecting
+from rlinf_async.runtime.jobs.embodied import collecting
 from rlinf_async.workers.env import EnvReport, EnvWorker
-from tests.jobs.kit import Ended, Job
+from tests.jobs.embodied.kit import Ended, Job
 from tests.workers.actor.toy import trajectory
 
-WALK = ("--env.id", "Walk", "--env.entry_point", "tests.jobs.envs:Walk", "--env.kwargs")
+WALK = ("--env.id", "Walk", "--env.entry_point", "tests.jobs.embodied.envs:Walk", "--env.kwargs")
 PROCESS = ("--cluster.backend", "process")
 Form = tuple[object, ...]
 FORMS: list[Form] = [(), ("--cluster.rollout_workers", 0)]

@@ -12,7 +12,7 @@ from rlinf_async.observe.errors import RunFolderError
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.jobs import live
 from rlinf_async.runtime.local import LocalWorker
-from tests.jobs.kit import Job
+from tests.jobs.embodied.kit import Job
 
 
 def interrupt(*args: object) -> Any:
@@ -42,7 +42,7 @@ def test_a_run_that_failed_leaves_trace_and_timeline(
 
 
 def test_an_interrupted_run_leaves_them_too(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlinf_async.runtime.jobs.embodied_run import EmbodiedRun
+    from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun
 
     monkeypatch.setattr(EmbodiedRun, "_write_evaluation", interrupt)
     assert job.train().code == 130

@@ -7,8 +7,8 @@ import pytest
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, FSDPConfig
 from rlinf_async.backends.fsdp.offload import rank_device
 from rlinf_async.config import ConfigError, MissingDevice
-from rlinf_async.runtime.jobs import checks
-from rlinf_async.runtime.jobs.config import ClusterConfig, EmbodiedConfig, TrainingConfig
+from rlinf_async.runtime.jobs.embodied import checks
+from rlinf_async.runtime.jobs.embodied.config import ClusterConfig, EmbodiedConfig, TrainingConfig
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.env import EnvConfig
 

@@ -15,7 +15,7 @@ from rlinf_async.messages.embodied import Actions, Collect, Observations, Trajec
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import GroupCall, WorkerGroup
-from rlinf_async.runtime.jobs.config import EmbodiedConfig
+from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
 from rlinf_async.runtime.jobs.lost import deliveries
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.collocated import CollocatedEnvWorker

@@ -14,8 +14,8 @@ import pytest
 from rlinf_async.channels import Channel
 from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.jobs.embodied_run import EmbodiedRun
-from tests.jobs.kit import Job
+from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun
+from tests.jobs.embodied.kit import Job
 from tests.jobs.processes import children
 
 PROCESS = ("--cluster.backend", "process")

@@ -11,7 +11,7 @@ import pytest
 
 from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.observe.errors import RunFolderError
-from rlinf_async.runtime.jobs.progress import Parts, Reached, keep, load_reached
+from rlinf_async.runtime.jobs.embodied.reached import Parts, Reached, keep, load_reached
 
 
 def report(iteration: int, **fields: Any) -> TrainReport:

@@ -9,7 +9,7 @@ from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.config import ConfigError, MissingDevice
 from rlinf_async.observe.errors import MetricsError
 from rlinf_async.observe.metrics import find_sink
-from rlinf_async.runtime.jobs.config import EmbodiedConfig
+from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
 from rlinf_async.runtime.placement import host_devices
 
 FSDP = ("actor", "fsdp")

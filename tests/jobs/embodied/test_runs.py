@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.jobs.kit import Job, record_training
+from tests.jobs.embodied.kit import Job, record_training
 
 PROCESS = ("--cluster.backend", "process")
 TOGETHER = ("--cluster.rollout_workers", 0)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.jobs.kit import Job
+from tests.jobs.embodied.kit import Job
 from tests.jobs.processes import Driver
 
 PROCESS = ("--cluster.backend", "process", "--training.total_steps", 1536)
