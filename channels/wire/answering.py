@@ -47,7 +47,7 @@ class Answering:
         """Give a request or a notice to its handler; arguments that it cannot read are refused.
 
         Raises:
-            MalformedFrame: it does not even say what it asks for.
+            MalformedFrame: it does not even say what it asks for, or has another one's number.
         """
         head = message.head
         size = head[0] + 1 if head else 0
@@ -58,6 +58,8 @@ class Answering:
             raise MalformedFrame(f"the kind of a request: {error}") from error
         request = Request[Any](self._connection, self, kind, number, message.lane, message.body)
         if number:
+            if number in self._asked or number in self._untaken:
+                raise MalformedFrame(f"request {number} was made twice")
             self._asked[number] = request
         route = self._router.routes.get(kind)
         if route is None:
@@ -116,7 +118,7 @@ class Answering:
             if undo is not None:
                 self._untaken[request.number] = undo
         elif undo is not None:
-            undo(self._lost or "a notice takes no answer")
+            undo(self._lost if request.number else None)  # a notice takes no answer
         self._forget(request)
 
     def fail(self, request: Request[Any], error: BaseException) -> None:
@@ -147,6 +149,8 @@ class Answering:
                 self._start(request, route.handle(self._connection, request.meta, request.body))
             elif route.answer is not None:
                 route.answer(request)
+                if not request.number:  # nobody could give up its wait
+                    self._abandon(request)
         except Exception as error:
             self._failed(request, error)
 

@@ -301,8 +301,9 @@ async def test_a_malformed_frame_closes_its_connection_only(
         pack_small(FrameType.REQUEST, 1, b"\x02\xff\xff"),
         pack_small(FrameType.RECEIPTS, 0, b"123"),
         pack_small(FrameType.CANCEL, 1, b"\x91\x05"),
+        pack_small(FrameType.REQUEST, 1, b"\x04wait\x81\xa4text\xa0") * 2,
     ],
-    ids=["answer", "bad text", "receipts", "refusal"],
+    ids=["answer", "bad text", "receipts", "refusal", "twice"],
 )
 async def test_a_frame_that_makes_no_sense_closes_the_connection(frame: bytes) -> None:
     async with peers() as two:

@@ -25,6 +25,7 @@ from rlinf_async.channels.wire import (
     Connection,
     Encoded,
     RemoteError,
+    RemoteReceiver,
     RemoteSender,
     Request,
     Router,
@@ -254,6 +255,23 @@ async def test_a_clone_cannot_take_the_number_of_another(caplog: pytest.LogCaptu
         await sender.put(1)
         assert channel.statistics().senders == 2
         assert caplog.text.count("it is not free") == 2
+
+
+@pytest.mark.parametrize("lease", [False, True])
+async def test_what_is_taken_by_a_notice_goes_back_and_nothing_waits(lease: bool) -> None:
+    channel = Channel(int, name="numbers")
+    async with remote_pair(channel) as (_, receiver):
+        assert isinstance(receiver, RemoteReceiver)
+        get = protocol.Get(receiver._number, None, 1, None, "w", lease)
+        for item in (1, 2):
+            receiver._wire.connection.notify("channel.get", get)
+            await receiver.statistics()  # asked later, so that was heard
+            assert channel.statistics().waiting_getters == 0
+            await channel.sender.put(item)
+            receiver._wire.connection.notify("channel.get", get)
+            await receiver.statistics()
+            assert channel.statistics().leases_out == 0
+        assert [await receiver.get(), await receiver.get()] == [1, 2]
 
 
 # ---- ends of connections

@@ -1,0 +1,147 @@
+"""Inputs that mean something, where a fuzzer and the tests' mutations start from.
+
+``python -m tests.fuzz.seeds FOLDER`` writes them, a folder for each target.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from hashlib import sha1
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from rlinf_async.channels.wire import Encoded, encode, protocol
+from rlinf_async.channels.wire.framing import LAST_TYPE, Flag, FrameType
+from rlinf_async.channels.wire.memory_protocol import (
+    Announce,
+    Opened,
+    Place,
+    Refused,
+    Released,
+    Retired,
+)
+from rlinf_async.channels.wire.router import Router
+from rlinf_async.channels.wire.server import ChannelServer
+from rlinf_async.channels.wire.slab import PAGE
+from rlinf_async.channels.wire.transfer import DATA, outgoing
+from tests.fuzz.pieces import piece
+from tests.fuzz.pure import TYPES, Other, Plain, Sample
+
+ARRAY, TENSOR = np.arange(3), torch.ones(2, 2, dtype=torch.bfloat16)
+VALUES: tuple[Any, ...] = (
+    None, 1, -(2**40), 1.5, "text", b"bytes", [1, "two", None], {"a": {"b": [ARRAY]}},
+    Sample("s", ARRAY, TENSOR, {"x": [np.ones(1, np.float32)]}, Sample("p", ARRAY, TENSOR)),
+    Other((1.0, 2.0)), Plain(1.0, b"blob"), [Plain(0.0, b"")], {1, 2}, TENSOR, ARRAY,
+    protocol.EndRef(1, "sender", "numbers"), np.zeros(2000, np.float32),
+)  # fmt: skip
+METAS: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("channel.put", (None, 1, "w")),
+    ("channel.put", ("key", 2, "w")),
+    ("channel.get", (None, 1, None, "w", False)),
+    ("channel.get", (None, 4, 1, "w", True)),
+    ("channel.get", (7, 1, None, "w", True)),
+    ("channel.settle", (None,)),
+    ("channel.settle", ("a failure",)),
+    ("channel.clone", (-1, "w")),
+    ("channel.close", ()),
+    ("channel.stale", ()),
+    ("channel.statistics", ()),
+    ("channel.fail", ("a failure",)),
+    ("latest.publish", ("w",)),
+    ("latest.newer", (0, "w")),
+    ("latest.close", ()),
+)
+
+
+def frames() -> Iterator[bytes]:
+    for kind in FrameType:
+        for body in (None, encode(VALUES[-1]), encode(VALUES[8]), Encoded(b"d" * 600_000)):
+            message, _ = outgoing(kind, 7, b"head", body, DATA)
+            stream = b""
+            while (parts := message.next_frame()) is not None:
+                stream += b"".join(parts)
+            yield b"\x05" + stream[:8000]
+
+
+def items() -> Iterator[bytes]:
+    for which in range(len(TYPES)):
+        for value in VALUES:
+            travels = encode(value)
+            apart = b"".join(piece(bytes(buffer)) for buffer in travels.buffers)
+            yield bytes((which, len(travels.buffers))) + apart + travels.data
+
+
+def parts() -> Iterator[bytes]:
+    yield b"\x02" + b"\x03\x00\x01" + b"\x02\x00\x00" + b"\x01" + piece(b"array") + b"abcde"
+    yield b"\x01" + b"\x05\x00\x00" + b"\x00" + b"abcde"
+
+
+def handshake() -> Iterator[bytes]:
+    yield b"\x00\x01" + bytes(4)
+    yield b"\x01\x01" + bytes(4)
+    yield b"\x00\x00" + bytes(4)
+    for step in range(4):
+        yield b"\x00\x01" + bytes(step) + b"\x02" + piece(b"\x00\x00more")
+        yield b"\x00\x01" + bytes(step) + b"\x03\x05\x00\x01"
+
+
+def memory() -> Iterator[bytes]:
+    notices = (
+        Announce(2, 3, bytes(32)), Opened(1), Refused(1, "no"), Released([1], [2]), Retired(1),
+    )  # fmt: skip
+    for notice in notices:
+        yield b"\x01" + msgspec.msgpack.encode(notice)
+    for places in (
+        [Place(1, 1, PAGE, 100), None],
+        [Place(1, 1, PAGE, 100), Place(1, 1, PAGE + 64, 100), Place(2, 1, 2 * PAGE, PAGE)],
+        [Place(1, 1, 4 * PAGE, 1)],
+    ):
+        yield b"\x00" + piece(msgspec.msgpack.encode(places)) + b"\x01" + piece(b"beside")
+
+
+def live() -> Iterator[bytes]:
+    router = Router()
+    ChannelServer(router)
+    kinds = sorted(router.routes)
+    every = b""
+    for number, (kind, rest) in enumerate(METAS, 1):
+        which = kinds.index(kind)
+        end = {"channel.put": 0, "latest.publish": 2, "latest.newer": 3}.get(kind, 1)
+        end = 0 if kind in ("channel.fail", "channel.close") else end
+        arguments = piece(b"".join(map(msgspec.msgpack.encode, rest)))
+        body = piece(encode([1, "two"]).data) + b"\x00"
+        head = bytes((which, end)) + arguments + bytes((len(rest),))
+        for frame in (FrameType.REQUEST, FrameType.NOTICE):
+            yield (one := bytes((_said(frame), number, Flag.BODY)) + head + body)
+            every += one
+    yield every
+    for frame in FrameType:
+        yield bytes((_said(frame), 1, 0, 255)) + piece(b"\x01" + bytes(7)) + piece(b"") + b"\x00"
+    yield b"\x00" + piece(b"\xff" * 28)
+
+
+def _said(kind: FrameType) -> int:
+    """How an input says a frame's type; 0 stands for bytes that are no frame."""
+    return kind - 1 or LAST_TYPE
+
+
+EVERY = {
+    "frames": frames, "items": items, "parts": parts, "handshake": handshake, "memory": memory,
+    "live": live,
+}  # fmt: skip
+
+
+def main(folder: Path) -> None:
+    for name, made in EVERY.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for seed in made():
+            (folder / name / sha1(seed).hexdigest()).write_bytes(seed)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
