@@ -1,0 +1,156 @@
+"""Every admitted sample is trained exactly once, and none too late."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlinf_async.messages.language import (
+    Failed,
+    Generated,
+    Prompt,
+    Rejected,
+    Request,
+    Sample,
+    Sampling,
+    Scored,
+    ScoredSample,
+)
+from rlinf_async.runtime.jobs.language.ledger import Ledger, LedgerState, to_train
+
+
+def prompts(count: int, start: int = 0) -> list[Prompt]:
+    return [
+        Prompt(
+            index=start + position,
+            text="1+1=",
+            token_ids=np.arange(4, dtype=np.int32),
+            verifier="exact",
+            reference="2",
+        )
+        for position in range(count)
+    ]
+
+
+def ledger(
+    count: int = 2, group_size: int = 3, max_staleness: int = 0, state: LedgerState | None = None
+) -> Ledger:
+    return Ledger(
+        prompts=count,
+        group_size=group_size,
+        max_staleness=max_staleness,
+        sampling=Sampling(max_tokens=8),
+        seed=7,
+        state=state,
+    )
+
+
+def scored(request: Request, outcome: Scored | Rejected | Failed | None = None) -> ScoredSample:
+    tokens = 2 + request.index
+    generated = Generated(
+        token_ids=np.arange(tokens, dtype=np.int32),
+        log_prob=np.full(tokens, -0.5, np.float32),
+        version=np.full(tokens, request.min_version, np.int32),
+        finish="stop",
+    )
+    sample = Sample(request=request, generated=generated, text="2", rollout_rank=0)
+    return ScoredSample(sample=sample, outcome=outcome or Scored(reward=1.0))
+
+
+def test_a_group_leaves_once_it_is_whole_and_in_order() -> None:
+    books = ledger(count=1)
+    first, second, third = books.admit(prompts(1))
+    assert books.take(scored(third)) is None
+    assert books.take(scored(first)) is None
+    group = books.take(scored(second))
+    assert group is not None
+    assert [one.sample.request.index for one in group] == [0, 1, 2]
+
+
+def test_a_sample_that_comes_twice_is_left_out_and_counted() -> None:
+    books = ledger(count=1, group_size=2)
+    first, second = books.admit(prompts(1))
+    books.take(scored(first))
+    assert books.take(scored(first)) is None
+    assert books.take(scored(second)) is not None
+    assert books.take(scored(second)) is None
+    assert books.duplicates == 2
+
+
+def test_samples_draw_from_streams_of_their_own_that_a_resumed_run_has_too() -> None:
+    seeds = [one.seed for one in ledger().admit(prompts(2))]
+    assert len(set(seeds)) == 6
+    assert seeds == [one.seed for one in ledger().admit(prompts(2))]
+
+
+def test_another_number_of_prompts_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 prompts were given; an iteration has 2"):
+        ledger(count=2).admit(prompts(3))
+
+
+def test_a_sample_that_was_not_scored_trains_nothing_and_has_no_reward() -> None:
+    books = ledger(count=1)
+    first, second, third = books.admit(prompts(1))
+    books.take(scored(first, Scored(reward=0.25)))
+    books.take(scored(second, Failed(error="TimeoutError")))
+    group = books.take(scored(third, Rejected(reason="no answer")))
+    assert group is not None
+    samples = to_train(group).samples
+    assert [one.scored for one in samples] == [True, False, False]
+    assert [bool(one.loss_mask.any()) for one in samples] == [True, False, False]
+    assert samples[0].reward == 0.25
+    assert math.isnan(samples[1].reward)
+    assert math.isnan(samples[2].reward)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    max_staleness=st.integers(0, 3),
+    count=st.integers(1, 3),
+    group_size=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+    kill_at=st.integers(0, 40),
+)
+def test_whatever_the_order_and_a_kill_every_sample_is_trained_once_and_none_too_late(
+    max_staleness: int, count: int, group_size: int, seed: int, kill_at: int
+) -> None:
+    chance = random.Random(seed)
+    iterations, version, trained_groups = 5, 0, list[int]()
+    books = ledger(count, group_size, max_staleness)
+    kept, kept_trained, kept_version = books.state(), list[int](), 0
+    whole: dict[int, list[int]] = {}
+    flying: list[Request] = []
+    for step in range(1000):
+        if step == kill_at:  # go on from what was written, with everything on its way lost
+            state = msgspec.structs.replace(kept)
+            books = ledger(count, group_size, max_staleness, state)
+            version, trained_groups, whole = kept_version, list(kept_trained), {}
+            flying = books.running
+            for group in books.complete():
+                request = group[0].sample.request
+                whole.setdefault(request.iteration, []).append(request.group)
+        while books.next_iteration < iterations and books.may_admit(version):
+            assert books.next_iteration - version <= max_staleness
+            flying += books.admit(prompts(count, books.next_iteration * count))
+        if flying:
+            request = flying.pop(chance.randrange(len(flying)))
+            assert version - request.min_version <= max_staleness
+            done = books.take(scored(request))
+            if done is not None:
+                whole.setdefault(request.iteration, []).append(request.group)
+        if len(whole.get(version, [])) == count:
+            trained_groups += sorted(whole.pop(version))
+            books.trained(version)
+            version += 1
+            kept, kept_trained, kept_version = books.state(), list(trained_groups), version
+        if version == iterations:
+            break
+    assert trained_groups == list(range(iterations * count))
+    assert books.state().running == []
+    assert books.state().finished == []
