@@ -1,4 +1,4 @@
-"""A picture of the learning: return and success, over environment steps and over seconds."""
+"""A picture of the learning: what a run is measured by, over what it took and over seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,16 @@ from rlinf_async.observe.figures import (
     quiet,
     save,
 )
-from rlinf_async.observe.metrics import ENV_STEPS, RETURN, SECONDS, SUCCESS_RATE
+from rlinf_async.observe.metrics import (
+    ACCURACY,
+    ENV_STEPS,
+    RESPONSE_TOKENS,
+    RETURN,
+    REWARD,
+    SAMPLES,
+    SECONDS,
+    SUCCESS_RATE,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,8 +37,8 @@ if TYPE_CHECKING:
 Series = NDArray[np.float64]
 
 
-class _Row(NamedTuple):
-    """One measure of the picture, and its ``eval_`` twin where the run evaluates."""
+class Measure(NamedTuple):
+    """One row of the picture, and its ``eval_`` twin where the run evaluates."""
 
     column: str
     label: str
@@ -37,30 +46,59 @@ class _Row(NamedTuple):
     is_share: bool
 
 
-_ROWS: Final = (
-    _Row(SUCCESS_RATE, "success rate", COLOURS[2], True),
-    _Row(RETURN, "episode return", COLOURS[0], False),
+class Curves(NamedTuple):
+    """What one kind of run is measured by, and over what."""
+
+    measures: tuple[Measure, ...]
+    axes: tuple[tuple[str, str], ...]
+    """columns and their labels"""
+    nothing: str
+    """what the picture says where there is nothing to draw"""
+
+
+EMBODIED: Final = Curves(
+    measures=(
+        Measure(SUCCESS_RATE, "success rate", COLOURS[2], True),
+        Measure(RETURN, "episode return", COLOURS[0], False),
+    ),
+    axes=((ENV_STEPS, "environment steps"), (SECONDS, "training seconds")),
+    nothing="no episode has finished",
 )
-_AXES: Final = ((ENV_STEPS, "environment steps"), (SECONDS, "training seconds"))
+LANGUAGE: Final = Curves(
+    measures=(
+        Measure(ACCURACY, "accuracy", COLOURS[2], True),
+        Measure(REWARD, "reward", COLOURS[0], False),
+        Measure(RESPONSE_TOKENS, "tokens of a response", COLOURS[1], False),
+    ),
+    axes=((SAMPLES, "samples"), (SECONDS, "training seconds")),
+    nothing="no iteration has finished",
+)
 
 
 def draw_learning_curve(
-    metrics_csv: Path, path: Path, *, title: str = "Learning curve", target: float | None = None
+    metrics_csv: Path,
+    path: Path,
+    *,
+    title: str = "Learning curve",
+    target: float | None = None,
+    curves: Curves = EMBODIED,
 ) -> None:
     """Draw the picture from ``metrics.csv``: thin as measured, thick smoothed.
 
     What the file does not have is left out: an env without a notion of success has one row.
-    Evaluations (``eval_return``, ``eval_success_rate``) stand as dots. ``target`` is a success
-    rate to draw a line at.
+    Evaluations (``eval_return``, ``eval_success_rate``) stand as dots. ``target`` is a share to
+    draw a line at.
 
     Raises:
         RunFolderError: the CSV cannot be read, or the picture not written.
     """
     columns = {name: np.asarray(cells) for name, cells in read_columns(metrics_csv).items()}
-    rows = [row for row in _ROWS if _has_numbers(columns, row.column)]
-    across = [axis for axis in _AXES if _has_numbers(columns, axis[0])] or [(STEP, "iterations")]
+    rows = [row for row in curves.measures if _shown(columns, row)]
+    across = [axis for axis in curves.axes if _has_numbers(columns, axis[0])] or [
+        (STEP, "iterations")
+    ]
     figure = new_figure(5.2 * len(across), 1.0 + 2.6 * max(1, len(rows)))
-    headline(figure, title if rows else f"{title}: no episode has finished")
+    headline(figure, title if rows else f"{title}: {curves.nothing}")
     grid = figure.subplots(max(1, len(rows)), len(across), squeeze=False, sharex="col")
     for place, row in enumerate(rows):
         for axes, (column, _) in zip(grid[place], across, strict=True):
@@ -71,16 +109,21 @@ def draw_learning_curve(
     save(figure, path)
 
 
+def _shown(columns: Mapping[str, Series], row: Measure) -> bool:
+    return _has_numbers(columns, row.column) or _has_numbers(columns, f"eval_{row.column}")
+
+
 def _has_numbers(columns: Mapping[str, Series], name: str) -> bool:
     return name in columns and bool(np.isfinite(columns[name]).any())
 
 
 def _draw(
-    axes: Axes, columns: Mapping[str, Series], across: str, row: _Row, target: float | None
+    axes: Axes, columns: Mapping[str, Series], across: str, row: Measure, target: float | None
 ) -> None:
-    x, y = _measured(columns, across, row.column)
-    axes.plot(x, y, color=row.colour, linewidth=0.9, alpha=0.35)
-    axes.plot(x, _smooth(y), color=row.colour, linewidth=2.0, label="while training")
+    if _has_numbers(columns, row.column):
+        x, y = _measured(columns, across, row.column)
+        axes.plot(x, y, color=row.colour, linewidth=0.9, alpha=0.35)
+        axes.plot(x, _smooth(y), color=row.colour, linewidth=2.0, label="while training")
     evaluation = f"eval_{row.column}"
     if _has_numbers(columns, evaluation):
         x, y = _measured(columns, across, evaluation)
@@ -88,7 +131,7 @@ def _draw(
     _dress(axes, row, target)
 
 
-def _dress(axes: Axes, row: _Row, target: float | None) -> None:
+def _dress(axes: Axes, row: Measure, target: float | None) -> None:
     from matplotlib.ticker import EngFormatter, PercentFormatter
 
     if row.is_share:

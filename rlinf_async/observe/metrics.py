@@ -25,6 +25,10 @@ ENV_STEPS: Final = "env_steps"
 SECONDS: Final = "train_seconds"
 RETURN: Final = "return"
 SUCCESS_RATE: Final = "success_rate"
+SAMPLES: Final = "samples"
+REWARD: Final = "reward"
+ACCURACY: Final = "accuracy"
+RESPONSE_TOKENS: Final = "response_tokens"
 
 
 class MetricsSink(Protocol):
