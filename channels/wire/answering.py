@@ -14,7 +14,7 @@ import msgspec
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ChannelError, MalformedFrame
 from rlinf_async.channels.saying import say
-from rlinf_async.channels.wire.failures import report
+from rlinf_async.channels.wire.failures import UNREADABLE, report
 from rlinf_async.channels.wire.framing import Flag, FrameType
 from rlinf_async.channels.wire.outbox import Outbox
 from rlinf_async.channels.wire.router import Refused, Reply, Request, Route, Router, Undo
@@ -67,7 +67,7 @@ class Answering:
             return
         try:
             request.meta = route.decode(head[size:])
-        except (msgspec.DecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             request.fail(MalformedFrame(f"the arguments of {kind!r}: {error}"))
         else:
             self._answer(route, request)
@@ -80,7 +80,7 @@ class Answering:
         """
         try:
             refused = _decode_refused(head) if head else None
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise MalformedFrame(f"what was refused: {error}") from error
         request = self._asked.get(number)
         if request is not None:

@@ -99,15 +99,17 @@ class Asking:
         """An answer arrived.
 
         Raises:
-            MalformedFrame: nobody asked for it.
+            MalformedFrame, DecodeError: nobody asked for it, or it cannot be read.
         """
+        failed = message.type == FrameType.ERROR
+        error = rebuild(_decode_report(message.head)) if failed else None  # or who waits hangs
         future = self._pending.pop(message.number, None)
         if future is None:
             if message.number > self._last:
                 raise MalformedFrame(f"an answer to request {message.number}, which nobody made")
         elif not future.done():
-            if message.type == FrameType.ERROR:
-                future.set_exception(rebuild(_decode_report(message.head)))
+            if error is not None:
+                future.set_exception(error)
             else:
                 future.set_result(message)
 

@@ -21,8 +21,6 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import msgspec
-
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, MalformedFrame
 from rlinf_async.channels.saying import fit, say
@@ -30,6 +28,7 @@ from rlinf_async.channels.waitfor import WaitFuture
 from rlinf_async.channels.wire.answering import Answering
 from rlinf_async.channels.wire.asking import Answer, Asking, head_of, reply_decoder
 from rlinf_async.channels.wire.auth import Handshake
+from rlinf_async.channels.wire.failures import UNREADABLE
 from rlinf_async.channels.wire.framing import Flag, FrameType, pack_small
 from rlinf_async.channels.wire.hangup import HangUp
 from rlinf_async.channels.wire.heartbeat import Heartbeat, Pulse
@@ -153,7 +152,7 @@ class Connection(asyncio.Protocol):
             raise
         try:
             found: R = reply_decoder(reply)(message.head)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise self._malformed(f"the answer to {kind!r}: {error}") from error
         return Answer(found, message, self._asking)
 
@@ -289,7 +288,7 @@ class Connection(asyncio.Protocol):
                 self._receive(message)
                 if self.closed:
                     return
-        except (MalformedFrame, msgspec.DecodeError) as error:
+        except (MalformedFrame, *UNREADABLE) as error:
             self._malformed(str(error))
 
     def _malformed(self, what: str) -> MalformedFrame:

@@ -10,6 +10,8 @@ from rlinf_async.channels import errors
 from rlinf_async.channels.errors import ChannelError
 from rlinf_async.channels.saying import fit_bytes, text_of
 
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what was expected."""
 MAX_TEXT = 16 * 1024
 """Bytes, of a message and of a traceback: an answer that fails must fit where it goes."""
 

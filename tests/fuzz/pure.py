@@ -21,6 +21,7 @@ from rlinf_async.channels.wire import Decoder, Encoded, encode, protocol
 from rlinf_async.channels.wire.auth import MAX_MESSAGE, Handshake
 from rlinf_async.channels.wire.borrowing import Borrowing
 from rlinf_async.channels.wire.codec import split
+from rlinf_async.channels.wire.failures import UNREADABLE
 from rlinf_async.channels.wire.framing import HEADER, MAX_FRAME_BYTES
 from rlinf_async.channels.wire.memory_protocol import Announce, decode_notice
 from rlinf_async.channels.wire.slab import PAGE, Slab, make_slab
@@ -172,13 +173,13 @@ def memory(data: bytes) -> None:
     borrowing = Borrowing(said.append, lambda number, spoilt: said.append(number))
     borrowing.announced(Announce(1, slab.fd, slab.token), os.getpid())
     if pieces.byte() % 2:
-        with suppress(msgspec.DecodeError, MalformedFrame):
+        with suppress(MalformedFrame, *UNREADABLE):
             notice = decode_notice(pieces.rest())
             if isinstance(notice, Announce):
                 borrowing.announced(notice, os.getpid())
         return
     table, beside = pieces.some(), [bytearray(pieces.some()) for _ in range(pieces.byte() % 3)]
-    with suppress(msgspec.DecodeError, MalformedFrame):
+    with suppress(MalformedFrame, *UNREADABLE):
         found = borrowing.restore(Encoded(b"", [memoryview(table), *beside]))
         for buffer in found.buffers:
             bytes(buffer)

@@ -301,9 +301,11 @@ async def test_a_malformed_frame_closes_its_connection_only(
         pack_small(FrameType.REQUEST, 1, b"\x02\xff\xff"),
         pack_small(FrameType.RECEIPTS, 0, b"123"),
         pack_small(FrameType.CANCEL, 1, b"\x91\x05"),
+        pack_small(FrameType.CANCEL, 1, b"\x92\x05\xa1\xff"),
+        pack_small(FrameType.MEMORY, 0, b"\x93\x02\x01\xa1\xff"),
         pack_small(FrameType.REQUEST, 1, b"\x04wait\x81\xa4text\xa0") * 2,
     ],
-    ids=["answer", "bad text", "receipts", "refusal", "twice"],
+    ids=["answer", "bad text", "receipts", "refusal", "bad refusal", "bad notice", "twice"],
 )
 async def test_a_frame_that_makes_no_sense_closes_the_connection(frame: bytes) -> None:
     async with peers() as two:
@@ -314,8 +316,21 @@ async def test_a_frame_that_makes_no_sense_closes_the_connection(frame: bytes) -
         assert two.lost[0].startswith("a malformed frame: ")
 
 
+async def test_a_failure_that_cannot_be_read_reaches_whoever_waits() -> None:
+    async with peers() as two:
+        asked = asyncio.ensure_future(two.client.request("wait", Text(""), reply=Text))
+        await two.waiting.wait()
+        transport = two.server_side._transport
+        assert transport is not None
+        transport.write(pack_small(FrameType.ERROR, 1, b"\x93\xa1\xff"))
+        with pytest.raises(ConnectionLost, match="a malformed frame"):
+            await asked
+
+
 @pytest.mark.parametrize(
-    "arguments", [b"\xc1", b"\x91\x05", b"\x91" * 50_000], ids=["no", "int", "deep"]
+    "arguments",
+    [b"\xc1", b"\x91\x05", b"\x91" * 50_000, b"\x81\xa4text\xa1\xff"],
+    ids=["no", "int", "deep", "text"],
 )
 async def test_arguments_that_cannot_be_read_are_refused_and_the_connection_goes_on(
     arguments: bytes,
