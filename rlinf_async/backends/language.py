@@ -86,14 +86,35 @@ class GenerationEngine(Protocol):
 
 
 class LanguageTrainer(Protocol):
-    """A language model that learns. Not thread-safe: one compute thread calls it.
+    """A language model that learns: a policy, or a critic. One compute thread calls it.
 
     Methods marked collective are called by all ranks, in the same order.
     """
 
     @property
     def version(self) -> int:
-        """How many iterations were trained."""
+        """How many iterations were trained, or the version that `load` took."""
+        ...
+
+    def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """Return the samples of whole groups with advantages and returns, never normalised.
+
+        Those that have an advantage already are left alone; those that were not scored get none,
+        train nothing and enter no baseline.
+        """
+        ...
+
+    @property
+    def normalizes(self) -> bool:
+        """Advantages are normalised over the global batch, by `normalize_advantages`."""
+        ...
+
+    def normalize_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """Return this rank's part of a global batch, normalised over all of it. Collective."""
+        ...
+
+    def agree(self, count: int, /) -> int:
+        """Return the largest of what the ranks gave. Collective."""
         ...
 
     def training_step(
@@ -103,6 +124,8 @@ class LanguageTrainer(Protocol):
 
         Pulled one by one, so it may block until the next one arrives; every rank yields the same
         number of them. Gradients are the same however the samples are cut into micro-batches.
+        Metrics are those of the global batch, equal on every rank. Raises `TrainingDiverged` for a
+        loss that is not finite; a gradient that is not skips the step (``skipped`` is then 1).
         """
         ...
 
@@ -124,7 +147,17 @@ class LanguageTrainer(Protocol):
         ...
 
     def publish(self) -> WeightUpdate:
-        """Return the weights of the present version, Hugging Face names. Collective."""
+        """Return the weights of the present version, Hugging Face names. Collective.
+
+        Tied weights come once. Ranks other than 0 return an update without buckets.
+        """
+        ...
+
+    def load(self, update: WeightUpdate) -> None:
+        """Take published weights and their version; only where ``world_size`` is 1.
+
+        Raises `WeightsError` before anything changed if they are damaged or do not fit.
+        """
         ...
 
     def offload(self) -> None:
@@ -133,6 +166,10 @@ class LanguageTrainer(Protocol):
 
     def onload(self) -> None:
         """Take them back to the device."""
+        ...
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the model as Hugging Face does: config and weights, no tokenizer. Collective."""
         ...
 
     def save_checkpoint(self, path: Path, extra: Mapping[str, object] | None = None) -> None:

@@ -8,6 +8,7 @@
     ScoredSample  reward    -> collector   with its outcome: scored, rejected or failed
     SampleGroup   collector -> actor       every sample of one prompt, by key of the DP rank
     WeightsTaken  rollout   -> actor       an engine serves the weights of a version, checked
+    LanguageTrainReport  actor, critic -> runtime   what one rank trained in one iteration
 
 Shapes are written with ``P`` prompt tokens and ``R`` response tokens. Log-probs are of the
 distribution that was sampled from: after temperature, top-k and top-p.
@@ -208,3 +209,35 @@ class WeightsTaken(msgspec.Struct, frozen=True, kw_only=True):
     """of the `WeightUpdate`, after the engine compared it with what arrived"""
     seconds: float
     """from its arrival until the engine served it"""
+
+
+class LanguageTrainReport(msgspec.Struct, kw_only=True):
+    """actor, critic -> runtime: one rank trained its share of an iteration."""
+
+    iteration: int
+    version: int
+    """of the weights that came out"""
+    rank: int
+    metrics: dict[str, float]
+    """means over the optimizer steps: loss, entropy, approx_kl, grad_norm, lr, ..."""
+    steps: int
+    """optimizer steps that were asked for; ``metrics["skipped"]`` is the share left out"""
+    samples: int
+    """in this rank's share, those that were not scored included"""
+    unscored: int
+    """samples that were left out: rejected or failed"""
+    groups: int
+    groups_without_signal: int
+    """groups whose scored samples all have the same reward: nothing can be learnt from them"""
+    prompt_tokens: int
+    response_tokens: int
+    reward_mean: float
+    """of the scored samples; NaN where there are none"""
+    lag_mean: float
+    """versions between the weights that made a token and those that were trained, over tokens"""
+    lag_max: int
+    wait_seconds: float
+    """until all samples of the share were there; 0 in pipeline mode, where waiting is overlapped"""
+    train_seconds: float
+    checkpoint: str | None = None
+    """folder of the checkpoint that was written after this iteration"""

@@ -1,0 +1,174 @@
+"""Advantages of samples by name. ``R`` is the number of a sample's response tokens.
+
+::
+
+    reward, KL per token --> token rewards [R] --named function--> advantage, returns [R]
+                                          --whitened over the global batch--> advantage
+
+A function sees one group: all samples of one prompt that were *scored*. Those that were not have
+no reward; they get no advantage, no token of theirs is trained, and no baseline knows of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from rlinf_async.algorithms.language.config import LanguageAdvantageConfig
+from rlinf_async.algorithms.language.kl import kl_estimate
+from rlinf_async.algorithms.registry import Registry
+from rlinf_async.messages.embodied import Floats
+from rlinf_async.messages.language import TrainingSample
+
+
+class ScoredTokens(NamedTuple):
+    """One scored sample, its trained tokens only; all ``[R]``."""
+
+    reward: Floats
+    """of each token: the sample's reward at the last one, less the KL of each where asked for"""
+    value: Floats | None
+    """of the state before each token, where a critic gave it"""
+
+
+class TokenAdvantages(NamedTuple):
+    """Both ``[R]``, float32."""
+
+    advantage: Floats
+    returns: Floats
+
+
+class GroupAdvantage(Protocol):
+    """The shape of a registered advantage: one answer for each sample of a group."""
+
+    def __call__(
+        self, group: Sequence[ScoredTokens], config: LanguageAdvantageConfig, /
+    ) -> list[TokenAdvantages]: ...
+
+
+group_advantages: Registry[GroupAdvantage] = Registry(
+    "advantage of a language model",
+    built_in=(
+        "rlinf_async.algorithms.language.group_relative",
+        "rlinf_async.algorithms.language.token_gae",
+    ),
+)
+register_group_advantage = group_advantages.register
+
+
+class AdvantageMoments(NamedTuple):
+    """Of the advantages of trained tokens; sums, so that ranks can add theirs up."""
+
+    tokens: float
+    total: float
+    squares: float
+
+
+def compute_group_advantages(
+    samples: Sequence[TrainingSample], config: LanguageAdvantageConfig
+) -> list[TrainingSample]:
+    """Return the samples of one or several groups with ``advantage`` and ``returns``, in order.
+
+    A sample that has an advantage already is left alone, and is in nobody's baseline. Raises
+    `ValueError`, naming the sample, where log-probs or values are missing that the configuration
+    needs, or a scored sample has a reward that is not finite.
+    """
+    function = group_advantages[config.name]
+    answers: dict[int, TrainingSample] = {}
+    for members in _groups(samples):
+        scored = [at for at in members if samples[at].scored]
+        tokens = [_scored_tokens(samples[at], config) for at in scored]
+        found = dict(zip(scored, function(tokens, config), strict=True)) if scored else {}
+        for at in members:
+            answers[at] = _with_advantage(samples[at], found.get(at))
+    return [answers.get(at, sample) for at, sample in enumerate(samples)]
+
+
+def advantage_moments(samples: Sequence[TrainingSample]) -> AdvantageMoments:
+    """Return count, sum and sum of squares of the trained tokens' advantages."""
+    trained = [one.advantage[one.loss_mask] for one in samples if one.advantage is not None]
+    every = np.concatenate([np.zeros(0), *trained]).astype(np.float64)
+    return AdvantageMoments(float(len(every)), float(every.sum()), float(np.square(every).sum()))
+
+
+def whitened(
+    samples: Sequence[TrainingSample], moments: AdvantageMoments, eps: float = 1e-8
+) -> list[TrainingSample]:
+    """Return the samples with advantages of mean 0 and standard deviation 1 over all tokens that
+    ``moments`` were taken of; tokens that are not trained stay at 0."""
+    if moments.tokens < 2:
+        return list(samples)
+    mean = moments.total / moments.tokens
+    variance = max(moments.squares / moments.tokens - mean * mean, 0.0)
+    deviation = math.sqrt(variance * moments.tokens / (moments.tokens - 1)) + eps
+    # Equal advantages differ from their mean by rounding only: that is no signal to blow up.
+    scale = 0.0 if math.sqrt(variance) <= 1e-6 * abs(mean) else 1.0 / deviation
+
+    def white(one: TrainingSample) -> TrainingSample:
+        if one.advantage is None:
+            return one
+        advantage = np.where(one.loss_mask, (one.advantage - mean) * scale, 0.0)
+        return msgspec.structs.replace(one, advantage=advantage.astype(np.float32))
+
+    return [white(one) for one in samples]
+
+
+def without_signal(samples: Sequence[TrainingSample]) -> bool:
+    """Tell whether the scored samples of a group all have the same reward (or there are none)."""
+    rewards = {one.reward for one in samples if one.scored}
+    return len(rewards) <= 1
+
+
+def _groups(samples: Sequence[TrainingSample]) -> list[list[int]]:
+    groups: dict[int, list[int]] = {}
+    for at, sample in enumerate(samples):
+        if sample.advantage is None:
+            groups.setdefault(sample.group, []).append(at)
+    return list(groups.values())
+
+
+def _scored_tokens(sample: TrainingSample, config: LanguageAdvantageConfig) -> ScoredTokens:
+    if not math.isfinite(sample.reward):
+        raise ValueError(
+            f"sample {sample.group}/{sample.index} is marked as scored, but its reward is "
+            f"{sample.reward}: mark it as not scored, or give it a number"
+        )
+    trained = sample.loss_mask
+    reward = np.zeros(int(trained.sum()), np.float32)
+    if len(reward):
+        reward[-1] = sample.reward
+        if config.kl_coefficient:
+            reward -= np.float32(config.kl_coefficient) * _kl(sample, config)[trained]
+    value = None if sample.value is None else sample.value[trained].astype(np.float32)
+    return ScoredTokens(reward, value)
+
+
+def _kl(sample: TrainingSample, config: LanguageAdvantageConfig) -> Floats:
+    if sample.ref_log_prob is None:
+        raise ValueError(
+            f"advantage.kl_coefficient is {config.kl_coefficient}, but sample "
+            f"{sample.group}/{sample.index} has no ref_log_prob: run an inference worker that "
+            "computes reference log-probs, or set it to 0"
+        )
+    policy = sample.log_prob if sample.prev_log_prob is None else sample.prev_log_prob
+    estimate = kl_estimate(
+        torch.from_numpy(policy), torch.from_numpy(sample.ref_log_prob), config.kl_estimator
+    )
+    return estimate.numpy()
+
+
+def _with_advantage(sample: TrainingSample, found: TokenAdvantages | None) -> TrainingSample:
+    advantage = np.zeros(len(sample.response_ids), np.float32)
+    returns = np.zeros(len(sample.response_ids), np.float32)
+    if found is None:
+        nothing = np.zeros(len(sample.response_ids), np.bool_)
+        return msgspec.structs.replace(
+            sample, advantage=advantage, returns=returns, loss_mask=nothing
+        )
+    advantage[sample.loss_mask] = found.advantage
+    returns[sample.loss_mask] = found.returns
+    return msgspec.structs.replace(sample, advantage=advantage, returns=returns)

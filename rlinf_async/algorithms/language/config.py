@@ -1,0 +1,103 @@
+"""Which advantage and which loss a language model is trained with. No torch: this is configuration.
+
+Comparisons are written so that NaN fails them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+KLEstimator = Literal["k1", "k2", "k3"]
+Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"]
+
+WHITENED = frozenset({"gae", "reinforce++", "reinforce++_baseline"})
+"""advantages that are normalised over the global batch unless told otherwise"""
+
+
+class LanguageAdvantageConfig(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """Which advantage, and what the rewards are made of."""
+
+    name: str = "grpo"
+    """``grpo``, ``rloo``, ``reinforce++``, ``reinforce++_baseline``, ``gae``, or a user's own"""
+    divide_by_std: bool = True
+    """grpo: divide by the standard deviation of the group; False is Dr. GRPO"""
+    gamma: float = 1.0
+    """discount per token: gae and reinforce++"""
+    gae_lambda: float = 1.0
+    normalize: Literal["auto", "none", "batch"] = "auto"
+    """over the tokens of the global batch, all ranks together; auto: where the named advantage is
+    defined that way (gae, reinforce++ and its baseline form)"""
+    kl_coefficient: float = 0.0
+    """of the KL to the reference that is taken off each token's reward; 0: none is"""
+    kl_estimator: KLEstimator = "k1"
+
+    def __post_init__(self) -> None:
+        for field in ("gamma", "gae_lambda"):
+            number = getattr(self, field)
+            if not 0.0 <= number <= 1.0:
+                raise ValueError(f"{field} is {number}; it must lie between 0 and 1")
+        _check_not_negative(kl_coefficient=self.kl_coefficient)
+
+    @property
+    def whitens(self) -> bool:
+        """Advantages are normalised over the global batch."""
+        return self.normalize == "batch" or (self.normalize == "auto" and self.name in WHITENED)
+
+
+class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which loss, and its coefficients."""
+
+    name: str = "ppo"
+    """``ppo``, ``gspo``, ``reinforce``, ``supervised``, or a user's own"""
+    clip_low: float = 0.2
+    """the ratio is held above ``1 - clip_low``"""
+    clip_high: float = 0.2
+    """the ratio is held below ``1 + clip_high``; larger than ``clip_low``: clip-higher (DAPO)"""
+    dual_clip: float | None = None
+    """with a negative advantage the loss is held below ``-dual_clip * advantage``; above 1"""
+    proximal: Literal["auto", "behaviour", "current"] = "auto"
+    """what the ratio compares with. ``auto``: the log-probs recomputed by the actor where the
+    sample has them, else those it was sampled with; ``behaviour``: always the latter; ``current``:
+    the weights as they are, which is exact where an iteration is one optimizer step"""
+    off_policy: Literal["none", "truncated", "decoupled"] = "none"
+    """weight of each token for having been sampled by another policy than the proximal one"""
+    off_policy_cap: float = 2.0
+    """``truncated``: weights are held below it; ``decoupled``: tokens above it are left out"""
+    kl_coefficient: float = 0.0
+    """of the KL to the reference that is added to the loss; 0: none is"""
+    kl_estimator: KLEstimator = "k3"
+    entropy_coefficient: float = 0.0
+    """of the entropy that is taken off the loss"""
+    aggregation: Aggregation = "token-mean"
+    early_stop_ratio: float | None = None
+    """a sample whose mean ratio is above it is multiplied by 0: it trains no more, and every rank
+    goes on through the same collectives"""
+    value_clip: float | None = None
+    """critic: new values are held this near to the old ones"""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.clip_low < 1.0:
+            raise ValueError(f"clip_low is {self.clip_low}; it must lie between 0 and 1")
+        above = {
+            "clip_high": (self.clip_high, 0.0),
+            "off_policy_cap": (self.off_policy_cap, 0.0),
+            "dual_clip": (self.dual_clip, 1.0),
+            "early_stop_ratio": (self.early_stop_ratio, 0.0),
+            "value_clip": (self.value_clip, 0.0),
+        }
+        for name, (number, limit) in above.items():
+            if number is not None and not number > limit:
+                raise ValueError(f"{name} is {number}; it must be above {limit:g}")
+        _check_not_negative(
+            kl_coefficient=self.kl_coefficient, entropy_coefficient=self.entropy_coefficient
+        )
+
+
+def _check_not_negative(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not 0.0 <= number < float("inf"):
+            raise ValueError(f"{name} is {number}; it must be a finite number, at least 0")

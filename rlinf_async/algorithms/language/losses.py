@@ -1,0 +1,170 @@
+"""Losses of tokens by name. ``N`` is the number of trained tokens of a micro-batch.
+
+::
+
+    named loss [N] x off-policy weight + KL to the reference - entropy bonus = token loss [N]
+
+A named loss is of single tokens (`aggregation` makes one number of them), so that samples can be
+cut into micro-batches anywhere; what it needs of a whole sample it gets through ``sample``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rlinf_async.algorithms.language.config import LanguageLossConfig
+from rlinf_async.algorithms.language.kl import kl_estimate
+from rlinf_async.algorithms.language.off_policy import off_policy_weights
+from rlinf_async.algorithms.registry import Registry
+
+
+class TokenLossInputs(NamedTuple):
+    """The trained tokens of a micro-batch, sample after sample; all ``[N]``."""
+
+    log_prob: Tensor
+    """now, with its gradient"""
+    entropy: Tensor
+    """of the distribution each token was drawn from, as it is now"""
+    proximal_log_prob: Tensor
+    """what the ratio compares with"""
+    behaviour_log_prob: Tensor
+    """when it was sampled"""
+    ref_log_prob: Tensor | None
+    advantage: Tensor
+    sample: Tensor
+    """int64: which of the ``samples`` each token belongs to"""
+    samples: int
+
+
+class TokenLoss(NamedTuple):
+    """All ``[N]``."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    """without gradients; means over tokens are reported"""
+
+
+class LanguageLoss(Protocol):
+    """The shape of a registered loss: ``[N]`` from the micro-batch."""
+
+    def __call__(self, inputs: TokenLossInputs, config: LanguageLossConfig, /) -> Tensor: ...
+
+
+language_losses: Registry[LanguageLoss] = Registry("loss of a language model")
+register_language_loss = language_losses.register
+
+
+@register_language_loss("ppo")
+def ppo(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
+    """Return the clipped surrogate of each token (Schulman et al. 2017, equation 7), negated.
+
+    ``clip_high`` above ``clip_low`` is DAPO's clip-higher (Yu et al. 2025, equation 10);
+    ``dual_clip`` bounds it for negative advantages (Ye et al. 2020, equation 5).
+    """
+    ratio = (inputs.log_prob - inputs.proximal_log_prob).exp()
+    return _clipped(ratio, inputs.advantage, config)
+
+
+@register_language_loss("gspo")
+def gspo(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
+    """Return the clipped surrogate with the ratio of the whole sample: the geometric mean of its
+    tokens' ratios, whose gradient each token gets its part of (Zheng et al. 2025, equation 13)."""
+    mean = _sample_mean(inputs.log_prob.detach() - inputs.proximal_log_prob, inputs)
+    log_ratio = mean + inputs.log_prob - inputs.log_prob.detach()
+    return _clipped(log_ratio.exp(), inputs.advantage, config)
+
+
+@register_language_loss("reinforce")
+def reinforce(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
+    """Return ``-advantage x log-prob`` (Williams 1992, equation 4)."""
+    return -inputs.advantage * inputs.log_prob
+
+
+@register_language_loss("supervised")
+def supervised(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
+    """Return the cross-entropy ``-log-prob`` of each token; advantages are not looked at."""
+    return -inputs.log_prob
+
+
+def token_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss:
+    """Return the whole loss of each token, and what is worth looking at.
+
+    Raises `ValueError` where ``kl_coefficient`` is set and there are no reference log-probs.
+    """
+    loss = policy = language_losses[config.name](inputs, config)
+    metrics = _ratio_metrics(inputs, config)
+    weights = off_policy_weights(inputs.proximal_log_prob, inputs.behaviour_log_prob, config)
+    if weights is not None:
+        loss = loss * weights.weight
+        metrics |= {"off_policy_weight": weights.weight, "off_policy_capped": weights.capped}
+    if config.kl_coefficient:
+        if inputs.ref_log_prob is None:
+            raise ValueError(
+                f"loss.kl_coefficient is {config.kl_coefficient}, but samples have no "
+                "ref_log_prob: run an inference worker that computes reference log-probs, or set "
+                "it to 0"
+            )
+        kl = kl_estimate(inputs.log_prob, inputs.ref_log_prob, config.kl_estimator)
+        loss = loss + config.kl_coefficient * kl
+        metrics["ref_kl"] = kl.detach()
+    if config.entropy_coefficient:
+        loss = loss - config.entropy_coefficient * inputs.entropy
+    if config.early_stop_ratio is not None:
+        going = _still_training(inputs, config.early_stop_ratio)
+        loss = loss * going
+        metrics["early_stopped"] = 1.0 - going
+    metrics |= {"policy_loss": policy.detach(), "entropy": inputs.entropy.detach()}
+    return TokenLoss(loss, metrics)
+
+
+def token_value_loss(
+    value: Tensor, old_value: Tensor, returns: Tensor, clip: float | None
+) -> Tensor:
+    """Return half the squared error of each token's value, all ``[N]``.
+
+    With ``clip`` it is the larger of that and the error of the value held within ``clip`` of the
+    old one (Schulman et al. 2016; Engstrom et al. 2020, section 3).
+    """
+    error = (value - returns).square()
+    if clip is not None:
+        near = old_value + (value - old_value).clamp(-clip, clip)
+        error = torch.maximum(error, (near - returns).square())
+    return 0.5 * error
+
+
+def _clipped(ratio: Tensor, advantage: Tensor, config: LanguageLossConfig) -> Tensor:
+    held = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    loss = torch.maximum(-advantage * ratio, -advantage * held)
+    if config.dual_clip is not None:
+        bounded = torch.minimum(loss, -config.dual_clip * advantage)
+        loss = torch.where(advantage < 0, bounded, loss)
+    return loss
+
+
+def _sample_mean(tokens: Tensor, inputs: TokenLossInputs) -> Tensor:
+    """Replace each token's number by the mean over its sample's tokens."""
+    zeros = tokens.new_zeros(inputs.samples)
+    totals = zeros.index_add(0, inputs.sample, tokens)
+    counts = zeros.index_add(0, inputs.sample, torch.ones_like(tokens))
+    return (totals / counts.clamp(min=1.0))[inputs.sample]
+
+
+def _still_training(inputs: TokenLossInputs, limit: float) -> Tensor:
+    with torch.no_grad():
+        ratio = (inputs.log_prob - inputs.proximal_log_prob).exp()
+        return (_sample_mean(ratio, inputs) <= limit).to(ratio.dtype)
+
+
+def _ratio_metrics(inputs: TokenLossInputs, config: LanguageLossConfig) -> dict[str, Tensor]:
+    with torch.no_grad():
+        log_ratio = inputs.log_prob - inputs.proximal_log_prob
+        ratio = log_ratio.exp()
+        outside = (ratio < 1.0 - config.clip_low) | (ratio > 1.0 + config.clip_high)
+        return {
+            "ratio": ratio,
+            "clip_fraction": outside.to(ratio.dtype),
+            "approx_kl": torch.expm1(log_ratio) - log_ratio,
+        }

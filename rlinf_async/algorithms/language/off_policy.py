@@ -1,0 +1,42 @@
+"""Weights for tokens that another policy sampled than the one the ratio compares with.
+
+The ratio's denominator is the *proximal* policy: the actor's weights when training began. Tokens
+were sampled by the *behaviour* policy: an engine with its own kernels, or older weights. Each
+token's loss is multiplied by ``w = exp(proximal - behaviour)``, a constant to the gradient.
+
+- ``truncated``: ``min(w, cap)`` (truncated importance sampling, Ionides 2008; for engine and
+  trainer that disagree: Yao et al. 2025).
+- ``decoupled``: ``w``, and 0 where it is above the cap (decoupled PPO, Hilton et al. 2022,
+  equation 5; leaving tokens out: Fu et al. 2025, AReaL).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlinf_async.algorithms.language.config import LanguageLossConfig
+
+
+class OffPolicyWeights(NamedTuple):
+    """Both ``[N]``."""
+
+    weight: Tensor
+    capped: Tensor
+    """1 where the cap was reached, else 0"""
+
+
+def off_policy_weights(
+    proximal_log_prob: Tensor, behaviour_log_prob: Tensor, config: LanguageLossConfig
+) -> OffPolicyWeights | None:
+    """Return the weights of ``[N]`` tokens, without gradients; None where none were asked for."""
+    if config.off_policy == "none":
+        return None
+    with torch.no_grad():
+        weight = (proximal_log_prob - behaviour_log_prob).exp()
+        capped = (weight > config.off_policy_cap).to(weight.dtype)
+        if config.off_policy == "truncated":
+            return OffPolicyWeights(weight.clamp(max=config.off_policy_cap), capped)
+        return OffPolicyWeights(weight * (1.0 - capped), capped)
