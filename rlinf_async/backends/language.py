@@ -28,7 +28,7 @@ class PromptTooLong(ValueError):
 
 
 class GenerationEngine(Protocol):
-    """A model that generates. Every method but the properties is async, and safe to overlap."""
+    """A model that generates. The async methods are safe to overlap."""
 
     @property
     def version(self) -> int:
@@ -38,6 +38,10 @@ class GenerationEngine(Protocol):
     @property
     def max_concurrent(self) -> int:
         """How many requests it works on at a time; more would only queue inside it."""
+        ...
+
+    def decode(self, token_ids: Tokens) -> str:
+        """Return the text of these tokens, special ones left out."""
         ...
 
     async def start(self) -> None:
@@ -57,7 +61,10 @@ class GenerationEngine(Protocol):
         ...
 
     async def abort(self, names: Sequence[str] | None = None) -> None:
-        """End these requests (None: all) with what they have: ``finish == "abort"``."""
+        """End these requests (None: all) with what they have: ``finish == "abort"``.
+
+        Every one whose `generate` has been called is ended. Returns when they are.
+        """
         ...
 
     async def load(self, update: WeightUpdate) -> int:

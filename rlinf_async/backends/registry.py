@@ -7,6 +7,7 @@ import importlib
 from typing import Any, Protocol
 
 from rlinf_async.backends.base import PolicyBackend, TrainerBackend
+from rlinf_async.backends.language import GenerationEngine
 
 
 class TrainerFactory(Protocol):
@@ -21,10 +22,25 @@ class PolicyFactory(Protocol):
     def __call__(self, config: Any, seed: int, device: str, /) -> PolicyBackend: ...
 
 
+class EngineFactory(Protocol):
+    """Makes an engine that generates, from the backend's own configuration. Cheap: `start` builds.
+
+    ``seed`` is of what a request's own seed does not reach; ``device`` is as torch names it.
+    """
+
+    def __call__(self, config: Any, seed: int, device: str, /) -> GenerationEngine: ...
+
+
 TRAINERS = {"fsdp": "rlinf_async.backends.fsdp.embodied:EmbodiedTrainer"}
 """name -> ``module:factory``; each factory's module says what its configuration is"""
 
 POLICIES = {"torch": "rlinf_async.backends.policies.serving:PolicyServer"}
+
+ENGINES = {
+    "toy": "rlinf_async.backends.toy.engine:ToyEngine",
+    "transformers": "rlinf_async.backends.transformers.engine:TransformersEngine",
+    "vllm": "rlinf_async.backends.vllm.engine:VllmEngine",
+}
 
 
 class UnknownBackend(LookupError):
@@ -40,6 +56,12 @@ def load_trainer_backend(name: str) -> TrainerFactory:
 def load_policy_backend(name: str) -> PolicyFactory:
     """Return what builds the policy backend ``name``; raises `UnknownBackend`."""
     factory: PolicyFactory = _load("policy", POLICIES, name)
+    return factory
+
+
+def load_generation_engine(name: str) -> EngineFactory:
+    """Return what makes the generation engine ``name``; raises `UnknownBackend`."""
+    factory: EngineFactory = _load("generation", ENGINES, name)
     return factory
 
 

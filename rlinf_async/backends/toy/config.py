@@ -1,0 +1,38 @@
+"""What the toy engine can be told."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ToyEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A cost model of an engine that batches continuously.
+
+    One step makes one token for every running sequence and takes ``seconds_per_step +
+    running * seconds_per_sequence``.
+    """
+
+    slots: int = 64
+    """sequences that run at a time; more wait, by priority"""
+    seconds_per_step: float = 0.01
+    seconds_per_sequence: float = 0.0
+    """that each running sequence adds to a step"""
+    load_seconds: float = 0.0
+    """that new weights take; nothing runs meanwhile"""
+    mean_tokens: float = 32.0
+    """of a response; ``max_tokens`` of the request cuts it"""
+    tail: float = 0.0
+    """sigma of the log-normal lengths: 0 makes all equally long, 1 a few very long"""
+    context: int = 32768
+    """tokens of a prompt and its response"""
+    vocabulary: int = 100
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "context", "vocabulary"):
+            if getattr(self, name) < (2 if name == "vocabulary" else 1):
+                raise ValueError(f"{name} is {getattr(self, name)}; that is too small")
+        for name in ("seconds_per_step", "seconds_per_sequence", "load_seconds", "tail"):
+            if not getattr(self, name) >= 0.0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if not self.mean_tokens >= 1.0:
+            raise ValueError(f"mean_tokens is {self.mean_tokens}; it must be at least 1")

@@ -1,0 +1,223 @@
+"""`ToyEngine`: a `GenerationEngine` that only lets time pass, by the loop's clock.
+
+::
+
+    generate() --> waiting (by priority) --slot--> running --token by token--> Generated
+                                                      ^
+                  load(): between two steps; nothing runs meanwhile, then all go on
+
+Under a virtual clock it is a cost model: seconds of a thousand engines pass in no time. On a real
+loop it occupies a device that is not there, for benches of what overlaps with what.
+
+Invariant: time advances in whole steps. However long nothing changes, that is one timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from rlinf_async.backends.language import EngineDied, PromptTooLong
+from rlinf_async.backends.toy.config import ToyEngineConfig
+from rlinf_async.backends.toy.responses import (
+    response_length,
+    response_tokens,
+    text,
+    token_log_probs,
+)
+from rlinf_async.messages.embodied import Floats
+from rlinf_async.messages.language import Generated, Request, Tokens
+from rlinf_async.messages.weights import WeightUpdate
+
+
+class _Row:
+    """One request inside the engine."""
+
+    def __init__(self, request: Request, length: int) -> None:
+        self.request = request
+        self.end = min(length, request.sampling.max_tokens)
+        self.stops = length <= request.sampling.max_tokens
+        partial = request.partial
+        self.made = 0 if partial is None else len(partial.token_ids)
+        self.versions: list[int] = [] if partial is None else partial.version.tolist()
+        self.answer: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
+        self.ending = False
+        """it was aborted, or nobody waits for it"""
+
+
+class ToyEngine:
+    """Lets time pass for every token. See the module.
+
+    Args:
+        config: how long things take, and how long responses are.
+        seed: not used: a response follows from its request alone.
+        device: not used.
+    """
+
+    def __init__(self, config: ToyEngineConfig, seed: int = 0, device: str = "cpu") -> None:
+        self._config = config
+        self._version = -1
+        self._waiting: list[tuple[int, int, _Row]] = []
+        self._running: list[_Row] = []
+        self._arrived = 0
+        self._dead = False
+        self._changed = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._work: asyncio.Task[None] | None = None
+
+    @property
+    def version(self) -> int:
+        """The version of the weights; -1 before the first load."""
+        return self._version
+
+    @property
+    def max_concurrent(self) -> int:
+        """The configured ``slots``."""
+        return self._config.slots
+
+    def decode(self, token_ids: Tokens) -> str:
+        """Return a letter for each token."""
+        return text(token_ids)
+
+    async def start(self) -> None:
+        """Do nothing: there is nothing to build."""
+
+    async def close(self) -> None:
+        """End what runs."""
+        self.die("was closed")
+        if self._work is not None:
+            await asyncio.gather(self._work, return_exceptions=True)
+
+    def die(self, how: str = "was killed") -> None:
+        """Fail every request, now and later, with `EngineDied`: for tests of what happens then."""
+        self._dead = True
+        for row in [*self._running, *(row for _, _, row in self._waiting)]:
+            if not row.answer.done():
+                row.answer.set_exception(EngineDied(f"the toy engine {how}"))
+        self._running, self._waiting = [], []
+        self._changed.set()
+
+    async def generate(self, request: Request) -> Generated:
+        """Make the response of a request, token by token. See `GenerationEngine.generate`."""
+        self._check_alive()
+        needed = len(request.prompt.token_ids) + request.sampling.max_tokens
+        if needed > self._config.context:
+            raise PromptTooLong(
+                f"prompt {request.prompt.index} has {len(request.prompt.token_ids)} tokens; with "
+                f"max_tokens {request.sampling.max_tokens} that is {needed}, over the context of "
+                f"{self._config.context}"
+            )
+        row = _Row(request, response_length(self._config, request.seed))
+        self._arrived += 1
+        heapq.heappush(self._waiting, (request.priority, self._arrived, row))
+        self._changed.set()
+        if self._work is None or self._work.done():
+            self._work = asyncio.create_task(self._run(), name="toy engine")
+        try:
+            return await row.answer
+        finally:
+            row.ending = True
+            self._changed.set()
+
+    async def abort(self, names: Sequence[str] | None = None) -> None:
+        """End these requests, or all, with what they have at the end of this step."""
+        everyone = [*self._running, *(row for _, _, row in self._waiting)]
+        ending = [row for row in everyone if names is None or row.request.name in names]
+        for row in ending:
+            row.ending = True
+        self._changed.set()
+        await asyncio.gather(*(row.answer for row in ending), return_exceptions=True)
+
+    async def load(self, update: WeightUpdate) -> int:
+        """Take the version of the update; its tensors, if any, are not looked at."""
+        self._check_alive()
+        self._changed.set()
+        async with self._turn:
+            await asyncio.sleep(self._config.load_seconds)
+            self._check_alive()
+            self._version = update.version
+        return update.checksum
+
+    async def log_probs(self, sequences: Sequence[tuple[Tokens, Tokens]]) -> list[Floats]:
+        """Return log-probs ``[R]`` under the present version for each response."""
+        self._check_alive()
+        return [
+            token_log_probs(response, np.full(len(response), self._version, np.int32))
+            for _, response in sequences
+        ]
+
+    async def offload(self) -> None:
+        """Do nothing: there is no memory."""
+
+    async def onload(self) -> None:
+        """Do nothing: there is no memory."""
+
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise EngineDied("the toy engine is dead")
+
+    async def _run(self) -> None:
+        while self._running or self._waiting:
+            async with self._turn:
+                self._changed.clear()
+                self._settle()
+                self._admit()
+                if self._running:
+                    await self._advance()
+                    self._settle()
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._config.slots:
+            self._running.append(heapq.heappop(self._waiting)[2])
+
+    def _settle(self) -> None:
+        """Answer whoever is done or has to end."""
+        for row in self._running:
+            if row.made >= row.end:
+                self._answer(row, "stop" if row.stops else "length")
+            elif row.ending:
+                self._answer(row, "abort")
+        for _, _, row in self._waiting:
+            if row.ending:
+                self._answer(row, "abort")
+        self._running = [row for row in self._running if not row.answer.done()]
+        self._waiting = [entry for entry in self._waiting if not entry[2].answer.done()]
+        heapq.heapify(self._waiting)
+
+    def _answer(self, row: _Row, finish: str) -> None:
+        if row.answer.done():
+            return
+        tokens = response_tokens(self._config, row.request, row.made)
+        version = np.array(row.versions, np.int32)
+        row.answer.set_result(
+            Generated(
+                token_ids=tokens,
+                log_prob=token_log_probs(tokens, version),
+                version=version,
+                finish="stop" if finish == "stop" else "length" if finish == "length" else "abort",
+            )
+        )
+
+    async def _advance(self) -> None:
+        """Run until the first is done or something changes, and then to the end of that step."""
+        config = self._config
+        step = config.seconds_per_step + len(self._running) * config.seconds_per_sequence
+        most = max(0, min(row.end - row.made for row in self._running))
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            async with asyncio.timeout_at(began + most * step):
+                await self._changed.wait()
+        except TimeoutError:
+            made = most
+        else:
+            passed = loop.time() - began
+            made = most if step == 0.0 else min(most, math.ceil(passed / step - 1e-9))
+            await asyncio.sleep(max(0.0, began + made * step - loop.time()))
+        for row in self._running:
+            row.made += made
+            row.versions += [self._version] * made

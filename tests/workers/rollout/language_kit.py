@@ -1,0 +1,70 @@
+"""Language rollout workers over the toy engine, and the channels around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import rlinf_async as ra
+from rlinf_async.backends.toy.config import ToyEngineConfig
+from rlinf_async.backends.toy.engine import ToyEngine
+from rlinf_async.messages.language import Request, Sample, WeightsTaken
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.workers.rollout.language import (
+    LanguageRolloutConfig,
+    LanguageRolloutReport,
+    LanguageRolloutWorker,
+)
+
+
+class Rollout(LanguageRolloutWorker):
+    """Over the toy engine, which the test can kill."""
+
+    def __init__(self, engine: ToyEngineConfig, config: LanguageRolloutConfig | None = None):
+        super().__init__(engine, config, backend="toy")
+
+    async def kill_engine(self) -> None:
+        """The engine dies with all it has."""
+        engine = self._live.engine
+        assert isinstance(engine, ToyEngine)
+        engine.die()
+
+
+def update(version: int) -> WeightUpdate:
+    """Weights without tensors."""
+    return WeightUpdate(version, (), 1000 + version)
+
+
+class Channels:
+    """All channels around the rollout workers."""
+
+    def __init__(self, cluster: ra.Cluster, capacity: int = 1000) -> None:
+        self.requests = cluster.channel(Request, name="requests", capacity=capacity)
+        self.samples = cluster.channel(Sample, name="samples", capacity=1000)
+        self.weights = cluster.latest(WeightUpdate, name="weights")
+        self.taken = cluster.channel(WeightsTaken, name="taken", capacity=100)
+
+    async def ask(self, *requests: Request) -> None:
+        """Put requests, and leave the channel open."""
+        for one in requests:
+            await self.requests.sender.put(one)
+
+    def serve(
+        self, rollout: ra.WorkerGroup[Any], ranks: Iterable[int] = (0,)
+    ) -> ra.GroupCall[list[LanguageRolloutReport]]:
+        """Have these ranks serve."""
+        return rollout.call_on(
+            ranks,
+            Rollout.serve,
+            self.requests.receiver,
+            self.samples.sender,
+            self.weights.receiver,
+            self.taken.sender,
+        )
+
+    async def collect(self, count: int) -> dict[str, Sample]:
+        """Take so many samples, by name."""
+        samples = [await self.samples.receiver.get() for _ in range(count)]
+        found = {sample.request.name: sample for sample in samples}
+        assert len(found) == count, "a sample came twice"
+        return found

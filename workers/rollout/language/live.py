@@ -1,0 +1,190 @@
+"""An engine whose weights change while it generates, and which is built again when it dies.
+
+::
+
+                  waits for                               unblocked by
+    generate      weights of the version that is asked    the actor
+    follow        newer weights                           the actor
+    revive        the engine to start, weights to load    itself
+
+Invariant: a request that was taken is answered, whatever happens to the engine meanwhile, or the
+failure says why. What a dead engine had made of it is made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from rlinf_async.backends.language import EngineDied, GenerationEngine
+from rlinf_async.channels import EndOfChannel, LatestReceiver, NoReceivers, Sender
+from rlinf_async.channels.waitfor import WaitFuture
+from rlinf_async.messages.language import Generated, Request, WeightsTaken
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.workers.rollout.errors import WeightsEnded
+
+log = logging.getLogger(__name__)
+
+Build = Callable[[], GenerationEngine]
+
+
+class LiveEngine:
+    """Generates under the newest weights.
+
+    Args:
+        build: makes an engine, not started.
+        restarts: how often a dead one is replaced.
+    """
+
+    def __init__(self, build: Build, restarts: int) -> None:
+        self._build = build
+        self._restarts_left = restarts
+        self.engine = build()
+        self._weights: LatestReceiver[WeightUpdate] | None = None
+        self._ended = False
+        self._waiting: list[WaitFuture] = []
+        self._changing = asyncio.Lock()  # held while weights are loaded, or the engine is not there
+        self.interrupted = False
+        """requests end with what they have, and nobody waits for weights any more"""
+        self.loads = 0
+        """weight updates that were applied"""
+        self.restarts = 0
+        """engines that died and were replaced"""
+
+    async def generate(self, request: Request) -> Generated:
+        """Generate under weights that are recent enough for the request.
+
+        Raises:
+            WeightsEnded: they will never come.
+            EngineDied: once more than is allowed.
+            PromptTooLong: it does not fit.
+        """
+        while True:
+            engine = self.engine
+            try:
+                return await engine.generate(request)
+            except EngineDied as death:
+                await self._revive(engine, death)
+
+    def interrupt(self) -> None:
+        """End every `reach`; who called it looks at ``interrupted``."""
+        self.interrupted = True
+        self._wake()
+
+    async def reach(self, version: int) -> None:
+        """Wait until the weights are at least as new as this version, or until `interrupt`.
+
+        Raises:
+            WeightsEnded: they never will be.
+        """
+        while self.engine.version < version and not self.interrupted:
+            if self._ended:
+                raise WeightsEnded(
+                    f"weights of version {version} are asked for, the newest are "
+                    f"{self.engine.version}, and their channel has ended: the actor must go on "
+                    "until the rollout workers are done"
+                )
+            # Only the publisher can end this wait: the deadlock watch tells by the future's type.
+            waiting = WaitFuture(loop=asyncio.get_running_loop())
+            self._waiting.append(waiting)
+            await waiting
+
+    def listen(self, weights: LatestReceiver[WeightUpdate]) -> None:
+        """Weights will come from here: `follow` is about to begin."""
+        self._weights, self._ended = weights.clone(), False
+
+    async def follow(
+        self, weights: LatestReceiver[WeightUpdate], taken: Sender[WeightsTaken], rank: int
+    ) -> None:
+        """Load every update that comes, say that it was taken, until no more will come.
+
+        Raises what the engine's ``load`` raises: `WeightsError` for a damaged update.
+        """
+        loop = asyncio.get_running_loop()
+        seen = 0  # not what the receiver has seen: another rank of this process may hold it too
+        try:
+            while True:
+                update = await weights.get(newer_than=seen)
+                seen, arrived = weights.version, loop.time()
+                async with self._changing:
+                    checksum = await self._load(update)
+                self.loads += 1
+                self._wake()
+                seconds = loop.time() - arrived
+                try:
+                    await taken.put(
+                        WeightsTaken(
+                            rollout_rank=rank,
+                            version=update.version,
+                            checksum=checksum,
+                            seconds=seconds,
+                        )
+                    )
+                except NoReceivers:  # nobody wants to know any more
+                    log.debug("nobody is left to hear of weights version %d", update.version)
+        except EndOfChannel:
+            pass  # what is loaded still answers
+        finally:
+            self._ended = True
+            self._wake()
+
+    async def offload(self) -> None:
+        """Give the device's memory back; no weights are loaded until `onload`."""
+        await self._changing.acquire()
+        try:
+            await self.engine.offload()
+        except BaseException:
+            self._changing.release()
+            raise
+
+    async def onload(self) -> None:
+        """Take the memory again, and the weights if the engine dropped them."""
+        try:
+            await self.engine.onload()
+            if self.engine.version < 0:
+                await self._load_newest(self.engine)
+        finally:
+            self._changing.release()
+            self._wake()
+
+    async def _load(self, update: WeightUpdate) -> int:
+        while True:
+            engine = self.engine
+            try:
+                return await engine.load(update)
+            except EngineDied as death:
+                await self._replace(engine, death)
+
+    async def _revive(self, dead: GenerationEngine, death: EngineDied) -> None:
+        async with self._changing:
+            while self.engine is dead:  # the first who comes builds the next
+                await self._replace(dead, death)
+                dead = self.engine
+                try:
+                    await self._load_newest(dead)
+                    return
+                except EngineDied as again:
+                    death = again
+
+    async def _replace(self, dead: GenerationEngine, death: EngineDied) -> None:
+        if self._restarts_left == 0:
+            raise death
+        self._restarts_left -= 1
+        self.restarts += 1
+        log.warning("the engine died (%s) and is built again", death)
+        await dead.close()
+        self.engine = self._build()
+        await self.engine.start()
+
+    async def _load_newest(self, engine: GenerationEngine) -> None:
+        """Load what was published last, if anything was."""
+        if self.loads and self._weights is not None:
+            await engine.load(await self._weights.get(newer_than=0))
+            self._wake()
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if not one.done():
+                one.set_result(None)

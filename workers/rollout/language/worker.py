@@ -1,0 +1,270 @@
+"""`LanguageRolloutWorker`: takes requests, has its engine generate, and sends each sample on.
+
+::
+
+    Request ---lease---> [ as many as the engine works on ] ---generate---> Sample, at once
+                                 |              ^
+             weights too old, waits             | new weights, between two steps
+                                 +--------------+
+
+                waits for                                unblocked by
+    taking      room, then a request                     a sample that is done; the source
+    answering   weights of the version it asks for       the actor
+                its tokens                               the engine
+                room for the sample                      reward or inference workers
+
+It takes no more than its engine works on, so of several workers each gets what it can do. A request
+stays leased until its sample was put: if this worker dies before, another one gets it. Between the
+two lies a moment in which a death has it generated twice; ``Request.name`` tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rlinf_async.backends.language import GenerationEngine
+from rlinf_async.channels import ChannelClosed, EndOfChannel, LatestReceiver, Receiver, Sender
+from rlinf_async.messages.embodied import Floats
+from rlinf_async.messages.language import Generated, Request, Sample, Tokens, WeightsTaken
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.workers.base import Worker
+from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
+from rlinf_async.workers.rollout.language.live import LiveEngine
+from rlinf_async.workers.rollout.language.taking import Taking
+
+
+class LanguageRolloutReport(msgspec.Struct, kw_only=True):
+    """What one rank's `LanguageRolloutWorker.serve` did."""
+
+    samples: int = 0
+    tokens: int = 0
+    """of the responses, without those of partials that came with the request"""
+    waited: int = 0
+    """requests that had to wait for weights"""
+    handed_back: int = 0
+    """requests that were interrupted and put back, with their tokens"""
+    weight_updates: int = 0
+    engine_restarts: int = 0
+    version: int = -1
+    """of the weights at the end"""
+
+
+class LanguageRolloutWorker(Worker):
+    """One rank of the rollout group.
+
+    Args:
+        engine: configuration of the engine, as its own Struct.
+        config: how this worker serves.
+        backend: the engine's registered name.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        config: LanguageRolloutConfig | None = None,
+        *,
+        backend: str = "transformers",
+    ) -> None:
+        self.config = config or LanguageRolloutConfig()
+        self._engine_config = engine
+        self._backend_name = backend
+        self._taking = Taking()
+        self._answering: set[asyncio.Task[None]] = set()
+        self._unfinished: Sender[Request] | None = None
+        self._handed_back = 0
+
+    async def setup(self) -> None:
+        """Start the engine; unless it was told otherwise, weights come with the first update."""
+        self._limit_threads()
+        self._live = LiveEngine(self.make_engine, self.config.engine_restarts)
+        await self._live.engine.start()
+
+    async def teardown(self) -> None:
+        """End the engine and its processes."""
+        await self._live.engine.close()
+
+    def make_engine(self) -> GenerationEngine:
+        """Make the engine, not started. Override it to bring your own."""
+        from rlinf_async.backends.registry import load_generation_engine
+
+        parts = (self.config.seed, self.rank, self.incarnation)
+        seed = int(np.random.SeedSequence(parts).generate_state(1)[0])
+        return load_generation_engine(self._backend_name)(self._engine_config, seed, self.device)
+
+    def _limit_threads(self) -> None:
+        torch = sys.modules.get("torch")
+        if torch is not None and self.config.torch_threads:
+            torch.set_num_threads(self.config.torch_threads)
+
+    async def serve(
+        self,
+        requests: Receiver[Request],
+        samples: Sender[Sample],
+        weights: LatestReceiver[WeightUpdate],
+        taken: Sender[WeightsTaken],
+    ) -> LanguageRolloutReport:
+        """Answer requests until there are no more.
+
+        Raises:
+            PromptTooLong: a prompt and its ``max_tokens`` do not fit the model's context.
+            WeightsError: an update was damaged or does not fit the model.
+            WeightsEnded: the weights that a request asks for will not come.
+            EngineDied: more often than ``config.engine_restarts``.
+        """
+        report = LanguageRolloutReport()
+        live = self._live
+        loads, restarts = live.loads, live.restarts
+        live.listen(weights)
+        room = asyncio.Semaphore(self.config.max_concurrent or live.engine.max_concurrent)
+        try:
+            async with asyncio.TaskGroup() as group:
+                following = group.create_task(live.follow(weights, taken, self.rank))
+                async with asyncio.TaskGroup() as answering:
+                    await self._taking.run(
+                        partial(self._start_next, requests, samples, room, answering, report)
+                    )
+                following.cancel()
+        except ExceptionGroup as failures:
+            raise (first := _first(failures)) from first.__cause__
+        report.weight_updates = live.loads - loads
+        report.engine_restarts = live.restarts - restarts
+        report.version = live.engine.version
+        return report
+
+    async def interrupt(self, unfinished: Sender[Request]) -> int:
+        """Stop taking requests, and hand back all that are here, with the tokens they have.
+
+        They are put into ``unfinished``, which may be the requests' own channel: whoever takes one
+        goes on after its tokens. None is lost if this worker dies meanwhile. Returns how many were
+        put. Goes on with `resume`.
+        """
+        await self._taking.close()
+        self._unfinished, before = unfinished, self._handed_back
+        try:
+            self._live.interrupt()
+            await self._live.engine.abort()
+            while self._answering:
+                await asyncio.wait(list(self._answering))
+            return self._handed_back - before
+        finally:
+            self._unfinished = None
+            self._live.interrupted = False
+
+    async def resume(self) -> None:
+        """Take requests again, after `interrupt` or `offload`."""
+        self._taking.open()
+
+    async def offload(self) -> None:
+        """Finish what is here, take no more, and give the device's memory back until `onload`."""
+        await self._taking.close()
+        while self._answering:
+            await asyncio.wait(list(self._answering))
+        with self.span("offload"):
+            await self._live.offload()
+
+    async def onload(self) -> None:
+        """Take the memory again, then the newest weights, then requests."""
+        with self.span("onload"):
+            await self._live.onload()
+        self._taking.open()
+
+    async def version(self) -> int:
+        """Of the weights that the engine serves; -1 before the first."""
+        return self._live.engine.version
+
+    async def log_probs(self, sequences: list[tuple[Tokens, Tokens]]) -> list[Floats]:
+        """The engine's log-probs at temperature 1 of ``(prompt [P], response [R])``: ``[R]`` each.
+
+        For the comparison with the actor's own: see ``check_weight_update_equal``.
+        """
+        return await self._live.engine.log_probs(sequences)
+
+    async def _start_next(
+        self,
+        requests: Receiver[Request],
+        samples: Sender[Sample],
+        room: asyncio.Semaphore,
+        answering: asyncio.TaskGroup,
+        report: LanguageRolloutReport,
+    ) -> bool:
+        """Begin to answer one request; False when none will come any more."""
+        async with AsyncExitStack() as held:
+            await held.enter_async_context(room)
+            try:
+                [request] = await held.enter_async_context(requests.lease())
+            except EndOfChannel:
+                return False
+            work = self._answer(request, held.pop_all(), samples, report)
+            task = answering.create_task(work, name=f"{self.name} {request.name}")
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+        return True
+
+    async def _answer(
+        self,
+        request: Request,
+        held: AsyncExitStack,
+        samples: Sender[Sample],
+        report: LanguageRolloutReport,
+    ) -> None:
+        """Generate and send on; its lease and its room are held until that is done."""
+        brought = 0 if request.partial is None else len(request.partial.token_ids)
+        async with held:
+            while True:
+                generated = await self._generate(request, report)
+                if generated is not None and generated.finish != "abort":
+                    break
+                # Where nobody asked for the interruption any more, it goes on here.
+                request = _continued(request, generated)
+                if await self._hand_back(request):
+                    report.handed_back += 1
+                    return
+            await samples.put(self._sample(request, generated))
+            report.samples += 1
+            report.tokens += len(generated.token_ids) - brought
+
+    async def _generate(self, request: Request, report: LanguageRolloutReport) -> Generated | None:
+        """Return what was generated; None if it was interrupted before it began."""
+        live = self._live
+        if request.min_version > live.engine.version:
+            report.waited += 1
+            await live.reach(request.min_version)
+        return None if live.interrupted else await live.generate(request)
+
+    async def _hand_back(self, request: Request) -> bool:
+        """Put the request where `interrupt` says; False if it says nothing any more."""
+        if self._unfinished is None:
+            return False
+        try:
+            await self._unfinished.put(request)
+        except ChannelClosed:  # the interruption was cancelled
+            return False
+        self._handed_back += 1
+        return True
+
+    def _sample(self, request: Request, generated: Generated) -> Sample:
+        return Sample(
+            request=msgspec.structs.replace(request, partial=None) if request.partial else request,
+            generated=generated,
+            text=self._live.engine.decode(generated.token_ids),
+            rollout_rank=self.rank,
+        )
+
+
+def _continued(request: Request, generated: Generated | None) -> Request:
+    """The request, to be gone on with after what was generated."""
+    if generated is None or not len(generated.token_ids):
+        return request
+    return msgspec.structs.replace(request, partial=generated)
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first failure inside nested groups."""
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
