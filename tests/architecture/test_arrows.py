@@ -19,9 +19,11 @@ ARROWS: dict[str, set[str]] = {
     "observe": LIGHT,
     "algorithms": LIGHT,
     "weights": LIGHT,
-    "backends": LIGHT | {"algorithms", "weights"},
-    "workers": LIGHT | {"backends", "channels", "observe"},
-    "runtime": LIGHT | {"backends", "channels", "observe", "workers"},
+    "rewards": LIGHT | {"algorithms"},
+    "data": LIGHT | {"rewards"},
+    "backends": LIGHT | {"algorithms", "data", "weights"},
+    "workers": LIGHT | {"backends", "channels", "data", "observe", "rewards"},
+    "runtime": LIGHT | {"backends", "channels", "data", "observe", "rewards", "workers"},
     "simulate": LIGHT | {"channels", "observe", "runtime", "workers"},
     "testing": LIGHT | {"channels", "runtime", "workers"},
     "bench": LIGHT | {"channels", "observe", "runtime", "workers"},
@@ -135,7 +137,8 @@ def test_importing_the_light_parts_loads_neither_torch_nor_ray() -> None:
     light = [
         name
         for name in modules()
-        if name.split(".")[1] in {"channels", "cli", "config", "messages", "parallel", "runtime"}
+        if name.split(".")[1]
+        in {"channels", "cli", "config", "data", "messages", "parallel", "rewards", "runtime"}
         or name.startswith("rlinf_async.workers")
     ]
     assert not loaded_after("rlinf_async", *light) & HEAVY

@@ -7,16 +7,13 @@ that gymnasium does not know.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib
 import importlib.util
-import sys
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlinf_async.config import ConfigError, MissingExtra
+from rlinf_async.config.entry_point import load_entry_point
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.errors import EnvError
 from rlinf_async.workers.env.spaces import ActionReader, EnvSpec, ObservationWriter
@@ -112,7 +109,7 @@ def _missing(error: Exception) -> str:
 
 
 def _call(config: EnvConfig, kwargs: dict[str, Any]) -> Env:
-    function = _load(config.entry_point)
+    function = load_entry_point(config.entry_point, path=("entry_point",))
     try:
         env = function(**kwargs)
     except Exception as error:
@@ -128,39 +125,3 @@ def _call(config: EnvConfig, kwargs: dict[str, Any]) -> Env:
         )
     made: Env = env
     return made
-
-
-def _load(entry_point: str) -> Callable[..., Any]:
-    where, _, name = entry_point.rpartition(":")
-    try:
-        module = (
-            _from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-        )
-    except (ImportError, OSError) as error:
-        raise ConfigError(
-            f"{entry_point!r}: {where!r} cannot be imported: {error}", path=("entry_point",)
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(
-            f"{entry_point!r}: {where!r} has no function {name!r}", path=("entry_point",)
-        )
-    return function  # type: ignore[no-any-return]
-
-
-def _from_file(path: Path) -> Any:
-    """The module of this file, run once a process."""
-    place = path.resolve()
-    name = f"rlinf_async_env_{hashlib.sha256(str(place).encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, place)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{place} is no Python file")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module

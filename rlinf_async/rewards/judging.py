@@ -1,0 +1,90 @@
+"""One answer to one typed outcome, whatever the verifier does.
+
+::
+
+    returns a finite number, or Scored   -> Scored
+    raises Reject                        -> Rejected
+    anything else                        -> Failed, with what was wrong; never a silent 0
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from rlinf_async.messages.language import Failed, Outcome, Rejected, Scored
+from rlinf_async.rewards.answer import Answer, Reject, Verifier
+
+Finish = Callable[[Awaitable[Any]], Any]
+"""Runs what an asynchronous verifier returned to its end."""
+
+MAX_TEXT: Final = 2_000
+"""characters of a reason or an error: thousands of samples may fail alike"""
+
+
+def judge(name: str, verifier: Verifier, answer: Answer, finish: Finish | None = None) -> Outcome:
+    """Return the outcome; raises nothing but KeyboardInterrupt."""
+    try:
+        verdict: Any = verifier(answer)
+        if inspect.isawaitable(verdict):
+            if finish is None:
+                return Failed(error=f"verifier {name!r} is asynchronous and was called inline")
+            verdict = finish(verdict)
+        return outcome_of(name, verdict)
+    except Reject as reason:
+        return Rejected(reason=_cut(str(reason)) or "no reason was given")
+    except KeyboardInterrupt:
+        raise
+    except MemoryError:
+        return Failed(
+            error=f"verifier {name!r} ran out of memory: what a scoring process may have is "
+            "memory_limit_mib"
+        )
+    except BaseException as error:  # SystemExit too: a verifier that exits has judged nothing
+        return Failed(error=f"verifier {name!r} raised {_told(error)}")
+
+
+def outcome_of(name: str, verdict: Any) -> Outcome:
+    """What a verifier returned, as an outcome."""
+    if isinstance(verdict, Scored):
+        for part, value in [("reward", verdict.reward), *dict(verdict.parts).items()]:
+            if (wrong := _wrong(value)) is not None:
+                return Failed(error=f"verifier {name!r} returned Scored with {part} = {wrong}")
+        parts = {str(part): float(value) for part, value in verdict.parts.items()}
+        return Scored(reward=float(verdict.reward), parts=parts)
+    if (wrong := _wrong(verdict)) is not None:
+        return Failed(error=f"verifier {name!r} returned {wrong}")
+    return Scored(reward=float(verdict))
+
+
+def _wrong(value: Any) -> str | None:
+    """Why this is no reward; None where it is one."""
+    shown = f"{_cut(repr(value), 80)} (a {type(value).__name__})"
+    if isinstance(value, bool):
+        return f"{shown}, not a number: return 1.0 or 0.0"
+    if not isinstance(value, numbers.Real):
+        return f"{shown}, not a number"
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:
+        return f"{_cut(str(type(value)), 80)} that is too large for a float"
+    return None if finite else f"{shown}, not a finite number"
+
+
+def _told(error: BaseException) -> str:
+    """The error, and where in the verifier it was raised."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be made)"
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {_cut(text)}{where}"
+
+
+def _cut(text: str, limit: int = MAX_TEXT) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -1,0 +1,121 @@
+"""``reasoning_gym``: the task's own scoring, between 0 and 1.
+
+A task's entry is more than its answer, and holds what JSON does not know (tuples, numbers as keys),
+on which its scoring may depend. So the reference names the task, and carries the entry as a Python
+literal. An entry that is not one (two of some hundred tasks) is made once more, from the seed and
+the index, and its question compared.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from rlinf_async.config import ConfigError, MissingExtra
+from rlinf_async.config.errors import nearest
+from rlinf_async.rewards.answer import Answer, Reject, Verifier
+from rlinf_async.rewards.registry import VERIFIERS
+
+
+class TaskReference(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``Prompt.reference`` of such a task holds, as JSON."""
+
+    task: str
+    options: dict[str, Any] = {}
+    """the task's own settings"""
+    seed: int
+    size: int
+    index: int
+    question: str
+    entry: str = ""
+    """as a Python literal; empty: make it again"""
+
+
+@VERIFIERS.register("reasoning_gym")
+def load_reasoning_gym() -> Verifier:
+    """Score of the text in the last ``<answer>`` tags, or of the whole answer without such tags."""
+    _library()
+    return score
+
+
+def score(answer: Answer) -> float:
+    """What the task says of the answer."""
+    try:
+        about = msgspec.json.decode(answer.reference, type=TaskReference)
+    except msgspec.DecodeError as error:
+        raise Reject(f"the reference is not one of a reasoning-gym task: {error}") from error
+    options = msgspec.json.encode(about.options, order="sorted")
+    task = _cached_task(about.task, options, about.seed, about.size)
+    entry = ast.literal_eval(about.entry) if about.entry else task[about.index]
+    if entry["question"] != about.question:
+        raise Reject(
+            f"task {about.task!r} makes another question of seed {about.seed} and index "
+            f"{about.index} in this process: it depends on PYTHONHASHSEED; set it to 0"
+        )
+    tagged = importlib.import_module("reasoning_gym.utils").extract_answer(answer.text)
+    found = answer.text.strip() if tagged is None else tagged
+    return float(task.score_answer(answer=found, entry=entry))
+
+
+def reference_of(
+    entry: dict[str, Any], task: str, options: dict[str, Any], seed: int, size: int, index: int
+) -> str:
+    """The entry as the reference of a `Prompt`."""
+    about = TaskReference(
+        task=task,
+        options=options,
+        seed=seed,
+        size=size,
+        index=index,
+        question=entry["question"],
+        entry=_as_literal(entry),
+    )
+    return msgspec.json.encode(about).decode()
+
+
+def open_task(name: str, options: dict[str, Any], seed: int, size: int) -> Any:
+    """The task: entry ``i`` is ``task[i]``, the same for the same seed.
+
+    Raises:
+        MissingExtra: reasoning-gym is not installed.
+        ConfigError: no such task, or options that it does not take.
+    """
+    library = _library()
+    known = importlib.import_module("reasoning_gym.factory").DATASETS
+    if name not in known:
+        raise ConfigError(
+            f"reasoning-gym has no task {name!r}{nearest(name, known)}; its "
+            f"{len(known)} tasks are listed by reasoning_gym.factory.DATASETS",
+            path=("tasks",),
+        )
+    try:
+        return library.create_dataset(name, **{**options, "seed": seed, "size": size})
+    except Exception as error:  # a task checks its options by assert, TypeError, ValueError, ...
+        raise ConfigError(
+            f"task {name!r} with {options}: {error}", path=("task_options",)
+        ) from error
+
+
+@lru_cache(maxsize=64)
+def _cached_task(name: str, options: bytes, seed: int, size: int) -> Any:
+    return open_task(name, msgspec.json.decode(options), seed, size)
+
+
+def _as_literal(entry: dict[str, Any]) -> str:
+    text = repr(entry)
+    try:
+        return text if ast.literal_eval(text) == entry else ""
+    except (ValueError, SyntaxError):
+        return ""
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("reasoning_gym")
+    except ModuleNotFoundError as error:
+        missing = error.name or "reasoning_gym"
+        raise MissingExtra(missing, extra="llm", needed_for="reasoning-gym") from error

@@ -1,0 +1,199 @@
+"""One scoring process, as its owner sees it.
+
+::
+
+    start --> idle --judge--> Begun --outcome--> idle
+                |               |
+                |               +--- time limit, cancelled, died ---> killed, with all it started
+                +--- died before Begun ---> `ScorerGone`: nobody's fault, ask another
+
+The time limit counts from ``Begun``: not while Python starts and libraries are imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from typing import Final, TypeVar
+
+import msgspec
+import psutil
+
+from rlinf_async.messages.language import Failed, Outcome
+from rlinf_async.rewards.answer import Answer
+from rlinf_async.rewards.protocol import (
+    HEADER,
+    MAX_FRAME,
+    Begun,
+    FromProcess,
+    Judge,
+    Judged,
+    Load,
+    Loaded,
+    Start,
+    ToProcess,
+    frame,
+)
+
+START_SECONDS: Final = 120.0
+"""for Python to start and a verifier to be imported; a machine may be busy"""
+CLOSED_SECONDS: Final = 2.0
+"""between the end of its pipe and that of the process"""
+
+M = TypeVar("M")
+
+_decoder = msgspec.msgpack.Decoder(FromProcess)
+
+
+class ScorerGone(Exception):
+    """The process ended before it began to judge; the text says how."""
+
+
+class Scorer:
+    """A process that judges one answer at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._asks, self._answers = process.stdin, process.stdout
+
+    @classmethod
+    async def start(cls, memory_bytes: int) -> Scorer:
+        """Start a process; what it imports, it imports when it is asked."""
+        boot = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            "from rlinf_async.rewards.process import main; main()"
+        )
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                sys.executable,
+                "-c",
+                boot,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=environment,
+            )
+        )
+        try:
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with contextlib.suppress(OSError):
+                await cls(await starting).kill()
+            raise
+        scorer = cls(process)
+        with contextlib.suppress(ConnectionError):
+            await scorer._say(Start(os.getpid(), memory_bytes))
+        return scorer
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether its end was not seen yet."""
+        return self._process.returncode is None
+
+    async def load(self, verifiers: list[str]) -> str:
+        """Import these verifiers; returns what is wrong with one of them, or nothing.
+
+        Raises:
+            ScorerGone: the process ended meanwhile.
+            TimeoutError: it took more than `START_SECONDS`.
+        """
+        async with asyncio.timeout(START_SECONDS):
+            loaded = await self._ask(Load(verifiers), (Loaded,))
+        return loaded.error
+
+    async def judge(self, verifier: str, answer: Answer, time_limit: float) -> Outcome:
+        """Judge one answer in at most ``time_limit`` seconds, after which the process is killed.
+
+        Raises:
+            ScorerGone: the process ended before the verifier was called.
+        """
+        asked = Judge(verifier, answer)
+        try:
+            try:
+                async with asyncio.timeout(START_SECONDS):
+                    begun = await self._ask(asked, (Begun, Judged))
+            except TimeoutError:
+                await self.kill()
+                return Failed(
+                    error=f"verifier {verifier!r} was not loaded within {START_SECONDS:g} s"
+                )
+            if isinstance(begun, Judged):
+                return begun.outcome
+            return await self._judged(verifier, time_limit)
+        except asyncio.CancelledError:
+            self._kill_now()
+            raise
+
+    async def kill(self) -> None:
+        """End it by force, with all that it started, and wait until it is gone."""
+        self._kill_now()
+        await self._process.wait()
+        self._asks.close()
+
+    async def _judged(self, verifier: str, time_limit: float) -> Outcome:
+        try:
+            async with asyncio.timeout(time_limit):
+                judged = await self._hear((Judged,))
+        except TimeoutError:
+            await self.kill()
+            return Failed(
+                error=f"verifier {verifier!r} took longer than the time limit of {time_limit:g} s, "
+                "and its process was killed"
+            )
+        except ScorerGone as gone:
+            return Failed(error=f"verifier {verifier!r} ended its process: {gone}")
+        return judged.outcome
+
+    async def _ask(self, message: ToProcess, expected: tuple[type[M], ...]) -> M:
+        try:
+            await self._say(message)
+        except ConnectionError:
+            raise ScorerGone(await self._how()) from None
+        return await self._hear(expected)
+
+    async def _say(self, message: ToProcess) -> None:
+        self._asks.write(frame(message))
+        await self._asks.drain()
+
+    async def _hear(self, expected: tuple[type[M], ...]) -> M:
+        try:
+            header = await self._answers.readexactly(HEADER.size)
+            size = HEADER.unpack(header)[0]
+            if size > MAX_FRAME:
+                raise RuntimeError(f"scoring process {self.pid} announced {size} bytes")
+            heard = _decoder.decode(await self._answers.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise ScorerGone(await self._how()) from None
+        if not isinstance(heard, expected):
+            raise RuntimeError(f"scoring process {self.pid} said {type(heard).__name__}")
+        return heard
+
+    async def _how(self) -> str:
+        """How the process ended."""
+        try:
+            async with asyncio.timeout(CLOSED_SECONDS):
+                code = await self._process.wait()
+        except TimeoutError:
+            await self.kill()
+            return "it closed the pipe to its owner"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def _kill_now(self) -> None:
+        if not self.alive:
+            return
+        with contextlib.suppress(psutil.Error):
+            for started in psutil.Process(self.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    started.kill()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()

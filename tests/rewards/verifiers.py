@@ -1,0 +1,177 @@
+"""Verifiers as users write them, well and badly. By path: ``tests.rewards.verifiers:hangs``."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rlinf_async.rewards import Answer, Reject, Scored
+
+calls = 0
+
+
+def length(answer: Answer) -> float:
+    return len(answer.text)
+
+
+def pid(answer: Answer) -> int:
+    return os.getpid()
+
+
+def counted(answer: Answer) -> int:
+    """How often this process has called it."""
+    global calls
+    calls += 1
+    return calls
+
+
+async def asynchronous(answer: Answer) -> Scored:
+    await asyncio.sleep(0)
+    return Scored(reward=0.5, parts={"style": 1})
+
+
+async def same_loop(answer: Answer) -> float:
+    """Keeps something of its event loop from one call to the next."""
+    loop = asyncio.get_running_loop()
+    before = globals().setdefault("_loop", loop)
+    return float(before is loop)
+
+
+def chatty(answer: Answer) -> float:
+    """Prints and reads, as code under test does."""
+    print("a line that is no part of the protocol")
+    os.write(1, b"\x00\x00\x00\x01x")
+    return float(sys.stdin.read() == "")
+
+
+def refuses(answer: Answer) -> float:
+    raise Reject("the question has no answer")
+
+
+def raises(answer: Answer) -> float:
+    raise KeyError("score")
+
+
+def exits(answer: Answer) -> float:
+    sys.exit("done")
+
+
+def ends_process(answer: Answer) -> float:
+    os._exit(0)
+
+
+def killed(answer: Answer) -> float:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
+def closes_everything(answer: Answer) -> float:
+    os.closerange(3, 1000)
+    return 1.0
+
+
+def eats_memory(answer: Answer) -> float:
+    held = []
+    while True:
+        held.append(bytearray(50_000_000))
+
+
+def hangs(answer: Answer) -> float:
+    while True:
+        time.sleep(1)
+
+
+def hangs_in_c(answer: Answer) -> float:
+    ctypes.PyDLL(None).pause()  # holds the interpreter lock: no Python signal handler would run
+    return 1.0
+
+
+async def hangs_asynchronously(answer: Answer) -> float:
+    await asyncio.Event().wait()
+    return 1.0
+
+
+def starts_a_program_that_hangs(answer: Answer) -> float:
+    """Writes the program's number into the file that the reference names."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) as program:
+        Path(answer.reference).write_text(str(program.pid))
+        program.wait()
+    return 1.0
+
+
+def says_pid_and_hangs(answer: Answer) -> float:
+    """Writes the number of its process into the file that the reference names."""
+    part = Path(answer.reference + ".part")
+    part.write_text(str(os.getpid()))
+    part.rename(answer.reference)
+    hangs(answer)
+    return 1.0
+
+
+def says_pid_and_hangs_once(answer: Answer) -> float:
+    if not Path(answer.reference).exists():
+        says_pid_and_hangs(answer)
+    return 1.0
+
+
+def waits_for_file(answer: Answer) -> float:
+    while not Path(answer.reference).exists():
+        time.sleep(0.002)
+    return 1.0
+
+
+def returns_text(answer: Answer) -> Any:
+    return "0.9"
+
+
+def returns_nothing(answer: Answer) -> Any:
+    pass
+
+
+def returns_a_boolean(answer: Answer) -> Any:
+    return True
+
+
+def returns_nan(answer: Answer) -> Any:
+    return float("nan")
+
+
+def returns_infinity(answer: Answer) -> Any:
+    return float("-inf")
+
+
+def returns_a_huge_integer(answer: Answer) -> Any:
+    return 10**400
+
+
+def returns_scored_with_nan(answer: Answer) -> Any:
+    return Scored(reward=1.0, parts={"style": float("nan")})
+
+
+def returns_scored_with_text(answer: Answer) -> Any:
+    return Scored(reward="high")  # type: ignore[arg-type]
+
+
+class Unprintable:
+    """Raises when it is shown."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+def returns_the_unprintable(answer: Answer) -> Any:
+    return Unprintable()
+
+
+def takes_two(response: str, reference: str) -> float:
+    return 1.0
+
+
+not_a_function = 3

@@ -1,0 +1,157 @@
+"""`RewardWorker`: every sample gets its outcome; first done, first out.
+
+::
+
+    Sample ---lease---> exact, numeric ------------------------------+---> ScoredSample
+              |                                                      |
+              +-------> a free process ---verifier, time limit-------+
+
+                waits for                              unblocked by
+    run         a sample; room for one more            rollout or inference; a sample that is done
+    scoring     a process; its outcome, in time        another sample that is done; the verifier
+    sending     room in the channel of scored ones     the collector
+
+Invariant: a sample stays leased until its outcome was put, so a crash loses none. One that was put
+just before the crash may come a second time: its name (``sample.request.name``) tells.
+
+A sample that takes long holds up no other while a process is free. So that several workers share
+the samples evenly, a worker takes no more than it has processes, and as many again for those that
+wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from rlinf_async.channels import Receiver, Sender
+from rlinf_async.messages.language import (
+    Failed,
+    Outcome,
+    Rejected,
+    Sample,
+    Scored,
+    ScoredSample,
+)
+from rlinf_async.rewards.answer import Answer, Verifier
+from rlinf_async.rewards.judging import judge
+from rlinf_async.rewards.pool import ScoringPool
+from rlinf_async.rewards.registry import INLINE, load_verifier
+from rlinf_async.workers.base import Worker
+from rlinf_async.workers.reward.config import RewardConfig
+
+
+class RewardReport(msgspec.Struct, kw_only=True):
+    """What one rank's `RewardWorker.run` did."""
+
+    scored: int = 0
+    rejected: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    """in verifiers, added up over samples, waiting for a process included"""
+    longest: float = 0.0
+    """seconds of the slowest sample"""
+    last_failure: str = ""
+
+    @property
+    def samples(self) -> int:
+        """All of them."""
+        return self.scored + self.rejected + self.failed
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """NaN before the first."""
+        return self.seconds / self.samples if self.samples else float("nan")
+
+
+class RewardWorker(Worker):
+    """One rank of the reward group.
+
+    Args:
+        config: how this worker scores.
+    """
+
+    def __init__(self, config: RewardConfig | None = None) -> None:
+        self.config = config or RewardConfig()
+        self._inline: dict[str, Verifier] = {}
+
+    async def setup(self) -> None:
+        """Import what is known to be needed.
+
+        Raises:
+            ConfigError: a verifier of ``preload`` cannot be loaded.
+        """
+        self._pool = ScoringPool(
+            processes=self.config.processes,
+            time_limit=self.config.time_limit,
+            memory_limit_mib=self.config.memory_limit_mib,
+        )
+        preload = [name for name in self.config.preload if name not in INLINE]
+        if preload:
+            try:
+                await self._pool.load(preload)
+            except BaseException:
+                await self._pool.close()
+                raise
+
+    async def teardown(self) -> None:
+        """End all processes."""
+        await self._pool.close()
+
+    async def run(self, samples: Receiver[Sample], scored: Sender[ScoredSample]) -> RewardReport:
+        """Score samples until there are no more.
+
+        A verifier that raises, hangs, or ends its process is no error here but an outcome.
+
+        Raises:
+            NoReceivers: nobody takes scored samples any more.
+        """
+        report = RewardReport()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(2 * self.config.processes):
+                    group.create_task(self._score_each(samples, scored, report))
+        except ExceptionGroup as failures:
+            raise (first := _first(failures)) from first.__cause__
+        return report
+
+    async def score(self, sample: Sample) -> Outcome:
+        """The outcome of one sample. Override it for scores that come from elsewhere."""
+        name, answer = sample.request.prompt.verifier, Answer.of(sample)
+        if name not in INLINE:
+            return await self._pool.judge(name, answer)
+        if name not in self._inline:
+            self._inline[name] = load_verifier(name)
+        return judge(name, self._inline[name], answer)
+
+    async def _score_each(
+        self, samples: Receiver[Sample], scored: Sender[ScoredSample], report: RewardReport
+    ) -> None:
+        """One sample after the other. Several of these run at a time."""
+        clock = asyncio.get_running_loop().time
+        async for lease in samples.leases():
+            async with lease as [sample]:
+                started = clock()
+                with self.span("score", sample=sample.request.name):
+                    outcome = await self.score(sample)
+                _count(report, outcome, clock() - started)
+                await scored.put(ScoredSample(sample=sample, outcome=outcome))
+
+
+def _count(report: RewardReport, outcome: Outcome, seconds: float) -> None:
+    match outcome:
+        case Scored():
+            report.scored += 1
+        case Rejected():
+            report.rejected += 1
+        case Failed():
+            report.failed += 1
+            report.last_failure = outcome.error
+    report.seconds += seconds
+    report.longest = max(report.longest, seconds)
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first failure inside nested groups."""
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
