@@ -3,15 +3,17 @@
 ::
 
     client                                            server
-      HELLO  magic, version, nonce, name  ------------->
-      <-------------  magic, version, nonce, name  HELLO
+      HELLO  magic, version, nonce, terms, name  ------>
+      <------  magic, version, nonce, terms, name  HELLO
       PROOF  HMAC(secret, "client", both hellos)  ----->      wrong: REFUSED with the reason
-      <-----  HMAC(secret, "server", both hellos)  PROOF
+      <-  HMAC(secret, "server", both hellos, terms), terms  PROOF
 
 Nothing else is read before. Each message is a byte of type, two of length, and at most
 `MAX_MESSAGE` bytes. The secret itself never travels; the nonces make every proof good for one
-connection, the two labels keep a proof from being sent back to its maker, and the proofs cover
-version and names.
+socket, the two labels keep a proof from being sent back to its maker, and the proofs cover version,
+names and `Terms`: whether this is a new connection, or one that goes on after a cut.
+
+The server gives its terms last, when it knows who asks: a stranger cannot disturb a connection.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from __future__ import annotations
 import hmac
 import os
 import struct
-from typing import Final, Literal
+from collections.abc import Callable
+from typing import Final, Literal, NamedTuple
 
 from rlinf_async.channels.errors import HandshakeFailed
 from rlinf_async.channels.wire.framing import PROTOCOL_VERSION
@@ -31,8 +34,28 @@ MAX_NAME_BYTES: Final = 256
 MAX_MESSAGE: Final = 1024
 PREFIX: Final = struct.Struct("<BH")
 VERSION: Final = struct.Struct("<H")
+TERMS: Final = struct.Struct("<16sQd")
+PROOF_BYTES: Final = 32
+HELLO_BYTES: Final = len(MAGIC) + VERSION.size + NONCE_BYTES + TERMS.size
+NEW: Final = bytes(16)
+"""The number of a connection that does not exist yet."""
 
 HELLO, PROOF, REFUSED = 1, 2, 3
+
+
+class Terms(NamedTuple):
+    """What a side says of the connection that a socket is for."""
+
+    number: bytes = NEW
+    """of the connection, 16 random bytes that the server chose"""
+    received: int = 0
+    """bytes of it that arrived so far"""
+    patience: float = 0.0
+    """seconds for which a cut connection is kept; a connection has the lower of both sides'"""
+
+
+Settle = Callable[["Handshake"], Terms]
+"""The server's: called once the client is known, gives the terms. May raise `HandshakeFailed`."""
 
 
 def check_secret(secret: bytes) -> None:
@@ -49,7 +72,12 @@ def check_secret(secret: bytes) -> None:
 
 
 class Handshake:
-    """One side of the exchange. Feed it what arrives, send what `take_outgoing` gives."""
+    """One side of the exchange. Feed it what arrives, send what `take_outgoing` gives.
+
+    Args:
+        terms: the client's: what it asks for.
+        settle: the server's: what it answers.
+    """
 
     def __init__(
         self,
@@ -57,18 +85,32 @@ class Handshake:
         secret: bytes,
         name: str,
         version: int | None = None,
+        *,
+        terms: Terms | None = None,
+        settle: Settle | None = None,
     ) -> None:
         check_secret(secret)
         self.role = role
         self.peer = ""
         """the other side's name, known to be true once `done`"""
+        self.terms = Terms()
+        """the other side's, known to be true once `done`"""
         self.done = False
         self.rest = b""
         """what arrived behind the handshake"""
         self._secret = secret
         self._version = PROTOCOL_VERSION if version is None else version
+        self._settle = settle
         encoded = name.encode()[:MAX_NAME_BYTES]
-        self._hello = MAGIC + VERSION.pack(self._version) + os.urandom(NONCE_BYTES) + encoded
+        self._hello = b"".join(
+            (
+                MAGIC,
+                VERSION.pack(self._version),
+                os.urandom(NONCE_BYTES),
+                TERMS.pack(*(terms or Terms())),
+                encoded,
+            )
+        )
         self._peer_hello = b""
         self._received = b""
         self._outgoing = _pack(HELLO, self._hello) if role == "client" else b""
@@ -89,7 +131,7 @@ class Handshake:
         while not self.done and len(self._received) >= PREFIX.size:
             kind, length = PREFIX.unpack_from(self._received)
             if kind not in (HELLO, PROOF, REFUSED) or length > MAX_MESSAGE:
-                raise self._refuse("it does not speak this protocol")
+                raise self.refuse("it does not speak this protocol")
             stop = PREFIX.size + length
             if len(self._received) < stop:
                 break
@@ -97,6 +139,14 @@ class Handshake:
             self._handle(kind, payload)
         if self.done:
             self.rest, self._received = self._received, b""
+
+    def refuse(self, reason: str) -> HandshakeFailed:
+        """Tell the other side why it is turned away; the error to raise here."""
+        self._outgoing += _pack(REFUSED, reason.encode()[:MAX_MESSAGE])
+        who = f" ({self.peer!r})" if self.peer else ""
+        return HandshakeFailed(f"the {self._other}{who} was refused: {reason}")
+
+    # ---- inside
 
     def _handle(self, kind: int, payload: bytes) -> None:
         if kind == REFUSED:
@@ -106,47 +156,50 @@ class Handshake:
         elif kind == PROOF and self._peer_hello:
             self._handle_proof(payload)
         else:
-            raise self._refuse("it does not follow the handshake")
+            raise self.refuse("it does not follow the handshake")
 
     def _handle_hello(self, payload: bytes) -> None:
-        if not payload.startswith(MAGIC) or len(payload) < len(MAGIC) + VERSION.size + NONCE_BYTES:
-            raise self._refuse("it does not speak this protocol")
+        if not payload.startswith(MAGIC) or len(payload) < len(MAGIC) + VERSION.size:
+            raise self.refuse("it does not speak this protocol")
         (version,) = VERSION.unpack_from(payload, len(MAGIC))
-        if version != self._version:
-            raise self._refuse(
+        if version != self._version:  # first of all: the rest may look different there
+            raise self.refuse(
                 f"protocol versions differ: the {self._other} speaks {version}, the {self.role} "
                 f"{self._version}; run the same rlinf_async on both sides"
             )
+        if len(payload) < HELLO_BYTES:
+            raise self.refuse("its greeting is too short")
         self._peer_hello = payload
-        name = payload[len(MAGIC) + VERSION.size + NONCE_BYTES :]
-        self.peer = name.decode(errors="replace")
-        self._outgoing += (
-            _pack(PROOF, self._proof(self.role))
-            if self.role == "client"
-            else _pack(HELLO, self._hello)
-        )
+        self.peer = payload[HELLO_BYTES:].decode(errors="replace")
+        if self.role == "client":
+            self._outgoing += _pack(PROOF, self._proof("client"))
+        else:
+            self.terms = Terms(*TERMS.unpack_from(payload, HELLO_BYTES - TERMS.size))
+            self._outgoing += _pack(HELLO, self._hello)
 
     def _handle_proof(self, payload: bytes) -> None:
-        if not hmac.compare_digest(payload, self._proof(self._other)):
-            raise self._refuse("the cluster's secret is wrong")
+        proof, terms = payload[:PROOF_BYTES], payload[PROOF_BYTES:]
+        if not hmac.compare_digest(proof, self._proof(self._other, terms)):
+            raise self.refuse("the cluster's secret is wrong")
         if self.role == "server":
-            self._outgoing += _pack(PROOF, self._proof("server"))
+            ours = TERMS.pack(*self._settle(self)) if self._settle else TERMS.pack(*Terms())
+            self._outgoing += _pack(PROOF, self._proof("server", ours) + ours)
+        elif len(terms) == TERMS.size:
+            self.terms = Terms(*TERMS.unpack(terms))
+        else:
+            raise self.refuse("it does not follow the handshake")
         self.done = True
 
-    def _proof(self, role: str) -> bytes:
+    def _proof(self, role: str, terms: bytes = b"") -> bytes:
         hellos = (self._hello, self._peer_hello)
         client, server = hellos if self.role == "client" else reversed(hellos)
-        sized = (struct.pack("<I", len(part)) + part for part in (role.encode(), client, server))
+        parts = (role.encode(), client, server, terms)
+        sized = (struct.pack("<I", len(part)) + part for part in parts)
         return hmac.digest(self._secret, b"".join(sized), "sha256")
 
     @property
     def _other(self) -> str:
         return "server" if self.role == "client" else "client"
-
-    def _refuse(self, reason: str) -> HandshakeFailed:
-        self._outgoing += _pack(REFUSED, reason.encode()[:MAX_MESSAGE])
-        who = f" ({self.peer!r})" if self.peer else ""
-        return HandshakeFailed(f"the {self._other}{who} was refused: {reason}")
 
 
 def _pack(kind: int, payload: bytes) -> bytes:

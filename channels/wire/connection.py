@@ -7,77 +7,105 @@ What is kept, on whichever side:
 * a cancelled request reaches its handler before anything that is asked later, and an answer that
   crosses it counts as not taken: the handler's ``undo`` runs;
 * an answer that somebody took is confirmed (RECEIPTS), so its handler can forget it;
-* what arrives is handled in the order in which it was sent, lane by lane.
+* what arrives is handled in the order in which it was sent, lane by lane;
+* a cut socket is replaced by another, on which both streams go on at the byte where they were cut:
+  see `kept` and `reach`. Only when that fails is the connection lost.
 
 ::
 
-    connecting --handshake--> open --close(), abort(), loss--> closed
+    open <--cut, found again--> reconnecting
+      \\--close(), abort()----------/--patience over, peer gone--> closed
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
 
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, MalformedFrame
-from rlinf_async.channels.saying import fit, say
+from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
+from rlinf_async.channels.saying import fit
 from rlinf_async.channels.waitfor import WaitFuture
 from rlinf_async.channels.wire.answering import Answering
 from rlinf_async.channels.wire.asking import Answer, Asking, head_of, reply_decoder
-from rlinf_async.channels.wire.auth import Handshake
 from rlinf_async.channels.wire.failures import UNREADABLE
 from rlinf_async.channels.wire.framing import Flag, FrameType, pack_small
-from rlinf_async.channels.wire.hangup import HangUp
 from rlinf_async.channels.wire.heartbeat import Heartbeat, Pulse
+from rlinf_async.channels.wire.life import is_stopped, peer_pid
+from rlinf_async.channels.wire.link import Link
 from rlinf_async.channels.wire.outbox import Outbox
 from rlinf_async.channels.wire.pool import process_pool
+from rlinf_async.channels.wire.reach import Reach
 from rlinf_async.channels.wire.router import Router
 from rlinf_async.channels.wire.shared_memory import MemoryUse, Sharing
 from rlinf_async.channels.wire.transfer import CONTROL, DATA, Message, MessageReader
 
 R = TypeVar("R")
 Closed = Callable[["Connection", str], None]
+Redial = Callable[["Connection"], Coroutine[Any, Any, None]]
+"""Connects again, until it works or the connection is given up."""
 
 log = logging.getLogger(__name__)
 MAX_UNSENT_MESSAGES = 65_536
 """A peer that asks but does not read the answers is not read any more from here on."""
+SAY_ARRIVED_BYTES = 256 * 1024
+"""After so many bytes the peer is told how much arrived."""
 
 
-class Connection(asyncio.Protocol):
-    """One side of a connection. Made by `connect` and `serve`."""
+class Connection:
+    """One side of a connection. Made by `connect` and `serve`.
+
+    Args:
+        peer: the name that the other side proved.
+        number: of this connection, on both sides.
+        patience: seconds for which it is kept when it is cut; 0: a cut ends it.
+        redial: connects again; None on the side that waits to be found.
+    """
 
     def __init__(
-        self, router: Router, handshake: Handshake, heartbeat: Heartbeat, handshake_timeout: float
+        self,
+        router: Router,
+        heartbeat: Heartbeat,
+        *,
+        peer: str,
+        number: bytes,
+        patience: float,
+        redial: Redial | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._handshake = handshake
+        self.peer = peer
+        """the name that the other side proved in the handshake"""
+        self.number = number
+        self._link: Link | None = None
+        self._pid = 0
         self._reader = MessageReader()
-        self._outbox = Outbox(self._loop)
+        self._outbox = Outbox(self._loop, keep=patience > 0)
         self._sharing = Sharing(self._loop, self._outbox, process_pool())
         self._asking = Asking(self._outbox)
         self._answering = Answering(self, router, self._outbox)
-        self._transport: asyncio.Transport | None = None
-        self._pulse = Pulse(heartbeat, self._outbox, self._silent)
-        self._late_timer = self._loop.call_later(handshake_timeout, self._late, handshake_timeout)
-        self._hanging = HangUp(self._loop)
+        self._pulse = Pulse(heartbeat, self._beat, self._silent)
+        self._patient = redial is not None
+        again = None if redial is None else partial(redial, self)
+        self.reach = Reach(patience, again, self._lose)
+        """what is done about a cut"""
+        self._outbox.share = self._sharing.send
         self._on_close: list[Closed] = []
         self._reason = ""
         self._deaf = False
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self.opened: asyncio.Future[None] = self._loop.create_future()
-        """done when the handshake is; with `HandshakeFailed` or `ConnectionLost` if it failed"""
         self.closed = False
         self.received_bytes = 0
+        self._said_arrived = 0
 
     # ---- for the user
 
     @property
-    def peer(self) -> str:
-        """The name that the other side proved in the handshake."""
-        return self._handshake.peer
+    def reconnecting(self) -> bool:
+        """Whether it is cut now: what is asked waits until it goes on, or is lost."""
+        return self.reach.cut
 
     @property
     def sent_bytes(self) -> int:
@@ -186,24 +214,25 @@ class Connection(asyncio.Protocol):
         """
         if self.closed:
             return
-        if self._handshake.done:
-            self._asking.flush_receipts()
-            self._outbox.flush_all()
-            said = fit(reason).encode()[:1000]
-            self._outbox.add_control(pack_small(FrameType.GOODBYE, 0, said))
-            self._outbox.flush_all()
-        self._hang_up()
-        self._lose(reason)
+        self._asking.flush_receipts()
+        self._outbox.flush_all()
+        self._say_goodbye(reason)
 
     def abort(self, reason: str) -> None:
-        """Cut the connection at once."""
-        if self._transport is not None:
-            self._transport.abort()
-        self._lose(reason)
+        """Give the connection up at once: what waits to be sent is not. The peer is told why."""
+        if self.closed:
+            if self._link is not None:
+                self._link.drop()
+            return
+        self._outbox.clear()
+        self._say_goodbye(reason)
 
     async def wait_closed(self) -> None:
         """Wait until the socket is closed."""
         await asyncio.shield(self._ended)
+        if self._link is not None:
+            await asyncio.shield(self._link.ended)
+        await self.reach.wait_stopped()
 
     # ---- for `Answering`
 
@@ -214,24 +243,53 @@ class Connection(asyncio.Protocol):
             self._deaf = True
             self._transport.pause_reading()
 
-    # ---- what the transport says
+    # ---- sockets
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        both_ways = cast("asyncio.Transport", transport)  # uvloop's are not of that class
-        self._transport = both_ways
-        self._outbox.attach(both_ways)
-        self._sharing.attach(both_ways)
-        self._outbox.share = self._sharing.send
-        both_ways.write(self._handshake.take_outgoing())
+    def carry(self, link: Link, arrived: int) -> None:
+        """Go on over this socket; so many bytes of ours have arrived at the other side."""
+        if self.closed or link.transport is None:
+            link.hang_up()
+            return
+        self._link = link
+        self._pid = peer_pid(link.transport)
+        self._sharing.attach(link.transport)
+        self.reach.found()
+        self._pulse.start()
+        if self._deaf:
+            link.transport.pause_reading()
+        try:
+            self._outbox.attach(link.transport, arrived)
+        except MalformedFrame as error:
+            self._malformed(str(error))
+
+    def cut(self, link: Link, reason: str) -> None:
+        """This socket is gone. Not the one in use: that was known."""
+        if link is not self._link or self.closed:
+            return
+        self._link = None
+        self._pulse.stop()
+        self._outbox.cut()
+        if not self.reach.patience:
+            self._lose(reason)
+            return
+        log.info("the connection to %s was cut (%s): connecting again", self.peer, reason)
+        self.reach.was_cut(reason, self._pid)
+
+    def make_way(self) -> None:
+        """The peer comes with another socket: the one in use is of no use to it any more."""
+        link = self._link
+        if link is not None:
+            link.drop()
+            self.cut(link, "the peer connected again")
 
     def data_received(self, data: bytes) -> None:
         self._pulse.heard()
         self.received_bytes += len(data)
-        if not self._handshake.done:
-            data = self._greet(data)
-        if data and not self.closed:
+        if not self.closed:
             self._read(data)
         if not self.closed:
+            if self.received_bytes - self._said_arrived >= SAY_ARRIVED_BYTES:
+                self._say_arrived()
             self._outbox.flush()
 
     def pause_writing(self) -> None:
@@ -240,45 +298,24 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._outbox.resume()
         few = self._outbox.waiting <= MAX_UNSENT_MESSAGES // 2
-        if few and self._deaf and not self.closed and self._transport is not None:
+        if few and self._deaf and not self.closed:
             self._deaf = False
-            self._transport.resume_reading()
+            if self._transport is not None:
+                self._transport.resume_reading()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._lose(say(exc) if exc else "the other process closed it or died")
-        self._transport = None
-        self._hanging.stop()
-        if not self._ended.done():
-            self._ended.set_result(None)
+    @property
+    def _transport(self) -> asyncio.Transport | None:
+        return None if self._link is None else self._link.transport
 
-    # ---- the handshake
+    def _say_arrived(self) -> None:
+        self._said_arrived = self.received_bytes
+        self._outbox.add_control(pack_small(FrameType.PING, self.received_bytes))
 
-    def _greet(self, data: bytes) -> bytes:
-        """Go on with the handshake; what arrived behind it."""
-        handshake = self._handshake
-        failure: HandshakeFailed | None = None
-        try:
-            handshake.feed(data)
-        except HandshakeFailed as error:
-            failure = error
-        if self._transport is not None and (answer := handshake.take_outgoing()):
-            self._transport.write(answer)
-        if failure is not None:
-            self._fail_handshake(failure)
-        elif handshake.done and not self.opened.done():
-            self._late_timer.cancel()
-            self._pulse.start()
-            self.opened.set_result(None)
-        return handshake.rest
-
-    def _late(self, seconds: float) -> None:
-        self._fail_handshake(HandshakeFailed(f"no handshake within {seconds:g} seconds"))
-
-    def _fail_handshake(self, error: HandshakeFailed) -> None:
-        if not self.opened.done():
-            self.opened.set_exception(error)
-        self._hang_up()
-        self._lose(str(error))
+    def _beat(self) -> None:
+        """Say that this side lives, if it said nothing lately or has something to confirm."""
+        quiet = self._loop.time() - self._outbox.last_sent >= self._pulse.interval / 2
+        if quiet or self.received_bytes != self._said_arrived:
+            self._say_arrived()
 
     # ---- reading
 
@@ -309,6 +346,8 @@ class Connection(asyncio.Protocol):
         elif kind == FrameType.CANCEL:
             self._reader.forget(message.number)
             self._answering.cancelled(message.number, message.head)
+        elif kind == FrameType.PING:
+            self._outbox.arrived(message.number)
         elif kind == FrameType.MEMORY:
             self._sharing.told(message.head, self.peer)
         elif kind == FrameType.GOODBYE:
@@ -319,18 +358,28 @@ class Connection(asyncio.Protocol):
     def _check_open(self) -> None:
         if self.closed:
             raise self._lost()
-        if not self._handshake.done:
-            raise ConnectionLost("the connection is not open yet")
 
     def _lost(self) -> ConnectionLost:
         return ConnectionLost(f"connection to {self.peer or 'a peer'!r} was lost: {self._reason}")
 
-    def _silent(self, seconds: float) -> None:
+    def _silent(self, seconds: float) -> bool:
+        """Whether to go on waiting. An owner that was stopped is waited for: nobody can take over
+        what it has, and the work goes on with it. A stopped worker's items go to others."""
+        if self._patient and is_stopped(self._pid):
+            return True
         self.abort(f"nothing was heard for {seconds:.1f} s: the process is stopped, or blocked")
+        return False
 
     def _leave(self, reason: str) -> None:
         self._hang_up()
         self._lose(f"{self.peer} closed it: {reason}")
+
+    def _say_goodbye(self, reason: str) -> None:
+        said = fit(reason).encode()[:1000]
+        self._outbox.add_control(pack_small(FrameType.GOODBYE, 0, said))
+        self._outbox.flush_all()
+        self._hang_up()
+        self._lose(reason)
 
     def _lose(self, reason: str) -> None:
         """Give up what was under way, once."""
@@ -338,16 +387,15 @@ class Connection(asyncio.Protocol):
             return
         self.closed = True
         self._reason = reason
-        self._late_timer.cancel()
         self._pulse.stop()
+        self.reach.stop()
         self._outbox.detach()
         self._sharing.close()
-        if not self.opened.done():
-            self.opened.set_exception(self._lost())
         self._asking.lose(self._lost)
         self._answering.lose(reason)
         for callback in self._on_close:
             self._tell(callback)
+        self._ended.set_result(None)
 
     def _tell(self, callback: Closed) -> None:
         try:
@@ -356,6 +404,5 @@ class Connection(asyncio.Protocol):
             log.exception("a callback for the end of the connection to %s", self.peer)
 
     def _hang_up(self) -> None:
-        """Close the socket once the peer took what was sent, or takes nothing any more."""
-        if self._transport is not None:
-            self._hanging.start(self._transport, self.peer)
+        if self._link is not None:
+            self._link.hang_up()

@@ -1,4 +1,8 @@
-"""Connecting and listening on Unix sockets."""
+"""Connecting and listening: on a Unix socket between processes of one host, on TCP between hosts.
+
+A server tells apart who comes: a stranger, who has some seconds and one kilobyte to prove the
+secret; a new peer; and a peer whose connection was cut, and goes on.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
-import stat
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,13 +17,26 @@ from types import TracebackType
 from typing import Final, Self
 
 from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError
-from rlinf_async.channels.wire.auth import Handshake, check_secret
+from rlinf_async.channels.wire.address import (
+    Address,
+    TcpAddress,
+    UnixAddress,
+    bind_tcp,
+    bind_unix,
+    parse,
+)
+from rlinf_async.channels.wire.auth import NEW, Handshake, Terms, check_secret
 from rlinf_async.channels.wire.connection import Closed, Connection
+from rlinf_async.channels.wire.dialing import Dialer, lower
 from rlinf_async.channels.wire.heartbeat import HEARTBEAT_LIMIT, Heartbeat
+from rlinf_async.channels.wire.link import Link
+from rlinf_async.channels.wire.reach import PATIENCE, check_patience
 from rlinf_async.channels.wire.router import Router
 
-MAX_PATH_BYTES: Final = 107
 HANDSHAKE_SECONDS: Final = 10.0
+MAX_STRANGERS: Final = 128
+"""Sockets whose other side has not proved anything yet; the oldest makes room for one more."""
+NUMBER_BYTES: Final = len(NEW)
 
 log = logging.getLogger(__name__)
 Opened = Callable[[Connection], None]
@@ -29,7 +44,7 @@ Rejected = Callable[[WireError], None]
 
 
 async def connect(
-    path: str | os.PathLike[str],
+    address: str | os.PathLike[str],
     secret: bytes,
     *,
     name: str,
@@ -37,100 +52,103 @@ async def connect(
     heartbeat_interval: float | None = None,
     heartbeat_limit: float = HEARTBEAT_LIMIT,
     handshake_timeout: float = HANDSHAKE_SECONDS,
+    patience: float = PATIENCE,
     on_disconnect: Closed | None = None,
 ) -> Connection:
-    """Connect to the process that serves this socket, and prove that we belong to its cluster.
+    """Connect to the process that serves this address, and prove that we belong to its cluster.
 
     Args:
+        address: the path of a Unix socket, or ``tcp://host:port``.
         name: who we are, in the peer's errors and reports.
         heartbeat_interval: seconds between signs of life; by default as the limit needs it.
         heartbeat_limit: seconds without one after which the peer is given up.
+        patience: seconds for which the connection is kept when it is cut, while we connect again;
+            what the peer says counts too, if it is less. 0: a cut ends it.
 
     Raises:
-        WireError: the path is no socket, or too long.
+        WireError: the address is none, or no socket, or too long.
         ConnectionLost: nobody serves it, or it was cut.
         HandshakeFailed: the secret, or the protocol's version, differs.
     """
-    check_path(path)
-    make = partial(
-        Connection,
-        router,
-        Handshake("client", secret, name),
-        Heartbeat.of(heartbeat_limit, heartbeat_interval),
-        handshake_timeout,
+    check_patience(patience)
+    dialer = Dialer(
+        parse(address),
+        secret,
+        name,
+        router=router,
+        heartbeat=Heartbeat.of(heartbeat_limit, heartbeat_interval),
+        handshake_timeout=handshake_timeout,
+        patience=patience,
     )
-    try:
-        _, connection = await asyncio.get_running_loop().create_unix_connection(
-            make, os.fspath(path)
-        )
-    except OSError as error:
-        raise ConnectionLost(
-            f"cannot connect to {os.fspath(path)!r}: {error.strerror or error}: is the process "
-            "that serves it running?"
-        ) from error
-    try:
-        await connection.opened
-    except asyncio.CancelledError:
-        connection.abort("connecting was cancelled")
-        raise
+    connection = await dialer.connect()
     if on_disconnect is not None:
         connection.on_close(on_disconnect)
     return connection
 
 
 class Server:
-    """Accepts connections on one socket. Made by `serve`."""
+    """Accepts connections at one address. Made by `serve`."""
 
     def __init__(
         self,
-        path: Path,
+        secret: bytes,
+        name: str,
+        *,
+        router: Router,
+        heartbeat: Heartbeat,
+        handshake_timeout: float,
+        patience: float,
         on_connect: Opened | None,
         on_disconnect: Closed | None,
         on_reject: Rejected | None,
     ) -> None:
-        self.path = path
         self.connections: set[Connection] = set()
-        """those whose handshake is done"""
-        self._greeting: set[Connection] = set()
+        """those that were made and not lost; some may be cut just now"""
+        self._by_number: dict[bytes, Connection] = {}
+        self._strangers: dict[Link, None] = {}
+        self._secret = secret
+        self._name = name
+        self._router = router
+        self._heartbeat = heartbeat
+        self._handshake_timeout = handshake_timeout
+        self._patience = patience
         self._on_connect = on_connect
         self._on_disconnect = on_disconnect
         self._on_reject = on_reject
         self._listener: asyncio.AbstractServer | None = None
+        self._address: Address = UnixAddress(Path())
 
-    async def listen(self, make: Callable[[], Connection], listener: socket.socket) -> None:
-        """Accept connections from now on."""
+    @property
+    def address(self) -> str:
+        """Where to connect to. A port of 0 is the one that was found by now."""
+        return str(self._address)
+
+    @property
+    def path(self) -> Path:
+        """The Unix socket.
+
+        Raises:
+            WireError: it listens on TCP.
+        """
+        if not isinstance(self._address, UnixAddress):
+            raise WireError(f"a server at {self.address} has no path: use its address")
+        return self._address.path
+
+    async def listen(self, address: Address) -> None:
+        """Accept connections from now on.
+
+        Raises:
+            WireError: nobody can listen there.
+        """
         loop = asyncio.get_running_loop()
-        self._listener = await loop.create_unix_server(partial(self._accept, make), sock=listener)
-
-    def _accept(self, make: Callable[[], Connection]) -> Connection:
-        connection = make()
-        self._greeting.add(connection)
-        connection.opened.add_done_callback(partial(self._greeted, connection))
-        return connection
-
-    def _greeted(self, connection: Connection, opened: asyncio.Future[None]) -> None:
-        self._greeting.discard(connection)
-        error = opened.exception()
-        if isinstance(error, WireError):
-            self._reject(error)
-        elif connection.closed:
-            self._reject(ConnectionLost(f"{connection.peer} left right after the handshake"))
+        if isinstance(address, UnixAddress):
+            listener = bind_unix(address.path)
+            self._listener = await loop.create_unix_server(self._accept, sock=listener)
         else:
-            self.connections.add(connection)
-            connection.on_close(self._ended)
-            if self._on_connect is not None:
-                self._on_connect(connection)
-
-    def _reject(self, error: WireError) -> None:
-        level = logging.WARNING if isinstance(error, HandshakeFailed) else logging.INFO
-        log.log(level, "a connection to %s was not made: %s", self.path, error)
-        if self._on_reject is not None:
-            self._on_reject(error)
-
-    def _ended(self, connection: Connection, reason: str) -> None:
-        self.connections.discard(connection)
-        if self._on_disconnect is not None:
-            self._on_disconnect(connection, reason)
+            listener = await loop.run_in_executor(None, bind_tcp, address)  # a name takes its time
+            self._listener = await loop.create_server(self._accept, sock=listener)
+            address = TcpAddress(address.host, listener.getsockname()[1])
+        self._address = address
 
     async def close(self) -> None:
         """Close every connection and remove the socket."""
@@ -138,12 +156,16 @@ class Server:
             return
         self._listener.close()
         self._listener = None
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
-        every = [*self.connections, *self._greeting]
+        if isinstance(self._address, UnixAddress):
+            with contextlib.suppress(FileNotFoundError):
+                self._address.path.unlink()
+        every, strangers = list(self.connections), list(self._strangers)
         for connection in every:
             connection.close("the server was closed")
+        for link in strangers:
+            link.refuse("the server was closed")
         await asyncio.gather(*(connection.wait_closed() for connection in every))
+        await asyncio.gather(*(link.ended for link in strangers))
 
     async def __aenter__(self) -> Self:
         return self
@@ -156,9 +178,73 @@ class Server:
     ) -> None:
         await self.close()
 
+    # ---- who comes
+
+    def _accept(self) -> Link:
+        made: list[Connection] = []
+        handshake = Handshake(
+            "server", self._secret, self._name, settle=partial(self._settle, made)
+        )
+        link = Link(handshake, self._handshake_timeout, lambda _: made[0])
+        if len(self._strangers) >= MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            oldest.refuse(f"{MAX_STRANGERS} others came, and it has not proved anything yet")
+            self._strangers.pop(oldest, None)
+        self._strangers[link] = None
+        link.opened.add_done_callback(partial(self._known, link, made))
+        return link
+
+    def _settle(self, made: list[Connection], handshake: Handshake) -> Terms:
+        """The connection that this peer is to have: a new one, or its own again."""
+        asked = handshake.terms
+        if asked.number == NEW:
+            number, patience = os.urandom(NUMBER_BYTES), lower(self._patience, asked.patience)
+            connection = Connection(
+                self._router, self._heartbeat, peer=handshake.peer, number=number, patience=patience
+            )
+        else:
+            number = asked.number
+            found = self._by_number.get(number)
+            if found is None or found.peer != handshake.peer:
+                raise handshake.refuse("this process does not know its connection (any more)")
+            connection = found
+            connection.make_way()
+        made.append(connection)
+        return Terms(number, connection.received_bytes, self._patience)
+
+    def _known(self, link: Link, made: list[Connection], opened: asyncio.Future[None]) -> None:
+        self._strangers.pop(link, None)
+        error = None if opened.cancelled() else opened.exception()
+        if isinstance(error, WireError):
+            self._reject(error)
+            return
+        connection = made[0]
+        if connection.number in self._by_number:
+            return
+        if connection.closed:
+            self._reject(ConnectionLost(f"{connection.peer} left right after the handshake"))
+            return
+        self.connections.add(connection)
+        self._by_number[connection.number] = connection
+        connection.on_close(self._ended)
+        if self._on_connect is not None:
+            self._on_connect(connection)
+
+    def _reject(self, error: WireError) -> None:
+        level = logging.WARNING if isinstance(error, HandshakeFailed) else logging.INFO
+        log.log(level, "a connection to %s was not made: %s", self.address, error)
+        if self._on_reject is not None:
+            self._on_reject(error)
+
+    def _ended(self, connection: Connection, reason: str) -> None:
+        self.connections.discard(connection)
+        self._by_number.pop(connection.number, None)
+        if self._on_disconnect is not None:
+            self._on_disconnect(connection, reason)
+
 
 async def serve(
-    path: str | os.PathLike[str],
+    address: str | os.PathLike[str],
     secret: bytes,
     *,
     router: Router,
@@ -169,62 +255,34 @@ async def serve(
     heartbeat_interval: float | None = None,
     heartbeat_limit: float = HEARTBEAT_LIMIT,
     handshake_timeout: float = HANDSHAKE_SECONDS,
+    patience: float = PATIENCE,
 ) -> Server:
-    """Serve a socket that only this user can reach.
+    """Serve a Unix socket that only this user can reach, or a port of one of this host's addresses.
 
     Args:
-        path: where the socket is made; its folder is made too, and must be this user's alone.
+        address: where the socket is made; its folder is made too, and must be this user's alone. Or
+            ``tcp://host:port``: it listens at this address and at no other.
         on_connect: called with each connection once it has proved the secret.
         on_disconnect: called with it, and the reason, when it is closed or lost.
         on_reject: called when somebody could not prove it (always logged).
+        handshake_timeout: seconds that a stranger has to prove the secret.
+        patience: seconds for which a connection is kept when it is cut; see `connect`.
 
     Raises:
-        WireError: the path is too long, in use, cannot be made, or others can reach it.
+        WireError: the address is none, or in use, or cannot be made, or others can reach it.
     """
     check_secret(secret)
-    check_path(path)
-    heartbeat = Heartbeat.of(heartbeat_limit, heartbeat_interval)
-    server = Server(Path(path), on_connect, on_disconnect, on_reject)
-
-    def make() -> Connection:
-        handshake = Handshake("server", secret, name)
-        return Connection(router, handshake, heartbeat, handshake_timeout)
-
-    await server.listen(make, _bind(Path(path)))
+    check_patience(patience)
+    server = Server(
+        secret,
+        name,
+        router=router,
+        heartbeat=Heartbeat.of(heartbeat_limit, heartbeat_interval),
+        handshake_timeout=handshake_timeout,
+        patience=patience,
+        on_connect=on_connect,
+        on_disconnect=on_disconnect,
+        on_reject=on_reject,
+    )
+    await server.listen(parse(address))
     return server
-
-
-def check_path(path: str | os.PathLike[str]) -> None:
-    """Refuse a path that the system would refuse, or cut.
-
-    Raises:
-        WireError: it is too long.
-    """
-    size = len(os.fsencode(path))
-    if size > MAX_PATH_BYTES:
-        raise WireError(
-            f"the socket path has {size} bytes, the system allows {MAX_PATH_BYTES}: choose a "
-            f"shorter folder than that of {os.fspath(path)!r}"
-        )
-
-
-def _bind(path: Path) -> socket.socket:
-    """A listening socket, owner-only in an owner-only folder."""
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.parent.stat()
-    except OSError as error:
-        raise WireError(f"cannot make the folder {str(path.parent)!r}: {error.strerror}") from error
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise WireError(
-            f"the folder {str(path.parent)!r} of the socket can be used by others: give it to this "
-            "user and make it mode 700"
-        )
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(os.fspath(path))
-        path.chmod(0o600)
-    except OSError as error:
-        listener.close()
-        raise WireError(f"cannot make the socket {str(path)!r}: {error.strerror}") from error
-    return listener

@@ -30,7 +30,7 @@ from typing import Final, NamedTuple
 
 from rlinf_async.channels.errors import ItemTooLarge, MalformedFrame
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 CHUNK_BYTES: Final = 256 * 1024
 MAX_HEAD_BYTES: Final = 128 * 1024
 MAX_BUFFERS: Final = 8 * 1024
@@ -59,7 +59,7 @@ class FrameType(IntEnum):
     RECEIPTS = 7
     """these replies were taken (the head holds their numbers, u64)"""
     PING = 8
-    """nothing to say, but alive"""
+    """nothing to say, but alive; the number says how many bytes have arrived"""
     GOODBYE = 9
     """the connection is closed on purpose; the head says why"""
     MEMORY = 10

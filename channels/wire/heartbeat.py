@@ -1,4 +1,8 @@
-"""Whether the other side still lives: a stopped process keeps its sockets open."""
+"""Whether the other side still lives: a stopped process keeps its sockets open.
+
+Silence counts only while this process listens: if its own clock jumped (Ctrl-Z, a blocked loop),
+the peer has the whole limit again.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,6 @@ from collections.abc import Callable
 from typing import Final, Self
 
 import msgspec
-
-from rlinf_async.channels.wire.framing import FrameType, pack_small
-from rlinf_async.channels.wire.outbox import Outbox
 
 HEARTBEAT_LIMIT: Final = 15.0
 
@@ -34,20 +35,31 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
 
 class Pulse:
-    """Sends heartbeats where nothing else is sent, and watches for the peer's."""
+    """Sends heartbeats where nothing else is sent, and watches for the peer's.
+
+    Args:
+        beat: called once for each interval.
+        silent: called when the peer was silent for longer than the limit, with the seconds; says
+            whether to wait for it once more.
+    """
 
     def __init__(
-        self, heartbeat: Heartbeat, outbox: Outbox, silent: Callable[[float], None]
+        self, heartbeat: Heartbeat, beat: Callable[[], None], silent: Callable[[float], bool]
     ) -> None:
         self._heartbeat = heartbeat
-        self._outbox = outbox
+        self._beat = beat
         self._silent = silent
         self._loop = asyncio.get_running_loop()
         self._last_heard = self._last_tick = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def interval(self) -> float:
+        return self._heartbeat.interval
+
     def start(self) -> None:
         """Beat from now on."""
+        self.stop()
         self._last_heard = self._last_tick = self._loop.time()
         self._timer = self._loop.call_later(self._heartbeat.interval, self._tick)
 
@@ -66,8 +78,8 @@ class Pulse:
             self._last_heard = now
         self._last_tick = now
         if now - self._last_heard > self._heartbeat.limit:
-            self._silent(now - self._last_heard)
-            return
-        if now - self._outbox.last_sent >= interval / 2:
-            self._outbox.add_control(pack_small(FrameType.PING))
+            if not self._silent(now - self._last_heard):
+                return
+            self._last_heard = now
+        self._beat()
         self._timer = self._loop.call_later(interval, self._tick)

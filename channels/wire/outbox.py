@@ -2,6 +2,10 @@
 
 Control frames always go first; large messages are cut into chunks, so what is ahead of a control
 frame is never more than one batch and what the transport holds already.
+
+What was written is kept until it is known to have arrived: after a cut, the next transport sends
+the rest of it first. Much of that holds data back, but never control frames, which say what
+arrived.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from collections import deque
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.wire.framing import CHUNK_BYTES, Bytes, FrameType
+from rlinf_async.channels.wire.kept import Kept
 from rlinf_async.channels.wire.transfer import DATA, Outgoing, Share, outgoing
 
 BATCH_BYTES = CHUNK_BYTES
@@ -21,9 +26,13 @@ TURN_BYTES = 8 * 1024**2
 
 
 class Outbox:
-    """The outgoing side of a connection."""
+    """The outgoing side of a connection.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    Args:
+        keep: whether what was written may have to be written again.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, keep: bool = True) -> None:
         self._loop = loop
         self._transport: asyncio.WriteTransport | None = None
         self._control: deque[Bytes] = deque()
@@ -31,19 +40,48 @@ class Outbox:
         self._paused = False
         self._scheduled = False
         self._worked = 0
+        self._kept = Kept() if keep else None
         self.share: Share | None = None
         """what may bring arrays into shared memory"""
         self.sent_bytes = 0
         self.last_sent = loop.time()
 
-    def attach(self, transport: asyncio.WriteTransport) -> None:
-        """Send through this transport from now on."""
+    def attach(self, transport: asyncio.WriteTransport, arrived: int = 0) -> None:
+        """Send through this transport from now on, first of all what did not arrive.
+
+        Raises:
+            MalformedFrame: that cannot be so much.
+        """
+        again = [] if self._kept is None else self._kept.after(arrived)
         transport.set_write_buffer_limits(high=HIGH_WATER, low=LOW_WATER)
         self._transport = transport
+        self._paused = False
+        if again:
+            transport.writelines(again)
+        self._schedule()
+
+    def cut(self) -> None:
+        """The transport is gone: hold everything until there is another."""
+        self._transport = None
+
+    def arrived(self, count: int) -> None:
+        """The peer has so many bytes of what was sent.
+
+        Raises:
+            MalformedFrame: that cannot be so much.
+        """
+        if self._kept is not None:
+            self._kept.forget(count)
 
     def detach(self) -> None:
         """Send no more, and hold nothing."""
         self._transport = None
+        self.clear()
+        if self._kept is not None:
+            self._kept.clear()
+
+    def clear(self) -> None:
+        """Forget what was not sent."""
         self._control.clear()
         self._data.clear()
 
@@ -103,16 +141,19 @@ class Outbox:
         """Give the transport what it can take now."""
         self._scheduled = False
         self._worked = 0
-        while not self._paused and (batch := self._batch()):
-            self._write(batch)
+        transport = self._transport
+        while transport is not None and not self._paused and (batch := self._batch()):
+            transport.writelines(batch)
+            self.last_sent = self._loop.time()
             if self._worked >= TURN_BYTES:
                 self._schedule()
                 break
 
     def flush_all(self) -> None:
         """Give the transport everything, though it may hold much: it is about to close."""
-        while batch := self._batch():
-            self._write(batch)
+        self._kept = None
+        while self._transport is not None and (batch := self._batch()):
+            self._transport.writelines(batch)
 
     def worked(self, copied: int) -> None:
         """So many bytes were copied to shared memory, which takes its time, too."""
@@ -123,17 +164,15 @@ class Outbox:
             self._scheduled = True
             self._loop.call_soon(self.flush)
 
-    def _write(self, batch: list[Bytes]) -> None:
-        if self._transport is not None:
-            self._transport.writelines(batch)
-            self.last_sent = self._loop.time()
-
     def _batch(self) -> list[Bytes]:
         """The next frames, control first, of about `BATCH_BYTES`."""
         batch: list[Bytes] = list(self._control)
         self._control.clear()
         size = sum(map(len, batch))
         before = self._worked
+        kept = self._kept
+        if kept is not None and kept.full:
+            return self._count(batch, size)
         while self._data and size + self._worked - before < BATCH_BYTES:
             frame = self._data[0].next_frame()
             if frame is None:
@@ -141,5 +180,11 @@ class Outbox:
                 continue
             batch += frame
             size += sum(map(len, frame))
-        self.sent_bytes += size
+        return self._count(batch, size)
+
+    def _count(self, batch: list[Bytes], size: int) -> list[Bytes]:
+        if batch:
+            self.sent_bytes += size
+            if self._kept is not None:
+                self._kept.add(batch, size)
         return batch

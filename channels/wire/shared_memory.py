@@ -45,8 +45,6 @@ slab, which is sealed.
 from __future__ import annotations
 
 import asyncio
-import socket
-import struct
 from collections import deque
 
 import msgspec
@@ -56,6 +54,7 @@ from rlinf_async.channels.errors import MalformedFrame
 from rlinf_async.channels.wire.borrowing import Borrowing
 from rlinf_async.channels.wire.framing import Flag, FrameType, pack_small
 from rlinf_async.channels.wire.lending import Lending
+from rlinf_async.channels.wire.life import peer_pid
 from rlinf_async.channels.wire.memory_protocol import (
     Announce,
     Notice,
@@ -115,11 +114,8 @@ class Sharing:
         )
 
     def attach(self, transport: asyncio.BaseTransport) -> None:
-        """Learn which process is at the other side. Its word is not needed: the kernel knows."""
-        found: socket.socket | None = transport.get_extra_info("socket")
-        if AVAILABLE and found is not None and found.family == socket.AF_UNIX:
-            credentials = found.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            self._pid = struct.unpack("3i", credentials)[0]
+        """Learn which process is at the other side: over TCP, none of this host."""
+        self._pid = peer_pid(transport) if AVAILABLE else 0
 
     def send(self, body: Encoded) -> Encoded | None:
         """The body as it travels, with its large arrays lent; None: as it is."""

@@ -1,4 +1,4 @@
-"""Both sides of a real Unix socket in one event loop."""
+"""Both sides of a real socket in one event loop."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Wired:
 
     async def join(self, name: str = "worker", **options: Any) -> Connection:
         """One more process."""
-        return await connect(self.path, SECRET, name=name, router=Router(), **options)
+        return await connect(self.server.address, SECRET, name=name, router=Router(), **options)
 
     async def join_with(self, router: Router, name: str = "worker") -> Connection:
         """One more process, which answers requests itself."""
-        connection = await connect(self.path, SECRET, name=name, router=router)
+        connection = await connect(self.server.address, SECRET, name=name, router=router)
         await until(lambda: self.server.connections)
         return connection
 
@@ -82,14 +82,14 @@ class Wired:
 
 
 @asynccontextmanager
-async def wired(**options: Any) -> AsyncIterator[Wired]:
-    """An owner of channels that others can `join`."""
+async def wired(*, address: str | None = None, **options: Any) -> AsyncIterator[Wired]:
+    """An owner of channels that others can `join`: on a Unix socket, or at this address."""
     router = Router()
     channels = ChannelServer(router)
     with tempfile.TemporaryDirectory(prefix="wire-") as folder:
         lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         async with await serve(
-            Path(folder) / "owner.sock",
+            address or Path(folder) / "owner.sock",
             SECRET,
             name="owner",
             router=router,
@@ -102,9 +102,11 @@ async def wired(**options: Any) -> AsyncIterator[Wired]:
 
 
 @asynccontextmanager
-async def remote_pair(channel: Channel[T]) -> AsyncIterator[tuple[Sender[T], Receiver[T]]]:
+async def remote_pair(
+    channel: Channel[T], address: str | None = None
+) -> AsyncIterator[tuple[Sender[T], Receiver[T]]]:
     """Ends of this channel as a worker in another process has them. Closed when the block ends."""
-    async with wired() as owner:
+    async with wired(address=address) as owner:
         connection = await owner.join()
         sender, receiver = owner.sender(channel, connection), owner.receiver(channel, connection)
         try:
@@ -118,10 +120,10 @@ async def remote_pair(channel: Channel[T]) -> AsyncIterator[tuple[Sender[T], Rec
 
 @asynccontextmanager
 async def remote_latest_pair(
-    latest: Latest[T],
+    latest: Latest[T], address: str | None = None
 ) -> AsyncIterator[tuple[LatestSender[T], LatestReceiver[T]]]:
     """Ends of this `Latest` as a worker in another process has them."""
-    async with wired() as owner:
+    async with wired(address=address) as owner:
         connection = await owner.join()
         client = ChannelClient(connection)
         sender = client.end(owner.channels.end_ref(latest.sender, "w"), latest.item_type)

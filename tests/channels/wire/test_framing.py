@@ -20,6 +20,7 @@ from rlinf_async.channels.wire.framing import (
     FrameType,
     pack_header,
 )
+from rlinf_async.channels.wire.framing import PROTOCOL_VERSION as VERSION
 from rlinf_async.channels.wire.transfer import CONTROL, DATA, Message, MessageReader, outgoing
 
 bodies = st.none() | st.builds(
@@ -141,15 +142,15 @@ def test_a_frame_with_one_changed_byte_is_refused_or_read_but_never_crashes(
 @pytest.mark.parametrize(
     ("header", "said"),
     [
-        ((MAX_FRAME_BYTES + 1, 1, 1, 0, 0, 0, 0, 0, 1), f"at most {MAX_FRAME_BYTES}"),
+        ((MAX_FRAME_BYTES + 1, VERSION, 1, 0, 0, 0, 0, 0, 1), f"at most {MAX_FRAME_BYTES}"),
         ((0, 9, 1, 0, 0, 0, 0, 0, 1), "protocol version 9"),
-        ((0, 1, 77, 0, 0, 0, 0, 0, 1), "unknown frame type 77"),
-        ((0, 1, 1, 5, 0, 0, 0, 0, 1), "unknown lane 5"),
-        ((0, 1, 1, 0, 128, 0, 0, 0, 1), "flags 0x80"),
-        ((0, 1, 1, 0, 1, 10**9, 0, 0, 1), "1000000000 buffers"),
-        ((3, 1, 1, 0, 1, 0, 4, 0, 1), "cannot hold a head of 4"),
-        ((0, 1, 1, 0, 1, 0, 0, 5, 1), "was announced as 5"),
-        ((0, 1, 6, 0, 0, 0, 0, 0, 8), "a part of message 8, which was not begun"),
+        ((0, VERSION, 77, 0, 0, 0, 0, 0, 1), "unknown frame type 77"),
+        ((0, VERSION, 1, 5, 0, 0, 0, 0, 1), "unknown lane 5"),
+        ((0, VERSION, 1, 0, 128, 0, 0, 0, 1), "flags 0x80"),
+        ((0, VERSION, 1, 0, 1, 10**9, 0, 0, 1), "1000000000 buffers"),
+        ((3, VERSION, 1, 0, 1, 0, 4, 0, 1), "cannot hold a head of 4"),
+        ((0, VERSION, 1, 0, 1, 0, 0, 5, 1), "was announced as 5"),
+        ((0, VERSION, 6, 0, 0, 0, 0, 0, 8), "a part of message 8, which was not begun"),
     ],
 )
 def test_a_malformed_header_is_refused_with_the_numbers(header: tuple[int, ...], said: str) -> None:

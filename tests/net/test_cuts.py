@@ -1,0 +1,155 @@
+"""A cut network loses nothing and doubles nothing, wherever it is cut."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from rlinf_async.channels import Channel
+from rlinf_async.channels.wire import Connection, Router, connect
+from tests.channels.wire.harness import SECRET, Wired, until, wired
+from tests.net.cutter import Cut, Cutter, Way, cutter
+
+WAYS: list[Way] = ["to server", "to client"]
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+class Item(msgspec.Struct):
+    """Small, middling or large."""
+
+    number: int
+    values: NDArray[np.float32]
+
+
+SIZES = [0, 3, 5_000, 40_000, 200_000]
+
+
+class Far(NamedTuple):
+    """An owner and a worker with a bad network between them."""
+
+    owner: Wired
+    net: Cutter
+    connection: Connection
+
+
+@asynccontextmanager
+async def far(*cuts: Cut, tcp: bool = False, patience: float = 10.0) -> AsyncIterator[Far]:
+    async with wired(address="tcp://127.0.0.1:0" if tcp else None) as owner:
+        with tempfile.TemporaryDirectory(prefix="net-") as folder:
+            async with cutter(owner.server.address, None if tcp else Path(folder), *cuts) as net:
+                connection = await connect(
+                    net.address, SECRET, name="worker", router=Router(), patience=patience
+                )
+                yield Far(owner, net, connection)
+                connection.close()
+                await connection.wait_closed()
+
+
+async def small_talk(far: Far, count: int = 3) -> None:
+    """Every kind of thing that is said: puts, gets, a lease that fails, one that does not."""
+    channel = Channel(int, name="numbers", capacity=2)
+    sender = far.owner.sender(channel, far.connection)
+    receiver = far.owner.receiver(channel, far.connection)
+
+    async def put() -> None:
+        for number in range(count):
+            await sender.put(number)
+        sender.close()
+
+    async def get() -> list[int]:
+        with pytest.raises(LookupError):
+            async with receiver.lease():
+                raise LookupError
+        async with receiver.lease() as batch:
+            found = [*batch]
+        return found + [number async for number in receiver]
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(put())
+        got = group.create_task(get())
+    assert got.result() == list(range(count))
+    seen = channel.statistics()
+    assert (seen.puts, seen.leases_out, seen.depth, seen.redelivered) == (count, 0, 0, 1)
+
+
+async def arrays_both_ways(far: Far, count: int) -> None:
+    """Arrays of all sizes go to the owner and back."""
+    channel = Channel(Item, name="items", capacity=4)
+    sender = far.owner.sender(channel, far.connection)
+    receiver = far.owner.receiver(channel, far.connection)
+
+    async def put() -> None:
+        for number in range(count):
+            values = np.full(SIZES[number % len(SIZES)], number, np.float32)
+            await sender.put(Item(number, values))
+        sender.close()
+
+    async def get() -> list[int]:
+        found = []
+        async for item in receiver:
+            assert len(item.values) == SIZES[item.number % len(SIZES)]
+            assert (item.values == item.number).all()
+            found.append(item.number)
+        return found
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(put())
+        got = group.create_task(get())
+    assert got.result() == list(range(count))
+    assert (channel.statistics().puts, channel.statistics().gets) == (count, count)
+
+
+async def said(tcp: bool) -> tuple[dict[Way, int], dict[Way, int]]:
+    """Bytes of a handshake, and of it with the small talk, in both directions."""
+    async with far(tcp=tcp) as one:
+        await until(lambda: one.owner.server.connections)
+        hello = dict(one.net.passed[0])
+        await small_talk(one)
+        return hello, dict(one.net.passed[0])
+
+
+@ways
+async def test_a_cut_after_any_byte_loses_and_doubles_nothing(way: Way, loop_kind: str) -> None:
+    """Within headers, within payloads, between frames: each byte is the last that arrives once."""
+    hello, total = await said(tcp=True)
+    step = 1 if loop_kind == "uvloop" else 13  # asyncio's debug mode takes its time
+    tries = cut = 0
+    for after in range(hello[way] + 1, total[way], step):
+        async with far(Cut(way, after), tcp=True) as one:
+            await small_talk(one)
+            tries += 1
+            cut += one.connection.reach.cuts
+            assert one.net.sockets == 1 + one.connection.reach.cuts
+    assert tries > 20
+    assert cut >= 0.9 * tries  # the very last bytes may not be needed
+
+
+@ways
+async def test_a_cut_while_it_is_taken_up_again_loses_and_doubles_nothing(way: Way) -> None:
+    """In the second handshake, and while what was lost is sent again."""
+    hello, total = await said(tcp=True)
+    middle = (hello["to client"] + total["to client"]) // 2
+    for after in range(0, hello[way] + 400, 11):
+        async with far(Cut("to client", middle), Cut(way, after), tcp=True) as one:
+            await small_talk(one)
+            assert one.net.sockets >= 2
+
+
+@pytest.mark.parametrize("tcp", [True, False], ids=["tcp", "unix"])
+@pytest.mark.parametrize("reset", [True, False], ids=["reset", "closed"])
+async def test_arrays_survive_many_cuts(tcp: bool, reset: bool) -> None:
+    steps = [9_000, 700, 90_000, 1_200, 260_000, 30, 400_000, 150_000, 2_000, 5_000]
+    cuts = [Cut(WAYS[index % 2], after, reset) for index, after in enumerate(steps)]
+    async with far(*cuts, tcp=tcp) as one:
+        await arrays_both_ways(one, 60)
+        assert one.net.sockets >= 4
+        assert one.connection.reach.cuts >= 3
