@@ -94,7 +94,7 @@ class _Half(asyncio.Protocol):
         self.cutter = cutter
         self.plan = plan
         self.passed = passed
-        self.way = way
+        self.way: Way = way
         self.other = other
         self.transport: asyncio.Transport | None = None
         self.waiting = b""
