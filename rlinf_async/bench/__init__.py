@@ -11,7 +11,8 @@ commands that print one line of JSON with what they measured::
     )
 """
 
-from rlinf_async.bench.model import Bar, Bench, Case, Outcome, Peer, printed_json, ratio
+from rlinf_async.bench.bars import best_of, bound, quotient, ratio
+from rlinf_async.bench.model import Bar, Bench, Case, Outcome, Peer, printed_json
 from rlinf_async.bench.results import Absence, Results
 
 __all__ = [
@@ -22,6 +23,9 @@ __all__ = [
     "Outcome",
     "Peer",
     "Results",
+    "best_of",
+    "bound",
     "printed_json",
+    "quotient",
     "ratio",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import pathlib
+from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
@@ -11,24 +12,37 @@ from rich.console import Console
 from rlinf_async.bench.discover import BENCHMARKS, folder_of
 from rlinf_async.bench.machine import this_machine
 from rlinf_async.bench.measure import measure
-from rlinf_async.bench.model import Bench
+from rlinf_async.bench.model import Bench, selected
 from rlinf_async.bench.peers import PeerStore, default_store
 from rlinf_async.bench.report import Report, case_reports, show
 from rlinf_async.bench.verdict import judge
+from rlinf_async.config import UsageError
 
 
 def run_bench(
     bench: Bench,
     *,
     with_peers: bool,
+    cases: Sequence[str] = (),
     repetitions: int | None = None,
     json_file: pathlib.Path | None = None,
     benchmarks: pathlib.Path = BENCHMARKS,
     store: PeerStore | None = None,
 ) -> int:
-    """Measure, print the tables, write the JSON; 1 where a bar fell short, else 0."""
+    """Measure, print the tables, write the JSON; 1 where a bar fell short, else 0.
+
+    Args:
+        cases: only those whose name holds one of these, and the bars they suffice for.
+
+    Raises:
+        UsageError: one of ``cases`` is in no case's name.
+    """
+    try:
+        chosen = selected(bench, cases) if cases else bench
+    except ValueError as error:
+        raise UsageError(f"--case: {error}") from None
     report = _measured(
-        bench,
+        chosen,
         here=folder_of(bench, benchmarks),
         with_peers=with_peers,
         repetitions=repetitions or bench.repetitions,

@@ -44,7 +44,7 @@ def _output_of(case: Case, command: list[str], cwd: str) -> str:
             process = subprocess.Popen(
                 command,
                 cwd=cwd,
-                env=environment_for(case),
+                env=environment_for(case, scratch=cwd),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -63,13 +63,16 @@ def _output_of(case: Case, command: list[str], cwd: str) -> str:
     return stdout
 
 
-def environment_for(case: Case) -> dict[str, str]:
-    """Our environment without what would change a peer: paths into our own, thread counts."""
+def environment_for(case: Case, scratch: str) -> dict[str, str]:
+    """Our environment without what would change a peer: paths into our own, thread counts.
+
+    Temporary files go into ``scratch``, which is removed after the run.
+    """
     dropped = {*_THREAD_VARIABLES, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     if case.threads is not None:
         kept |= dict.fromkeys(_THREAD_VARIABLES, str(case.threads))
-    return kept | dict(case.environment)
+    return kept | {"TMPDIR": scratch} | dict(case.environment)
 
 
 @contextlib.contextmanager

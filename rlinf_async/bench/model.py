@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from rlinf_async.bench.results import Results, Sample
 
@@ -107,12 +107,21 @@ class Bench:
     """What a reader of the table must know, printed below it."""
 
 
-def ratio(name: str, *, metric: str, ours: str, theirs: str, at_least: float) -> Bar:
-    """The bar "our median is at least so many times theirs"."""
-    return Bar(
-        name=name,
-        cases=(ours, theirs),
-        value=lambda results: results.median(ours, metric) / results.median(theirs, metric),
-        target=lambda _: at_least,
-        unit="x",
-    )
+def selected(bench: Bench, parts: Sequence[str]) -> Bench:
+    """The bench with only those cases whose name holds one of these, and the bars they suffice for.
+
+    Raises:
+        ValueError: a part is in no case's name.
+    """
+    names = [case.name for case in bench.cases]
+    for part in parts:
+        if not any(_holds(name, part) for name in names):
+            raise ValueError(f"no case of {bench.name!r} has {part!r} in its name: {names}")
+    cases = tuple(one for one in bench.cases if any(_holds(one.name, part) for part in parts))
+    kept = {case.name for case in cases}
+    bars = tuple(bar for bar in bench.bars if kept.issuperset(bar.cases))
+    return dataclasses.replace(bench, cases=cases, bars=bars)
+
+
+def _holds(name: str, part: str) -> bool:
+    return part.casefold() in name.casefold()

@@ -13,6 +13,9 @@ from rlinf_async.config import UsageError
 @click.argument("name", required=False)
 @click.option("--list", "listed", is_flag=True, help="Name the benches, one line each.")
 @click.option("--peers", is_flag=True, help="Measure the others too (installs them once).")
+@click.option(
+    "--case", "cases", multiple=True, help="Only cases whose name holds this; repeatable."
+)
 @click.option("--repetitions", type=click.IntRange(min=1), help="How often each case is run.")
 @click.option(
     "--json",
@@ -24,6 +27,7 @@ def bench(
     name: str | None,
     listed: bool,
     peers: bool,
+    cases: tuple[str, ...],
     repetitions: int | None,
     json_file: pathlib.Path | None,
 ) -> int:
@@ -41,5 +45,9 @@ def bench(
     from rlinf_async.bench.command import run_bench
 
     return run_bench(
-        bench_named(name), with_peers=peers, repetitions=repetitions, json_file=json_file
+        bench_named(name),
+        with_peers=peers,
+        cases=cases,
+        repetitions=repetitions,
+        json_file=json_file,
     )

@@ -57,6 +57,7 @@ def test_listing_names_each_bench_on_a_line(capsys: pytest.CaptureFixture[str]) 
     [
         (["bench"], "which bench?"),
         (["bench", "chanels"], "did you mean 'channels'?"),
+        (["bench", "channels", "--case", "zmk"], "--case: no case of 'channels' has 'zmk'"),
         (["bench", "channels", "--json", "no/such/folder/x.json"], "does not exist"),
     ],
 )

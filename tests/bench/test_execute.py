@@ -42,6 +42,15 @@ def test_paths_into_our_own_environment_are_not_handed_on(
     assert run(printing("clean", program)) == {"paths": 0.0}
 
 
+def test_temporary_files_are_gone_after_the_run(tmp_path: pathlib.Path) -> None:
+    program = (
+        "import tempfile; made = tempfile.mkdtemp(); "
+        f"open({str(tmp_path / 'made')!r}, 'w').write(made); print('{{{{\"made\": 1}}}}')"
+    )
+    run(printing("littering", program))
+    assert not pathlib.Path((tmp_path / "made").read_text(encoding="utf-8")).exists()
+
+
 def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "pid"
     program = (
