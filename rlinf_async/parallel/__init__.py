@@ -1,0 +1,70 @@
+"""Parallel strategies, the layouts they give, and the plans between layouts. Pure: no torch.
+
+::
+
+    layout(model, strategy) -> who holds which slice of which tensor, and where
+    plan(old, new)          -> which box goes from which rank to which
+
+See ``docs/resharding.md``.
+"""
+
+from rlinf_async.parallel.errors import (
+    ModelMismatch,
+    NotHeld,
+    ParallelError,
+    PlanTooLarge,
+    StrategyError,
+)
+from rlinf_async.parallel.layout import Buffer, Layout, Piece, check, layout, together
+from rlinf_async.parallel.plan import Plan, plan
+from rlinf_async.parallel.sharding import FSDP1, FSDP2, DistributedOptimizer, Replicated, Sharding
+from rlinf_async.parallel.splits import (
+    Column,
+    GroupedHeads,
+    Heads,
+    Joined,
+    Row,
+    Split,
+    Stacked,
+    Vocabulary,
+    Whole,
+)
+from rlinf_async.parallel.strategy import Strategy, check_batch, even_layers, valid_dp_sizes
+from rlinf_async.parallel.tensors import GlobalTensor, Model, Parameter
+
+__all__ = [
+    "FSDP1",
+    "FSDP2",
+    "Buffer",
+    "Column",
+    "DistributedOptimizer",
+    "GlobalTensor",
+    "GroupedHeads",
+    "Heads",
+    "Joined",
+    "Layout",
+    "Model",
+    "ModelMismatch",
+    "NotHeld",
+    "ParallelError",
+    "Parameter",
+    "Piece",
+    "Plan",
+    "PlanTooLarge",
+    "Replicated",
+    "Row",
+    "Sharding",
+    "Split",
+    "Stacked",
+    "Strategy",
+    "StrategyError",
+    "Vocabulary",
+    "Whole",
+    "check",
+    "check_batch",
+    "even_layers",
+    "layout",
+    "plan",
+    "together",
+    "valid_dp_sizes",
+]

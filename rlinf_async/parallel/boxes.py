@@ -1,0 +1,151 @@
+"""Boxes of tensors as arrays of numbers: cutting flat ranges into boxes, and finding which boxes
+overlap.
+
+A table of boxes has ``tensor`` ``[n]``, ``start`` and ``size`` ``[n, D]``; tensors of fewer than D
+dimensions have trailing extents of 1. All of it is vectorised: tables have millions of rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from rlinf_async.parallel.columns import Ints, distinct, spread
+
+
+class Boxes(NamedTuple):
+    """A table of boxes."""
+
+    tensor: Ints
+    start: Ints
+    size: Ints
+
+    def take(self, rows: Ints) -> Boxes:
+        """Return some of the rows."""
+        return Boxes(self.tensor[rows], self.start[rows], self.size[rows])
+
+    @property
+    def volume(self) -> Ints:
+        """``[n]``: elements of each box."""
+        return volume(self.size)
+
+
+def volume(size: Ints) -> Ints:
+    """Return the elements of boxes of these sizes ``[n, D]``."""
+    product: Ints = np.prod(size, axis=1, dtype=np.int64)
+    return product
+
+
+def strides(size: Ints) -> Ints:
+    """Return the row-major strides ``[n, D]`` of boxes that lie without gaps."""
+    inner = np.ones_like(size)
+    for dim in range(size.shape[1] - 2, -1, -1):
+        inner[:, dim] = inner[:, dim + 1] * size[:, dim + 1]
+    return inner
+
+
+def cut_ranges(size: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    """Cut elements ``start .. stop`` of boxes ``size [n, D]`` (row-major) into sub-boxes.
+
+    Returns ``(row, at, box start, box size)``: of which range it is, which element of the whole
+    box comes first, and the sub-box. In a rank's memory a sub-box follows the one before. At most
+    ``2 D - 1`` each; one where the range is of whole rows. Empty ranges give none."""
+    dims = size.shape[1]
+    inner = strides(size)
+    row = np.flatnonzero(stop > start)
+    low, high = start[row], stop[row]
+    prefix = np.zeros((len(row), dims), np.int64)
+    done: list[tuple[Ints, Ints, Ints, Ints]] = []
+    for dim in range(dims):
+        step = inner[row, dim]
+        first, last = low // step, -(-high // step)
+        # A range within one row goes down a dimension; others leave whole rows and two parts.
+        whole_low, whole_high = -(-low // step), high // step
+        in_one = (last - first == 1) & ~((low % step == 0) & (high % step == 0))
+        middle = np.flatnonzero(~in_one & (whole_high > whole_low))
+        box_start, box_size = prefix[middle].copy(), np.ones((len(middle), dims), np.int64)
+        box_start[:, dim] = whole_low[middle]
+        box_size[:, dim] = (whole_high - whole_low)[middle]
+        box_size[:, dim + 1 :] = size[row[middle], dim + 1 :]
+        at = (box_start * inner[row[middle]]).sum(axis=1)
+        done.append((row[middle], at, box_start, box_size))
+        one = np.flatnonzero(in_one)
+        head = np.flatnonzero(~in_one & (low % step != 0))
+        tail = np.flatnonzero(~in_one & (high % step != 0))
+        parts = np.concatenate([one, head, tail])
+        index = np.concatenate([first[one], first[head], whole_high[tail]])
+        base = index * step[parts]
+        prefix = prefix[parts]
+        prefix[:, dim] = index
+        low = np.concatenate([low[one], low[head], base[len(one) + len(head) :]]) - base
+        high = np.concatenate([high[one], (first[head] + 1) * step[head], high[tail]]) - base
+        row = row[parts]
+    columns = [np.concatenate(column) for column in zip(*done, strict=True)]
+    order = np.lexsort((columns[1], columns[0]))
+    return columns[0][order], columns[1][order], columns[2][order], columns[3][order]
+
+
+def overlaps(old: Boxes, new: Boxes, tensors: int) -> tuple[Ints, Ints]:
+    """Return the pairs ``(row of old, row of new)`` whose boxes share elements, ordered by new,
+    then old.
+
+    Sweeps each tensor along the dimension in which it is cut into most slots, and compares only
+    boxes that meet in a slot."""
+    along = _busiest_dimension(old, new, tensors)
+    line_old, line_new = along[old.tensor], along[new.tensor]
+    rows_old, rows_new = np.arange(len(old.tensor)), np.arange(len(new.tensor))
+    extent = np.zeros(tensors, np.int64)
+    old_start, old_size = old.start[rows_old, line_old], old.size[rows_old, line_old]
+    new_start, new_size = new.start[rows_new, line_new], new.size[rows_new, line_new]
+    np.maximum.at(extent, old.tensor, old_start + old_size)
+    np.maximum.at(extent, new.tensor, new_start + new_size)
+    base = np.cumsum(extent) - extent
+    old_start, new_start = old_start + base[old.tensor], new_start + base[new.tensor]
+    points = distinct(np.concatenate([old_start, old_start + old_size]))
+    first_old = np.searchsorted(points, old_start)
+    owner, number = spread(np.searchsorted(points, old_start + old_size) - first_old)
+    slot = first_old[owner] + number
+    by_slot = np.argsort(slot, kind="stable")
+    members, slot = owner[by_slot], slot[by_slot]
+    first_of = np.searchsorted(slot, np.arange(len(points) + 1))
+    first_new = np.maximum(np.searchsorted(points, new_start, "right") - 1, 0)
+    last_new = np.searchsorted(points, new_start + new_size)
+    wanted, number = spread(np.maximum(last_new - first_new, 0))
+    wanted_slot = first_new[wanted] + number
+    meeting, number = spread(first_of[wanted_slot + 1] - first_of[wanted_slot])
+    a, b = members[first_of[wanted_slot[meeting]] + number], wanted[meeting]
+    # Two boxes that meet in several slots are counted in the first of them.
+    keep = wanted_slot[meeting] == np.maximum(first_old[a], first_new[b])
+    keep &= old.tensor[a] == new.tensor[b]
+    for dim in range(old.start.shape[1]):
+        keep &= old.start[a, dim] < new.start[b, dim] + new.size[b, dim]
+        keep &= new.start[b, dim] < old.start[a, dim] + old.size[a, dim]
+    a, b = a[keep], b[keep]
+    order = np.lexsort((a, b))
+    return a[order], b[order]
+
+
+def common(old: Boxes, new: Boxes, a: Ints, b: Ints) -> tuple[Ints, Ints]:
+    """Return start and size of what pairs of boxes share."""
+    start = np.maximum(old.start[a], new.start[b])
+    stop = np.minimum(old.start[a] + old.size[a], new.start[b] + new.size[b])
+    return start, stop - start
+
+
+def _busiest_dimension(old: Boxes, new: Boxes, tensors: int) -> Ints:
+    dims = old.start.shape[1]
+    if dims == 1:
+        return np.zeros(tensors, np.int64)
+    slots = np.zeros((dims, tensors), np.int64)
+    if not old.start[:, 1:].any() and not new.start[:, 1:].any():
+        return np.zeros(tensors, np.int64)
+    tensor = np.concatenate([old.tensor, new.tensor])
+    for dim in range(dims):
+        start = np.concatenate([old.start[:, dim], new.start[:, dim]])
+        if not start.any():
+            continue
+        width = int(start.max()) + 1
+        found = distinct(tensor * width + start)
+        slots[dim] = np.bincount(found // width, minlength=tensors)
+    busiest: Ints = np.argmax(slots, axis=0)
+    return busiest

@@ -1,0 +1,266 @@
+"""From one layout to another: which rank sends which box of which tensor to which rank.
+
+::
+
+    old pieces -> disjoint regions --+
+                                     +--> overlaps --> local copies, and items --levelled--> moves
+    new pieces -> distinct regions --+
+
+Invariants (``tests/parallel`` holds them for random models and strategies):
+
+- every element of every piece of the new layout is written by exactly one move;
+- a move's source holds what it sends;
+- what a rank has already is copied, never sent;
+- no rank sends more than 1.1 x the least possible maximum, but for the row at which a box is cut;
+- the same two layouts give the same plan on every rank, move for move.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from rlinf_async.parallel.balance import Items, assign, pools_of
+from rlinf_async.parallel.boxes import Boxes, common, overlaps, volume
+from rlinf_async.parallel.columns import Flags, Ints, spread
+from rlinf_async.parallel.errors import ModelMismatch, NotHeld, PlanTooLarge, nearest_names
+from rlinf_async.parallel.groups import widened
+from rlinf_async.parallel.layout import Layout
+from rlinf_async.parallel.regions import (
+    Pieces,
+    Regions,
+    disjoint,
+    flat_tensors,
+    flattened,
+    regions_of,
+)
+from rlinf_async.parallel.tensors import GlobalTensor, describe
+from rlinf_async.parallel.views import RankPlan, rank_plan
+
+MOST_MOVES = 1 << 25
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Moves as columns, ordered by source, destination, tensor and box. Made by `plan`."""
+
+    old: Layout
+    new: Layout
+    source: Pieces
+    target: Pieces
+    boxes: Boxes
+    """``[moves]``: what moves; tensors that are flat on both sides have one dimension"""
+    source_piece: Ints
+    """``[moves]``: row of `source`"""
+    target_piece: Ints
+    """``[moves]``: row of `target`"""
+    round: Ints | None = None
+    """``[moves]``: when it goes, after `in_rounds`; None: all at once"""
+
+    @property
+    def from_rank(self) -> Ints:
+        """``[moves]``: who has it."""
+        return self.source.rank[self.source_piece]
+
+    @property
+    def to_rank(self) -> Ints:
+        """``[moves]``: who needs it."""
+        return self.target.rank[self.target_piece]
+
+    @property
+    def is_local(self) -> Flags:
+        """``[moves]``: copies within one rank."""
+        local: Flags = self.from_rank == self.to_rank
+        return local
+
+    @cached_property
+    def bytes(self) -> Ints:
+        """``[moves]``: bytes, in the new layout's dtypes."""
+        return self.boxes.volume * _item_bytes(self.new.tensors)[self.boxes.tensor]
+
+    def sent(self) -> dict[int, int]:
+        """Return the bytes that each rank sends to others; ranks that send nothing are left out."""
+        return self._by_rank(self.from_rank)
+
+    def received(self) -> dict[int, int]:
+        """Return the bytes that each rank gets from others; ranks that get nothing are left out."""
+        return self._by_rank(self.to_rank)
+
+    def of_rank(self, rank: int) -> RankPlan:
+        """Return what one rank copies, sends and receives, in the order that its peers use too."""
+        mine = np.flatnonzero((self.from_rank == rank) | (self.to_rank == rank))
+        return rank_plan(rank, self.take(mine))
+
+    def take(self, rows: Ints) -> Plan:
+        """Return some of the moves."""
+        return dataclasses.replace(
+            self,
+            boxes=self.boxes.take(rows),
+            source_piece=self.source_piece[rows],
+            target_piece=self.target_piece[rows],
+            round=None if self.round is None else self.round[rows],
+        )
+
+    def _by_rank(self, ranks: Ints) -> dict[int, int]:
+        away = np.flatnonzero(self.from_rank != self.to_rank)
+        if not len(away):
+            return {}
+        total = np.bincount(ranks[away], self.bytes[away])
+        return {int(rank): int(total[rank]) for rank in np.flatnonzero(total)}
+
+
+def plan(old: Layout, new: Layout) -> Plan:
+    """Return the moves that make ``new`` out of ``old``.
+
+    Tensors that only ``old`` has are left behind; dtypes may differ (the sender converts). Raises
+    `ModelMismatch` for other shapes or unknown names, `NotHeld` when elements are on no rank, and
+    `PlanTooLarge` for more than 33 million moves.
+    """
+    source, target, shapes = _on_common_tensors(old, new)
+    flat = np.logical_and(flat_tensors(source.boxes, shapes), flat_tensors(target.boxes, shapes))
+    source, target = flattened(source, shapes, flat), flattened(target, shapes, flat)
+    regions = disjoint(regions_of(source), source, len(shapes)).one_per_rank(source.rank)
+    wanted = regions_of(target)
+    a, b = overlaps(regions.boxes, wanted.boxes, len(shapes))
+    start, size = common(regions.boxes, wanted.boxes, a, b)
+    _check_covered(new, wanted, target, b, volume(size))
+    _check_size(int(wanted.copies[b].sum()))
+    overlap, number = spread(wanted.copies[b])
+    target_piece = wanted.holders[wanted.first[b[overlap]] + number]
+    demand = Demand(
+        Boxes(wanted.boxes.tensor[b[overlap]], start[overlap], size[overlap]),
+        a[overlap],
+        target_piece,
+    )
+    return _ordered(_moves(old, new, source, target, regions, demand))
+
+
+class Demand(NamedTuple):
+    """What new pieces need of source regions, ordered by tensor and box."""
+
+    boxes: Boxes
+    region: Ints
+    target_piece: Ints
+
+    def take(self, rows: Ints) -> Demand:
+        """Return some of the rows."""
+        return Demand(self.boxes.take(rows), self.region[rows], self.target_piece[rows])
+
+
+def _moves(
+    old: Layout, new: Layout, source: Pieces, target: Pieces, regions: Regions, demand: Demand
+) -> Plan:
+    """Meet the demand: by copies where the rank has it, by levelled traffic otherwise."""
+    sender = regions.at(demand.region, target.rank[demand.target_piece], source.rank)
+    # Of what only one rank holds, that rank is the sender: nothing to choose.
+    only = np.flatnonzero((sender < 0) & (regions.copies[demand.region] == 1))
+    sender[only] = regions.holders[regions.first[demand.region[only]]]
+    item_bytes = _item_bytes(new.tensors)
+    forced = np.bincount(
+        source.rank[sender[only]],
+        demand.boxes.take(only).volume * item_bytes[demand.boxes.tensor[only]],
+        int(source.rank.max(initial=0)) + 1,
+    ).astype(np.float64)
+    open_rows = np.flatnonzero(sender < 0)
+    if len(open_rows) == 0:
+        return Plan(old, new, source, target, demand.boxes, sender, demand.target_piece)
+    asked, region = np.unique(demand.region[open_rows], return_inverse=True)
+    some = regions.take(asked)
+    pool, pools = pools_of(some.first, source.rank[some.holders])
+    chosen = demand.take(open_rows)
+    items = Items(
+        pool[region],
+        chosen.boxes.start,
+        chosen.boxes.size,
+        item_bytes[chosen.boxes.tensor],
+        target.rank[chosen.target_piece],
+    )
+    sent = assign(items, pools, forced)
+    fixed, made = np.flatnonzero(sender >= 0), chosen.take(sent.item)
+    boxes = Boxes(
+        np.concatenate([demand.boxes.tensor[fixed], made.boxes.tensor]),
+        np.concatenate([demand.boxes.start[fixed], sent.start]),
+        np.concatenate([demand.boxes.size[fixed], sent.size]),
+    )
+    senders = np.concatenate(
+        [sender[fixed], some.holders[some.first[region[sent.item]] + sent.member]]
+    )
+    targets = np.concatenate([demand.target_piece[fixed], made.target_piece])
+    in_order = np.argsort(np.concatenate([fixed, open_rows[sent.item]]), kind="stable")
+    return Plan(
+        old, new, source, target, boxes.take(in_order), senders[in_order], targets[in_order]
+    )
+
+
+def _ordered(made: Plan) -> Plan:
+    """Order the moves by source and destination; within these they are ordered by tensor and
+    box."""
+    width = int(made.to_rank.max(initial=0)) + 1
+    order = np.argsort(made.from_rank * width + made.to_rank, kind="stable")
+    return made.take(order)
+
+
+def _on_common_tensors(old: Layout, new: Layout) -> tuple[Pieces, Pieces, Ints]:
+    """Number the tensors as the new layout does; return both sides' pieces and the shapes."""
+    number = {tensor.name: index for index, tensor in enumerate(new.tensors)}
+    known = {tensor.name: tensor for tensor in old.tensors}
+    faults = [
+        f"{tensor.name!r} is not in the old layout{nearest_names(tensor.name, known)}"
+        if tensor.name not in known
+        else f"{tensor.name!r} is {describe(known[tensor.name])} in the old layout, "
+        f"{describe(tensor)} in the new one"
+        for tensor in new.tensors
+        if tensor.name not in known or known[tensor.name].shape != tensor.shape
+    ]
+    if faults:
+        more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise ModelMismatch("; ".join(faults[:8]) + more)
+    dims = max(1, *(len(tensor.shape) for tensor in new.tensors), 1)
+    shapes = np.ones((len(new.tensors), dims), np.int64)
+    for index, tensor in enumerate(new.tensors):
+        shapes[index, : len(tensor.shape)] = tensor.shape
+    renumber = np.array([number.get(tensor.name, -1) for tensor in old.tensors], np.int64)
+    return _pieces(old, renumber, dims), _pieces(new, np.arange(len(new.tensors)), dims), shapes
+
+
+def _pieces(layout: Layout, renumber: Ints, dims: int) -> Pieces:
+    tensor = renumber[layout.boxes.tensor]
+    kept = np.flatnonzero(tensor >= 0)
+    start, size = layout.boxes.start[kept], layout.boxes.size[kept]
+    boxes = Boxes(tensor[kept], widened(start, dims, 0)[:, :dims], widened(size, dims, 1)[:, :dims])
+    return Pieces(
+        layout.piece_rank[kept], layout.piece_buffer[kept], layout.piece_offset[kept], boxes
+    )
+
+
+def _item_bytes(tensors: Sequence[GlobalTensor]) -> Ints:
+    return np.array([tensor.item_bytes for tensor in tensors], np.int64)
+
+
+def _check_covered(new: Layout, wanted: Regions, target: Pieces, b: Ints, volumes: Ints) -> None:
+    found = np.bincount(b, volumes, len(wanted.boxes.tensor))
+    short = np.flatnonzero(found < wanted.boxes.volume)
+    if not len(short):
+        return
+    first = int(short[0])
+    tensor = new.tensors[int(wanted.boxes.tensor[first])]
+    rank = int(target.rank[wanted.holders[wanted.first[first]]])
+    raise NotHeld(
+        f"{len(short)} slices of the new layout are not whole on the old ranks: the first is "
+        f"of {tensor.name!r} {list(tensor.shape)} for rank {rank}, of whose "
+        f"{int(wanted.boxes.volume[first])} elements {int(found[first])} are there. Give "
+        "the old layout all ranks that hold the model"
+    )
+
+
+def _check_size(moves: int) -> None:
+    if moves > MOST_MOVES:
+        raise PlanTooLarge(
+            f"a plan of {moves:,} moves is over the limit of {MOST_MOVES:,}: plan to one copy of "
+            "the new layout, and from that to the others"
+        )

@@ -1,0 +1,297 @@
+"""How tensor-parallel ranks cut a parameter: each rule says which box of which tensor lies where.
+
+::
+
+    Whole          every rank has all of it                          norms, row-parallel biases
+    Column         rows over ranks                                   weight [out, in] and bias [out]
+    Row            columns over ranks                                weight [out, in]
+    Vocabulary     rows over ranks, padded so that they divide       embeddings, output layers
+    Heads          rows over ranks by whole heads; few heads are     q, k or v of one attention
+                   held by several ranks each
+    Joined         the ranks' slices of several tensors, in turn     gate and up; q, k and v
+    GroupedHeads   q, k, v of each key-value group, in turn          Megatron's linear_qkv
+    Stacked        one slice for each expert of this rank            fused experts
+
+Invariant: a piece is a box of a global tensor that lies row-major and without gaps in the rank's
+parameter. Whoever wants to move a sub-box needs to know no more than the piece and where it
+starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from rlinf_async.parallel.errors import nearest_divisors
+
+Shape = tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """A box of one tensor inside a rank's parameter."""
+
+    part: int
+    """which of the parameter's tensors"""
+    start: Shape
+    size: Shape
+    offset: int
+    """elements before it in the rank's parameter, row-major"""
+
+
+class Cut(NamedTuple):
+    """One rank's parameter: its shape and what is in it. Elements in no piece are padding."""
+
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+
+def divides(field: str, value: int, what: str, number: int) -> list[str]:
+    """Return the fault, with the nearest values that do, unless ``value`` divides ``number``."""
+    if number % value == 0:
+        return []
+    return [
+        f"{field}={value} does not divide {number} {what}; nearest that does: {near}"
+        for near in [nearest_divisors(value, number)]
+    ]
+
+
+class Split(msgspec.Struct, frozen=True):
+    """A rule that cuts a parameter's tensors over ``tp`` ranks."""
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the expert-parallel grid holds it."""
+        return False
+
+    def faults(self, shapes: Sequence[Shape], tp: int, ep: int) -> list[str]:
+        """Return one line for every reason why the tensors cannot be cut so."""
+        raise NotImplementedError
+
+    def cut(
+        self, shapes: Sequence[Shape], tp: int, rank: int, ep: int = 1, ep_rank: int = 0
+    ) -> Cut:
+        """Return what tensor-parallel rank ``rank`` of ``tp`` holds. Call `faults` first."""
+        raise NotImplementedError
+
+
+class Whole(Split, frozen=True):
+    """Every tensor-parallel rank has all of the one tensor."""
+
+    def faults(self, shapes: Sequence[Shape], tp: int, ep: int) -> list[str]:
+        return _one(shapes)
+
+    def cut(
+        self, shapes: Sequence[Shape], tp: int, rank: int, ep: int = 1, ep_rank: int = 0
+    ) -> Cut:
+        [shape] = shapes
+        return Cut(shape, (Piece(0, (0,) * len(shape), shape, 0),))
+
+
+class Column(Split, frozen=True):
+    """Rows ``[out, ...]`` over ranks: Megatron's column-parallel linear layer."""
+
+    def faults(self, shapes: Sequence[Shape], tp: int, ep: int) -> list[str]:
+        return _one(shapes, 1) or divides("tp", tp, "rows", shapes[0][0])
+
+    def cut(
+        self, shapes: Sequence[Shape], tp: int, rank: int, ep: int = 1, ep_rank: int = 0
+    ) -> Cut:
+        [shape] = shapes
+        return _rows(shape, rank * (shape[0] // tp), shape[0] // tp)
+
+
+class Row(Split, frozen=True):
+    """Columns ``[out, in]`` over ranks: Megatron's row-parallel linear layer."""
+
+    def faults(self, shapes: Sequence[Shape], tp: int, ep: int) -> list[str]:
+        return _one(shapes, 2) or divides("tp", tp, "columns", shapes[0][1])
+
+    def cut(
+        self, shapes: Sequence[Shape], tp: int, rank: int, ep: int = 1, ep_rank: int = 0
+    ) -> Cut:
+        [shape] = shapes
+        width = shape[1] // tp
+        size = (shape[0], width, *shape[2:])
+        return Cut(size, (Piece(0, (0, rank * width, *(0,) * (len(shape) - 2)), size, 0),))
+
+
+class Vocabulary(Split, frozen=True):
+    """Rows over ranks after padding to a multiple, so that any ``tp`` divides them.
+
+    vLLM pads to 64 whatever ``tp`` is; Megatron to ``make_vocab_size_divisible_by x tp``
+    (`per_rank`)."""
+
+    multiple: int = 1
+    per_rank: bool = False
+
+    def padded(self, rows: int, tp: int) -> int:
+        """Return how many rows all ranks have together."""
+        multiple = self.multiple * tp if self.per_rank else math.lcm(self.multiple, 1)
+        return -(-rows // multiple) * multiple
+
+    def faults(self, shapes: Sequence[Shape], tp: int, ep: int) -> list[str]:
+        return _one(shapes, 1) or divides(
+            "tp", tp, "padded vocabulary rows", self.padded(shapes[0][0], tp)
+        )
+
+    def cut(
+        self, shapes: Sequence[Shape], tp: int, rank: int, ep: int = 1, ep_rank: int = 0
+    ) -> Cut:
+        [shape] = shapes
+        rows = self.padded(shape[0], tp) // tp
+        start = min(rank * rows, shape[0])
+        held = _rows(shape, start, min(rows, shape[0] - start))
+        return Cut((rows, *shape[1:]), held.pieces)
+
+
+class Heads(Split, frozen=True):
+    """Rows over ranks by whole heads. With fewer heads than ranks, ``tp / count`` ranks share a
+    head."""
+
+    count: int
+
+    def faults(self, shapes: Sequence[Shape], tp: int, ep: int) -> list[str]:
+        faults = _one(shapes, 1)
+        if not faults and shapes[0][0] % self.count:
+            faults = [f"{shapes[0][0]} rows are not {self.count} heads"]
+        if faults or tp % self.count == 0:
+            return faults
+        return divides("tp", tp, "heads", self.count)
+
+    def cut(
+        self, shapes: Sequence[Shape], tp: int, rank: int, ep: int = 1, ep_rank: int = 0
+    ) -> Cut:
+        [shape] = shapes
+        start, count = self.held(tp, rank)
+        head = shape[0] // self.count
+        return _rows(shape, start * head, count * head)
+
+    def held(self, tp: int, rank: int) -> tuple[int, int]:
+        """Return the first head of a rank, and how many it has."""
+        if tp > self.count:
+            return rank // (tp // self.count), 1
+        return rank * (self.count // tp), self.count // tp
+
+
+class Joined(Split, frozen=True):
+    """The slices of several tensors, each by its own rule, one behind the other."""
+
+    splits: tuple[Split, ...]
+
+    def faults(self, shapes: Sequence[Shape], tp: int, ep: int) -> list[str]:
+        if len(shapes) != len(self.splits):
+            return [f"{len(self.splits)} tensors are joined, {len(shapes)} were given"]
+        if len({shape[1:] for shape in shapes}) > 1:
+            return [f"shapes {', '.join(map(str, map(list, shapes)))} cannot be joined"]
+        found = [
+            fault
+            for split, shape in zip(self.splits, shapes, strict=True)
+            for fault in split.faults([shape], tp, ep)
+        ]
+        return list(dict.fromkeys(found))
+
+    def cut(
+        self, shapes: Sequence[Shape], tp: int, rank: int, ep: int = 1, ep_rank: int = 0
+    ) -> Cut:
+        cuts = [
+            split.cut([shape], tp, rank) for split, shape in zip(self.splits, shapes, strict=True)
+        ]
+        return _one_behind_the_other(cuts, range(len(cuts)))
+
+
+class GroupedHeads(Split, frozen=True):
+    """Query, key and value ``[heads x head size, ...]``: for each key-value group its q heads, k,
+    v.
+
+    The row order of Megatron's ``linear_qkv``.
+    """
+
+    heads: int
+    kv_heads: int
+
+    def faults(self, shapes: Sequence[Shape], tp: int, ep: int) -> list[str]:
+        if len(shapes) != 3:
+            return [f"q, k and v are three tensors, {len(shapes)} were given"]
+        if self.heads % self.kv_heads:
+            return [f"{self.kv_heads} key-value heads do not divide {self.heads} heads"]
+        found = [
+            fault
+            for shape, count in zip(shapes, (self.heads, self.kv_heads, self.kv_heads), strict=True)
+            for fault in Heads(count).faults([shape], 1, ep)
+        ]
+        return found or divides("tp", tp, "key-value heads", self.kv_heads)
+
+    def cut(
+        self, shapes: Sequence[Shape], tp: int, rank: int, ep: int = 1, ep_rank: int = 0
+    ) -> Cut:
+        groups = self.kv_heads // tp
+        each = [
+            _rows(shape, group * (shape[0] // self.kv_heads), shape[0] // self.kv_heads)
+            for group in range(rank * groups, (rank + 1) * groups)
+            for shape in shapes
+        ]
+        return _one_behind_the_other(each, [index % 3 for index in range(len(each))])
+
+
+class Stacked(Split, frozen=True):
+    """Experts behind one another ``[experts of this rank, ...]``; tensors in turn for each
+    expert."""
+
+    each: Split
+    """how one expert's tensors are cut"""
+    experts: int
+
+    @property
+    def stacked(self) -> bool:
+        return True
+
+    def faults(self, shapes: Sequence[Shape], tp: int, ep: int) -> list[str]:
+        if not shapes or len(shapes) % self.experts:
+            return [f"{len(shapes)} tensors are not {self.experts} equal experts"]
+        of_one = len(shapes) // self.experts
+        if any(shapes[i] != shapes[i % of_one] for i in range(len(shapes))):
+            return ["the experts have different shapes"]
+        return self.each.faults(shapes[:of_one], tp, 1) + divides("ep", ep, "experts", self.experts)
+
+    def cut(
+        self, shapes: Sequence[Shape], tp: int, rank: int, ep: int = 1, ep_rank: int = 0
+    ) -> Cut:
+        held, of_one = self.experts // ep, len(shapes) // self.experts
+        one = self.each.cut(shapes[:of_one], tp, rank)
+        length = math.prod(one.shape)
+        pieces = [
+            piece._replace(
+                part=piece.part + (ep_rank * held + expert) * of_one,
+                offset=piece.offset + expert * length,
+            )
+            for expert in range(held)
+            for piece in one.pieces
+        ]
+        return Cut((held, *one.shape), tuple(pieces))
+
+
+def _one(shapes: Sequence[Shape], dimensions: int = 0) -> list[str]:
+    if len(shapes) != 1:
+        return [f"one tensor is cut, {len(shapes)} were given"]
+    if len(shapes[0]) < dimensions:
+        return [f"shape {list(shapes[0])} has fewer than {dimensions} dimensions"]
+    return []
+
+
+def _rows(shape: Shape, start: int, count: int) -> Cut:
+    size = (count, *shape[1:])
+    if count == 0:
+        return Cut(size, ())
+    return Cut(size, (Piece(0, (start, *(0,) * (len(shape) - 1)), size, 0),))
+
+
+def _one_behind_the_other(cuts: Sequence[Cut], parts: Sequence[int]) -> Cut:
+    pieces: list[Piece] = []
+    offset = 0
+    for cut, part in zip(cuts, parts, strict=True):
+        pieces += [piece._replace(part=part, offset=piece.offset + offset) for piece in cut.pieces]
+        offset += math.prod(cut.shape)
+    rows = sum(cut.shape[0] for cut in cuts)
+    return Cut((rows, *cuts[0].shape[1:]), tuple(pieces))

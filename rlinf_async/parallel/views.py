@@ -1,0 +1,145 @@
+"""One rank's part of a plan, as views of buffers that any array library can look at and copy.
+
+A run is a box on both sides; boxes that lie behind one another without gaps on both sides are one
+run. The order of the runs between two ranks is the same on both: by round, then by where the
+sender has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from rlinf_async.parallel.boxes import strides
+from rlinf_async.parallel.columns import Flags, Ints
+
+if TYPE_CHECKING:
+    from rlinf_async.parallel.layout import Layout
+    from rlinf_async.parallel.plan import Plan
+    from rlinf_async.parallel.regions import Pieces
+
+
+class View(NamedTuple):
+    """Elements of a buffer, as in ``torch.as_strided(buffer, size, stride, offset)``."""
+
+    buffer: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    """elements, not bytes"""
+    offset: int
+    """elements of the whole buffer, seen flat, before the first"""
+
+
+class Run(NamedTuple):
+    """A move of one rank. Source and target views have the same size."""
+
+    source_rank: int
+    target_rank: int
+    source: View
+    target: View
+    tensors: tuple[str, ...]
+    """global tensors that are in it"""
+    elements: int
+    bytes: int
+    """in the new layout's dtype"""
+    round: int
+
+
+class RankPlan(NamedTuple):
+    """What one rank has to do."""
+
+    rank: int
+    copies: tuple[Run, ...]
+    """from its old buffers to its new ones"""
+    sends: tuple[Run, ...]
+    receives: tuple[Run, ...]
+
+
+def rank_plan(rank: int, moves: Plan) -> RankPlan:
+    """Return the runs of moves that all have ``rank`` as source or target."""
+    runs = _runs(moves)
+    return RankPlan(
+        rank,
+        tuple(run for run in runs if run.source_rank == run.target_rank),
+        tuple(run for run in runs if run.source_rank == rank != run.target_rank),
+        tuple(run for run in runs if run.target_rank == rank != run.source_rank),
+    )
+
+
+def _runs(moves: Plan) -> list[Run]:
+    if len(moves.source_piece) == 0:
+        return []
+    when = np.zeros(len(moves.source_piece), np.int64) if moves.round is None else moves.round
+    at = _offset(moves.source, moves.source_piece, moves.boxes.start)
+    buffer = moves.source.buffer[moves.source_piece]
+    order = np.lexsort((at, buffer, moves.to_rank, moves.from_rank, when))
+    moves, when, at, buffer = moves.take(order), when[order], at[order], buffer[order]
+    to = _offset(moves.target, moves.target_piece, moves.boxes.start)
+    to_buffer = moves.target.buffer[moves.target_piece]
+    elements = moves.boxes.volume
+    dense = _dense(moves.source, moves.source_piece, moves.boxes.size)
+    dense &= _dense(moves.target, moves.target_piece, moves.boxes.size)
+    goes_on = np.zeros(len(at), bool)
+    goes_on[1:] = dense[1:] & dense[:-1]
+    for column, step in ((when, 0), (buffer, 0), (to_buffer, 0), (at, elements), (to, elements)):
+        goes_on[1:] &= column[1:] == (column + step)[:-1]
+    heads = np.flatnonzero(~goes_on)
+    stops = np.append(heads[1:], len(at))
+    source_stride = strides(moves.source.boxes.size[moves.source_piece])
+    target_stride = strides(moves.target.boxes.size[moves.target_piece])
+    return [
+        Run(
+            int(moves.from_rank[head]),
+            int(moves.to_rank[head]),
+            View(_name(moves.old, int(buffer[head])), size, source_view, int(at[head])),
+            View(_name(moves.new, int(to_buffer[head])), size, target_view, int(to[head])),
+            _tensors(moves, head, stop),
+            int(elements[head:stop].sum()),
+            int(moves.bytes[head:stop].sum()),
+            int(when[head]),
+        )
+        for head, stop in zip(heads.tolist(), stops.tolist(), strict=True)
+        for size, source_view, target_view in [
+            _extent(
+                int(elements[head:stop].sum()) if dense[head] else 0,
+                moves.boxes.size[head],
+                source_stride[head],
+                target_stride[head],
+            )
+        ]
+    ]
+
+
+def _offset(pieces: Pieces, piece: Ints, start: Ints) -> Ints:
+    """Return where boxes that start at ``start`` lie in their buffers."""
+    inside = start - pieces.boxes.start[piece]
+    at: Ints = pieces.offset[piece] + (inside * strides(pieces.boxes.size[piece])).sum(axis=1)
+    return at
+
+
+def _dense(pieces: Pieces, piece: Ints, size: Ints) -> Flags:
+    """Return whether boxes of this size lie without gaps inside their pieces."""
+    partial = size != pieces.boxes.size[piece]
+    gaps = np.zeros(len(piece), bool)
+    for dim in range(size.shape[1] - 1):
+        gaps |= (size[:, dim] > 1) & partial[:, dim + 1 :].any(axis=1)
+    return ~gaps
+
+
+def _extent(
+    line: int, size: Ints, source: Ints, target: Ints
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return size and strides of a run: one-dimensional where it has no gaps, else without 1s."""
+    if line:
+        return (line,), (1,), (1,)
+    wide = np.flatnonzero(size > 1)
+    return tuple(size[wide].tolist()), tuple(source[wide].tolist()), tuple(target[wide].tolist())
+
+
+def _name(layout: Layout, row: int) -> str:
+    return layout.buffers.name_of(row)
+
+
+def _tensors(moves: Plan, head: int, stop: int) -> tuple[str, ...]:
+    found = dict.fromkeys(moves.boxes.tensor[head:stop].tolist())
+    return tuple(moves.new.tensors[index].name for index in found)
