@@ -196,8 +196,16 @@ class Receiver(End, Generic[T_co]):
         """Take items under a lease; its number and its items."""
 
     @abc.abstractmethod
-    def _settle(self, lease: int, error: BaseException | None) -> None:
-        """Consume a lease's items, or with an error put them back."""
+    async def _acknowledge(self, lease: int) -> None:
+        """Consume a lease's items; return when the channel has.
+
+        Raises:
+            LeaseLost: they went back to the channel before, or it cannot be known.
+        """
+
+    @abc.abstractmethod
+    def _put_back(self, lease: int, error: BaseException) -> None:
+        """Return a lease's items because of this error."""
 
     @abc.abstractmethod
     def _count_stale(self) -> None:
@@ -211,21 +219,26 @@ class Receiver(End, Generic[T_co]):
 
         An exception, a cancellation, or the death of this process puts them back at the head, in
         order. An item that has failed ``max_deliveries`` times goes to the channel's dead letters
-        with the error instead.
+        with the error instead. Leaving the block waits until a channel of another process has
+        confirmed that the items are consumed.
+
+        Raises: as `get`, and at the end of the block:
+            LeaseLost: the items went back before, or the connection was lost before the channel
+                confirmed: they may go to somebody else.
         """
         number, items = await self._take(weight, at_least, key)
         try:
             yield items
         except EndOfChannel as error:
-            self._settle(number, error)
+            self._put_back(number, error)
             raise RuntimeError(  # else the caller would take it for the end of this channel
                 f"EndOfChannel was raised inside a lease of channel {self.channel_name!r}: "
                 "handle the end of the other channel inside the block"
             ) from error
         except BaseException as error:
-            self._settle(number, error)
+            self._put_back(number, error)
             raise
-        self._settle(number, None)
+        await self._acknowledge(number)
 
     async def leases(
         self, *, weight: int = 1, at_least: int | None = None, key: Key | None = None
@@ -294,16 +307,20 @@ class _Held(AbstractAsyncContextManager[Lease[T_co]]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._settle(error)
+        if error is not None:
+            self._put_back(error)
+        elif not self._settled:
+            self._settled = True
+            await self._receiver._acknowledge(self._number)
 
     def give_up(self) -> None:
         """The loop went on without the block: the items go back."""
-        self._settle(RuntimeError("the lease was not entered"))
+        self._put_back(RuntimeError("the lease was not entered"))
 
-    def _settle(self, error: BaseException | None) -> None:
+    def _put_back(self, error: BaseException) -> None:
         if not self._settled:
             self._settled = True
-            self._receiver._settle(self._number, error)
+            self._receiver._put_back(self._number, error)
 
 
 def oldest_version(item: object) -> int:

@@ -262,11 +262,11 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         items: list[T_co] = self._queue.lend_values(lent[0], entries)
         return lent[0], Lease(items, [entry.deliveries for entry in entries])
 
-    def _settle(self, lease: int, error: BaseException | None) -> None:
-        if error is None:
-            self._queue.acknowledge(lease)
-        else:
-            self._queue.put_back(lease, error)
+    async def _acknowledge(self, lease: int) -> None:
+        self._queue.acknowledge(lease)
+
+    def _put_back(self, lease: int, error: BaseException) -> None:
+        self._queue.put_back(lease, error)
 
     def _count_stale(self) -> None:
         self._queue.stale += 1

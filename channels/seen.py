@@ -67,6 +67,7 @@ def statistics_of(queue: Queue) -> Statistics:
         waiting_getters=sum(len(lane.getters) for lane in lanes),
         leases_out=sum(len(lease.entries) for lease in queue.leases.values()),
         redelivered=queue.redelivered,
+        unconfirmed=queue.unconfirmed,
         dead_letters=len(queue.dead_letters),
         stale=queue.stale,
         shared=queue.shared,

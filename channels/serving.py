@@ -59,7 +59,7 @@ class Serving:
         self.deserted = False  # there were receivers, and all have closed
         self._unput = self.gets = self.put_waits = self.get_waits = 0
         self.put_wait_seconds = self.get_wait_seconds = 0.0
-        self.redelivered = self.stale = self.shared = self.copied = 0
+        self.redelivered = self.unconfirmed = self.stale = self.shared = self.copied = 0
         self._numbers = count(1)
         self._seq = 0
         self.born: float | None = None  # not yet: it may be made before the loop that runs it

@@ -36,6 +36,9 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     """items taken by lease and neither acknowledged nor returned"""
     redelivered: int
     """items that a failed or cancelled lease has put back"""
+    unconfirmed: int = 0
+    """items that went back because the process they were sent to was lost before it confirmed them:
+    it may have seen them, so that they are seen twice"""
     dead_letters: int
     """items given up after ``max_deliveries``"""
     stale: int

@@ -6,12 +6,14 @@ the channel as it was; an end whose connection is lost raises `ConnectionLost`.
 
 from __future__ import annotations
 
+import asyncio
 from itertools import count
 from typing import Any, Self, TypeVar
 
 from rlinf_async.channels.ends import Key, Lease, Receiver, Sender
 from rlinf_async.channels.errors import (
     ChannelClosed,
+    ConnectionLost,
     LeaseLost,
 )
 from rlinf_async.channels.itemtypes import check_key_and_weight
@@ -171,17 +173,24 @@ class RemoteReceiver(_RemoteEnd, Receiver[T_co]):
         items: list[T_co] = self._wire.decode_each(answer)
         return answer.meta.lease, Lease(items, answer.meta.deliveries)
 
-    def _settle(self, lease: int, error: BaseException | None) -> None:
-        connection = self._wire.connection
-        if connection.closed:
-            if error is None:
-                raise LeaseLost(
-                    f"lease {lease} on channel {self.channel_name!r} was taken back before it was "
-                    f"acknowledged: the connection to {connection.peer} was lost"
-                )
-            return
-        settle = protocol.Settle(lease, None if error is None else say(error))
-        connection.notify("channel.settle", settle, control=True)
+    async def _acknowledge(self, lease: int) -> None:
+        connection, settle = self._wire.connection, protocol.Settle(lease, None)
+        try:
+            await connection.request("channel.settle", settle, reply=protocol.Nothing, control=True)
+        except (asyncio.CancelledError, GeneratorExit):
+            if not connection.closed:  # the block has ended: it may have been heard, or not
+                connection.notify("channel.settle", settle, control=True)
+            raise
+        except ConnectionLost as error:
+            raise LeaseLost(
+                f"lease {lease} on channel {self.channel_name!r} was taken back before it was "
+                f"acknowledged, or nobody knows: the connection to {connection.peer} was lost"
+            ) from error
+
+    def _put_back(self, lease: int, error: BaseException) -> None:
+        if not self._wire.connection.closed:
+            settle = protocol.Settle(lease, say(error))
+            self._wire.connection.notify("channel.settle", settle, control=True)
 
     def _count_stale(self) -> None:
         self._tell("channel.stale", protocol.End(self._number))

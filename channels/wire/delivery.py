@@ -31,20 +31,21 @@ class Leases:
     def __init__(self) -> None:
         self.queues: dict[int, Queue] = {}
 
-    def settle(self, number: int, error: str | None) -> None:
-        """Consume the lease's items, or put them back. One that this process does not hold (any
-        more) is nothing to it.
+    def settle(self, number: int, error: str | None) -> bool:
+        """Consume the lease's items, or put them back; whether this process held it. (Whoever left
+        its block while it was cancelled says so twice.)
 
         Raises:
             LeaseLost: the channel took them back before.
         """
         queue = self.queues.pop(number, None)
         if queue is None:
-            return
+            return False
         if error is None:
             queue.acknowledge(number)
         else:
             queue.put_back(number, error)
+        return True
 
     def put_back(self, error: str) -> None:
         """Its holder is gone: everything goes back, oldest first."""
@@ -187,6 +188,8 @@ def _encoded(queue: Queue, get: Get, entries: list[Entry]) -> list[Encoded]:
 
 def _return(queue: Queue, get: Get, entries: list[Entry], why: str | Refused | None) -> None:
     """They go back; the one that was refused is buried."""
+    if isinstance(why, str):
+        queue.unconfirmed += len(entries)
     queue.return_entries(get.key, _without_refused(queue, entries, why))
 
 

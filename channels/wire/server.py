@@ -14,7 +14,7 @@ from typing import Any
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Receiver, Sender
-from rlinf_async.channels.errors import ChannelClosed, ChannelError
+from rlinf_async.channels.errors import ChannelClosed, ChannelError, LeaseLost
 from rlinf_async.channels.latest import (
     Latest,
     LatestReceiver,
@@ -199,7 +199,10 @@ class ChannelServer:
 
     def _settle(self, request: Request[protocol.Settle]) -> None:
         settle = request.meta
-        self._peer(request.connection).leases.settle(settle.lease, settle.error)
+        known = self._peer(request.connection).leases.settle(settle.lease, settle.error)
+        if not known and request.number:
+            raise LeaseLost(f"lease {settle.lease} is not held by {request.connection.peer}")
+        request.reply(NOTHING)
 
     def _clone(self, request: Request[protocol.Clone]) -> None:
         clone = request.meta

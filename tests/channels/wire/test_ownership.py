@@ -240,6 +240,55 @@ async def test_a_lease_whose_connection_was_lost_cannot_be_acknowledged() -> Non
                 await cut(connection, owner)
 
 
+async def test_whoever_left_a_lease_knows_that_its_items_are_consumed() -> None:
+    channel = Channel(int, name="numbers")
+    async with wired() as owner:
+        connection = await owner.join()
+        receiver = owner.receiver(channel, connection)
+        await filled(channel, 1)
+        async with receiver.lease():
+            pass
+        await cut(connection, owner)
+        assert channel.statistics().redelivered == 0
+
+
+async def test_a_connection_lost_before_the_acknowledgement_arrived_is_reported() -> None:
+    channel = Channel(int, name="numbers")
+    async with wired() as owner:
+        connection = await owner.join()
+        receiver = owner.receiver(channel, connection)
+        await filled(channel, 1)
+        number, _ = await receiver._take(1, None, None)
+        leaving = asyncio.create_task(receiver._acknowledge(number))
+        await asyncio.sleep(0)
+        await cut(connection, owner)
+        with pytest.raises(LeaseLost, match="connection to owner was lost"):
+            await leaving
+        async with channel.receiver.lease() as batch:
+            assert batch.deliveries == [2]
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_cancelled_acknowledgement_holds(turns: int) -> None:
+    channel = Channel(int, name="numbers")
+    async with remote_pair(channel) as (_, receiver):
+        await filled(channel, 2)
+        number, _ = await receiver._take(1, None, None)
+        leaving = asyncio.create_task(receiver._acknowledge(number))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert await receiver.get() == 1
+        assert channel.statistics().leases_out == int(turns == 0)  # never begun
+
+
+async def test_a_lease_that_is_not_held_cannot_be_acknowledged() -> None:
+    async with remote_pair(Channel(int, name="numbers")) as (_, receiver):
+        with pytest.raises(LeaseLost, match="lease 77 is not held by worker"):
+            await receiver._acknowledge(77)
+
+
 async def test_a_lost_connection_abandons_its_waits() -> None:
     channel = Channel(int, name="numbers", capacity=1)
     empty = Channel(int, name="empty")
@@ -277,6 +326,7 @@ async def test_items_on_their_way_to_a_lost_connection_go_back_to_the_head() -> 
         await asyncio.gather(*getting, return_exceptions=True)
         local = channel.receiver
         assert [(await local.get())[:1] for _ in range(3)] == [b"a", b"b", b"c"]
+        assert channel.statistics().unconfirmed == 2
 
 
 async def test_ends_that_the_runtime_opened_outlive_the_connection_until_released() -> None:

@@ -1,0 +1,197 @@
+"""What the processes of a schedule do: the owner of the channel, its producers, its consumers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from contextlib import suppress
+from random import Random
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rlinf_async.channels import (
+    Channel,
+    ConnectionLost,
+    EndOfChannel,
+    LeaseLost,
+    Receiver,
+    Sender,
+    Statistics,
+    WireError,
+)
+from rlinf_async.channels.wire import (
+    ChannelClient,
+    ChannelServer,
+    Connection,
+    EndRef,
+    Router,
+    connect,
+    serve,
+)
+from tests.faults.journal import Did, Page
+from tests.faults.plan import HEARTBEAT, Plan, Role
+
+SECRET: Final = b"a secret for schedules, 32 bytes"
+LOST: Final = 3
+"""Exit status of a process that was told that its connection is lost."""
+MAX_DELIVERIES: Final = 50
+
+
+class Item(msgspec.Struct):
+    """Its number, and elements that all say it."""
+
+    number: int
+    values: NDArray[np.uint32]
+
+    def check(self) -> None:
+        if not (self.values == self.number).all():
+            raise AssertionError(f"item {self.number} arrived with {np.unique(self.values)}")
+
+
+class Spoilt(Exception):
+    """What a holder raises now and then: its items go back."""
+
+
+class Started(msgspec.Struct):
+    """owner -> stage: connect here."""
+
+    path: str
+    ends: dict[str, EndRef]
+
+
+class Closed(msgspec.Struct):
+    """owner -> stage: all is over, and this is what it saw."""
+
+    statistics: Statistics
+    drained: list[int]
+    """items that were left when every consumer had gone"""
+    dead: list[int]
+    lost: list[str]
+    """peers that were lost, and why"""
+
+
+class Order(msgspec.Struct):
+    """stage -> worker: be this."""
+
+    role: Role
+    path: str
+    end: EndRef
+    seed: int
+
+
+async def own(control: socket.socket, plan: Plan, folder: str) -> None:
+    """Own the channel until the stage says that everybody has gone."""
+    logging.disable()
+    router = Router()
+    channels = ChannelServer(router)
+    channel = Channel(Item, name="items", capacity=plan.capacity, max_deliveries=MAX_DELIVERIES)
+    lost: list[str] = []
+    loop = asyncio.get_running_loop()
+
+    def note(connection: Connection, reason: str) -> None:
+        lost.append(f"{connection.peer}: {reason}")
+
+    async with await serve(
+        f"{folder}/s", SECRET, router=router, name="owner", on_disconnect=note,
+        heartbeat_limit=HEARTBEAT,
+    ):  # fmt: skip
+        refs: dict[str, EndRef] = {}
+        for role in plan.roles:
+            end: Any = channel.sender if role.kind == "sender" else channel.receiver
+            refs[role.name] = channels.end_ref(end, role.name)
+        with channel.receiver.clone("the stage") as rest:
+            control.setblocking(False)
+            await loop.sock_sendall(control, _line(Started(f"{folder}/s", refs)))
+            said = b""
+            while b"over" not in said:
+                said += await loop.sock_recv(control, 4096)
+                *names, said = said.split(b" ")
+                for name in names:  # it will not come back
+                    channels.release(refs[name.decode()].number)
+            drained: list[int] = []
+            with suppress(EndOfChannel):
+                while True:
+                    drained.append((await rest.get()).number)
+        dead = [letter.item.number for letter in channel.dead_letters]
+        closed = Closed(channel.statistics(), drained, dead, lost)
+        await loop.sock_sendall(control, _line(closed))
+
+
+async def work(control: socket.socket, order: Order, page: Page, plan: Plan) -> int:
+    """Be a producer or a consumer; the exit status."""
+    logging.disable()
+    try:
+        connection = await connect(
+            order.path, SECRET, name=order.role.name, router=Router(), heartbeat_limit=60
+        )
+    except WireError:
+        return LOST
+    assert connection._transport is not None
+    found: socket.socket = connection._transport.get_extra_info("socket")
+    socket.send_fds(control, [b"s"], [found.fileno()])
+    end = ChannelClient(connection).end(order.end, Item)
+    try:
+        if isinstance(end, Sender):
+            await produce(end, order.role, page, plan)
+        elif isinstance(end, Receiver):
+            rng = Random(order.seed)
+            await (hold(end, order.role, page, rng) if order.role.lease else take(end, page))
+    except ConnectionLost:
+        return LOST
+    connection.close("done")
+    await connection.wait_closed()
+    return 0
+
+
+async def produce(sender: Sender[Item], role: Role, page: Page, plan: Plan) -> None:
+    with sender:
+        for number in range(role.first, role.stop):
+            page.write(Did.PUTTING, number)
+            values = np.full(plan.array_bytes // 4, number, np.uint32)
+            try:
+                await sender.put(Item(number, values))
+            except ConnectionLost:
+                page.write(Did.TOLD, number)
+                raise
+            page.write(Did.PUT, number)
+
+
+async def take(receiver: Receiver[Item], page: Page) -> None:
+    async for item in receiver:
+        page.write(Did.GOT, item.number)
+        item.check()
+
+
+async def hold(receiver: Receiver[Item], role: Role, page: Page, rng: Random) -> None:
+    while True:
+        held: list[int] = []
+        try:
+            async with receiver.lease(weight=role.lease, at_least=1) as batch:
+                for item, deliveries in zip(batch, batch.deliveries, strict=True):
+                    page.write(Did.HELD, item.number, deliveries)
+                    item.check()
+                    held.append(item.number)
+                if rng.random() < 0.5:
+                    await asyncio.sleep(rng.random() * 0.001)
+                if rng.random() < 0.1:
+                    raise Spoilt
+                for number in held:
+                    page.write(Did.ACKNOWLEDGING, number)
+        except EndOfChannel:
+            return
+        except Spoilt:
+            continue
+        except LeaseLost:
+            for number in held:
+                page.write(Did.NOT_ACKNOWLEDGED, number)
+            continue
+        for number in held:
+            page.write(Did.ACKNOWLEDGED, number)
+
+
+def _line(message: msgspec.Struct) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
