@@ -1,0 +1,27 @@
+"""Prompts: read, split, shuffled, rendered, and their position saved and restored.
+
+::
+
+    records.py      JSON lines, dataset folders and tasks behind one protocol
+      jsonl.py  folders.py  tasks.py
+    order.py        which record comes when: a function of seed and epoch
+    rendering.py    record -> text -> tokens        tokenizer.py   a checkpoint folder's
+    prompts.py      `Prompts`: all of it            arithmetic.py  a tokenizer of single characters
+
+Nothing here imports torch, datasets or transformers before data that need them are opened.
+"""
+
+from rlinf_async.data.config import DataConfig
+from rlinf_async.data.errors import DataChanged, DataError
+from rlinf_async.data.prompts import DataState, Prompts
+from rlinf_async.data.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = [
+    "DataChanged",
+    "DataConfig",
+    "DataError",
+    "DataState",
+    "Prompts",
+    "Tokenizer",
+    "load_tokenizer",
+]

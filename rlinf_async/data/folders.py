@@ -1,0 +1,139 @@
+"""Tables on disk: a dataset saved by Hugging Face datasets, or Parquet or Arrow files.
+
+Only the columns that are used are read. Nothing is copied into a cache.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlinf_async.config import MissingExtra
+from rlinf_async.config.errors import nearest
+from rlinf_async.data.errors import DataError
+from rlinf_async.data.records import Record, Records, digest_of
+
+_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+
+
+class TableRecords:
+    """Rows of a `datasets.Dataset`."""
+
+    made_on_demand = False
+
+    def __init__(self, dataset: Any, name: str, fingerprint: str) -> None:
+        self._dataset = dataset
+        self._name = name
+        self.fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Record:
+        record: Record = self._dataset[int(index)]
+        return record
+
+    def where(self, index: int) -> str:
+        return f"{self._name}, record {index}"
+
+
+def open_tables(path: Path, split: str, columns: Sequence[str]) -> Records:
+    """The rows of a file or folder.
+
+    Raises:
+        DataError: it holds no tables, no such split, or not these columns.
+        MissingExtra: the library datasets is not installed.
+    """
+    library = _library(path)
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        dataset, name, files = _saved(library, path, split)
+    else:
+        files = _files(path, split)
+        dataset, name = _tables(library, files), str(path)
+    known = dataset.column_names
+    for column in columns:
+        if column not in known:
+            raise DataError(
+                f"{name} has no column {column!r}{nearest(column, known)}; it has "
+                f"{', '.join(known)}"
+            )
+    return TableRecords(dataset.select_columns(list(columns)), name, digest_of(files))
+
+
+def _saved(library: Any, path: Path, split: str) -> tuple[Any, str, list[Path]]:
+    """What `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(one.parent.name for one in path.glob("*/state.json"))
+        if split not in splits:
+            raise DataError(
+                f"{path} has no split {split!r}{nearest(split, splits)}; it has "
+                f"{', '.join(splits) or 'none'}"
+            )
+        path = path / split
+    try:
+        dataset = library.load_from_disk(str(path))
+    except Exception as error:  # datasets and pyarrow raise what they like of damaged files
+        raise DataError(f"{path} cannot be read as a saved dataset: {error}") from error
+    return dataset, str(path), [one for one in path.rglob("*") if one.is_file()]
+
+
+def _files(path: Path, split: str) -> list[Path]:
+    """The Parquet or else the Arrow files of a folder that belong to the split."""
+    if path.is_file():
+        return [path]
+    for suffix in ("parquet", "arrow"):
+        every = sorted(one for one in path.rglob(f"*.{suffix}") if one.is_file())
+        marked = {one: _split_of(one.relative_to(path)) for one in every}
+        if not any(marked.values()):
+            chosen = every
+        else:
+            chosen = [one for one in every if marked[one] == split]
+        if chosen:
+            return chosen
+        if every:
+            there = sorted({one for one in marked.values() if one})
+            raise DataError(
+                f"{path} has no {suffix} files of split {split!r}{nearest(split, there)}; it has "
+                f"those of {', '.join(there)}"
+            )
+    raise DataError(
+        f"{path} holds no data: neither a dataset that was saved with save_to_disk nor .parquet or "
+        ".arrow files (JSON lines are given as a file)"
+    )
+
+
+def _split_of(file: Path) -> str:
+    """``data/train-00000-of-00001.parquet`` and ``train/0000.parquet`` are of ``train``."""
+    for part in reversed(file.parts):
+        word = re.match(r"[A-Za-z]+", part)
+        if word is not None and word[0] in _SPLITS:
+            return word[0]
+    return ""
+
+
+def _tables(library: Any, files: Sequence[Path]) -> Any:
+    tables = []
+    for file in files:
+        try:
+            if file.suffix == ".parquet":
+                read = importlib.import_module("pyarrow.parquet").read_table
+                tables.append(library.Dataset(read(file, memory_map=True)))
+            else:
+                tables.append(library.Dataset.from_file(str(file)))
+        except Exception as error:  # pyarrow raises many kinds of errors of damaged files
+            raise DataError(f"{file} cannot be read: {error}") from error
+    try:
+        return library.concatenate_datasets(tables)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"the files beside {files[0]} do not fit together: {error}") from error
+
+
+def _library(path: Path) -> Any:
+    try:
+        return importlib.import_module("datasets")
+    except ModuleNotFoundError as error:
+        missing = error.name or "datasets"
+        raise MissingExtra(missing, extra="llm", needed_for=f"reading {path}") from error

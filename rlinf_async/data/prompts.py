@@ -1,0 +1,224 @@
+"""`Prompts`: one prompt after the other, epoch after epoch, from a position that can be saved.
+
+Invariant: which prompt has which index is a function of the data and the configuration alone. So
+prompts after a restored position are those that would have come.
+
+::
+
+    record in the order of the epoch --> its prompt is a held-out one's --> left out, counted
+                                     --> longer than max_prompt_tokens  --> DataError, or left out
+                                     --> `Prompt`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Final
+
+import msgspec
+
+from rlinf_async.data.config import DataConfig
+from rlinf_async.data.errors import DataChanged, DataError
+from rlinf_async.data.order import Indices, order_of, split
+from rlinf_async.data.records import Records, open_records
+from rlinf_async.data.rendering import Renderer
+from rlinf_async.data.tokenizer import Tokenizer
+from rlinf_async.messages.language import Prompt
+
+LOOKED_AT: Final = 50_000
+"""records that are checked when they are opened; later ones when they come"""
+
+_SHOWN: Final = 3
+
+
+class DataState(msgspec.Struct, frozen=True, kw_only=True):
+    """A position in the data, and what they were."""
+
+    position: int
+    """index of the next prompt"""
+    too_long: int
+    """records left out so far, over epochs"""
+    like_held_out: int
+    """records left out so far because a held-out one has the same prompt"""
+    fingerprint: str
+    records: int
+    seed: int
+    shuffle: bool
+    held_out: int
+
+
+class Prompts(Iterator[Prompt]):
+    """The prompts of a run."""
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
+        """Open the data and look at them.
+
+        Raises:
+            DataError: a record, the template or the split cannot be used; names file and line.
+            ConfigError: an unknown task, or options that it does not take.
+            MissingExtra: a library that reads the data is not installed.
+        """
+        self.config = config
+        self._records: Records = open_records(config)
+        self._renderer = Renderer(config, tokenizer)
+        self._training, self._kept = self._split()
+        self._verifiers: set[str] = set()
+        self.position = 0
+        """index of the next prompt"""
+        self.too_long = 0
+        """records left out so far, over epochs"""
+        self.like_held_out = 0
+        """records left out so far because a held-out one has the same prompt"""
+        self._order_of = lru_cache(maxsize=1)(self._make_order)
+        self._check()
+        self.held_out: list[Prompt] = self._held_out()
+        """for evaluation, in the order of the data"""
+        self._held_out_texts = {prompt.text for prompt in self.held_out}
+
+    def __len__(self) -> int:
+        """Records in an epoch, those that are left out included."""
+        return len(self._training)
+
+    @property
+    def verifiers(self) -> tuple[str, ...]:
+        """Names of the verifiers that the records ask for, as far as they were looked at."""
+        return tuple(sorted(self._verifiers))
+
+    @property
+    def epoch(self) -> int:
+        """Of the next prompt, from 0."""
+        return self.position // len(self)
+
+    def __iter__(self) -> Prompts:
+        return self
+
+    def __next__(self) -> Prompt:
+        """The next prompt.
+
+        Raises:
+            StopIteration: all epochs are done.
+            DataError: the record cannot be used, or none of a whole epoch can.
+        """
+        for _ in range(len(self)):
+            epoch, at = divmod(self.position, len(self))
+            if self.config.epochs and epoch >= self.config.epochs:
+                raise StopIteration
+            record = int(self._order_of(epoch)[at])
+            prompt = self._prompt(record, self.position)
+            self.position += 1
+            if prompt is None:
+                self.too_long += 1
+            elif prompt.text in self._held_out_texts:
+                self.like_held_out += 1
+            else:
+                return prompt
+        raise DataError(
+            f"{self.config.name}: none of {len(self)} records can be used: so far {self.too_long} "
+            f"were longer than max_prompt_tokens = {self.config.max_prompt_tokens}, and "
+            f"{self.like_held_out} had the prompt of a held-out record"
+        )
+
+    def state(self) -> DataState:
+        """Where to go on."""
+        return DataState(
+            position=self.position,
+            too_long=self.too_long,
+            like_held_out=self.like_held_out,
+            fingerprint=self._records.fingerprint,
+            records=len(self._records),
+            seed=self.config.seed,
+            shuffle=self.config.shuffle,
+            held_out=self.config.held_out,
+        )
+
+    def restore(self, state: DataState) -> None:
+        """Go on where the state was taken.
+
+        Raises:
+            DataChanged: the data, or what decides their order, are others now.
+        """
+        now = self.state()
+        names = ("records", "seed", "shuffle", "held_out", "fingerprint")
+        for name in names:
+            before, after = getattr(state, name), getattr(now, name)
+            if before == after:
+                continue
+            what = "the content of the data" if name == "fingerprint" else name
+            hint = (
+                "; the entries of some tasks depend on PYTHONHASHSEED: set it to a number"
+                if name == "fingerprint" and self.config.tasks
+                else ""
+            )
+            raise DataChanged(
+                f"{self.config.name}: {what} was {before!r} when the position was saved, and is "
+                f"{after!r}: go on with the same data and settings, or start anew{hint}"
+            )
+        self.position = state.position
+        self.too_long = state.too_long
+        self.like_held_out = state.like_held_out
+
+    def _split(self) -> tuple[Indices, Indices]:
+        count = len(self._records)
+        if not count:
+            raise DataError(f"{self.config.name} has no records")
+        if count <= self.config.held_out:
+            raise DataError(
+                f"{self.config.name} has {count} records, of which held_out = "
+                f"{self.config.held_out} are kept back: none is left to train on"
+            )
+        return split(count, self.config.held_out, self.config.seed)
+
+    def _make_order(self, epoch: int) -> Indices:
+        return order_of(self._training, self.config.seed, epoch, shuffle=self.config.shuffle)
+
+    def _held_out(self) -> list[Prompt]:
+        made = (self._prompt(int(record), at) for at, record in enumerate(self._kept))
+        return [prompt for prompt in made if prompt is not None]
+
+    def _prompt(self, record: int, index: int) -> Prompt | None:
+        """The prompt; None if it is too long and to be skipped."""
+        where = self._records.where(record)
+        prompt = self._renderer.prompt(self._records[record], index, where)
+        tokens, limit = len(prompt.token_ids), self.config.max_prompt_tokens
+        if tokens <= limit:
+            return prompt
+        if self.config.too_long == "skip":
+            return None
+        raise DataError(_too_long([f"{where} ({tokens} tokens)"], 1, limit))
+
+    def _check(self) -> None:
+        """Find what would stop the run hours later: missing columns, prompts that are too long."""
+        if self._records.made_on_demand:
+            self._verifiers.add(self._renderer.verifier({}, self.config.name))
+            return
+        limit = self.config.max_prompt_tokens
+        found: list[str] = []
+        count = 0
+        added = self._added_by_template()
+        for at in range(min(len(self._records), LOOKED_AT)):
+            record, where = self._records[at], self._records.where(at)
+            self._verifiers.add(self._renderer.verifier(record, where))
+            self._renderer.reference(record, where)
+            if self._renderer.longest_possible(record, where) + added <= limit:
+                continue
+            tokens = len(self._renderer.prompt(record, at, where).token_ids)
+            if tokens > limit and self.config.too_long == "error":
+                count += 1
+                found += [f"{where} ({tokens} tokens)"] if count <= _SHOWN else []
+        if count:
+            raise DataError(_too_long(found, count, limit))
+
+    def _added_by_template(self) -> int:
+        """Bytes around a message of nothing, twice: messages of a list come with more of them."""
+        record = self._records[0]
+        text = self._renderer.prompt(record, 0, self._records.where(0)).text
+        return 2 * max(0, len(text.encode()) - self._renderer.longest_possible(record, "")) + 8
+
+
+def _too_long(places: list[str], count: int, limit: int) -> str:
+    more = f" and {count - len(places)} more" if count > len(places) else ""
+    return (
+        f"{count} prompt{'s are' if count > 1 else ' is'} longer than max_prompt_tokens = {limit}: "
+        f"{', '.join(places)}{more}; raise the limit, or set too_long to 'skip'"
+    )

@@ -1,0 +1,193 @@
+"""The order of prompts, what is held out and left out, and going on from a saved position."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlinf_async.data import DataChanged, DataConfig, DataError, DataState, Prompts, Tokenizer
+from rlinf_async.data.order import order_of, split
+from rlinf_async.messages.language import Prompt
+from tests.data.conftest import Write
+
+
+def config(path: str, **fields: Any) -> DataConfig:
+    given: dict[str, Any] = {"path": path, "verifier": "exact"} | fields
+    return DataConfig(**given)
+
+
+def take(prompts: Prompts, count: int) -> list[Prompt]:
+    return list(itertools.islice(prompts, count))
+
+
+def texts(prompts: list[Prompt]) -> list[str]:
+    return [prompt.text for prompt in prompts]
+
+
+def same(left: list[Prompt], right: list[Prompt]) -> None:
+    assert [msgspec.json.encode(msgspec.structs.replace(one, token_ids=None)) for one in left] == [
+        msgspec.json.encode(msgspec.structs.replace(one, token_ids=None)) for one in right
+    ]
+    for one, other in zip(left, right, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+
+
+def test_a_prompt_has_text_tokens_verifier_reference_and_its_place(
+    sums: str, tokenizer: Tokenizer
+) -> None:
+    first, second = take(Prompts(config(sums, shuffle=False), tokenizer), 2)
+    assert (first.index, first.text) == (0, "<user>0+0=<assistant>")
+    assert (second.index, second.text) == (1, "<user>1+1=<assistant>")
+    assert (second.verifier, second.reference) == ("exact", "2")
+    assert second.token_ids.dtype == np.int32
+    assert tokenizer.decode(second.token_ids) == second.text
+
+
+def test_every_epoch_has_each_record_once_in_an_order_of_its_own(
+    sums: str, tokenizer: Tokenizer
+) -> None:
+    prompts = Prompts(config(sums), tokenizer)
+    epochs = [texts(take(prompts, 20)) for _ in range(3)]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert len({tuple(sorted(epoch)) for epoch in epochs}) == 1
+    assert prompts.epoch == 3
+    again = Prompts(config(sums), tokenizer)
+    assert texts(take(again, 60)) == list(itertools.chain(*epochs))
+    other = Prompts(config(sums, seed=1), tokenizer)
+    assert texts(take(other, 20)) != epochs[0]
+
+
+def test_after_the_last_epoch_it_ends(sums: str, tokenizer: Tokenizer) -> None:
+    prompts = Prompts(config(sums, epochs=2), tokenizer)
+    assert [prompt.index for prompt in prompts] == list(range(40))
+    assert list(prompts) == []
+
+
+@pytest.mark.parametrize("taken", [0, 1, 19, 20, 33])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_from_a_restored_position_the_prompts_are_those_that_would_have_come(
+    sums: str, tokenizer: Tokenizer, taken: int, shuffle: bool
+) -> None:
+    chosen = config(sums, shuffle=shuffle, held_out=3)
+    prompts = Prompts(chosen, tokenizer)
+    take(prompts, taken)
+    saved = msgspec.json.decode(msgspec.json.encode(prompts.state()), type=DataState)
+    resumed = Prompts(chosen, tokenizer)
+    resumed.restore(saved)
+    assert resumed.state() == prompts.state()
+    same(take(resumed, 50), take(prompts, 50))
+
+
+def test_what_was_left_out_is_counted_on_from_a_restored_position(
+    write: Write, tokenizer: Tokenizer
+) -> None:
+    path = write(*({"prompt": "1" * n, "answer": "1"} for n in range(1, 21)))
+    chosen = config(path, max_prompt_tokens=12, too_long="skip")
+    prompts = Prompts(chosen, tokenizer)
+    take(prompts, 15)
+    resumed = Prompts(chosen, tokenizer)
+    resumed.restore(prompts.state())
+    same(take(resumed, 30), take(prompts, 30))
+    assert resumed.too_long == prompts.too_long > 0
+    assert all(len(prompt.token_ids) <= 12 for prompt in take(prompts, 40))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"seed": 1}, "seed was 0 when the position was saved, and is 1"),
+        ({"held_out": 2}, "held_out was 0 .* is 2"),
+        ({"shuffle": False}, "shuffle was True"),
+    ],
+)
+def test_a_position_of_another_order_is_refused(
+    sums: str, tokenizer: Tokenizer, changed: dict[str, Any], said: str
+) -> None:
+    saved = Prompts(config(sums), tokenizer).state()
+    with pytest.raises(DataChanged, match=said):
+        Prompts(config(sums, **changed), tokenizer).restore(saved)
+
+
+def test_a_position_in_other_data_is_refused(write: Write, tokenizer: Tokenizer) -> None:
+    path = write({"prompt": "1+1=", "answer": "2"})
+    saved = Prompts(config(path), tokenizer).state()
+    write({"prompt": "1+2=", "answer": "3"})
+    with pytest.raises(DataChanged, match="the content of the data was"):
+        Prompts(config(path), tokenizer).restore(saved)
+    write({"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"})
+    with pytest.raises(DataChanged, match="records was 1 when the position was saved, and is 2"):
+        Prompts(config(path), tokenizer).restore(saved)
+
+
+def test_held_out_records_are_never_trained_on(sums: str, tokenizer: Tokenizer) -> None:
+    prompts = Prompts(config(sums, held_out=5), tokenizer)
+    kept = texts(prompts.held_out)
+    trained = texts(take(prompts, 15))
+    assert (len(set(kept)), len(prompts)) == (5, 15)
+    assert not set(kept) & set(trained)
+    assert len(set(kept) | set(trained)) == 20
+    assert texts(Prompts(config(sums, held_out=5), tokenizer).held_out) == kept
+    assert texts(Prompts(config(sums, held_out=5, seed=1), tokenizer).held_out) != kept
+
+
+def test_a_record_with_the_prompt_of_a_held_out_one_is_left_out_and_counted(
+    write: Write, tokenizer: Tokenizer
+) -> None:
+    path = write(*({"prompt": f"{n % 10}+1=", "answer": "?"} for n in range(20)))
+    prompts = Prompts(config(path, held_out=2, epochs=1), tokenizer)
+    kept = set(texts(prompts.held_out))
+    trained = texts(list(prompts))
+    assert not kept & set(trained)
+    assert len(trained) + prompts.like_held_out == 18
+    assert prompts.like_held_out == 20 - 2 * len(set(trained)) - 2
+
+
+def test_where_nothing_is_left_to_train_on_it_is_an_error(
+    sums: str, write: Write, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(DataError, match=r"empty\.jsonl has no records"):
+        Prompts(config(write(name="empty.jsonl")), tokenizer)
+    with pytest.raises(DataError, match="has 20 records, of which held_out = 20 are kept back"):
+        Prompts(config(sums, held_out=20), tokenizer)
+    alike = write(*({"prompt": "1+1=", "answer": "2"} for _ in range(5)), name="alike.jsonl")
+    prompts = Prompts(config(alike, held_out=1), tokenizer)
+    with pytest.raises(
+        DataError, match=r"none of 4 records can be used: .* and 4 had the prompt of"
+    ):
+        next(prompts)
+    short = Prompts(config(sums, max_prompt_tokens=2, too_long="skip"), tokenizer)
+    with pytest.raises(DataError, match="20 were longer than max_prompt_tokens = 2"):
+        next(short)
+
+
+def test_prompts_that_are_too_long_are_named_before_the_first(
+    write: Write, tokenizer: Tokenizer
+) -> None:
+    path = write(*({"prompt": "1" * n, "answer": "1"} for n in (3, 30, 31, 4, 32, 33)))
+    said = (
+        rf"4 prompts are longer than max_prompt_tokens = 20: {path}:2 \(32 tokens\), "
+        rf"{path}:3 \(33 tokens\), {path}:5 \(34 tokens\) and 1 more; raise the limit, or set "
+        "too_long to 'skip'"
+    )
+    with pytest.raises(DataError, match=said):
+        Prompts(config(path, max_prompt_tokens=20), tokenizer)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 60), st.integers(0, 59), st.integers(0, 5), st.integers(0, 3))
+def test_a_split_and_an_order_have_every_record_once(
+    count: int, held_out: int, seed: int, epoch: int
+) -> None:
+    training, kept = split(count, min(held_out, count), seed)
+    assert sorted([*training, *kept]) == list(range(count))
+    assert len(kept) == min(held_out, count)
+    order = order_of(training, seed, epoch, shuffle=True)
+    assert sorted(order) == sorted(training)
+    np.testing.assert_array_equal(order, order_of(training, seed, epoch, shuffle=True))
+    np.testing.assert_array_equal(order_of(training, seed, epoch, shuffle=False), training)
