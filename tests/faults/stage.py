@@ -201,9 +201,10 @@ class Stage:
         assert status is not None
         del self._at_work[role.name]
         self.outcome.pages.append((role, process.page, status))
-        if status == 0 or self._owner.status is not None or self._ended(self._owner):
+        if self._owner.status is not None or self._ended(self._owner):
             return
-        if not self._idle:
+        if status == 0 or not self._idle:
+            # Its end is closed, or will not be used: the word of that may have been cut off.
             self._owner.control.sendall(f"{role.name} ".encode())
             return
         begun = [one.item for one in process.page.read() if one.did == Did.PUTTING]
