@@ -73,6 +73,8 @@ class Local(Transport):
 class Unix(Transport):
     """Ends at the far side of a Unix socket, whose both sides run in this loop."""
 
+    address: str | None = None
+
     async def ends(self, channel: Channel[T]) -> tuple[Sender[T], Receiver[T]]:
         ends: tuple[Sender[T], Receiver[T]] = await self._enter("remote_pair", channel)
         return ends
@@ -85,7 +87,7 @@ class Unix(Transport):
 
     async def _enter(self, maker: str, channel: Any) -> Any:
         harness = importlib.import_module(HARNESS)
-        return await self._stack.enter_async_context(getattr(harness, maker)(channel))
+        return await self._stack.enter_async_context(getattr(harness, maker)(channel, self.address))
 
     async def settle(self) -> None:
         # What was written to a socket of this host can be read at the loop's next turn; a request
@@ -95,9 +97,15 @@ class Unix(Transport):
             await asyncio.sleep(0)
 
 
+class Tcp(Unix):
+    """The same over TCP, as between hosts."""
+
+    address = "tcp://127.0.0.1:0"
+
+
 TRANSPORTS: dict[str, type[Transport]] = {"local": Local}
 if importlib.util.find_spec("rlinf_async.channels.wire") and importlib.util.find_spec(HARNESS):
-    TRANSPORTS["unix"] = Unix
+    TRANSPORTS |= {"unix": Unix, "tcp": Tcp}
 
 SETTINGS: list[Setting] = [(medium, kind) for medium in TRANSPORTS for kind in FACTORIES]
 SETTINGS.append(("local", VIRTUAL))
