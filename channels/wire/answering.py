@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.errors import ChannelError, MalformedFrame
+from rlinf_async.channels.errors import ChannelError, ItemTooLarge, MalformedFrame
 from rlinf_async.channels.saying import say
 from rlinf_async.channels.wire.failures import UNREADABLE, report
 from rlinf_async.channels.wire.framing import Flag, FrameType
 from rlinf_async.channels.wire.outbox import Outbox
 from rlinf_async.channels.wire.router import Refused, Reply, Request, Route, Router, Undo
+from rlinf_async.channels.wire.slab import is_private
 from rlinf_async.channels.wire.transfer import Message
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
+MAX_HELD_BYTES = 512 * 1024**2
+"""Of requests that wait to be answered, such as puts for which there is no room; in this process's
+memory, for one peer."""
 _decode_refused = msgspec.msgpack.Decoder(Refused).decode
 
 
@@ -39,6 +43,7 @@ class Answering:
         self._asked: dict[int, Request[Any]] = {}
         self._tasks: dict[asyncio.Task[Reply], Request[Any]] = {}
         self._untaken: dict[int, Undo] = {}
+        self._held = 0
         self._lost: str | None = None
 
     # ---- what arrives
@@ -151,8 +156,28 @@ class Answering:
                 route.answer(request)
                 if not request.number:  # nobody could give up its wait
                     self._abandon(request)
+                elif request.open and request.body is not None:
+                    self._hold(request, request.body)
         except Exception as error:
             self._failed(request, error)
+
+    def _hold(self, request: Request[Any], body: Encoded) -> None:
+        """It waits, and its body with it: a peer must not fill this process's memory so."""
+        arrays = sum(len(one) for one in body.buffers if not is_private(one))
+        size = len(body.data) + arrays
+        if self._held and self._held + size > MAX_HELD_BYTES:
+            held, abandon = self._held, request.abandon
+            request.fail(
+                ItemTooLarge(
+                    f"{request.kind!r} of {self._peer} was refused: {held} bytes of its requests "
+                    f"wait here already, {MAX_HELD_BYTES} are allowed: let fewer tasks put at once"
+                )
+            )
+            if abandon is not None:
+                self._guarded(abandon)
+        else:
+            request.held = size
+            self._held += size
 
     def _start(self, request: Request[Any], running: Coroutine[Any, Any, Reply]) -> None:
         task = self._loop.create_task(running, name=f"{request.kind} for {self._peer}")
@@ -193,6 +218,8 @@ class Answering:
     def _forget(self, request: Request[Any]) -> None:
         request.open = False
         request.abandon = None
+        self._held -= request.held
+        request.held = 0
         if request.number:
             self._asked.pop(request.number, None)
 

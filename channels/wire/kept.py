@@ -26,8 +26,8 @@ MAX_KEPT_BYTES: Final = 16 * 1024**2
 class Kept:
     """The end of a stream that may not have arrived."""
 
-    def __init__(self, limit: int = MAX_KEPT_BYTES) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
+        self._limit = MAX_KEPT_BYTES
         self._batches: deque[tuple[int, list[Bytes]]] = deque()
         self.written = 0
         """bytes, since the connection began"""

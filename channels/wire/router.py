@@ -42,6 +42,7 @@ class Request(Generic[M]):
         "abandon",
         "body",
         "connection",
+        "held",
         "kind",
         "lane",
         "meta",
@@ -69,6 +70,8 @@ class Request(Generic[M]):
         """whether an answer is still wanted"""
         self.abandon: Callable[[], None] | None = None
         """called if the answer is wanted no more before it was given"""
+        self.held = 0
+        """bytes of its body that count as held here until it is answered"""
 
     def reply(self, meta: Any, body: Encoded | None = None, *, undo: Undo | None = None) -> None:
         """Answer. ``undo`` is called if the answer turns out not to have been taken.

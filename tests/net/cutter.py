@@ -39,15 +39,25 @@ class Cutter:
         """that clients have opened so far"""
         self.passed: list[dict[Way, int]] = []
         """for each of them: bytes that went through"""
-        self.transports: set[asyncio.Transport] = set()
-        self.done: set[asyncio.Task[None]] = set()
+        self.halves: set[_Half] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
         self.refuse = False
         """whether to turn every new socket away"""
+        self.listener: asyncio.AbstractServer
 
     def cut_all(self) -> None:
         """Cut what is open now."""
-        for transport in list(self.transports):
-            transport.abort()
+        for half in list(self.halves):
+            half.abort()
+
+    def cut_clients(self) -> None:
+        """Cut what is open now; the server is not told."""
+        for half in list(self.halves):
+            if half.way == "to server":
+                if half.other is not None:
+                    half.other.other = None
+                half.other = None
+                half.abort()
 
     def accept(self) -> asyncio.Protocol:
         plan = self.cuts[self.sockets] if self.sockets < len(self.cuts) else None
@@ -58,8 +68,8 @@ class Cutter:
     def connect(self, half: _Half) -> None:
         """Reach the server for a client."""
         task = asyncio.get_running_loop().create_task(self._connect(half))
-        self.done.add(task)
-        task.add_done_callback(self.done.discard)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     async def _connect(self, half: _Half) -> None:
         loop = asyncio.get_running_loop()
@@ -101,7 +111,7 @@ class _Half(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
-        self.cutter.transports.add(self.transport)
+        self.cutter.halves.add(self)
         if self.other is None:
             self.cutter.connect(self)
         else:
@@ -128,8 +138,12 @@ class _Half(asyncio.Protocol):
         other.transport.write(data[:left])
         if len(data) >= left:
             other.close(reset=plan.reset)
-            if self.transport is not None:
-                self.transport.abort()
+            self.abort()
+
+    def abort(self) -> None:
+        """End this socket at once."""
+        if self.transport is not None:
+            self.transport.abort()
 
     def close(self, *, reset: bool = False) -> None:
         """End this socket, after what was written to it."""
@@ -144,8 +158,7 @@ class _Half(asyncio.Protocol):
         transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.transport is not None:
-            self.cutter.transports.discard(self.transport)
+        self.cutter.halves.discard(self)
         self.transport = None
         if self.other is not None:
             self.other.close()
@@ -157,11 +170,11 @@ async def cutter(server: str, folder: Path | None, *cuts: Cut) -> AsyncIterator[
     loop = asyncio.get_running_loop()
     made = Cutter(server, list(cuts))
     if folder is None:
-        listener = await loop.create_server(made.accept, "127.0.0.1", 0)
+        made.listener = listener = await loop.create_server(made.accept, "127.0.0.1", 0)
         made.address = f"tcp://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     else:
         made.address = str(folder / "cutter.sock")
-        listener = await loop.create_unix_server(made.accept, made.address)
+        made.listener = listener = await loop.create_unix_server(made.accept, made.address)
     try:
         yield made
     finally:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf_async.channels import HandshakeFailed
-from rlinf_async.channels.wire.auth import MAX_MESSAGE, Handshake
+from rlinf_async.channels.wire.auth import MAX_MESSAGE, Handshake, Terms
 
 SECRET = b"0123456789abcdef"
 
@@ -123,3 +123,46 @@ def test_a_message_over_the_limit_is_refused_at_once() -> None:
 def test_a_short_secret_is_refused() -> None:
     with pytest.raises(ValueError, match=r"5 bytes.*secrets.token_bytes"):
         Handshake("client", b"short", "c")
+
+
+def test_both_sides_learn_the_terms_of_the_other_and_the_server_gives_its_own_last() -> None:
+    asked, settled = Terms(b"n" * 16, 12, 10.0), Terms(b"n" * 16, 34, 5.0)
+    order: list[str] = []
+
+    def settle(handshake: Handshake) -> Terms:
+        order.append(f"{handshake.peer} is known and asks for {handshake.terms.received}")
+        return settled
+
+    client = Handshake("client", SECRET, "env[0]", terms=asked)
+    server = Handshake("server", SECRET, "driver", settle=settle)
+    server.feed(client.take_outgoing())
+    client.feed(server.take_outgoing())
+    assert order == []
+    exchange(client, server)
+    assert order == ["env[0] is known and asks for 12"]
+    assert (client.terms, server.terms) == (settled, asked)
+
+
+def test_terms_cannot_be_changed_on_the_way() -> None:
+    client = Handshake("client", SECRET, "c")
+    server = Handshake("server", SECRET, "s", settle=lambda _: Terms(b"n" * 16, 34, 5.0))
+    server.feed(client.take_outgoing())
+    client.feed(server.take_outgoing())
+    server.feed(client.take_outgoing())
+    proof = bytearray(server.take_outgoing())
+    proof[-10] ^= 1
+    assert "secret is wrong" in refusal(client, bytes(proof))
+
+
+def test_a_server_that_will_not_have_a_peer_tells_it_why() -> None:
+    def settle(handshake: Handshake) -> Terms:
+        raise handshake.refuse("it is not wanted")
+
+    client = Handshake("client", SECRET, "c")
+    server = Handshake("server", SECRET, "s", settle=settle)
+    server.feed(client.take_outgoing())
+    client.feed(server.take_outgoing())
+    assert (
+        refusal(server, client.take_outgoing()) == "the client ('c') was refused: it is not wanted"
+    )
+    assert refusal(client, server.take_outgoing()) == "the server refused: it is not wanted"

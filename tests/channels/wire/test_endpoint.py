@@ -6,11 +6,14 @@ import asyncio
 import logging
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlinf_async.channels import ConnectionLost, HandshakeFailed, WireError
 from rlinf_async.channels.wire import Router, connect, serve
+from rlinf_async.channels.wire.auth import Handshake
+from rlinf_async.channels.wire.framing import PROTOCOL_VERSION
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import SECRET, wired
 
@@ -149,3 +152,74 @@ async def test_closing_the_server_tells_its_clients_why() -> None:
     await connection.wait_closed()
     with pytest.raises(ConnectionLost, match="owner closed it: the server was closed"):
         connection.notify("anything", None)
+
+
+async def test_strangers_who_prove_nothing_are_bounded_and_keep_nobody_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rlinf_async.channels.wire.endpoint.MAX_STRANGERS", 5)
+    rejected: list[WireError] = []
+    async with wired(on_reject=rejected.append) as owner:
+        mute = [await asyncio.open_unix_connection(owner.path) for _ in range(20)]
+        friend = await owner.join("friend")
+        assert len(owner.server._strangers) <= 5
+        assert b"5 others came, and it has not proved anything yet" in await mute[0][0].read()
+        assert len(rejected) >= 15
+        friend.close()
+        await friend.wait_closed()
+        for _, writer in mute:
+            writer.close()
+            await writer.wait_closed()
+
+
+@pytest.mark.parametrize("tcp", [True, False], ids=["tcp", "unix"])
+async def test_peers_of_two_versions_are_told_both_versions(
+    monkeypatch: pytest.MonkeyPatch, tcp: bool
+) -> None:
+    rejected: list[WireError] = []
+    async with wired(
+        address="tcp://127.0.0.1:0" if tcp else None, on_reject=rejected.append
+    ) as owner:
+        versions = f"the client speaks 77, the server {PROTOCOL_VERSION}"
+        begin = Handshake.__init__
+
+        def of_another_release(self: Any, role: Any, secret: bytes, name: str, **more: Any) -> None:
+            begin(self, role, secret, name, 77 if role == "client" else None, **more)
+
+        monkeypatch.setattr(Handshake, "__init__", of_another_release)
+        with pytest.raises(HandshakeFailed, match=versions):
+            await owner.join()
+        assert versions in str(rejected[0])
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["tcp://", "tcp://host", "tcp://:5000", "tcp://host:port", "tcp://host:99999", "tcp://h:1/p"],
+)
+async def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(WireError, match="is no address: write tcp://host:port"):
+        await serve(address, SECRET, router=Router())
+    with pytest.raises(WireError, match="is no address: write tcp://host:port"):
+        await connect(address, SECRET, name="w", router=Router())
+
+
+async def test_a_server_on_tcp_listens_at_the_one_address_that_it_was_given() -> None:
+    async with wired(address="tcp://127.0.0.1:0") as owner:
+        host, _, port = owner.server.address.removeprefix("tcp://").partition(":")
+        assert host == "127.0.0.1"
+        assert int(port) > 0
+        with pytest.raises(ConnectionLost, match="cannot connect to"):
+            await connect(f"tcp://127.0.0.2:{port}", SECRET, name="w", router=Router())
+        with pytest.raises(WireError, match="has no path: use its address"):
+            _ = owner.server.path
+        connection = await owner.join()
+        assert connection.memory.refused == ""
+        connection.close()
+        await connection.wait_closed()
+
+
+async def test_an_address_of_another_host_or_one_in_use_cannot_be_listened_at() -> None:
+    async with wired(address="tcp://127.0.0.1:0") as owner:
+        for address in (owner.server.address, "tcp://192.0.2.1:0"):
+            with pytest.raises(WireError, match=f"cannot listen on {address}: .*of this host"):
+                await serve(address, SECRET, router=Router())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -379,3 +380,38 @@ async def test_a_withdrawn_channel_closes_the_ends_of_other_processes() -> None:
         assert not owner.channels._newest
         assert not owner.channels._published
         connection.close()
+
+
+async def test_a_peer_cannot_fill_memory_with_puts_that_wait_for_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rlinf_async.channels.wire.answering.MAX_HELD_BYTES", 100_000)
+    channel = Channel(bytes, name="texts", capacity=1)
+    async with wired() as owner:
+        connection = await owner.join()
+        sender = owner.sender(channel, connection)
+        putting = [asyncio.ensure_future(sender.put(bytes(30_000))) for _ in range(10)]
+        refused = [one for one in putting if await is_refused(one)]
+        assert 5 <= len(refused) <= 7
+        seen = channel.statistics()
+        assert seen.waiting_putters + seen.depth + len(refused) == 10
+        for _ in range(10 - len(refused)):
+            assert len(await channel.receiver.get()) == 30_000
+        assert not [one for one in putting if one not in refused and await is_refused(one)]
+        await sender.put(bytes(300_000))
+        waiting = asyncio.ensure_future(sender.put(bytes(300_000)))  # one alone is always let in
+        assert len(await channel.receiver.get()) == 300_000
+        await waiting
+        connection.close()
+        await connection.wait_closed()
+
+
+async def is_refused(putting: asyncio.Future[None]) -> bool:
+    """Whether this put has failed, once nothing is under way."""
+    for _ in range(4):
+        await wait_all_blocked()
+        await asyncio.sleep(0)
+    if not putting.done() or putting.exception() is None:
+        return False
+    assert re.search(r"bytes of its requests wait here already, 100000", str(putting.exception()))
+    return True

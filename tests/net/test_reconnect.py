@@ -1,0 +1,221 @@
+"""What becomes of a connection between a cut and the next socket, and when there is none."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from rlinf_async.channels import Channel, ConnectionLost, HandshakeFailed, Receiver
+from rlinf_async.channels.wire import Router, connect
+from rlinf_async.channels.wire.auth import Handshake, Terms
+from rlinf_async.testing import wait_all_blocked
+from tests.channels.wire.harness import SECRET, until, wired
+from tests.net.cutter import cutter
+from tests.net.kit import Far, far, small_talk
+
+
+async def cut(one: Far) -> None:
+    """Cut the network and keep it cut, until both sides know."""
+    [server_side] = one.owner.server.connections
+    one.net.refuse = True
+    one.net.cut_all()
+    await until(lambda: one.connection.reconnecting and server_side.reconnecting)
+
+
+async def hold_until_lost(one: Far, receiver: Receiver[int]) -> None:
+    """Hold an item, be cut off, and wait for another."""
+    async with receiver.lease():
+        await cut(one)
+        await receiver.get()
+
+
+async def introduce(one: Far, handshake: Handshake) -> None:
+    """Come to the owner with this, over a socket of one's own."""
+    reader, writer = await asyncio.open_unix_connection(one.owner.path)
+    try:
+        while not handshake.done:
+            writer.write(handshake.take_outgoing())
+            handshake.feed(await reader.read(4096))
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+def remove(path: str) -> None:
+    Path(path).unlink(missing_ok=True)
+
+
+async def test_what_is_asked_while_it_is_cut_waits_and_is_done_once() -> None:
+    channel = Channel(int, name="numbers")
+    async with far() as one:
+        sender = one.owner.sender(channel, one.connection)
+        await cut(one)
+        putting = [asyncio.create_task(sender.put(number)) for number in range(5)]
+        await wait_all_blocked()
+        assert channel.statistics().puts == 0
+        one.net.refuse = False
+        await asyncio.gather(*putting)
+        assert await channel.receiver.get_batch(weight=5) == list(range(5))
+        assert not one.connection.reconnecting
+        assert one.connection.reach.cuts == 1
+
+
+async def test_what_is_cancelled_while_it_is_cut_leaves_no_trace() -> None:
+    channel = Channel(int, name="numbers")
+    async with far() as one:
+        sender = one.owner.sender(channel, one.connection)
+        receiver = one.owner.receiver(channel, one.connection)
+        getting = asyncio.create_task(receiver.get())
+        await until(lambda: channel.statistics().waiting_getters)
+        await cut(one)
+        putting = asyncio.create_task(sender.put(1))
+        await wait_all_blocked()
+        for task in (getting, putting):
+            task.cancel()
+        await asyncio.gather(getting, putting, return_exceptions=True)
+        one.net.refuse = False
+        await until(lambda: not one.connection.reconnecting)
+        await sender.put(2)
+        assert await receiver.get() == 2
+        assert channel.statistics().depth == 0
+
+
+async def test_a_lease_is_held_across_a_cut() -> None:
+    channel = Channel(int, name="numbers")
+    async with far() as one:
+        receiver = one.owner.receiver(channel, one.connection)
+        await channel.sender.put(7)
+        async with receiver.lease() as batch:
+            await cut(one)
+            assert [*batch] == [7]
+            one.net.refuse = False
+        await until(lambda: not channel.statistics().leases_out)
+        assert channel.statistics().redelivered == 0
+        assert channel.statistics().depth == 0
+
+
+async def test_past_its_patience_each_side_gives_up_and_leases_go_back() -> None:
+    channel = Channel(int, name="numbers")
+    async with far(patience=0.2) as one:
+        receiver = one.owner.receiver(channel, one.connection)
+        await channel.sender.put(7)
+        with pytest.raises(ConnectionLost, match=r"; it was not taken up again within 0\.2 s"):
+            await hold_until_lost(one, receiver)
+        name, reason = await one.owner.lost.get()
+        assert name == "worker"
+        assert reason.endswith("; it was not taken up again within 0.2 s")
+        assert (channel.statistics().depth, channel.statistics().leases_out) == (1, 0)
+
+
+async def test_the_shorter_patience_of_both_sides_counts() -> None:
+    async with far(patience=9.0) as longer, far(patience=0.5) as shorter:
+        for one, seconds in ((longer, 9.0), (shorter, 0.5)):
+            assert one.connection.reach.patience == seconds
+            await until(partial(bool, one.owner.server.connections))
+            [server_side] = one.owner.server.connections
+            assert server_side.reach.patience == seconds
+
+
+async def test_without_patience_a_cut_ends_it_at_once() -> None:
+    async with far(patience=0) as one:
+        await until(lambda: one.owner.server.connections)
+        one.net.cut_all()
+        await until(lambda: one.connection.closed)
+        assert (await one.owner.lost.get())[0] == "worker"
+        assert one.net.sockets == 1
+        with pytest.raises(ConnectionLost, match=r"closed it or died$"):
+            one.connection.notify("anything", None)
+
+
+async def test_where_nobody_listens_any_more_the_peer_is_gone_at_once() -> None:
+    for tcp in (True, False):
+        async with far(tcp=tcp) as one:
+            one.net.listener.close()
+            if not tcp:
+                remove(one.net.address)
+            one.net.cut_all()
+            await one.connection.wait_closed()
+            with pytest.raises(ConnectionLost, match=r"died; cannot connect to .*is the process"):
+                one.connection.notify("anything", None)
+
+
+async def test_another_process_at_the_same_address_is_not_taken_for_the_first() -> None:
+    async with far() as one, wired() as other:
+        one.net.server = str(other.path)
+        one.net.cut_all()
+        await one.connection.wait_closed()
+        with pytest.raises(ConnectionLost, match="does not know its connection"):
+            one.connection.notify("anything", None)
+
+
+async def test_a_peer_that_was_given_up_is_told_so_when_it_comes_back() -> None:
+    async with far() as one:
+        await cut(one)
+        [server_side] = one.owner.server.connections
+        server_side.abort("a test")
+        one.net.refuse = False
+        await one.connection.wait_closed()
+        with pytest.raises(ConnectionLost, match="does not know its connection"):
+            one.connection.notify("anything", None)
+
+
+async def test_a_peer_comes_back_before_its_old_socket_is_known_to_be_cut() -> None:
+    async with far(tcp=True) as one:
+        await until(lambda: one.owner.server.connections)
+        one.net.cut_clients()
+        await small_talk(one)
+        assert one.connection.reach.cuts == 1
+        assert len(one.owner.server.connections) == 1
+
+
+async def test_who_does_not_know_the_secret_cannot_disturb_a_connection() -> None:
+    async with far() as one:
+        await until(lambda: one.owner.server.connections)
+        [server_side] = one.owner.server.connections
+        forged = Handshake(
+            "client", b"wrong" * 8, "worker", terms=Terms(server_side.number, 0, 10.0)
+        )
+        with pytest.raises(HandshakeFailed, match="secret is wrong"):
+            await introduce(one, forged)
+        await small_talk(one)
+        assert server_side.reach.cuts == 0
+
+
+async def test_a_peer_of_another_name_cannot_take_a_connection_over() -> None:
+    async with far() as one:
+        await until(lambda: one.owner.server.connections)
+        [server_side] = one.owner.server.connections
+        other = Handshake("client", SECRET, "somebody", terms=Terms(server_side.number, 0, 10.0))
+        with pytest.raises(HandshakeFailed, match="does not know its connection"):
+            await introduce(one, other)
+        assert server_side.reach.cuts == 0
+
+
+async def test_closing_while_it_is_cut_leaves_no_task_and_no_socket() -> None:
+    async with far(patience=0.3) as one:
+        await cut(one)
+        one.connection.close()
+        await one.connection.wait_closed()
+        assert not one.connection.reconnecting
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
+async def test_a_patience_that_is_no_time_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="patience is a number of seconds, 0 or more"):
+        await connect("/nowhere", SECRET, name="w", router=Router(), patience=seconds)
+
+
+async def test_a_network_that_is_bad_for_a_while_is_tried_again_and_again() -> None:
+    async with wired() as owner, cutter(str(owner.path), owner.path.parent) as net:
+        connection = await connect(net.address, SECRET, name="worker", router=Router())
+        net.refuse = True
+        net.cut_all()
+        await until(lambda: net.sockets >= 4)
+        net.refuse = False
+        await until(lambda: not connection.reconnecting)
+        await small_talk(Far(owner, net, connection))
+        connection.close()
+        await connection.wait_closed()
