@@ -27,6 +27,10 @@ class PromptTooLong(ValueError):
     """The prompt and its response do not fit the model's context; the message has the numbers."""
 
 
+class ModelOutputError(RuntimeError):
+    """The model gave NaN or infinity; the message names the request and the weights' version."""
+
+
 class GenerationEngine(Protocol):
     """A model that generates. The async methods are safe to overlap."""
 

@@ -14,14 +14,12 @@ class LanguageRolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     """how often an engine that died is built again, in this worker's life"""
     seed: int = 0
     """of what a request's own seed does not reach; every rank gets its own from it"""
-    torch_threads: int = 1
-    """threads of an engine inside this process; 0 leaves it to torch"""
 
     def __post_init__(self) -> None:
         if self.max_concurrent is not None and self.max_concurrent < 1:
             raise ValueError(
                 f"max_concurrent is {self.max_concurrent}; it must be at least 1, or left out"
             )
-        for name in ("engine_restarts", "seed", "torch_threads"):
+        for name in ("engine_restarts", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")

@@ -21,7 +21,6 @@ two lies a moment in which a death has it generated twice; ``Request.name`` tell
 from __future__ import annotations
 
 import asyncio
-import sys
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -29,7 +28,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rlinf_async.backends.language import GenerationEngine
+from rlinf_async.backends.language import GenerationEngine, ModelOutputError
 from rlinf_async.channels import ChannelClosed, EndOfChannel, LatestReceiver, Receiver, Sender
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Sample, Tokens, WeightsTaken
@@ -82,7 +81,6 @@ class LanguageRolloutWorker(Worker):
 
     async def setup(self) -> None:
         """Start the engine; unless it was told otherwise, weights come with the first update."""
-        self._limit_threads()
         self._live = LiveEngine(self.make_engine, self.config.engine_restarts)
         await self._live.engine.start()
 
@@ -98,11 +96,6 @@ class LanguageRolloutWorker(Worker):
         seed = int(np.random.SeedSequence(parts).generate_state(1)[0])
         return load_generation_engine(self._backend_name)(self._engine_config, seed, self.device)
 
-    def _limit_threads(self) -> None:
-        torch = sys.modules.get("torch")
-        if torch is not None and self.config.torch_threads:
-            torch.set_num_threads(self.config.torch_threads)
-
     async def serve(
         self,
         requests: Receiver[Request],
@@ -113,6 +106,7 @@ class LanguageRolloutWorker(Worker):
         """Answer requests until there are no more.
 
         Raises:
+            ModelOutputError: the model gave NaN or infinity.
             PromptTooLong: a prompt and its ``max_tokens`` do not fit the model's context.
             WeightsError: an update was damaged or does not fit the model.
             WeightsEnded: the weights that a request asks for will not come.
@@ -226,6 +220,7 @@ class LanguageRolloutWorker(Worker):
                 if await self._hand_back(request):
                     report.handed_back += 1
                     return
+            _check(request, generated)
             await samples.put(self._sample(request, generated))
             report.samples += 1
             report.tokens += len(generated.token_ids) - brought
@@ -263,6 +258,16 @@ def _continued(request: Request, generated: Generated | None) -> Request:
     if generated is None or not len(generated.token_ids):
         return request
     return msgspec.structs.replace(request, partial=generated)
+
+
+def _check(request: Request, generated: Generated) -> None:
+    """Refuse NaN and infinity, whatever the engine let through."""
+    if not np.isfinite(generated.log_prob).all():
+        raise ModelOutputError(
+            f"request {request.name} (prompt {request.prompt.index}): the model gave log-probs "
+            f"that are NaN or infinite, weights version {generated.version.max()}; look at the "
+            "learning rate and the gradient norm first"
+        )
 
 
 def _first(error: BaseException) -> BaseException:

@@ -1,0 +1,37 @@
+"""What the Hugging Face engine can be told. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class TransformersEngineConfig(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """A model folder, and how it generates."""
+
+    model: str
+    """folder with a Hugging Face config and tokenizer, and weights where they are asked for"""
+    weights: Literal["update", "folder"] = "update"
+    """``update``: the first `WeightUpdate` brings them; ``folder``: those there are version 0"""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """of weights and arithmetic; log-probs are float32"""
+    max_concurrent: int = 128
+    """sequences that are decoded together; more wait, by priority"""
+    context: int | None = None
+    """tokens of a prompt and its response; the model's own limit when left out"""
+    prefill_tokens: int = 8192
+    """of prompts in one forward pass, padding included"""
+    threads: int = 1
+    """of the compute thread; 0 leaves it to torch"""
+
+    def __post_init__(self) -> None:
+        for name in ("max_concurrent", "prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.context is not None and self.context < 2:
+            raise ValueError(f"context is {self.context}; it must be at least 2, or left out")
+        if self.threads < 0:
+            raise ValueError(f"threads is {self.threads}; it must be at least 0")

@@ -1,0 +1,173 @@
+"""`Decoder`: the rows that are decoded together, one token each at a time.
+
+::
+
+    join(rows) --prefill--> rows 0 .. n-1 --step--> one token each --> those that are done leave
+                                 ^
+              load(update): new weights; the cache is computed anew from each row's tokens
+
+Runs in one thread. Invariant: the cache holds, for each row, all of its tokens but the last one,
+under the weights that are loaded; the next step feeds that last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rlinf_async.backends.transformers.cache import RowCache
+from rlinf_async.backends.transformers.masks import layer_kinds, make_masks
+from rlinf_async.backends.transformers.row import Row
+from rlinf_async.backends.transformers.sampling import Rules, draw
+from rlinf_async.messages.embodied import Floats
+from rlinf_async.messages.language import Tokens
+from rlinf_async.messages.weights import WeightUpdate
+
+
+class Decoder:
+    """Decodes rows that join and leave between steps.
+
+    Args:
+        model: a Hugging Face causal language model.
+        stop_token_ids: tokens that end a response.
+        prefill_tokens: of prompts in one forward pass, padding included.
+    """
+
+    def __init__(
+        self, model: nn.Module, stop_token_ids: frozenset[int], prefill_tokens: int
+    ) -> None:
+        self.model = model
+        self.version = -1
+        self._config = model.config.get_text_config(decoder=True)  # type: ignore[operator,union-attr]
+        self._kinds = layer_kinds(self._config)
+        self._stops = stop_token_ids
+        self._prefill_tokens = prefill_tokens
+        self._cache = RowCache()
+        self.rows: list[Row] = []
+        self._rules: Rules | None = None
+        self._look()
+
+    def move(self, device: str) -> None:
+        """Move the model there, and give the cache's memory back. No row is here."""
+        self._cache.clear()
+        self.model.to(device)
+        self._look()
+
+    def _look(self) -> None:
+        """Remember what is asked for in every step."""
+        first: Tensor = next(self.model.parameters())
+        self.device, self._dtype = first.device, first.dtype
+
+    @torch.inference_mode()
+    def join(self, rows: Sequence[Row]) -> None:
+        """Compute the keys and values of these rows' tokens, but of each one's last."""
+        waiting = sorted(rows, key=lambda row: len(row.tokens))
+        while waiting:
+            count = 1
+            while (
+                count < len(waiting)
+                and (count + 1) * len(waiting[count].tokens) <= self._prefill_tokens
+            ):
+                count += 1
+            self._prefill(waiting[:count])
+            waiting = waiting[count:]
+        self._rules = None
+
+    @torch.inference_mode()
+    def leave(self, rows: Sequence[Row]) -> None:
+        """Take rows out."""
+        for row in rows:
+            place, last = self.rows.index(row), self.rows.pop()
+            if last is not row:
+                self._cache.move(len(self.rows), place, len(last.tokens) - 1)
+                self.rows[place] = last
+        self._rules = None
+
+    @torch.inference_mode()
+    def step(self) -> list[Row]:
+        """Add a token to each row; take out, and return, those that are done."""
+        if self._rules is None:
+            self._rules = Rules.of([row.sampling for row in self.rows], self.device)
+        last = torch.tensor([row.tokens[-1] for row in self.rows], device=self.device)
+        at = torch.tensor([len(row.tokens) - 1 for row in self.rows], device=self.device)
+        width = max(len(row.tokens) for row in self.rows)
+        self._cache.step(at, width)
+        logits = self._forward(last[:, None], at[:, None], width, 1)[:, -1]
+        random = torch.tensor([row.random for row in self.rows], device=self.device)
+        tokens, log_probs = draw(logits, self._rules, random)
+        done = [
+            row
+            for row, token, log_prob in zip(
+                self.rows, tokens.tolist(), log_probs.tolist(), strict=True
+            )
+            if row.add(token, log_prob, self.version, self._stops)
+        ]
+        if done:
+            self.leave(done)
+        return done
+
+    @torch.inference_mode()
+    def recompute(self) -> None:
+        """Compute the cache of all rows anew: the weights have changed."""
+        rows, self.rows = self.rows, []
+        self.join(rows)
+
+    @torch.inference_mode()
+    def log_probs(self, sequences: Sequence[tuple[Tokens, Tokens]]) -> list[Floats]:
+        """Return the log-probs ``[R]`` at temperature 1 of each ``(prompt [P], response [R])``."""
+        found: list[Floats] = []
+        for prompt, response in sequences:
+            tokens = np.concatenate([prompt, response]).astype(np.int64)
+            ids = torch.from_numpy(tokens).to(self.device)[None]
+            at = torch.arange(len(tokens), device=self.device)[None]
+            logits = self._forward(ids, at, len(tokens), 0, cached=False)[0].float()
+            after = logits[len(prompt) - 1 : -1].log_softmax(-1)
+            picked = after.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+            found.append(picked.cpu().numpy())
+        return found
+
+    def _prefill(self, rows: Sequence[Row]) -> None:
+        # Samples of one prompt share their tokens: each different one is computed once.
+        numbers: dict[tuple[int, ...], int] = {}
+        source = [numbers.setdefault(tuple(row.tokens[:-1]), len(numbers)) for row in rows]
+        width = max(len(tokens) for tokens in numbers)
+        if width:
+            padded = np.zeros((len(numbers), width), np.int64)
+            for tokens, number in numbers.items():
+                padded[number, : len(tokens)] = tokens
+            ids = torch.from_numpy(padded).to(self.device)
+            # Padding is on the right: no token looks at it, and later ones overwrite it.
+            at = torch.arange(width, device=self.device)[None]
+            self._cache.join(len(self.rows), torch.tensor(source, device=self.device), width)
+            self._forward(ids, at, width, 1)
+        self.rows += rows
+
+    def _forward(
+        self, ids: Tensor, at: Tensor, width: int, keep: int, *, cached: bool = True
+    ) -> Tensor:
+        """Run the model; logits ``[rows, keep or all, vocabulary]``."""
+        masks = make_masks(self._config, self._kinds, at, width, self._dtype)
+        output = self.model(
+            input_ids=ids,
+            attention_mask=masks,
+            position_ids=at.expand_as(ids),
+            past_key_values=self._cache if cached else None,
+            use_cache=cached,
+            logits_to_keep=keep,
+        )
+        logits: Tensor = output.logits
+        return logits
+
+
+def load(decoder: Decoder, update: WeightUpdate) -> int:
+    """Take new weights between two steps; running rows keep their tokens. See `load_weights`."""
+    from rlinf_async.backends.transformers.model import load_weights
+
+    checksum = load_weights(update, decoder.model)
+    decoder.version = update.version
+    if decoder.rows:
+        decoder.recompute()
+    return checksum

@@ -1,0 +1,231 @@
+"""`TransformersEngine`: generation with a Hugging Face model, batched continuously.
+
+::
+
+    generate() --> waiting (by priority) --room--> Decoder, in the engine's own thread --> Generated
+                                                      ^
+                       load(): between two steps      |  abort(): at the end of this step
+
+                  waits for                                unblocked by
+    generate      its response                             the thread; abort; the engine's failure
+    load, ...     the steps under way to end (``_turn``)   the thread
+
+The thread makes a few steps at a stretch, and comes back early when a row is done or when somebody
+wants something of it. Between two stretches only the event loop touches the decoder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+import torch
+
+from rlinf_async.backends.language import EngineDied
+from rlinf_async.backends.transformers import decoder as decoding
+from rlinf_async.backends.transformers.config import TransformersEngineConfig
+from rlinf_async.backends.transformers.decoder import Decoder
+from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
+from rlinf_async.backends.transformers.model import build_model
+from rlinf_async.backends.transformers.row import Row
+from rlinf_async.messages.embodied import Floats
+from rlinf_async.messages.language import Generated, Request, Tokens
+from rlinf_async.messages.weights import WeightUpdate
+
+R = TypeVar("R")
+
+STRETCH: Final = 16
+"""steps that the thread makes before it comes back, at most"""
+
+
+class TransformersEngine:
+    """A `GenerationEngine` over ``model.forward``. See `GenerationEngine` for the methods.
+
+    Args:
+        config: the model and how it generates.
+        seed: of the random weights before the first update; requests bring their own seeds.
+        device: as torch names it.
+    """
+
+    def __init__(
+        self, config: TransformersEngineConfig, seed: int = 0, device: str = "cpu"
+    ) -> None:
+        self._config = config
+        self._seed = seed
+        self._device = device
+        self._folder: ModelFolder | None = None
+        self._decoder: Decoder | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers engine")
+        self._waiting: list[tuple[int, int, Row]] = []
+        self._answers: dict[Row, asyncio.Future[Generated]] = {}
+        self._ending: set[Row] = set()
+        self._arrived = 0
+        self._turn = asyncio.Lock()
+        self._wanted = False
+        self._work: asyncio.Task[None] | None = None
+        self._failure: str | None = None
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that make new tokens; -1 before the first load."""
+        return -1 if self._decoder is None else self._decoder.version
+
+    @property
+    def max_concurrent(self) -> int:
+        """The configured number of sequences that are decoded together."""
+        return self._config.max_concurrent
+
+    def decode(self, token_ids: Tokens) -> str:
+        """Return the text of these tokens, special ones left out."""
+        assert self._folder is not None
+        return self._folder.decode(token_ids)
+
+    async def start(self) -> None:
+        """Build the model.
+
+        Raises:
+            ModelFolderError: something is missing in the folder.
+        """
+        await self._in_thread(self._build)
+
+    def _build(self) -> None:
+        config = self._config
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self._folder = open_folder(
+            config.model, context=config.context, needs_weights=config.weights == "folder"
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(self._seed)
+            model = build_model(self._folder, config, self._device)
+        self._decoder = Decoder(model, self._folder.stop_token_ids, config.prefill_tokens)
+        if config.weights == "folder":
+            self._decoder.version = 0
+
+    async def generate(self, request: Request) -> Generated:
+        """Generate the response. See `GenerationEngine.generate`."""
+        assert self._folder is not None
+        self._check_alive()
+        self._folder.check_fits(request)
+        row = Row(request)
+        if row.finish is not None:  # the partial has all that was asked for
+            return row.generated()
+        answer: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
+        self._answers[row] = answer
+        self._arrived += 1
+        heapq.heappush(self._waiting, (request.priority, self._arrived, row))
+        self._wanted = True
+        if self._work is None or self._work.done():
+            self._work = asyncio.create_task(self._run(), name="transformers engine")
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._ending.add(row)
+            self._wanted = True
+            raise
+
+    async def abort(self, names: Sequence[str] | None = None) -> None:
+        """End these requests with what they have. See `GenerationEngine.abort`."""
+        ending = {
+            row: answer
+            for row, answer in self._answers.items()
+            if names is None or row.name in names
+        }
+        self._ending |= ending.keys()
+        self._wanted = True
+        await asyncio.gather(*ending.values(), return_exceptions=True)
+
+    async def load(self, update: WeightUpdate) -> int:
+        """Take new weights between two steps. See `GenerationEngine.load`."""
+        return await self._alone(lambda decoder: decoding.load(decoder, update))
+
+    async def log_probs(self, sequences: Sequence[tuple[Tokens, Tokens]]) -> list[Floats]:
+        """Return log-probs ``[R]`` at temperature 1 of each ``(prompt [P], response [R])``."""
+        return await self._alone(lambda decoder: decoder.log_probs(sequences))
+
+    async def offload(self) -> None:
+        """Move the weights to the CPU; the cache is dropped."""
+        await self._alone(lambda decoder: decoder.move("cpu"))
+
+    async def onload(self) -> None:
+        """Move the weights back."""
+        await self._alone(lambda decoder: decoder.move(self._device))
+
+    async def close(self) -> None:
+        """End what runs, and the thread."""
+        self._fail("was closed")
+        if self._work is not None:
+            await asyncio.gather(self._work, return_exceptions=True)
+        self._thread.shutdown(wait=False)
+        self._decoder = None
+
+    async def _alone(self, fn: Callable[[Decoder], R]) -> R:
+        """Run something of the decoder's in the thread, between two stretches of steps."""
+        self._check_alive()
+        self._wanted = True
+        async with self._turn:
+            self._check_alive()
+            assert self._decoder is not None
+            return await self._in_thread(fn, self._decoder)
+
+    async def _run(self) -> None:
+        assert self._decoder is not None
+        try:
+            while self._failure is None and (self._waiting or self._decoder.rows):
+                async with self._turn:
+                    self._wanted = False
+                    joining, leaving = self._changes(self._decoder)
+                    done = await self._in_thread(self._decode, self._decoder, joining, leaving)
+                    for row in [*done, *leaving]:
+                        self._answer(row)
+        except Exception as error:
+            self._fail(f"failed with {type(error).__name__}: {error}")
+
+    def _changes(self, decoder: Decoder) -> tuple[list[Row], list[Row]]:
+        """Say which rows join the decoder now, and which leave it."""
+        for _, _, row in self._waiting:
+            if row in self._ending:
+                self._answer(row)
+        self._waiting = [entry for entry in self._waiting if entry[2] not in self._ending]
+        heapq.heapify(self._waiting)
+        leaving = [row for row in decoder.rows if row in self._ending]
+        self._ending = set(leaving)
+        room = self._config.max_concurrent - len(decoder.rows) + len(leaving)
+        count = min(room, len(self._waiting))
+        return [heapq.heappop(self._waiting)[2] for _ in range(count)], leaving
+
+    def _decode(self, decoder: Decoder, joining: list[Row], leaving: list[Row]) -> list[Row]:
+        """Make a stretch of steps. Runs in the thread."""
+        decoder.leave(leaving)
+        if joining:
+            decoder.join(joining)
+        for _ in range(STRETCH):
+            if not decoder.rows or self._wanted:
+                break
+            if done := decoder.step():
+                return done
+        return []
+
+    def _answer(self, row: Row) -> None:
+        self._ending.discard(row)
+        answer = self._answers.pop(row, None)
+        if answer is not None and not answer.done():
+            answer.set_result(row.generated())
+
+    def _fail(self, how: str) -> None:
+        self._failure = self._failure or f"the transformers engine {how}"
+        answers, self._answers, self._waiting = self._answers, {}, []
+        self._wanted = True
+        for answer in answers.values():
+            if not answer.done():
+                answer.set_exception(EngineDied(self._failure))
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineDied(self._failure)
+
+    async def _in_thread(self, fn: Callable[..., R], *args: object) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, fn, *args)

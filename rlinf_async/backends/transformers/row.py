@@ -1,0 +1,72 @@
+"""One request inside the decoder: its tokens so far, and what is still to come."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from rlinf_async.backends.transformers.sampling import uniforms
+from rlinf_async.messages.language import Generated, Request
+
+Finish = Literal["stop", "length", "abort"]
+
+
+class Row:
+    """A response that grows."""
+
+    __slots__ = (
+        "_log_probs",
+        "_prompt",
+        "_random",
+        "_versions",
+        "finish",
+        "name",
+        "sampling",
+        "tokens",
+    )
+
+    def __init__(self, request: Request) -> None:
+        partial = request.partial
+        self.name = request.name
+        self.sampling = request.sampling
+        self.tokens: list[int] = request.prompt.token_ids.tolist()
+        """of the prompt and the response"""
+        self._prompt = len(self.tokens)
+        self._log_probs: list[float] = []
+        self._versions: list[int] = []
+        self.finish: Finish | None = None
+        if partial is not None:
+            self.tokens += partial.token_ids.tolist()
+            self._log_probs += partial.log_prob.tolist()
+            self._versions += partial.version.tolist()
+            if partial.finish == "stop":
+                self.finish = "stop"
+            elif len(self._versions) >= self.sampling.max_tokens:
+                self.finish = "length"
+        self._random: list[float] = uniforms(request.seed, self.sampling.max_tokens).tolist()
+
+    @property
+    def random(self) -> float:
+        """The random number of the next position."""
+        return self._random[len(self._versions)]
+
+    def add(self, token: int, log_prob: float, version: int, stops: frozenset[int]) -> bool:
+        """Add a token; whether the response is done."""
+        self.tokens.append(token)
+        self._log_probs.append(log_prob)
+        self._versions.append(version)
+        if token in stops:
+            self.finish = "stop"
+        elif len(self._versions) == self.sampling.max_tokens:
+            self.finish = "length"
+        return self.finish is not None
+
+    def generated(self) -> Generated:
+        """Return what there is; ``abort`` where it is not done."""
+        return Generated(
+            token_ids=np.array(self.tokens[self._prompt :], np.int32),
+            log_prob=np.array(self._log_probs, np.float32),
+            version=np.array(self._versions, np.int32),
+            finish=self.finish or "abort",
+        )
