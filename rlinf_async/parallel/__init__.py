@@ -17,6 +17,7 @@ from rlinf_async.parallel.errors import (
 )
 from rlinf_async.parallel.layout import Buffer, Layout, Piece, check, layout, together
 from rlinf_async.parallel.plan import Plan, plan
+from rlinf_async.parallel.rounds import in_rounds
 from rlinf_async.parallel.sharding import FSDP1, FSDP2, DistributedOptimizer, Replicated, Sharding
 from rlinf_async.parallel.splits import (
     Column,
@@ -31,6 +32,7 @@ from rlinf_async.parallel.splits import (
 )
 from rlinf_async.parallel.strategy import Strategy, check_batch, even_layers, valid_dp_sizes
 from rlinf_async.parallel.tensors import GlobalTensor, Model, Parameter
+from rlinf_async.parallel.views import RankPlan, Run, View
 
 __all__ = [
     "FSDP1",
@@ -51,18 +53,22 @@ __all__ = [
     "Piece",
     "Plan",
     "PlanTooLarge",
+    "RankPlan",
     "Replicated",
     "Row",
+    "Run",
     "Sharding",
     "Split",
     "Stacked",
     "Strategy",
     "StrategyError",
+    "View",
     "Vocabulary",
     "Whole",
     "check",
     "check_batch",
     "even_layers",
+    "in_rounds",
     "layout",
     "plan",
     "together",

@@ -118,6 +118,10 @@ def check(model: Model, strategy: Strategy) -> list[str]:
     names = [parameter.name for parameter in model.parameters]
     if len(set(names)) != len(names):
         faults.append(f"parameter {max(names, key=names.count)!r} is in the model twice")
+    if any(parameter.of_experts for parameter in model.parameters):
+        ranks = strategy.expert_data_ranks
+        replicas = min(strategy.sharding.replicas, ranks)
+        faults += divides("sharding.replicas", replicas, "ranks that share an expert", ranks)
     for parameter in model.parameters:
         if parameter.layer is not None and not 0 <= parameter.layer < model.layers:
             faults.append(

@@ -16,6 +16,7 @@ from rlinf_async.parallel import (
     Model,
     Plan,
     Strategy,
+    in_rounds,
     layout,
     plan,
     together,
@@ -206,3 +207,35 @@ def test_growing_and_shrinking_sends_only_what_changes_hands(dp: int) -> None:
     made = plan(old, layout(one, Strategy(dp=dp, sharding=FSDP2())))
     lacking = sum(demands(made).values())
     assert sum(made.sent().values()) == lacking
+
+
+@examples(40)
+@given(pairs(), st.sampled_from([32, 100, 1000, 1 << 20]))
+def test_in_rounds_the_same_arrives_and_no_rank_has_more_than_a_bucket_at_a_time(
+    pair: tuple[Model, Layout, Layout], bucket: int
+) -> None:
+    one, old, new = pair
+    made = in_rounds(plan(old, new), bucket)
+    whole = values(one)
+    assert equal(reshard(made, scatter(old, whole)), scatter(new, whole))
+    for rank in {*old.ranks, *new.ranks}:
+        mine = made.of_rank(rank)
+        for runs in (mine.sends, mine.receives):
+            assert [run.round for run in runs] == sorted(run.round for run in runs)
+            for now in {run.round for run in runs}:
+                # A row of a box, at most 12 elements here, is never cut.
+                assert sum(run.bytes for run in runs if run.round == now) <= max(bucket, 12 * 4)
+
+
+def test_rounds_are_as_few_as_the_busiest_rank_needs() -> None:
+    one = Model.of({f"w{index}": (64, 4) for index in range(8)})
+    made = plan(layout(one, Strategy()), layout(one, Strategy(), [1]))
+    assert int(made.bytes.sum()) == 8 * 1024
+    rounds = in_rounds(made, 2048).round
+    assert rounds is not None
+    assert rounds.max() + 1 == 4
+
+
+def test_a_bucket_must_have_a_byte() -> None:
+    with pytest.raises(ValueError, match="bucket_bytes is 0"):
+        in_rounds(replicated_then_sharded(), 0)

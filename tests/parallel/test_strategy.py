@@ -83,6 +83,11 @@ def one(split: Split, *shapes: tuple[int, ...]) -> Model:
             Strategy(dp=3, ep=3),
             "ep=3 does not divide 4 experts; nearest that does: 2 or 4",
         ),
+        (
+            model(Sizes(experts=2)),
+            Strategy(dp=6, ep=2, sharding=FSDP2(replicas=2)),
+            "sharding.replicas=2 does not divide 3 ranks that share an expert; nearest",
+        ),
     ],
 )
 def test_what_does_not_divide_is_named_with_the_nearest_that_does(

@@ -1,0 +1,14 @@
+"""Decoder-only language models in the parameters of three backends: the name maps between them.
+
+All hold the same global tensors, which have the names that checkpoints of the architecture have. So
+``plan(layout(huggingface(d), ...), layout(vllm(d), ...))`` publishes a trainer's weights to an
+engine. Megatron and vLLM number the layers of a stage from 0 on; here a parameter has its layer's
+number in the whole model.
+"""
+
+from rlinf_async.parallel.decoders.decoder import ARCHITECTURES, Decoder
+from rlinf_async.parallel.decoders.for_huggingface import huggingface
+from rlinf_async.parallel.decoders.for_megatron import megatron
+from rlinf_async.parallel.decoders.for_vllm import vllm
+
+__all__ = ["ARCHITECTURES", "Decoder", "huggingface", "megatron", "vllm"]
