@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+_TAKEN = {"add_generation_prompt", "chat_template", "continue_final_message", "tokenize"}
+
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Prompts from a file, a folder, or tasks that are made up."""
@@ -32,6 +34,8 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """whether prompts go through a chat template"""
     chat_template: str = ""
     """a Jinja file instead of the tokenizer's template"""
+    chat_options: dict[str, Any] = {}
+    """what else the template knows, such as ``enable_thinking``"""
     system_prompt: str = ""
     """put before prompts that have no system message"""
     max_prompt_tokens: int = 1024
@@ -80,10 +84,13 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 f"held_out is {self.held_out}, epochs is {self.epochs}, seed is {self.seed}; they "
                 "must be at least 0"
             )
-        if not self.chat and (self.chat_template or self.system_prompt):
+        if not self.chat and (self.chat_template or self.chat_options or self.system_prompt):
             raise ValueError(
-                "chat is false, so chat_template and system_prompt have no use: leave them out"
+                "chat is false, so chat_template, chat_options and system_prompt have no use: "
+                "leave them out"
             )
+        if taken := sorted(_TAKEN & set(self.chat_options)):
+            raise ValueError(f"chat_options has {taken[0]!r}, which is given already")
 
     @property
     def name(self) -> str:

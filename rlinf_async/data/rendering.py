@@ -104,6 +104,7 @@ class Renderer:
                 chat_template=self._template,
                 add_generation_prompt=True,
                 tokenize=False,
+                **self._config.chat_options,
             )
         except Exception as error:  # a template raises what it likes, as for roles it has not
             raise DataError(f"{where}: the chat template refuses it: {error}") from error

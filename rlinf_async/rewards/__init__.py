@@ -21,6 +21,7 @@ A verifier of your own is a function of one `Answer`, sync or async, named by it
 
 from rlinf_async.messages.language import Scored
 from rlinf_async.rewards.answer import Answer, Reject, Verifier
+from rlinf_async.rewards.pool import ScoringPool
 from rlinf_async.rewards.registry import VERIFIERS, UnknownVerifier, load_verifier
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Answer",
     "Reject",
     "Scored",
+    "ScoringPool",
     "UnknownVerifier",
     "Verifier",
     "load_verifier",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, Self
 
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.language import Failed, Outcome
@@ -37,6 +37,12 @@ class ScoringPool:
         self._idle: list[Scorer] = []
         self._all: set[Scorer] = set()
         self._closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
 
     async def load(self, verifiers: Sequence[str]) -> None:
         """Start every process and import these verifiers in it.

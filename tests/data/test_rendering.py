@@ -47,6 +47,18 @@ def test_another_template_can_be_given(write: Write, tokenizer: Tokenizer, tmp_p
     assert first(path, tokenizer, chat_template=str(template)).text == "[user]1+1="
 
 
+def test_the_template_is_given_its_options(
+    write: Write, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0]['content'] }}{% if enable_thinking %}<think>{% endif %}")
+    path = write({"prompt": "1+1=", "answer": "2"})
+    chosen: dict[str, Any] = {"chat_template": str(template)}
+    assert first(path, tokenizer, **chosen).text == "1+1="
+    thinking = first(path, tokenizer, chat_options={"enable_thinking": True}, **chosen)
+    assert thinking.text == "1+1=<think>"
+
+
 def test_without_chat_the_text_is_the_prompt(write: Write, tokenizer: Tokenizer) -> None:
     path = write({"prompt": "1+1=", "answer": "2"})
     assert first(path, tokenizer, chat=False).text == "1+1="

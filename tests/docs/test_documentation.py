@@ -15,11 +15,14 @@ import pytest
 
 from rlinf_async.cli import commands
 from rlinf_async.config import Document
+from rlinf_async.data import DataConfig
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
+from rlinf_async.workers.reward import RewardConfig
 from tests.docs.pages import PAGES, ROOT, Block, Script, anchors, blocks, links, scripts, settings
 
 EVERY_BLOCK = [block for page in PAGES for block in blocks(page)]
 REQUIRED = "required"
+DATA_PARTS = ("data", "reward")
 README_WORKER = next(one.block for one in scripts() if one.block.page == ROOT / "README.md")
 
 
@@ -102,6 +105,13 @@ def test_every_configuration_shown_can_be_read(block: Block) -> None:
 def test_the_table_of_settings_has_every_setting_and_its_default() -> None:
     page = settings(ROOT / "docs" / "embodied.md")
     assert {name: written(cell) for name, cell in page.items()} == defaults(EmbodiedConfig)
+
+
+def test_the_tables_of_data_and_rewards_have_every_setting_and_its_default() -> None:
+    page = settings(ROOT / "docs" / "language.md")
+    known = defaults(DataConfig, "data.") | defaults(RewardConfig, "reward.")
+    parts = {name: cell for name, cell in page.items() if name.partition(".")[0] in DATA_PARTS}
+    assert {name: written(cell) for name, cell in parts.items()} == known
 
 
 @pytest.mark.parametrize("name", sorted(commands.commands))
