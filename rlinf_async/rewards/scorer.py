@@ -169,13 +169,14 @@ class Scorer:
         try:
             header = await self._answers.readexactly(HEADER.size)
             size = HEADER.unpack(header)[0]
-            if size > MAX_FRAME:
-                raise RuntimeError(f"scoring process {self.pid} announced {size} bytes")
-            heard = _decoder.decode(await self._answers.readexactly(size))
+            heard = _decoder.decode(await self._answers.readexactly(min(size, MAX_FRAME)))
         except (asyncio.IncompleteReadError, ConnectionError):
             raise ScorerGone(await self._how()) from None
+        except msgspec.DecodeError:
+            heard = None
         if not isinstance(heard, expected):
-            raise RuntimeError(f"scoring process {self.pid} said {type(heard).__name__}")
+            await self.kill()
+            raise ScorerGone("it wrote what is no answer into the pipe to its owner")
         return heard
 
     async def _how(self) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -85,6 +87,13 @@ async def test_what_a_verifier_prints_or_reads_does_not_disturb_the_answers() ->
         assert await judged(made, "length") == Scored(reward=2.0)
 
 
+async def test_a_verifier_that_forks_is_heard_once() -> None:
+    async with pool() as made:
+        assert await judged(made, "forks") == Scored(reward=1.0)
+        for length in range(5):
+            assert await judged(made, "length", text="x" * length) == Scored(reward=length)
+
+
 @pytest.mark.parametrize("name", ["hangs", "hangs_in_c", "hangs_asynchronously"])
 async def test_a_verifier_that_hangs_is_ended_at_the_time_limit(name: str) -> None:
     async with pool(time_limit=0.2) as made:
@@ -108,6 +117,7 @@ async def test_importing_a_verifier_does_not_count_against_the_time_limit(tmp_pa
         ("ends_process", "ended its process: exit code 0"),
         ("killed", "ended its process: killed by SIGKILL"),
         ("closes_everything", "ended its process: "),
+        ("writes_into_every_pipe", "it wrote what is no answer into the pipe"),
     ],
 )
 async def test_a_verifier_that_ends_its_process_fails_its_own_answer_only(
@@ -135,6 +145,33 @@ async def test_the_death_of_an_idle_process_costs_no_answer() -> None:
         assert isinstance(first, Scored)
         assert isinstance(second, Scored)
         assert first.reward == pid != second.reward
+
+
+@pytest.mark.slow
+async def test_whatever_is_killed_when_every_answer_gets_one_outcome() -> None:
+    """Processes die at any moment, also while they start; only theirs may fail, and say so."""
+    choice = random.Random(0)
+    async with pool(size=3) as made:
+        asked = {
+            at: asyncio.create_task(judged(made, "length", text="x" * at)) for at in range(150)
+        }
+        kills = 0
+        while not all(one.done() for one in asked.values()):
+            pids = made.pids()
+            if pids and kills < 25:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(choice.choice(pids), signal.SIGKILL)
+                kills += 1
+            await asyncio.wait(asked.values(), timeout=choice.random() * 0.3)
+        failed = 0
+        for at, task in asked.items():
+            outcome = task.result()
+            if isinstance(outcome, Failed):
+                assert "SIGKILL" in outcome.error
+                failed += 1
+            else:
+                assert outcome == Scored(reward=at)
+        assert failed <= kills
 
 
 async def test_a_module_that_ends_the_process_when_it_is_imported_fails_its_answers(

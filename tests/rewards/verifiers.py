@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -74,6 +75,18 @@ def killed(answer: Answer) -> float:
 
 def closes_everything(answer: Answer) -> float:
     os.closerange(3, 1000)
+    return 1.0
+
+
+def forks(answer: Answer) -> float:
+    """Comes back twice."""
+    return float(os.fork() != 0)
+
+
+def writes_into_every_pipe(answer: Answer) -> float:
+    for number in range(3, 10):
+        with contextlib.suppress(OSError):
+            os.write(number, b"\x00\x00\x00\x02no")
     return 1.0
 
 

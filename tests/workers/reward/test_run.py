@@ -94,6 +94,20 @@ async def test_a_cancelled_run_gives_its_samples_back_and_ends_its_processes(
         assert (seen.depth, seen.leases_out) == (2, 0)
 
 
+async def test_waiting_for_a_slow_verifier_is_no_deadlock(tmp_path: Path) -> None:
+    said = tmp_path / "pid"
+    async with ra.Cluster.local(deadlock_after=0.1) as cluster:
+        channels = Channels(cluster)
+        rewards = await cluster.launch(RewardWorker, RewardConfig(processes=1, time_limit=1.5))
+        running = channels.start(rewards)
+        await channels.put(custom(0, "says_pid_and_hangs", said))
+        scored = await channels.next()
+        assert isinstance(scored.outcome, Failed)
+        assert said.exists()
+        channels.samples.close()
+        await running
+
+
 async def test_a_wrong_verifier_to_preload_is_an_error_before_the_first_sample() -> None:
     with pytest.raises(ra.WorkerError, match="no verifier is called 'maths'; did you mean 'math'"):
         async with ra.Cluster.local() as cluster:
