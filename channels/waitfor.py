@@ -36,6 +36,8 @@ class Wait(msgspec.Struct, frozen=True):
     seconds: float
     unblockers: tuple[str, ...]
     """The parties that hold the other end: only they can end this wait."""
+    reconnecting: tuple[str, ...] = ()
+    """those of all these whose connection is cut now, and may be found again"""
 
     def __str__(self) -> str:
         key = "" if self.key is None else f" (key {self.key})"
@@ -46,10 +48,21 @@ class Wait(msgspec.Struct, frozen=True):
         )
         if self.unblockers:
             on = "only " + ", ".join(self.unblockers) + " can end this wait"
+        if self.reconnecting:
+            on += f"; {', '.join(self.reconnecting)}: cut off, reconnecting"
         return (
             f"{self.party} has waited {self.seconds:.1f} s to {self.operation} on channel "
             f"{self.channel!r}{key}; {on}"
         )
+
+
+def mark_cut_off(wait: Wait, prefixes: tuple[str, ...]) -> Wait:
+    """The wait, with those of its parties named that begin so: their connection is cut."""
+    if not prefixes:
+        return wait
+    parties = dict.fromkeys((wait.party, *wait.unblockers))
+    cut = tuple(party for party in parties if party.startswith(prefixes))
+    return msgspec.structs.replace(wait, reconnecting=cut)
 
 
 def find_cycle(waits: Iterable[Wait]) -> tuple[Wait, ...]:

@@ -73,6 +73,11 @@ class WorkerHandle(Protocol):
 class Backend(Protocol):
     """Where workers run."""
 
+    @property
+    def address(self) -> str | None:
+        """Where other hosts reach this process; None for nowhere."""
+        ...
+
     async def open(self) -> None:
         """Get ready to start workers."""
         ...
@@ -91,6 +96,10 @@ class Backend(Protocol):
 
     def rendezvous(self, group: str, life: int) -> str:
         """A fresh meeting point for a group's torch.distributed, as ``init_method``."""
+        ...
+
+    def cut_off(self) -> dict[str, float]:
+        """Workers whose connection is cut and may be found again, and for how many seconds."""
         ...
 
     def pid(self, name: str) -> int | None:

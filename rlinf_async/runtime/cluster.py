@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from rlinf_async.channels import Channel, Latest, Wait, render
+from rlinf_async.channels.waitfor import mark_cut_off
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.backend import Backend
 from rlinf_async.runtime.cause import FirstCause
@@ -91,6 +92,7 @@ class Cluster:
         deadlock_after: float | None = 10.0,
         grace: float = 5.0,
         heartbeat_limit: float = 60.0,
+        listen: str | None = None,
     ) -> Self:
         """One OS process per worker on this host.
 
@@ -102,13 +104,16 @@ class Cluster:
             grace: seconds that workers get to finish when the cluster ends.
             heartbeat_limit: seconds after which a worker whose event loop does not answer is
                 killed.
+            listen: ``tcp://host:port``, to be reached from other hosts at this address, under the
+                secret that RLINF_ASYNC_SECRET_FILE or RLINF_ASYNC_SECRET gives; by default what
+                RLINF_ASYNC_LISTEN says. The workers of this host use a Unix socket in any case.
 
         Raises:
-            BuildError: a time that is none.
+            BuildError: a time that is none; an address to listen at, but no secret.
         """
         from rlinf_async.runtime.process import ProcessBackend
 
-        backend = ProcessBackend(heartbeat_limit=heartbeat_limit)
+        backend = ProcessBackend(heartbeat_limit=heartbeat_limit, listen=listen)
         return cls(backend, devices=devices, deadlock_after=deadlock_after, grace=grace)
 
     # ---- the graph
@@ -205,12 +210,26 @@ class Cluster:
 
     def waits(self) -> list[Wait]:
         """Everybody who waits on a channel of this cluster, the longest first."""
-        found = [wait for channel in self.channels.values() for wait in channel.waits()]
+        cut_off = tuple(f"{name}." for name in self._backend.cut_off())
+        found = [
+            mark_cut_off(wait, cut_off)
+            for channel in self.channels.values()
+            for wait in channel.waits()
+        ]
         return sorted(found, key=lambda wait: -wait.seconds)
 
     def report(self) -> str:
         """Who waits for whom, and what was given up on the way, for a person."""
-        return "\n".join([render(self.waits()), *self._dead_letters()])
+        cut_off = [
+            f"{name} is cut off: reconnecting for {seconds:.1f} s"
+            for name, seconds in self._backend.cut_off().items()
+        ]
+        return "\n".join([render(self.waits()), *cut_off, *self._dead_letters()])
+
+    @property
+    def address(self) -> str | None:
+        """Where other hosts reach this cluster; None where it was not told to `listen`."""
+        return self._backend.address
 
     def pid(self, name: str) -> int | None:
         """The process of a worker by its name (``"Env[0]"``); None where it has none of its own."""

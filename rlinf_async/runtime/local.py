@@ -55,6 +55,10 @@ class LocalBackend:
     def __init__(self) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
+    @property
+    def address(self) -> None:
+        return None
+
     async def open(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="rlinf-async-")
 
@@ -76,6 +80,9 @@ class LocalBackend:
         if self._folder is None:
             raise RuntimeError("the cluster was not entered")
         return (Path(self._folder.name) / f"{group}-{life}").as_uri()
+
+    def cut_off(self) -> dict[str, float]:
+        return {}
 
     def pid(self, name: str) -> int | None:
         return None

@@ -17,23 +17,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
-import shutil
 import signal
 import socket
-import tempfile
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from typing import Any
 
-from rlinf_async.channels import Channel, ConnectionLost, Latest, WireError
-from rlinf_async.channels.wire import (
-    ChannelServer,
-    Connection,
-    Router,
-    Server,
-    serve,
-)
+from rlinf_async.channels import Channel, ConnectionLost, Latest
+from rlinf_async.channels.wire import ChannelServer, Connection, Router
 from rlinf_async.channels.wire.protocol import Nothing
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.backend import Activity, WorkerSpec
@@ -44,6 +34,7 @@ from rlinf_async.runtime.codecs import (
     decode_result,
     decode_spans,
 )
+from rlinf_async.runtime.doors import LISTEN_VARIABLE, Doors
 from rlinf_async.runtime.launching import check_seconds
 from rlinf_async.runtime.protocol import Call, Outcome
 from rlinf_async.runtime.spawning import (
@@ -223,13 +214,15 @@ class ProcessWorker:
 class ProcessBackend:
     """Starts a process for each rank and owns the queues of all channels."""
 
-    def __init__(self, *, heartbeat_limit: float, connect_limit: float = 120.0) -> None:
+    def __init__(
+        self, *, heartbeat_limit: float, listen: str | None = None, connect_limit: float = 120.0
+    ) -> None:
         check_seconds("heartbeat_limit", heartbeat_limit, "60 or so")
         self._heartbeat_limit = heartbeat_limit
         self._connect_limit = connect_limit
-        self._secret = secrets.token_bytes(32)
-        self._folder: Path | None = None
-        self._server: Server | None = None
+        self._doors = Doors(
+            listen or os.environ.get(LISTEN_VARIABLE), heartbeat_limit=heartbeat_limit
+        )
         self._router = Router()
         self._channels = ChannelServer(self._router)
         self._expected: dict[str, asyncio.Future[Connection]] = {}
@@ -238,25 +231,11 @@ class ProcessBackend:
     async def open(self) -> None:
         if is_being_started():
             raise BuildError(f"this is the process of a worker that is being started: {MAIN_GUARD}")
-        self._folder = Path(tempfile.mkdtemp(prefix="rlinf-async-"))
-        try:
-            self._server = await serve(
-                self._socket,
-                self._secret,
-                name="driver",
-                router=self._router,
-                on_connect=self._on_connect,
-                on_disconnect=self._on_disconnect,
-                heartbeat_limit=self._heartbeat_limit,
-            )
-        except (OSError, WireError) as error:
-            raise BuildError(
-                f"the cluster's socket {self._socket} cannot be made ({error}): let TMPDIR name a "
-                "folder with a short path that can be written to"
-            ) from error
-        finally:
-            if self._server is None:
-                self._remove_folder()
+        await self._doors.open(self._router, self._on_connect, self._on_disconnect)
+
+    @property
+    def address(self) -> str | None:
+        return self._doors.address
 
     def publish(self, channel: Channel[Any] | Latest[Any]) -> None:
         self._channels.publish(channel)
@@ -268,8 +247,8 @@ class ProcessBackend:
         boot = Boot(
             spec=spec,
             life=life,
-            socket=str(self._socket),
-            secret=self._secret,
+            socket=str(self._doors.socket),
+            secret=self._doors.secret,
             heartbeat_limit=self._heartbeat_limit,
         )
         process = await spawn_whole(boot)
@@ -285,7 +264,15 @@ class ProcessBackend:
         return worker
 
     def rendezvous(self, group: str, life: int) -> str:
-        return (self._socket.parent / f"{group}-{life}.store").as_uri()
+        return (self._doors.socket.parent / f"{group}-{life}.store").as_uri()
+
+    def cut_off(self) -> dict[str, float]:
+        connections = {name: worker.connection for name, worker in self._workers.items()}
+        return {
+            name: one.reach.seconds
+            for name, one in connections.items()
+            if one is not None and one.reconnecting
+        }
 
     def pid(self, name: str) -> int | None:
         worker = self._workers.get(name)
@@ -294,19 +281,7 @@ class ProcessBackend:
     async def close(self) -> None:
         for worker in self._workers.values():
             await worker.kill()
-        if self._server is not None:
-            await self._server.close()
-        self._remove_folder()
-
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    @property
-    def _socket(self) -> Path:
-        if self._folder is None:
-            raise RuntimeError("the cluster was not entered")
-        return self._folder / "driver.sock"
+        await self._doors.close()
 
     def _on_connect(self, connection: Connection) -> None:
         expected = self._expected.get(connection.peer)

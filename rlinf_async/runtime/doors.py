@@ -1,0 +1,117 @@
+"""Where other processes reach the one that owns a cluster.
+
+::
+
+    workers of this host    a Unix socket in a folder of the run's own, owner only    always
+    other hosts             TCP, at the one address that was given                    only if told
+
+Both lead to the same channels, and to the same question: who are you, and do you know the secret?
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from rlinf_async.channels import WireError
+from rlinf_async.channels.wire import Router, Server, serve
+from rlinf_async.channels.wire.connection import Closed
+from rlinf_async.channels.wire.endpoint import Opened
+from rlinf_async.channels.wire.secret import HOW, load_secret
+from rlinf_async.workers.errors import BuildError
+
+LISTEN_VARIABLE: Final = "RLINF_ASYNC_LISTEN"
+
+
+class Doors:
+    """The servers of one cluster.
+
+    Args:
+        listen: where other hosts reach it, ``tcp://host:port``; None for nowhere.
+
+    Raises:
+        BuildError: other hosts are to reach it, but there is no secret that they could know.
+    """
+
+    def __init__(self, listen: str | None, *, heartbeat_limit: float) -> None:
+        self._listen = listen
+        self._heartbeat_limit = heartbeat_limit
+        self._folder: Path | None = None
+        self._inner: Server | None = None
+        self._outer: Server | None = None
+        self.secret = secrets.token_bytes(32) if listen is None else given_secret()
+
+    @property
+    def socket(self) -> Path:
+        """The Unix socket."""
+        if self._folder is None:
+            raise RuntimeError("the cluster was not entered")
+        return self._folder / "driver.sock"
+
+    @property
+    def address(self) -> str | None:
+        """Where other hosts reach it; None where it was not told to listen for them."""
+        return None if self._outer is None else self._outer.address
+
+    async def open(self, router: Router, on_connect: Opened, on_disconnect: Closed) -> None:
+        """Let others in.
+
+        Raises:
+            BuildError: a socket cannot be made; none is left.
+        """
+        self._folder = Path(tempfile.mkdtemp(prefix="rlinf-async-"))
+
+        async def listen_at(address: str | Path) -> Server:
+            return await serve(
+                address,
+                self.secret,
+                name="driver",
+                router=router,
+                on_connect=on_connect,
+                on_disconnect=on_disconnect,
+                heartbeat_limit=self._heartbeat_limit,
+            )
+
+        try:
+            self._inner = await listen_at(self.socket)
+            if self._listen is not None:
+                self._outer = await listen_at(self._listen)
+        except (OSError, WireError) as error:
+            raise BuildError(self._explain(error)) from error
+        finally:
+            if self._inner is None or (self._listen is not None and self._outer is None):
+                await self.close()
+
+    async def close(self) -> None:
+        """Close every connection, and leave no socket and no folder."""
+        for server in (self._outer, self._inner):
+            if server is not None:
+                await server.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _explain(self, error: Exception) -> str:
+        if self._inner is not None:
+            return f"listen={self._listen!r}: {error}"
+        return (
+            f"the cluster's socket {self.socket} cannot be made ({error}): let TMPDIR name a "
+            "folder with a short path that can be written to"
+        )
+
+
+def given_secret() -> bytes:
+    """The secret that processes of other hosts know too.
+
+    Raises:
+        BuildError: none was given, or it is of no use.
+    """
+    try:
+        secret = load_secret()
+    except (OSError, ValueError) as error:
+        raise BuildError(f"the cluster's secret cannot be used: {error}") from error
+    if secret is None:
+        raise BuildError(f"a cluster that listens for other hosts needs a secret: {HOW}")
+    return secret
