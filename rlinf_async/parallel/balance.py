@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlinf_async.parallel.boxes import volume
-from rlinf_async.parallel.columns import Floats, Ints, spread
+from rlinf_async.parallel.columns import Floats, Ints, ordered_by, spread
 
 SWEEPS = 50
 SETTLED = 1e-3
@@ -95,7 +95,7 @@ def assign(items: Items, pools: list[Ints], forced: Floats) -> Assigned:
 
     Every rank's bytes stay within 10 % of the least possible maximum, but for what one row of a
     box weighs."""
-    order = np.lexsort((items.to_rank, items.pool))
+    order = ordered_by([items.pool, items.to_rank])
     pool, size = items.pool[order], items.bytes[order]
     demand = np.bincount(pool, size, len(pools)).astype(np.int64)
     shares = level(pools, demand, forced)

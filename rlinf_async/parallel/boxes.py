@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlinf_async.parallel.columns import Ints, distinct, spread
+from rlinf_async.parallel.columns import Ints, distinct, ordered_by, spread
 
 
 class Boxes(NamedTuple):
@@ -80,8 +80,12 @@ def cut_ranges(size: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, I
         low = np.concatenate([low[one], low[head], base[len(one) + len(head) :]]) - base
         high = np.concatenate([high[one], (first[head] + 1) * step[head], high[tail]]) - base
         row = row[parts]
+        if not len(row):
+            break
+    if len(done) == 1:
+        return done[0]
     columns = [np.concatenate(column) for column in zip(*done, strict=True)]
-    order = np.lexsort((columns[1], columns[0]))
+    order = ordered_by(columns[:2])
     return columns[0][order], columns[1][order], columns[2][order], columns[3][order]
 
 
@@ -121,7 +125,7 @@ def overlaps(old: Boxes, new: Boxes, tensors: int) -> tuple[Ints, Ints]:
         keep &= old.start[a, dim] < new.start[b, dim] + new.size[b, dim]
         keep &= new.start[b, dim] < old.start[a, dim] + old.size[a, dim]
     a, b = a[keep], b[keep]
-    order = np.lexsort((a, b))
+    order = ordered_by([b, a])
     return a[order], b[order]
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlinf_async.parallel.boxes import Boxes, overlaps, strides
-from rlinf_async.parallel.columns import Flags, Ints, distinct, spread
+from rlinf_async.parallel.columns import Flags, Ints, distinct, ordered_by, spread
 
 
 class Pieces(NamedTuple):
@@ -101,6 +101,8 @@ def flattened(pieces: Pieces, shapes: Ints, flat: Flags) -> Pieces:
         & (at[1:] == at[:-1] + length[:-1])
         & (pieces.offset[1:] == pieces.offset[:-1] + length[:-1])
     )
+    if flat.all():
+        start, size = start[:, :1].copy(), size[:, :1].copy()
     made = Pieces(pieces.rank, pieces.buffer, pieces.offset, Boxes(tensor, start, size))
     if not goes_on.any():
         return made
@@ -134,11 +136,7 @@ def disjoint(regions: Regions, pieces: Pieces, tensors: int) -> Regions:
 def _put_together(boxes: Boxes, holders: Ints, rank: Ints) -> Regions:
     """Group rows of equal boxes; order the regions by tensor and first element."""
     tensor, start, size = boxes
-    columns = [
-        column[:, dim] for column in (size, start) for dim in reversed(range(start.shape[1]))
-    ]
-    keys = [one for one in columns if one.min(initial=0) != one.max(initial=0)]
-    order = np.lexsort((rank, *keys, tensor))
+    order = ordered_by([tensor, *start.T, *size.T, rank])
     tensor, start, size = tensor[order], start[order], size[order]
     new = np.ones(len(order), bool)
     same = (tensor[1:] == tensor[:-1]) & (start[1:] == start[:-1]).all(axis=1)

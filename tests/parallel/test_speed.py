@@ -1,0 +1,50 @@
+"""A plan for a thousand ranks and a thousand tensors is made in seconds of one core."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from rlinf_async.parallel import (
+    FSDP2,
+    DistributedOptimizer,
+    Replicated,
+    Sharding,
+    Strategy,
+    layout,
+    plan,
+)
+from rlinf_async.parallel.decoders import Decoder, huggingface
+
+DECODER = Decoder(
+    layers=112, hidden=4096, heads=32, kv_heads=8, head_dim=128, mlp=11008, vocabulary=32000
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sharding"),
+    [
+        (Strategy(dp=1024), Strategy(dp=512), FSDP2()),
+        (Strategy(dp=16, tp=8, pp=8), Strategy(dp=64, tp=4, pp=4), Replicated()),
+        (Strategy(dp=16, tp=8, pp=8), Strategy(dp=64, tp=4, pp=4), FSDP2()),
+        (Strategy(dp=16, tp=8, pp=8), Strategy(dp=64, tp=4, pp=4), DistributedOptimizer()),
+    ],
+    ids=["fsdp", "model-parallel", "model-parallel-fsdp", "distributed-optimizer"],
+)
+def test_a_thousand_ranks_and_tensors_are_planned_in_two_seconds_of_cpu(
+    old: Strategy, new: Strategy, sharding: Sharding
+) -> None:
+    model = huggingface(DECODER)
+    assert len(model.parameters) > 1000
+    before, after = (
+        layout(model, Strategy(dp=one.dp, tp=one.tp, pp=one.pp, sharding=sharding))
+        for one in (old, new)
+    )
+    begin = time.process_time()
+    made = plan(before, after)
+    seconds = time.process_time() - begin
+    sent = made.sent()
+    assert sum(sent.values()) == sum(made.received().values()) > 0
+    # Two seconds on an idle core; neighbours who share its caches and its clock may double that.
+    assert seconds < 4.0
