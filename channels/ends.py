@@ -146,6 +146,16 @@ class Sender(End, Generic[T_contra]):
             ChannelFailed: somebody failed the channel.
         """
 
+    async def flush(self) -> None:
+        """Return once everything that this end has put is in the channel.
+
+        To a channel of another process ``put`` may return earlier, when room was lent for the item:
+        one that is refused, or may be lost with its connection, is raised by the next ``put``,
+        ``flush`` or ``close``.
+
+        Raises: as `put`; ConnectionLost.
+        """
+
     @abc.abstractmethod
     def put_nowait(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
         """Put an item, or raise `ChannelFull`. Only where the channel lives in this process."""

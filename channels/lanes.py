@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -23,10 +23,23 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     deliveries: int = 0
 
 
+class Borrower(Protocol):
+    """Whoever was lent room, to put into without asking."""
+
+    def recall(self) -> None:
+        """Somebody waits for this room: give back what is not used yet."""
+
+    def feed(self) -> None:
+        """There is room again."""
+
+
 class Lane:
     """What waits under one key: items, those who want one, those who have one to give."""
 
-    __slots__ = ("entries", "getters", "handed", "key", "putters", "weight")
+    __slots__ = (
+        "borrowers", "entries", "getters", "handed", "held", "held_weight", "hunger", "key",
+        "putters", "weight",
+    )  # fmt: skip
 
     def __init__(self, key: Key | None) -> None:
         self.key = key
@@ -35,10 +48,14 @@ class Lane:
         self.putters: deque[PutWait] = deque()
         self.handed: set[GetWait] = set()  # served, but cancelled before they ran they give back
         self.weight = 0
+        self.held = 0  # items that count although they are not here: lent room
+        self.held_weight = 0
+        self.borrowers: list[Borrower] = []
+        self.hunger = 0  # so much free room is worth telling a borrower; 0 where none asks
 
     @property
     def idle(self) -> bool:
-        return not (self.entries or self.getters or self.putters)
+        return not (self.entries or self.getters or self.putters or self.borrowers)
 
     def push(self, entry: Entry) -> None:
         self.entries.append(entry)

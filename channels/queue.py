@@ -21,15 +21,15 @@ from rlinf_async.channels.errors import (
 )
 from rlinf_async.channels.itemtypes import check_item
 from rlinf_async.channels.lanes import Entry, LeaseRecord, now
+from rlinf_async.channels.reserving import Reserving
 from rlinf_async.channels.saying import say
-from rlinf_async.channels.serving import Serving
 from rlinf_async.channels.statistics import DeadLetter, Statistics
 from rlinf_async.channels.waitfor import Wait
 
 log = logging.getLogger(__name__)
 
 
-class Queue(Serving):
+class Queue(Reserving):
     """The state of one channel."""
 
     # ---- ends
@@ -61,6 +61,8 @@ class Queue(Serving):
                 if self.deserted:
                     self._refuse_putters(lane, endings.no_receivers)
                 self._serve(lane)
+            if self.deserted:
+                self.recall_all()
 
     def _new_end(self) -> int:
         if self.born is None:
@@ -74,6 +76,7 @@ class Queue(Serving):
             for lane in self.every_lane():
                 self._refuse_putters(lane, endings.closed)
                 self._serve(lane)
+            self.recall_all()
 
     def fail(self, error: BaseException | str) -> None:
         """Every waiting and later use raises. The first error stays."""
@@ -84,6 +87,7 @@ class Queue(Serving):
         for lane in self.every_lane():
             self._refuse_putters(lane, self._failed)
             self._refuse_getters(lane, self._failed)
+        self.recall_all()
 
     def _failed(self, name: str) -> ChannelFailed:
         return endings.failed(name, self.failure or ("", None))

@@ -6,8 +6,9 @@ Invariants, each with a test of that name:
   letters, or taken;
 * the order is FIFO for each key, and whoever waits is served in arrival order;
 * no wakeup is lost: an item never rests in a lane while somebody who could take it waits;
-* a lane admits at most ``capacity`` items and ``max_weight`` weight (a single heavier item is let
-  in when it is empty; what a lease or a cancelled get returns goes back over and above).
+* a lane admits at most ``capacity`` items and ``max_weight`` weight, the room that it has lent
+  included (a single heavier item is let in when it is empty; what a lease or a cancelled get
+  returns goes back over and above).
 
 Nothing here waits: ``start_...`` either finishes at once or returns a wait whose future the end
 awaits. Items are handed directly to the waiter, so nobody can overtake it; a waiter that is
@@ -60,6 +61,7 @@ class Serving:
         self._unput = self.gets = self.put_waits = self.get_waits = 0
         self.put_wait_seconds = self.get_wait_seconds = 0.0
         self.redelivered = self.unconfirmed = self.stale = self.shared = self.copied = 0
+        self.lent = self.credit_waits = self.refused = 0
         self._numbers = count(1)
         self._seq = 0
         self.born: float | None = None  # not yet: it may be made before the loop that runs it
@@ -99,14 +101,19 @@ class Serving:
         self._seq = seq = self._seq + 1
         entry = Entry(item, weight, seq)
         entries = lane.entries
-        if entries and (
-            len(entries) >= self.capacity
+        count = len(entries) + lane.held
+        if count and (
+            count >= self.capacity
             or lane.putters
-            or (self.max_weight is not None and lane.weight + weight > self.max_weight)
+            or (
+                self.max_weight is not None
+                and lane.weight + lane.held_weight + weight > self.max_weight
+            )
         ):
             wait = PutWait(lane, entry, party or current_party.get(), end)
             lane.putters.append(wait)
             self.put_waits += 1
+            self._recall(lane)
             return wait
         entries.append(entry)
         lane.weight += weight
@@ -118,7 +125,10 @@ class Serving:
         """Whether a put would succeed at once; raises what `start_put` raises."""
         self._check_put(key, weight)
         lane = self.lane if key is None else self.lanes.get(key)
-        return lane is None or (not lane.putters and self._has_room(lane, weight))
+        if lane is None or (not lane.putters and self._has_room(lane, weight)):
+            return True
+        self._recall(lane)
+        return False
 
     def abandon_put(self, wait: PutWait) -> None:
         """The putter was cancelled or refused: leave no item behind, unless it has been taken."""
@@ -169,6 +179,8 @@ class Serving:
         self.gets += 1
         if lane.putters:
             self._admit(lane)
+        if lane.hunger:
+            self._feed(lane)
         if key is not None:
             self._forget(lane)
         return entry
@@ -264,11 +276,12 @@ class Serving:
             del self.lanes[lane.key]
 
     def _has_room(self, lane: Lane, weight: int) -> bool:
-        if not lane.entries:
+        count = len(lane.entries) + lane.held
+        if not count:
             return True
-        if len(lane.entries) >= self.capacity:
+        if count >= self.capacity:
             return False
-        return self.max_weight is None or lane.weight + weight <= self.max_weight
+        return self.max_weight is None or lane.weight + lane.held_weight + weight <= self.max_weight
 
     def _admit(self, lane: Lane) -> None:
         """Let waiting putters in, in order, while there is room."""
@@ -298,6 +311,20 @@ class Serving:
             lane.getters.popleft()
             self._deliver(wait)
             self._admit(lane)
+        if lane.hunger:
+            self._feed(lane)
+
+    def _recall(self, lane: Lane) -> None:
+        """Somebody waits for room: ask for what was lent of it."""
+        for borrower in lane.borrowers:
+            borrower.recall()
+
+    def _feed(self, lane: Lane) -> None:
+        """There may be room that can be lent."""
+        if not lane.putters and self.capacity - len(lane.entries) - lane.held >= lane.hunger:
+            lane.hunger = 0
+            for borrower in lane.borrowers:
+                borrower.feed()
 
     def _nothing_can_come(self, lane: Lane, wait: GetWait) -> bool:
         """The channel has ended, and no lease of another party can still give its items back.

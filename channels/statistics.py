@@ -47,6 +47,12 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     """items of other processes whose large arrays came by shared memory, without a copy"""
     copied: int = 0
     """items of other processes whose large arrays came through a socket"""
+    lent: int = 0
+    """items for which other processes have room, so that they can put without asking"""
+    credit_waits: int = 0
+    """puts of other processes that had to ask, because what they were lent was used up"""
+    refused: int = 0
+    """items that were under way when the channel closed, failed, or lost its last receiver"""
     senders: int
     receivers: int
     seconds: float

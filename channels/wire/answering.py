@@ -45,6 +45,8 @@ class Answering:
         self._untaken: dict[int, Undo] = {}
         self._held = 0
         self._lost: str | None = None
+        self.own = Router()
+        """what only this connection answers"""
 
     # ---- what arrives
 
@@ -66,7 +68,7 @@ class Answering:
             if number in self._asked or number in self._untaken:
                 raise MalformedFrame(f"request {number} was made twice")
             self._asked[number] = request
-        route = self._router.routes.get(kind)
+        route = self._router.routes.get(kind) or self.own.routes.get(kind)
         if route is None:
             request.fail(ChannelError(f"nobody answers requests of kind {kind!r} here"))
             return

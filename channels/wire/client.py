@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from itertools import count
+from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key, Lease, Receiver, Sender
 from rlinf_async.channels.errors import (
     ChannelClosed,
@@ -24,6 +26,7 @@ from rlinf_async.channels.waitfor import current_party
 from rlinf_async.channels.wire import protocol
 from rlinf_async.channels.wire.asking import Answer
 from rlinf_async.channels.wire.connection import Connection
+from rlinf_async.channels.wire.promises import Promises, Purse
 from rlinf_async.channels.wire.protocol import EndRef
 from rlinf_async.channels.wire.remote import Wire
 
@@ -38,6 +41,18 @@ class ChannelClient:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._senders: list[RemoteSender[Any]] = []
+
+    async def flush(self) -> None:
+        """Return once all that its senders have put is in its place.
+
+        Raises:
+            ChannelError: what the first of them has to be told.
+        """
+        if self._senders:
+            await Promises.of(self._connection).confirmed()
+        for sender in self._senders:
+            sender.raise_error()
 
     def end(self, ref: EndRef, item_type: Any) -> AnyRemoteEnd:
         """The end that this stands for, of a channel of ``item_type``.
@@ -47,7 +62,8 @@ class ChannelClient:
         """
         wire = Wire(self._connection, ref, item_type)
         if ref.kind == "sender":
-            return RemoteSender(wire, ref.number)
+            self._senders.append(sender := RemoteSender[Any](wire, ref.number))
+            return sender
         if ref.kind == "receiver":
             return RemoteReceiver(wire, ref.number)
         if ref.kind == "latest_sender":
@@ -107,18 +123,89 @@ class _RemoteEnd:
 
 
 class RemoteSender(_RemoteEnd, Sender[T_contra]):
-    """A sender of a channel in another process."""
+    """A sender of a channel in another process. It puts without asking where that has lent room."""
 
-    __slots__ = ()
+    __slots__ = ("__weakref__", "_error", "_promises", "_purse")
+
+    def __init__(self, wire: Wire, number: int) -> None:
+        super().__init__(wire, number)
+        self._error: Exception | None = None
+        self._promises = Promises.of(wire.connection)
+        self._promises.join(number, self)
+        self._purse = self._promises.purse(wire.queue, None)
 
     async def put(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
-        self.open()
-        check_key_and_weight(self.channel_name, key, weight)
+        promises, purse = self._promises, self._purse
+        if self._closed or self._error is not None:
+            self._check()
+        if key is not None or weight != 1:
+            check_key_and_weight(self.channel_name, key, weight)
+            purse = promises.purse(self._wire.queue, key)
         body = self._wire.encode(item)
-        put = protocol.Put(self._number, key, weight, current_party.get())
-        await self._wire.connection.request(
-            "channel.put", put, body, reply=protocol.Nothing, on_channel=True
-        )
+        if promises.fits(purse, body, weight):
+            if promises.turn_due:
+                await asyncio.sleep(0)  # it is sent, and room that was lent meanwhile is seen
+                self._check()
+                if not promises.fits(purse, body, weight):
+                    await self._ask(purse, body, weight)
+                    return
+            promises.add(purse, self._number, weight, body.data)
+        else:
+            await self._ask(purse, body, weight)
+
+    async def _ask(self, purse: Purse, body: Encoded, weight: int) -> None:
+        """Put, and wait until it is done."""
+        self._check()
+        want = purse.puts > 0 and self._wire.queue > 0
+        put = protocol.Put(self._number, purse.key, weight, current_party.get(), want)
+        purse.waiting += 1
+        try:
+            await self._wire.connection.request(
+                "channel.put", put, body, reply=protocol.Nothing, on_channel=True
+            )
+        finally:
+            purse.waiting -= 1
+            purse.used = True
+        purse.puts += 1
+
+    async def flush(self) -> None:
+        self._check()
+        await self._promises.confirmed()
+        self._check()
+
+    def close(self) -> None:
+        if not self._closed:
+            super().close()
+            self.raise_error()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Exception as also:  # the block's own error is the first cause
+            if error is None:
+                raise
+            error.add_note(f"beside, of what was put before: {say(also)}")
+
+    def tell(self, error: Exception) -> bool:
+        """Raise this at the next use; whether there will be one. The first error counts."""
+        if self._error is None:
+            self._error = error
+        return not self._closed
+
+    def _check(self) -> None:
+        self.raise_error()
+        self.open()
+
+    def raise_error(self) -> None:
+        """What became of items that were put without asking, if that is an error."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def put_nowait(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
         raise self._wire.elsewhere("put_nowait", "await put(...)")

@@ -97,8 +97,12 @@ class Connection:
         self._deaf = False
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self.closed = False
+        self.linger: Callable[[Callable[[], None]], bool] | None = None
+        """whether closing must wait; then what it is given is called as soon as it need not"""
         self.received_bytes = 0
         self._said_arrived = 0
+        self.parts: dict[type, Any] = {}
+        """what is kept for as long as this connection, by its class"""
 
     # ---- for the user
 
@@ -115,6 +119,16 @@ class Connection:
     def memory(self) -> MemoryUse:
         """How many messages with large arrays went by shared memory, and how many did not."""
         return self._sharing.use
+
+    @property
+    def answers(self) -> Router:
+        """What only this connection answers, beside what its router does."""
+        return self._answering.own
+
+    @property
+    def outbox(self) -> Outbox:
+        """Where what is said together is collected."""
+        return self._outbox
 
     @property
     def unsent(self) -> int:
@@ -210,9 +224,10 @@ class Connection:
     def close(self, reason: str = "it was closed") -> None:
         """Send what waits to be sent, tell the peer, and close.
 
-        A peer that takes nothing for `GRACE_SECONDS` is cut off.
+        A peer that takes nothing for `GRACE_SECONDS` is cut off. Where something must be confirmed
+        first (`linger`), the peer has so long for that, too.
         """
-        if self.closed:
+        if self.closed or (self.linger is not None and self.linger(partial(self.close, reason))):
             return
         self._asking.flush_receipts()
         self._outbox.flush_all()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.wire.framing import CHUNK_BYTES, Bytes, FrameType
@@ -41,6 +42,9 @@ class Outbox:
         self._scheduled = False
         self._worked = 0
         self._kept = Kept() if keep else None
+        self._due: list[Callable[[], None]] = []
+        self.last: list[Callable[[], None]] = []
+        """what may have something to say before the connection is closed"""
         self.share: Share | None = None
         """what may bring arrays into shared memory"""
         self.sent_bytes = 0
@@ -84,6 +88,7 @@ class Outbox:
         """Forget what was not sent."""
         self._control.clear()
         self._data.clear()
+        self._due.clear()
 
     @property
     def waiting(self) -> int:
@@ -106,6 +111,8 @@ class Outbox:
         Raises:
             ItemTooLarge: it is over a limit; nothing of it is sent.
         """
+        if self._due:
+            self.say_due()
         message, small = outgoing(
             kind, number, head, body, lane, flags=flags, what=what, share=self.share
         )
@@ -119,6 +126,17 @@ class Outbox:
         """Send a small frame ahead of all data."""
         self._control.append(frame)
         self._schedule()
+
+    def collect(self, say: Callable[[], None]) -> None:
+        """Let this send what it collects: with the next write, and before anything else."""
+        self._due.append(say)
+        self._schedule()
+
+    def say_due(self) -> None:
+        """What was collected goes first."""
+        due, self._due = self._due, []
+        for say in due:
+            say()
 
     def withdraw(self, number: int) -> bool:
         """Forget what was not sent of this request; whether none of it was."""
@@ -139,6 +157,9 @@ class Outbox:
 
     def flush(self) -> None:
         """Give the transport what it can take now."""
+        if self._due:
+            self._scheduled = True  # this is the write that it needs
+            self.say_due()
         self._scheduled = False
         self._worked = 0
         transport = self._transport
@@ -151,6 +172,8 @@ class Outbox:
 
     def flush_all(self) -> None:
         """Give the transport everything, though it may hold much: it is about to close."""
+        self._due += self.last
+        self.say_due()
         self._kept = None
         while self._transport is not None and (batch := self._batch()):
             self._transport.writelines(batch)
@@ -173,7 +196,8 @@ class Outbox:
         kept = self._kept
         if kept is not None and kept.full:
             return self._count(batch, size)
-        while self._data and size + self._worked - before < BATCH_BYTES:
+        control = size  # however much it is, data goes on too
+        while self._data and size - control + self._worked - before < BATCH_BYTES:
             frame = self._data[0].next_frame()
             if frame is None:
                 self._data.popleft()

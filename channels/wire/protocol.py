@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from rlinf_async.channels.ends import Key
+from rlinf_async.channels.wire.failures import Report
 
 EndKind = Literal["sender", "receiver", "latest_sender", "latest_receiver"]
 
@@ -19,6 +20,8 @@ class EndRef(msgspec.Struct, frozen=True):
     channel: str
     version: int = 0
     """a `LatestReceiver`'s: what it has seen"""
+    queue: int = 0
+    """the owner's number for the channel, which its other ends share"""
 
 
 class Nothing(msgspec.Struct, array_like=True, frozen=True):
@@ -32,6 +35,59 @@ class Put(msgspec.Struct, array_like=True, frozen=True):
     key: Key | None
     weight: int
     party: str
+    want: bool = False
+    """more will follow: lend me room for them"""
+
+
+class Run(msgspec.Struct, array_like=True, frozen=True):
+    """Items that one sender put one after the other."""
+
+    queue: int
+    end: int
+    key: Key | None
+    weight: int
+    """of each"""
+    count: int
+
+
+class Puts(msgspec.Struct, array_like=True, frozen=True):
+    """client -> owner: items for which room was lent, in the body. They are confirmed by
+    `Credit`."""
+
+    runs: list[Run]
+    sizes: list[int]
+    """of each item: bytes of MessagePack"""
+
+
+class Room(msgspec.Struct, array_like=True, frozen=True):
+    """Room under one key of a channel: lent, asked back (then it says how much is lent), or given
+    back."""
+
+    queue: int
+    key: Key | None
+    items: int = 0
+    weight: int | None = None
+    """None where the channel does not bound it"""
+
+
+class Untaken(msgspec.Struct, array_like=True, frozen=True):
+    """Items of a sender that were under way when nobody could take them any more."""
+
+    end: int
+    count: int
+    error: Report
+
+
+class Credit(msgspec.Struct, array_like=True, frozen=True):
+    """owner -> client: so many items of `Puts` were handled, some refused; so much is lent."""
+
+    handled: int
+    rooms: list[Room]
+    refused: list[Untaken]
+
+
+class Flush(msgspec.Struct, array_like=True, frozen=True):
+    """client -> owner: answer when all that was sent before is in its place."""
 
 
 class Get(msgspec.Struct, array_like=True, frozen=True):

@@ -21,6 +21,7 @@ class Wire:
 
     def __init__(self, connection: Connection, ref: EndRef, item_type: Any) -> None:
         self.connection = connection
+        self.queue = ref.queue
         self.channel_name = ref.channel
         self.item_type = item_type
         self.item_class = runtime_class(item_type)

@@ -9,12 +9,15 @@ Who closes an end that another process uses:
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Receiver, Sender
-from rlinf_async.channels.errors import ChannelClosed, ChannelError, LeaseLost
+from rlinf_async.channels.errors import ChannelClosed, ChannelError, LeaseLost, MalformedFrame
 from rlinf_async.channels.latest import (
     Latest,
     LatestReceiver,
@@ -33,6 +36,7 @@ from rlinf_async.channels.wire.opened import LatestEnd, LentEnd, OpenEnd, Peer, 
 from rlinf_async.channels.wire.protocol import EndKind, EndRef
 from rlinf_async.channels.wire.router import Reply, Request, Router
 
+log = logging.getLogger(__name__)
 Local = Sender[Any] | Receiver[Any] | LatestSender[Any] | LatestReceiver[Any]
 
 
@@ -71,7 +75,7 @@ class ChannelServer:
         if isinstance(opened, LatestEnd):
             version = end.version if isinstance(end, LatestReceiver) else 0
             return EndRef(number, opened.kind, opened.latest.name, version)
-        return EndRef(number, opened.kind, opened.queue.name)
+        return EndRef(number, opened.kind, opened.queue.name, queue=self._publish(opened.queue))
 
     def lend(self, end: Local) -> EndRef:
         """Let another process use this very end: closing it there closes it here.
@@ -82,10 +86,10 @@ class ChannelServer:
         """
         if not isinstance(end, LocalSender | LocalReceiver):
             return self.end_ref(end, "")
-        self._publish(end.queue)
+        queue = self._publish(end.queue)
         number = next(self._numbers)
         lent = self._ends[number] = LentEnd(end)
-        return EndRef(number, lent.kind, end.channel_name)
+        return EndRef(number, lent.kind, end.channel_name, queue=queue)
 
     def take_back(self, number: int) -> None:
         """The other process must not use this end any more."""
@@ -100,13 +104,15 @@ class ChannelServer:
     def withdraw(self, channel: Channel[Any] | Latest[Any]) -> None:
         """Forget this channel: the ends that other processes have of it are closed."""
         inner = channel.queue if isinstance(channel, Channel) else channel
-        self._published.pop(id(inner), None)
+        withdrawn = self._published.pop(id(inner), None)
         if isinstance(inner, Latest):
             self._newest.pop(inner, None)
         for number in [at for at, end in self._ends.items() if channel_of(end) is inner]:
             self.release(number)
         for peer in self._peers.values():
             peer.close_clones(of=inner)
+            if withdrawn is not None:
+                peer.creditor.withdraw(withdrawn[0])
 
     def disconnected(self, connection: Connection, reason: str) -> None:
         """This process is gone: its leases go back, its clones are closed. Called by itself."""
@@ -115,6 +121,7 @@ class ChannelServer:
             return
         peer.leases.put_back(f"{connection.peer} is gone: {reason}")
         peer.close_clones()
+        peer.creditor.close()
 
     # ---- inside
 
@@ -147,7 +154,7 @@ class ChannelServer:
     def _peer(self, connection: Connection) -> Peer:
         peer = self._peers.get(connection)
         if peer is None:
-            peer = self._peers[connection] = Peer()
+            peer = self._peers[connection] = Peer(connection)
             connection.on_close(self.disconnected, first=True)
         return peer
 
@@ -178,6 +185,10 @@ class ChannelServer:
 
     def _register(self, router: Router) -> None:
         router.add_sync("channel.put", protocol.Put, self._put)
+        router.add_sync("channel.puts", protocol.Puts, self._puts)
+        router.add_sync("channel.return", protocol.Room, self._return)
+        router.add_sync("channel.flush", protocol.Flush, self._flush)
+        router.add_sync("channel.confirm", protocol.Flush, self._confirm)
         router.add_sync("channel.get", protocol.Get, self._get)
         router.add_sync("channel.settle", protocol.Settle, self._settle)
         router.add_sync("channel.clone", protocol.Clone, self._clone)
@@ -192,6 +203,40 @@ class ChannelServer:
     def _put(self, request: Request[protocol.Put]) -> None:
         end = self._queue_end(request, "sender")
         answer_put(request, end.queue, end.number)
+        if request.meta.want and (known := self._published.get(id(end.queue))) is not None:
+            creditor = self._peer(request.connection).creditor
+            creditor.want(known[0], end.queue, request.meta.key)
+
+    def _puts(self, request: Request[protocol.Puts]) -> None:
+        connection, refused = request.connection, dict[int, ChannelError]()
+        for run in request.meta.runs:
+            try:
+                self._find(connection, run.end, "sender")
+            except ChannelError as error:
+                refused[run.end] = error
+        body = request.body or Encoded(b"")
+        with self._refusing(connection):
+            self._peer(connection).creditor.take(request.meta, body, refused)
+
+    def _return(self, request: Request[protocol.Room]) -> None:
+        with self._refusing(request.connection):
+            self._peer(request.connection).creditor.returned(request.meta)
+
+    @contextmanager
+    def _refusing(self, connection: Connection) -> Iterator[None]:
+        """A process that breaks the rules is not listened to any more."""
+        try:
+            yield
+        except MalformedFrame as error:
+            log.error("connection to %s is closed: %s", connection.peer, error)
+            connection.close(str(error))
+
+    def _flush(self, request: Request[protocol.Flush]) -> None:
+        self._confirm(request)
+        request.reply(NOTHING)
+
+    def _confirm(self, request: Request[protocol.Flush]) -> None:
+        self._peer(request.connection).creditor.say()
 
     def _get(self, request: Request[protocol.Get]) -> None:
         end = self._queue_end(request, "receiver")

@@ -152,8 +152,10 @@ class Child:
         try:
             method = method_of(cls, getattr(cls, call.method))
             codec = arguments_codec(method, tuple(call.names))
-            arguments = codec.decode(body, ChannelClient(connection))
+            client = ChannelClient(connection)
+            arguments = codec.decode(body, client)
             value = await self._host.call(call.method, arguments)
+            await client.flush()  # a call has returned when what it put is in its channels
             return Outcome(), encode_result(method, value)
         except WorkerError as error:
             return Outcome(failure=error.failure), None

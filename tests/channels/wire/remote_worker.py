@@ -21,8 +21,11 @@ async def main(path: str, ref: EndRef, what: str) -> None:
     if isinstance(end, Receiver):
         await consume(end, what)
     elif isinstance(end, Sender):
-        for number in range(int(what)):
+        count, _, leave = what.partition(" and ")
+        for number in range(int(count)):
             await end.put(number)
+        if leave:
+            return
     connection.close("done")
     await connection.wait_closed()
 

@@ -1,0 +1,332 @@
+"""Items that are put without asking, into room that their channel's owner has lent.
+
+::
+
+    put --room left--> collected --next write--> under way --Credit--> confirmed, or refused
+     \\--none, or one waits--> asks, and waits
+
+What is kept:
+
+* a purse is what one key of a channel has lent to this process: all of its senders spend from it,
+  and none spends while another one's put waits, so nothing is overtaken;
+* what was collected goes before whatever is said later, in either lane: a lease that is settled, an
+  answer, the end of a sender;
+* whoever put an item that was refused, or may be lost, is told at its next put, flush or close; if
+  there is nobody left to be told, it is logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from weakref import WeakValueDictionary
+
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.ends import Key
+from rlinf_async.channels.errors import ConnectionLost
+from rlinf_async.channels.wire.failures import rebuild
+from rlinf_async.channels.wire.framing import CHUNK_BYTES
+from rlinf_async.channels.wire.hangup import GRACE_SECONDS
+from rlinf_async.channels.wire.protocol import Credit, Flush, Nothing, Puts, Room, Run, Untaken
+
+if TYPE_CHECKING:
+    from rlinf_async.channels.wire.client import RemoteSender
+    from rlinf_async.channels.wire.connection import Connection
+    from rlinf_async.channels.wire.router import Request
+
+log = logging.getLogger(__name__)
+MAX_PROMISED: Final = 32 * 1024
+"""Bytes of an item that is put without asking; larger ones ask."""
+FRAME_BYTES: Final = CHUNK_BYTES // 4
+FRAME_ITEMS: Final = 128
+"""So many items are sent together, and then the loop has a turn."""
+MAX_UNDER_WAY: Final = 1024**2
+"""Bytes that may be unconfirmed; whoever would exceed it asks."""
+MAX_PURSES: Final = 256
+IDLE_SECONDS: Final = 1.0
+"""Room that was not used for so long goes back."""
+
+_unconfirmed: set[Promises] = set()
+
+
+class Purse:
+    """What one key of a channel has lent to this process."""
+
+    __slots__ = ("items", "key", "puts", "queue", "used", "waiting", "weight")
+
+    def __init__(self, queue: int, key: Key | None) -> None:
+        self.queue = queue
+        self.key = key
+        self.items = 0
+        self.weight: float = 0
+        self.waiting = 0
+        """puts that asked and wait for their answer"""
+        self.puts = 0
+        """that asked"""
+        self.used = True
+
+    def empty(self) -> Room:
+        """Take out what is left."""
+        weight = None if self.weight == float("inf") else int(self.weight)
+        room = Room(self.queue, self.key, self.items, weight)
+        self.items, self.weight = 0, 0
+        return room
+
+
+class _Frame(NamedTuple):
+    """Items that were sent together and are not confirmed."""
+
+    items: int
+    size: int
+    by_end: Counter[int]
+
+
+class Promises:
+    """Everything that this process has put over one connection without asking. See `of`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._outbox = connection.outbox
+        self._loop = asyncio.get_running_loop()
+        self._purses: dict[tuple[int, Key | None], Purse] = {}
+        self._senders: WeakValueDictionary[int, RemoteSender[Any]] = WeakValueDictionary()
+        self._runs: list[tuple[Purse, int, int]] = []
+        self._counts: list[int] = []
+        self._data: list[bytes] = []
+        self._size = 0
+        self._under_way: deque[_Frame] = deque()
+        self._under_way_bytes = 0
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._then: Callable[[], None] | None = None
+        self._grace: asyncio.TimerHandle | None = None
+        connection.answers.add_sync("channel.credit", Credit, self._credited)
+        connection.answers.add_sync("channel.recall", Room, self._recalled)
+        connection.linger = self._linger
+        connection.on_close(self._lost, first=True)
+
+    @classmethod
+    def of(cls, connection: Connection) -> Promises:
+        """Those of this connection."""
+        found: Promises | None = connection.parts.get(cls)
+        if found is None:
+            found = connection.parts[cls] = cls(connection)
+        return found
+
+    # ---- for senders
+
+    def join(self, end: int, sender: RemoteSender[Any]) -> None:
+        """Tell this sender of what becomes of its items."""
+        self._senders[end] = sender
+
+    def purse(self, queue: int, key: Key | None) -> Purse:
+        """What this key has lent."""
+        purse = self._purses.get((queue, key))
+        if purse is None:
+            purse = Purse(queue, key)
+            if len(self._purses) >= MAX_PURSES:
+                self._sweep()
+            if len(self._purses) < MAX_PURSES:
+                self._purses[queue, key] = purse
+        return purse
+
+    @property
+    def turn_due(self) -> bool:
+        """Whether so much was collected that it should be sent."""
+        return len(self._data) >= FRAME_ITEMS
+
+    def fits(self, purse: Purse, body: Encoded, weight: int) -> bool:
+        """Whether this can be put without asking."""
+        return (
+            purse.items > 0
+            and not purse.waiting
+            and weight <= purse.weight
+            and not body.buffers
+            and len(body.data) <= MAX_PROMISED
+            and self._under_way_bytes + self._size < MAX_UNDER_WAY
+        )
+
+    def add(self, purse: Purse, end: int, weight: int, data: bytes) -> None:
+        """Put this, with the next write at the latest."""
+        purse.items -= 1
+        purse.weight -= weight
+        purse.used = True
+        run = (purse, end, weight)
+        if self._runs and self._runs[-1] == run:
+            self._counts[-1] += 1
+        else:
+            if not self._data:
+                self._outbox.collect(self._send)
+            self._runs.append(run)
+            self._counts.append(1)
+            if purse.key.__class__ is str:
+                self._size += len(str(purse.key))  # it travels, too
+        self._data.append(data)
+        self._size += len(data)
+        if self._size >= FRAME_BYTES:
+            self._send()
+
+    async def confirmed(self) -> None:
+        """Return once all that was put is in its place, or refused.
+
+        Raises:
+            ConnectionLost: some of it may be lost.
+        """
+        if self._data or self._under_way:
+            await self._connection.request("channel.flush", Flush(), reply=Nothing)
+
+    # ---- what goes out
+
+    def _send(self) -> None:
+        if not self._data or self._connection.closed:
+            return
+        data, runs, counts = self._data, self._runs, self._counts
+        self._data, self._runs, self._counts = [], [], []
+        by_end: Counter[int] = Counter()
+        found: list[Run] = []
+        for (purse, end, weight), count in zip(runs, counts, strict=True):
+            found.append(Run(purse.queue, end, purse.key, weight, count))
+            by_end[end] += count
+        body = b"".join(data)
+        self._size = 0
+        self._under_way.append(_Frame(len(data), len(body), by_end))
+        self._under_way_bytes += len(body)
+        _unconfirmed.add(self)
+        puts = Puts(found, [len(one) for one in data])
+        self._connection.notify("channel.puts", puts, Encoded(body), control=True)
+
+    # ---- what comes in
+
+    def _credited(self, request: Request[Credit]) -> None:
+        credit = request.meta
+        for room in credit.rooms:
+            purse = self.purse(room.queue, room.key)
+            purse.items += room.items
+            purse.weight = float("inf") if room.weight is None else purse.weight + room.weight
+            purse.used = True
+            if self._purses.get((room.queue, room.key)) is not purse:  # there are too many keys
+                self._give_back(purse)
+        if credit.rooms and self._sweeper is None:
+            self._sweeper = self._loop.call_later(IDLE_SECONDS, self._swept)
+        for untaken in credit.refused:
+            self._refused(untaken)
+        self._confirm(credit.handled)
+
+    def _confirm(self, handled: int) -> None:
+        while handled > 0 and self._under_way:
+            frame = self._under_way.popleft()
+            handled -= frame.items
+            self._under_way_bytes -= frame.size
+        if not self._under_way and not self._data:
+            _unconfirmed.discard(self)
+            self._settled()
+
+    def _refused(self, untaken: Untaken) -> None:
+        error = rebuild(untaken.error)
+        error.add_note(f"{untaken.count} items of this sender were under way, and are not put")
+        self._tell(untaken.end, untaken.count, error)
+
+    def _tell(self, end: int, count: int, error: Exception) -> None:
+        sender = self._senders.get(end)
+        if sender is not None and sender.tell(error):
+            return
+        log.error(
+            "%d items that were put over the connection to %s are lost, and whoever put them has "
+            "closed its end: %s", count, self._connection.peer, error,
+        )  # fmt: skip
+
+    def _recalled(self, request: Request[Room]) -> None:
+        purse = self._purses.get((request.meta.queue, request.meta.key))
+        if purse is None:
+            return
+        self._give_back(purse)
+        purse.puts = 0
+
+    def _give_back(self, purse: Purse) -> None:
+        self._connection.notify("channel.return", purse.empty(), control=True)
+
+    # ---- room that is not used
+
+    def _swept(self) -> None:
+        self._sweeper = None
+        if not self._connection.closed:
+            self._sweep()
+            if any(purse.items for purse in self._purses.values()):
+                self._sweeper = self._loop.call_later(IDLE_SECONDS, self._swept)
+
+    def _sweep(self) -> None:
+        """Give back what was not used since the last time, and forget its keys."""
+        for at, purse in list(self._purses.items()):
+            if purse.used or purse.waiting:
+                purse.used = False
+                continue
+            if purse.items:
+                self._give_back(purse)
+            purse.puts = 0
+            if purse.key is not None:
+                del self._purses[at]
+
+    # ---- the end
+
+    def _linger(self, then: Callable[[], None]) -> bool:
+        """Whether closing must wait for what is not confirmed; then ``then`` does it."""
+        if not (self._data or self._under_way):
+            return False
+        if self._then is None:
+            self._then = then
+            self._grace = self._loop.call_later(GRACE_SECONDS, self._given_up)
+            self._send()
+            self._connection.notify("channel.confirm", Flush(), control=True)
+        return True
+
+    def _settled(self) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            if self._grace is not None:
+                self._grace.cancel()
+            self._loop.call_soon(then)
+
+    def _given_up(self) -> None:
+        self._connection.abort(f"{self._open_items()} items were not confirmed when it was closed")
+
+    def _open_items(self) -> int:
+        return len(self._data) + sum(frame.items for frame in self._under_way)
+
+    def _lost(self, connection: Connection, reason: str) -> None:
+        for timer in (self._sweeper, self._grace):
+            if timer is not None:
+                timer.cancel()
+        for purse in self._purses.values():
+            purse.items = 0
+        by_end: Counter[int] = Counter()
+        for frame in self._under_way:
+            by_end.update(frame.by_end)
+        for (_, end, _), count in zip(self._runs, self._counts, strict=True):
+            by_end[end] += count
+        self._under_way.clear()
+        self._data.clear()
+        _unconfirmed.discard(self)
+        for end, count in by_end.items():
+            error = ConnectionLost(
+                f"connection to {connection.peer!r} was lost: {reason}; {count} items of this "
+                "sender were not confirmed: they may be lost"
+            )
+            self._tell(end, count, error)
+
+    def report(self) -> None:
+        """The process ends; say what is not known to have arrived."""
+        if count := self._open_items():
+            log.error(
+                "this process ends before %s has confirmed %d items that were put: await "
+                "sender.flush(), or close the connection and wait for it",
+                self._connection.peer, count,
+            )  # fmt: skip
+
+
+@atexit.register
+def _report_unconfirmed() -> None:
+    for promises in list(_unconfirmed):
+        promises.report()
