@@ -15,6 +15,7 @@ from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key, Lease, Receiver, Sender
 from rlinf_async.channels.errors import (
     ChannelClosed,
+    ChannelError,
     ConnectionLost,
     LeaseLost,
 )
@@ -125,11 +126,12 @@ class _RemoteEnd:
 class RemoteSender(_RemoteEnd, Sender[T_contra]):
     """A sender of a channel in another process. It puts without asking where that has lent room."""
 
-    __slots__ = ("__weakref__", "_error", "_promises", "_purse")
+    __slots__ = ("__weakref__", "_error", "_promises", "_purse", "_told")
 
     def __init__(self, wire: Wire, number: int) -> None:
         super().__init__(wire, number)
         self._error: Exception | None = None
+        self._told = False
         self._promises = Promises.of(wire.connection)
         self._promises.join(number, self)
         self._purse = self._promises.purse(wire.queue, None)
@@ -163,6 +165,10 @@ class RemoteSender(_RemoteEnd, Sender[T_contra]):
             await self._wire.connection.request(
                 "channel.put", put, body, reply=protocol.Nothing, on_channel=True
             )
+            self._told = False
+        except ChannelError:
+            self._error, self._told = None, True
+            raise
         finally:
             purse.waiting -= 1
             purse.used = True
@@ -192,7 +198,10 @@ class RemoteSender(_RemoteEnd, Sender[T_contra]):
             error.add_note(f"beside, of what was put before: {say(also)}")
 
     def tell(self, error: Exception) -> bool:
-        """Raise this at the next use; whether there will be one. The first error counts."""
+        """Raise this at the next use; whether there will be one. It is told once why nothing is
+        taken any more, not for each of the items that were under way then."""
+        if self._told:
+            return True
         if self._error is None:
             self._error = error
         return not self._closed
@@ -205,6 +214,7 @@ class RemoteSender(_RemoteEnd, Sender[T_contra]):
         """What became of items that were put without asking, if that is an error."""
         error, self._error = self._error, None
         if error is not None:
+            self._told = True
             raise error
 
     def put_nowait(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:

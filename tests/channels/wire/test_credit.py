@@ -254,6 +254,21 @@ async def test_an_item_refused_after_its_sender_closed_is_logged(
         assert "1 items that were put over the connection to owner are lost" in caplog.text
 
 
+async def test_a_sender_is_told_once_that_nobody_receives() -> None:
+    channel = Channel(int, name="numbers")
+    async with remote_pair(channel) as (sender, receiver):
+        await with_credit(sender, channel)
+        channel.receiver.close()
+        await until(lambda: channel.statistics().receivers == 1)
+        await put_all(sender, range(5))
+        channel.queue.remove_receiver(next(iter(channel.queue.receivers)))
+        with pytest.raises(NoReceivers):
+            await sender._ask(sender._purse, Encoded(b"\x01"), 1)  # type: ignore[attr-defined]
+        await sender.flush()
+        assert channel.statistics().refused == 5
+        receiver.close()
+
+
 async def put_refused_and_fail(sender: Sender[int], channel: Channel[int]) -> None:
     with sender:
         await sender.put(1)
