@@ -87,15 +87,16 @@ async def measured(cluster: ra.Cluster, size: str) -> dict[str, float]:
 
 async def resident_mb(pids: list[int]) -> list[float]:
     """The sum over these processes, at the start and after each second."""
-    found = [_resident_mb(pids)]
+    found = [resident_mb_of(pids)]
     start = time.monotonic()
     for second in range(1, SECONDS + 1):
         await asyncio.sleep(start + second - time.monotonic())
-        found.append(_resident_mb(pids))
+        found.append(resident_mb_of(pids))
     return found
 
 
-def _resident_mb(pids: list[int]) -> float:
+def resident_mb_of(pids: list[int]) -> float:
+    """The sum over these processes, in megabytes (1e6)."""
     pages = sum(int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
     return pages * os.sysconf("SC_PAGESIZE") / 1e6
 

@@ -51,22 +51,25 @@ async def push_blocks(elements: int) -> None:
 
 
 async def items() -> dict[str, float]:
-    socket, decode = puller(), msgspec.msgpack.Decoder(kit.Item).decode
+    decode = msgspec.msgpack.Decoder(kit.Item).decode
+    with puller() as socket:
 
-    async def take() -> None:
-        decode(await socket.recv())
+        async def take() -> None:
+            decode(await socket.recv())
 
-    return {"items_per_s": await kit.rate(take)}
+        return {"items_per_s": await kit.rate(take)}
 
 
 async def arrays(name: str) -> dict[str, float]:
-    socket, decode = puller(kit.ARRAY_CAPACITY), msgspec.msgpack.Decoder(int).decode
+    decode = msgspec.msgpack.Decoder(int).decode
+    with puller(kit.ARRAY_CAPACITY) as socket:
 
-    async def take() -> None:
-        header, values = await socket.recv_multipart(copy=False)
-        kit.touch(kit.Block(decode(header.buffer), np.frombuffer(values.buffer, np.float32)).values)
+        async def take() -> None:
+            header, body = await socket.recv_multipart(copy=False)
+            values = np.frombuffer(body.buffer, np.float32)
+            kit.touch(kit.Block(decode(header.buffer), values).values)
 
-    rate = await kit.rate(take, every=1)
+        rate = await kit.rate(take, every=1)
     return {f"gb_per_s_{name}": kit.gb_per_s(rate, kit.ARRAYS[name])}
 
 
@@ -83,7 +86,6 @@ def measured(name: str) -> dict[str, float]:
     found = uvloop.run(arrays(name) if name else items())
     other.kill()
     other.join()
-    zmq.asyncio.Context.instance().destroy(linger=0)
     return found
 
 

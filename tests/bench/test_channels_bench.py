@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import pathlib
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks.channels import kit
+from benchmarks.channels import kit, memory
 from rlinf_async.bench.command import run_bench
 from rlinf_async.bench.discover import BENCHMARKS, bench_named
 
@@ -86,3 +87,9 @@ def test_what_the_sides_share_needs_nothing_of_ours() -> None:
     )
     root = BENCHMARKS.parent
     assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0
+
+
+def test_the_memory_case_sees_what_a_process_holds() -> None:
+    before = memory.resident_mb_of([os.getpid()])
+    held = np.full(25 << 20, 1.0, np.float32)
+    assert memory.resident_mb_of([os.getpid()]) - before == pytest.approx(held.nbytes / 1e6, abs=20)
