@@ -40,6 +40,6 @@ def bind_there(address: TcpAddress) -> socket.socket:
     return found[0]
 
 
-vars(endpoint)["bind_tcp"] = bind_there
+endpoint.__dict__["bind_tcp"] = bind_there
 transport.TRANSPORTS["hosts"] = BetweenHosts
 transport.SETTINGS.append(("hosts", "uvloop"))
