@@ -73,7 +73,7 @@ class Prompts(Iterator[Prompt]):
         self._order_of = lru_cache(maxsize=1)(self._make_order)
         self._check()
         self.held_out: list[Prompt] = self._held_out()
-        """for evaluation, in the order of the data"""
+        """for evaluation, in the order of the data; without those that are too long"""
         self._held_out_texts = {prompt.text for prompt in self.held_out}
 
     def __len__(self) -> int:
@@ -100,10 +100,12 @@ class Prompts(Iterator[Prompt]):
             StopIteration: all epochs are done.
             DataError: the record cannot be used, or none of a whole epoch can.
         """
-        for _ in range(len(self)):
+        for _ in range(2 * len(self)):  # first in one epoch and last in the next, at the worst
             epoch, at = divmod(self.position, len(self))
             if self.config.epochs and epoch >= self.config.epochs:
-                raise StopIteration
+                if self.too_long + self.like_held_out < self.position:
+                    raise StopIteration
+                break
             record = int(self._order_of(epoch)[at])
             prompt = self._prompt(record, self.position)
             self.position += 1
@@ -114,9 +116,10 @@ class Prompts(Iterator[Prompt]):
             else:
                 return prompt
         raise DataError(
-            f"{self.config.name}: none of {len(self)} records can be used: so far {self.too_long} "
-            f"were longer than max_prompt_tokens = {self.config.max_prompt_tokens}, and "
-            f"{self.like_held_out} had the prompt of a held-out record"
+            f"{self.config.name}: none of {len(self)} records can be used: of {self.position} "
+            f"looked at so far, over epochs, {self.too_long} were longer than max_prompt_tokens = "
+            f"{self.config.max_prompt_tokens}, and {self.like_held_out} had the prompt of a "
+            "held-out record"
         )
 
     def state(self) -> DataState:

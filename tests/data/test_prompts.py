@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,11 @@ from rlinf_async.data import DataChanged, DataConfig, DataError, DataState, Prom
 from rlinf_async.data.order import order_of, split
 from rlinf_async.messages.language import Prompt
 from tests.data.conftest import Write
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
 
 
 def config(path: str, **fields: Any) -> DataConfig:
@@ -158,11 +164,11 @@ def test_where_nothing_is_left_to_train_on_it_is_an_error(
     alike = write(*({"prompt": "1+1=", "answer": "2"} for _ in range(5)), name="alike.jsonl")
     prompts = Prompts(config(alike, held_out=1), tokenizer)
     with pytest.raises(
-        DataError, match=r"none of 4 records can be used: .* and 4 had the prompt of"
+        DataError, match=r"none of 4 records can be used: .* and 8 had the prompt of"
     ):
         next(prompts)
     short = Prompts(config(sums, max_prompt_tokens=2, too_long="skip"), tokenizer)
-    with pytest.raises(DataError, match="20 were longer than max_prompt_tokens = 2"):
+    with pytest.raises(DataError, match="40 were longer than max_prompt_tokens = 2"):
         next(short)
 
 
@@ -177,6 +183,64 @@ def test_prompts_that_are_too_long_are_named_before_the_first(
     )
     with pytest.raises(DataError, match=said):
         Prompts(config(path, max_prompt_tokens=20), tokenizer)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=2, max_size=25),
+    held_out=st.integers(0, 3),
+    limit=st.integers(5, 12),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 3),
+    epochs=st.integers(1, 3),
+    taken=st.integers(0, 40),
+)
+def test_interrupted_anywhere_a_run_sees_the_prompts_of_one_that_was_not(
+    folder: Path,
+    tokenizer: Tokenizer,
+    lengths: list[int],
+    held_out: int,
+    limit: int,
+    shuffle: bool,
+    seed: int,
+    epochs: int,
+    taken: int,
+) -> None:
+    file = folder / "data.jsonl"
+    file.write_text("".join(f'{{"prompt": "{"1" * n}", "answer": 1}}\n' for n in lengths))
+    chosen = config(
+        str(file),
+        held_out=min(held_out, len(lengths) - 1),
+        max_prompt_tokens=limit,
+        too_long="skip",
+        shuffle=shuffle,
+        seed=seed,
+        epochs=epochs,
+    )
+
+    training, kept = split(len(lengths), chosen.held_out, seed)
+    fits = [n + 2 <= limit for n in lengths]  # two tokens of the template
+    held = {lengths[record] for record in kept if fits[record]}
+    expected = [
+        (epoch * len(training) + at, lengths[record])
+        for epoch in range(epochs)
+        for at, record in enumerate(order_of(training, seed, epoch, shuffle=shuffle))
+        if fits[record] and lengths[record] not in held
+    ]
+    whole = Prompts(chosen, tokenizer)
+    if not expected:
+        with pytest.raises(DataError, match=f"none of {len(training)} records can be used"):
+            next(whole)
+        return
+    every = list(whole)
+    assert [(prompt.index, prompt.text.count("1")) for prompt in every] == expected
+    interrupted = Prompts(chosen, tokenizer)
+    before = take(interrupted, taken)
+    resumed = Prompts(chosen, tokenizer)
+    resumed.restore(interrupted.state())
+    same(before + list(resumed), every)
+    assert resumed.state() == whole.state()
+    assert len(every) + whole.too_long + whole.like_held_out == epochs * len(whole)
 
 
 @settings(max_examples=100, deadline=None)

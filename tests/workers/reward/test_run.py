@@ -10,6 +10,7 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.messages.language import Failed, Outcome, Rejected, Sample, Scored
+from rlinf_async.rewards import Answer
 from rlinf_async.testing import explore, nothing_left_waiting
 from rlinf_async.workers.reward import RewardConfig, RewardReport, RewardWorker
 from tests.jobs.processes import processes, until
@@ -52,6 +53,12 @@ async def test_every_sample_comes_out_once_with_its_outcome() -> None:
         assert report.seconds_per_sample == report.seconds / 11
         assert isinstance(report.last_failure, str)
         assert report.last_failure
+
+
+def test_a_verifier_sees_prompt_response_reference_and_how_it_ended() -> None:
+    assert Answer.of(sample(3, text="5", reference="7")) == Answer(
+        prompt="2+2=", text="5", reference="7", finish="stop", tokens=3
+    )
 
 
 def test_a_report_of_nothing_has_no_mean() -> None:
