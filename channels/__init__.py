@@ -4,6 +4,7 @@ if __name__ != "rlinf_async.channels":
     raise ImportError(f"import this package as 'rlinf_async.channels', not as {__name__!r}")
 
 from rlinf_async.channels.batching import BatchOps, BatchResizingIterator, BatchSizes
+from rlinf_async.channels.edges import Edge
 from rlinf_async.channels.ends import Fresh, Key, Lease, Receiver, Sender, TooStale
 from rlinf_async.channels.errors import (
     ChannelClosed,
@@ -38,6 +39,7 @@ __all__ = [
     "ChannelFull",
     "ConnectionLost",
     "DeadLetter",
+    "Edge",
     "EndOfChannel",
     "Fresh",
     "HandshakeFailed",

@@ -75,6 +75,7 @@ def statistics_of(queue: Queue) -> Statistics:
         lent=queue.lent,
         credit_waits=queue.credit_waits,
         refused=queue.refused,
+        edges=queue.edges.seen(),
         senders=len(queue.senders),
         receivers=len(queue.receivers),
         seconds=0.0 if queue.born is None else now() - queue.born,

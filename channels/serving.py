@@ -23,6 +23,7 @@ from itertools import count
 from typing import Any
 
 from rlinf_async.channels import endings
+from rlinf_async.channels.edges import Edges
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import (
@@ -62,6 +63,7 @@ class Serving:
         self.put_wait_seconds = self.get_wait_seconds = 0.0
         self.redelivered = self.unconfirmed = self.stale = self.shared = self.copied = 0
         self.lent = self.credit_waits = self.refused = 0
+        self.edges = Edges()
         self._numbers = count(1)
         self._seq = 0
         self.born: float | None = None  # not yet: it may be made before the loop that runs it

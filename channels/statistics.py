@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from rlinf_async.channels.edges import Edge
+
 
 class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     """One channel's counts since its first end was opened.
@@ -53,6 +55,8 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     """puts of other processes that had to ask, because what they were lent was used up"""
     refused: int = 0
     """items that were under way when the channel closed, failed, or lost its last receiver"""
+    edges: tuple[Edge, ...] = ()
+    """what went to and from other processes, by who put or took it"""
     senders: int
     receivers: int
     seconds: float
@@ -62,6 +66,11 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     def rate(self) -> float:
         """Items taken per second, over the channel's whole life."""
         return self.gets / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the items that came from other processes."""
+        return sum(edge.nbytes for edge in self.edges if edge.end == "sender")
 
 
 class DeadLetter(msgspec.Struct, frozen=True):

@@ -27,6 +27,7 @@ from rlinf_async.channels.wire.failures import RemoteError
 from rlinf_async.channels.wire.protocol import EndRef
 from rlinf_async.channels.wire.router import Request, Router
 from rlinf_async.channels.wire.server import ChannelServer
+from rlinf_async.channels.wire.traffic import Traffic, traffic_of
 
 __all__ = [
     "ChannelClient",
@@ -44,7 +45,9 @@ __all__ = [
     "Request",
     "Router",
     "Server",
+    "Traffic",
     "connect",
     "encode",
     "serve",
+    "traffic_of",
 ]

@@ -124,11 +124,12 @@ class Creditor:
 
     # ---- lending
 
-    def want(self, number: int, queue: Queue, key: Key | None) -> None:
+    def want(self, number: int, queue: Queue, key: Key | None, holder: str) -> None:
         """A sender puts again and again: lend it room. If it was lent some, that was not enough."""
         found = self._lent.get((number, key))
         if found is not None:
             queue.credit_waits += 1
+            queue.edges.asked(holder)
         elif queue.capacity >= MIN_CAPACITY and queue.open:
             found = self._lent[number, key] = Lent(self, number, queue, key)
         if found is not None:
@@ -170,8 +171,15 @@ class Creditor:
 
     # ---- what comes
 
-    def take(self, puts: Puts, body: Encoded, refusal: dict[int, ChannelError]) -> None:
-        """Put these items; those of the ends in ``refusal`` are refused.
+    def take(
+        self,
+        puts: Puts,
+        body: Encoded,
+        refusal: dict[int, ChannelError],
+        holders: dict[int, str],
+    ) -> None:
+        """Put these items; those of the ends in ``refusal`` are refused, the others counted for the
+        holders of their ends.
 
         Raises:
             MalformedFrame: they do not fit what was lent, or the body.
@@ -179,15 +187,21 @@ class Creditor:
         data, sizes = body.data, puts.sizes
         if sum(sizes) != len(data) or sum(run.count for run in puts.runs) != len(sizes):
             raise MalformedFrame(f"{len(sizes)} items of {sum(sizes)} bytes came in {len(data)}")
+        if any(run.count < 0 or run.weight < 1 for run in puts.runs) or min(sizes, default=0) < 0:
+            raise MalformedFrame("items came in negative numbers, sizes or weights")
         index = start = 0
         for run in puts.runs:
             items: list[Encoded] = []
+            first = start
             for size in sizes[index : index + run.count]:
                 stop = start + size
                 items.append(Encoded(data[start:stop]))
                 start = stop
             index += run.count
             self._put(run, items, refusal.get(run.end))
+            if (lent := self._lent.get((run.queue, run.key))) is not None:
+                edges = lent.queue.edges
+                edges.put_many(holders.get(run.end, ""), run.count, start - first)
         self._handled += len(sizes)
         self._handled_bytes += len(data)
         self._confirm_later()

@@ -71,8 +71,7 @@ def answer_put(request: Request[Put], queue: Queue, end: int) -> None:
     """Put the request's body; answer when there was room for it."""
     put = request.meta
     item = request.body or Encoded(b"")
-    if item.buffers:
-        _count(queue, item)
+    _count(queue, queue.senders.get(end, put.party), item)
     wait = queue.start_put(item, put.key, put.weight, put.party, end)
     if wait is None:
         request.reply(NOTHING, undo=partial(_retract, queue, put, item))
@@ -81,11 +80,16 @@ def answer_put(request: Request[Put], queue: Queue, end: int) -> None:
     wait.future.add_done_callback(partial(_admitted, request, queue, wait))
 
 
-def _count(queue: Queue, item: Encoded) -> None:
+def _count(queue: Queue, party: str, item: Encoded) -> None:
+    edge = queue.edges.put(party, item)
+    if not item.buffers:
+        return
     if any(map(is_private, item.buffers)):
         queue.shared += 1
+        edge.shared += 1
     elif sum(map(len, item.buffers)) >= SHARE_BYTES:
         queue.copied += 1
+        edge.copied += 1
 
 
 def _admitted(
@@ -169,6 +173,7 @@ def _deliver(request: Request[Get], queue: Queue, leases: Leases, entries: list[
         if not isinstance(error, ItemTooLarge):
             raise
         raise ItemTooLarge(f"channel {queue.name!r}: {error}: ask for a smaller batch") from error
+    queue.edges.take(get.party, len(entries), body.nbytes)
 
 
 def _encoded(queue: Queue, get: Get, entries: list[Entry]) -> list[Encoded]:

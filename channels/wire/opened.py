@@ -25,6 +25,12 @@ class OpenEnd:
         add = queue.add_sender if kind == "sender" else queue.add_receiver
         self.number = add(holder)
 
+    @property
+    def holder(self) -> str:
+        """Who uses it, in reports."""
+        ends = self.queue.senders if self.kind == "sender" else self.queue.receivers
+        return ends.get(self.number, "")
+
     def close(self) -> None:
         if self.kind == "sender":
             self.queue.remove_sender(self.number)

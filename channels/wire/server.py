@@ -205,18 +205,20 @@ class ChannelServer:
         answer_put(request, end.queue, end.number)
         if request.meta.want and (known := self._published.get(id(end.queue))) is not None:
             creditor = self._peer(request.connection).creditor
-            creditor.want(known[0], end.queue, request.meta.key)
+            creditor.want(known[0], end.queue, request.meta.key, end.holder)
 
     def _puts(self, request: Request[protocol.Puts]) -> None:
-        connection, refused = request.connection, dict[int, ChannelError]()
+        connection = request.connection
+        refused, holders = dict[int, ChannelError](), dict[int, str]()
         for run in request.meta.runs:
             try:
-                self._find(connection, run.end, "sender")
+                end = self._find(connection, run.end, "sender")
+                holders[run.end] = end.holder if isinstance(end, OpenEnd) else ""
             except ChannelError as error:
                 refused[run.end] = error
         body = request.body or Encoded(b"")
         with self._refusing(connection):
-            self._peer(connection).creditor.take(request.meta, body, refused)
+            self._peer(connection).creditor.take(request.meta, body, refused, holders)
 
     def _return(self, request: Request[protocol.Room]) -> None:
         with self._refusing(request.connection):

@@ -4,17 +4,21 @@ One process per worker. Spans of a worker that overlap without one holding the o
 event loop do) cannot stand in one row of that format; they get rows of their own, as few as
 possible, which the file calls threads.
 
-Format: "Trace Event Format", complete events (``ph: X``), times in microseconds.
+Numbers over time (`Counter`) are tracks of one more process, "channels".
+
+Format: "Trace Event Format", complete events (``ph: X``) and counters (``ph: C``), times in
+microseconds.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from rlinf_async.observe.counters import Counter
 from rlinf_async.observe.errors import RunFolderError
 from rlinf_async.observe.files import atomic_write, explaining
 from rlinf_async.observe.trace import Argument, Span
@@ -38,21 +42,29 @@ class _Trace(msgspec.Struct):
 
 
 def write_perfetto(
-    spans: Iterable[Span], path: Path, *, left_out: Mapping[str, int] | None = None
+    spans: Iterable[Span],
+    path: Path,
+    *,
+    left_out: Mapping[str, int] | None = None,
+    counters: Iterable[Counter] = (),
 ) -> None:
     """Write the spans of all workers as one trace; time 0 is the start of the earliest.
 
     Args:
         left_out: by worker, how many spans its recorder had to leave out; noted in the file.
+        counters: tracks of numbers, shown below the workers.
 
     Raises:
         RunFolderError: the file cannot be written.
     """
     rows = by_worker(spans)
-    origin = min((span.start for row in rows.values() for span in row), default=0)
+    numbers = sorted(counters, key=lambda one: (one.track, one.at))
+    starts = (span.start for row in rows.values() for span in row)
+    origin = min((*starts, *(one.at for one in numbers)), default=0)
     events: list[_Event] = []
     for pid, (worker, row) in enumerate(rows.items(), start=1):
         events += _process(pid, worker, row, origin)
+    events += _tracks(len(rows) + 1, numbers, origin)
     notes: dict[str, Argument] = {"monotonic_ns_at_0": origin}
     notes |= {f"spans left out of {worker}": n for worker, n in (left_out or {}).items() if n}
     atomic_write(path, msgspec.json.encode(_Trace(events, otherData=notes)))
@@ -104,6 +116,23 @@ def _process(pid: int, worker: str, row: list[Span], origin: int) -> list[_Event
         open_ends[lane].append(span.end)
         events.append(_complete(span, pid, _tid(pid, lane), origin))
     return events
+
+
+def _tracks(pid: int, counters: Sequence[Counter], origin: int) -> list[_Event]:
+    """The numbers over time, as tracks of a process of their own."""
+    if not counters:
+        return []
+    return [
+        _Event("M", "process_name", pid, 0, args={"name": "channels"}),
+        _Event("M", "process_sort_index", pid, 0, args={"sort_index": pid}),
+        *(
+            _Event(
+                "C", f"{one.track} {name}", pid, 0, ts=(one.at - origin) / 1000, args={name: value}
+            )
+            for one in counters
+            for name, value in one.values.items()
+        ),
+    ]
 
 
 def _lane(span: Span, open_ends: list[list[int]]) -> int:

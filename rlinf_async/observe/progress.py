@@ -32,6 +32,20 @@ class ChannelView(msgspec.Struct, kw_only=True, frozen=True):
     name: str
     depth: int
     capacity: int | None = None
+    items_per_second: float | None = None
+
+
+class EdgeView(msgspec.Struct, kw_only=True, frozen=True):
+    """What goes from a worker into a channel, or from a channel to a worker."""
+
+    name: str
+    items_per_second: float
+    bytes_per_second: float
+    shared: int = 0
+    """items whose large arrays came without a copy, so far"""
+    copied: int = 0
+    """items whose large arrays came through the socket, so far"""
+    credit_waits: int = 0
 
 
 class WorkerView(msgspec.Struct, kw_only=True, frozen=True):
@@ -53,6 +67,7 @@ class ProgressState(msgspec.Struct, kw_only=True):
     figures: Sequence[tuple[str, str]] = ()
     """The numbers of the run, as they are to be shown: name and value."""
     channels: Sequence[ChannelView] = ()
+    edges: Sequence[EdgeView] = ()
     workers: Sequence[WorkerView] = ()
     note: str = ""
     """One sentence about what goes on now: starting, evaluating, a worker that was restarted."""
@@ -173,6 +188,8 @@ def picture_of(state: ProgressState, width: int) -> RenderableType:
         parts.append(Text(state.note, style="yellow", overflow="ellipsis", no_wrap=True))
     if state.channels:
         parts.append(_channels(state.channels, wide=wide))
+    if state.edges and wide:
+        parts.append(_edges(state.edges))
     if state.workers:
         parts.append(_workers(state.workers, wide=wide))
     body = Group(*parts)
@@ -194,11 +211,11 @@ def _headline(state: ProgressState, *, wide: bool) -> RenderableType:
 
 
 def _channels(channels: Sequence[ChannelView], *, wide: bool) -> Table:
-    table = _table("channel", "depth", *(["fill"] if wide else []))
+    table = _table("channel", "depth", *(["fill", "items/s"] if wide else []))
     for view in channels[:_ROWS]:
         cells: list[RenderableType] = [Text(view.name), Text(_of(view.depth, view.capacity))]
         if wide:
-            cells.append(_fill(view))
+            cells += [_fill(view), Text(figure(view.items_per_second, ",.0f"))]
         table.add_row(*cells)
     return _with_rest(table, len(channels))
 
@@ -215,6 +232,17 @@ def _fill(view: ChannelView) -> RenderableType:
         complete_style=style,
         finished_style=style,
     )
+
+
+def _edges(edges: Sequence[EdgeView]) -> Table:
+    """What goes over each edge, those with the most bytes where not all can be shown."""
+    shown = sorted(edges, key=lambda view: -view.bytes_per_second)[:_ROWS]
+    table = _table("edge", "items/s", "MB/s", "no copy", "copied", "credit waits")
+    for view in shown:
+        rates = f"{view.items_per_second:,.0f}", f"{view.bytes_per_second / 1e6:,.2f}"
+        counts = (str(count or "") for count in (view.shared, view.copied, view.credit_waits))
+        table.add_row(Text(view.name), *map(Text, (*rates, *counts)))
+    return _with_rest(table, len(edges))
 
 
 def _workers(workers: Sequence[WorkerView], *, wide: bool) -> Table:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from rlinf_async.channels import Channel, Latest
+from rlinf_async.channels.wire import Traffic
 from rlinf_async.observe.trace import Span
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.context import WorkerInfo
@@ -100,6 +101,10 @@ class Backend(Protocol):
 
     def cut_off(self) -> dict[str, float]:
         """Workers whose connection is cut and may be found again, and for how many seconds."""
+        ...
+
+    def traffic(self) -> list[Traffic]:
+        """What went over the connections to workers that have a process of their own."""
         ...
 
     def pid(self, name: str) -> int | None:

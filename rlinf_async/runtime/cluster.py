@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar
 
 from rlinf_async.channels import Channel, Latest, Wait, render
 from rlinf_async.channels.waitfor import mark_cut_off
+from rlinf_async.channels.wire import Traffic
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.backend import Backend
 from rlinf_async.runtime.cause import FirstCause
@@ -217,6 +218,10 @@ class Cluster:
             for wait in channel.waits()
         ]
         return sorted(found, key=lambda wait: -wait.seconds)
+
+    def traffic(self) -> list[Traffic]:
+        """What went over the connection to each worker's process."""
+        return self._backend.traffic()
 
     def report(self) -> str:
         """Who waits for whom, and what was given up on the way, for a person."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlinf_async.channels import Channel, Latest
+from rlinf_async.channels.wire import Traffic
 from rlinf_async.observe.trace import Span, SpanRecorder
 from rlinf_async.runtime.backend import Activity, WorkerSpec
 from rlinf_async.runtime.stall import all_blocked
@@ -75,6 +76,9 @@ class LocalBackend:
         host = WorkerHost(spec.cls, spec.args, spec.kwargs, spec.info, recorder.span)
         await host.start()
         return LocalWorker(host, recorder)
+
+    def traffic(self) -> list[Traffic]:
+        return []
 
     def rendezvous(self, group: str, life: int) -> str:
         if self._folder is None:

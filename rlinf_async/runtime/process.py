@@ -23,7 +23,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from rlinf_async.channels import Channel, ConnectionLost, Latest
-from rlinf_async.channels.wire import ChannelServer, Connection, Router
+from rlinf_async.channels.wire import ChannelServer, Connection, Router, Traffic, traffic_of
 from rlinf_async.channels.wire.protocol import Nothing
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.backend import Activity, WorkerSpec
@@ -273,6 +273,10 @@ class ProcessBackend:
             for name, one in connections.items()
             if one is not None and one.reconnecting
         }
+
+    def traffic(self) -> list[Traffic]:
+        connections = (worker.connection for worker in self._workers.values())
+        return [traffic_of(one) for one in connections if one is not None]
 
     def pid(self, name: str) -> int | None:
         worker = self._workers.get(name)

@@ -74,6 +74,8 @@ def perform(plan: Plan) -> Outcome:
             stage.run()
         except TimeoutError as error:
             stage.outcome.hung = str(error) or "a process said nothing"
+        except (OSError, RuntimeError) as error:
+            stage.outcome.hung = f"the owner does not answer: {error!r}"
         finally:
             stage.clear()
         return stage.outcome
@@ -218,6 +220,8 @@ class Stage:
         if fault.kind == "kill":
             os.kill(process.pid, signal.SIGKILL)
             process.let_go()
+            if process is self._owner:
+                self._wait_for_owner()
         elif fault.kind == "cut":
             if process.wire is None:
                 return

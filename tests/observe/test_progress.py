@@ -13,6 +13,7 @@ from rich.console import Console
 
 from rlinf_async.observe.progress import (
     ChannelView,
+    EdgeView,
     ProgressState,
     ProgressView,
     RunConsole,
@@ -76,6 +77,19 @@ def drawn(state: ProgressState, width: int) -> str:
     console.print(picture_of(state, width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+def test_edges_are_shown_with_their_rates_those_with_the_most_bytes_first() -> None:
+    edges = [
+        EdgeView(name=f"Env[{n}] -> steps", items_per_second=n, bytes_per_second=n * 1e6, copied=n)
+        for n in range(12)
+    ]
+    seen = drawn(msgspec.structs.replace(STATE, edges=edges), 100)
+    assert "Env[11] -> steps" in seen
+    assert "11.00" in seen
+    assert "Env[1] -> steps" not in seen
+    assert "and 2 more" in seen
+    assert "Env[11]" not in drawn(msgspec.structs.replace(STATE, edges=edges), 60)
 
 
 def test_the_picture_has_everything_that_is_known() -> None:

@@ -10,14 +10,14 @@ from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from rlinf_async.channels import Channel
 from rlinf_async.observe.errors import ObserveError
 from rlinf_async.observe.perfetto import write_perfetto
-from rlinf_async.observe.progress import ChannelView, ProgressState, ProgressView, WorkerView
+from rlinf_async.observe.progress import ProgressState, ProgressView, WorkerView
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.backend import WorkerHandle
 from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.jobs.flows import Flows
 from rlinf_async.runtime.stall import internal
 
 PERIOD = 0.25
@@ -54,6 +54,7 @@ class Live:
         self._tasks: list[asyncio.Task[None]] = []
         self.note = ""
         self._spans: list[Span] = []
+        self._flows = Flows(cluster)
         self._collecting = asyncio.Lock()
         self.left_out: Counter[str] = Counter()
         """spans that had to go, by worker"""
@@ -61,13 +62,15 @@ class Live:
     def show(self) -> None:
         """Draw the present state."""
         run, iteration, iterations, figures = self._headline()
+        self._flows.look()
         self._view.update(
             ProgressState(
                 run=run,
                 iteration=iteration,
                 iterations=iterations,
                 figures=figures,
-                channels=self._channels(),
+                channels=self._flows.channels,
+                edges=self._flows.edges,
                 workers=self._workers(),
                 note=self.note,
             )
@@ -79,16 +82,14 @@ class Live:
             await self._collect()
         finally:
             try:
-                write_perfetto(self._spans, self._folder.trace, left_out=self.left_out)
+                write_perfetto(
+                    self._spans,
+                    self._folder.trace,
+                    left_out=self.left_out,
+                    counters=self._flows.counters,
+                )
             except ObserveError as error:
                 print(f"the trace was not written: {error}", file=sys.stderr)
-
-    def _channels(self) -> list[ChannelView]:
-        every = [one for one in self._cluster.channels.values() if isinstance(one, Channel)]
-        return [
-            ChannelView(name=one.name, depth=seen.depth, capacity=seen.capacity)
-            for one, seen in ((one, one.statistics()) for one in every)
-        ]
 
     def _workers(self) -> list[WorkerView]:
         waiting = {wait.party.partition(".")[0]: wait for wait in self._cluster.waits()[::-1]}
