@@ -153,6 +153,8 @@ class ScoredSample(msgspec.Struct, kw_only=True):
 
     sample: Sample
     outcome: Outcome
+    seconds: float = 0.0
+    """that scoring took, waiting for a free process included"""
 
 
 class TrainingSample(msgspec.Struct, kw_only=True):

@@ -135,8 +135,9 @@ class RewardWorker(Worker):
                 started = clock()
                 with self.span("score", sample=sample.request.name):
                     outcome = await self.score(sample)
-                _count(report, outcome, clock() - started)
-                await scored.put(ScoredSample(sample=sample, outcome=outcome))
+                seconds = clock() - started
+                _count(report, outcome, seconds)
+                await scored.put(ScoredSample(sample=sample, outcome=outcome, seconds=seconds))
 
 
 def _count(report: RewardReport, outcome: Outcome, seconds: float) -> None:

@@ -29,9 +29,13 @@ async def test_every_sample_comes_out_once_with_its_outcome() -> None:
         channels.samples.close()
         [report] = await running
         outcomes: dict[int, Outcome] = {}
+        seconds: list[float] = []
         async for scored in channels.scored.receiver:
             assert scored.sample.request.group not in outcomes
             outcomes[scored.sample.request.group] = scored.outcome
+            seconds.append(scored.seconds)
+        assert sum(seconds) == pytest.approx(report.seconds)
+        assert max(seconds) == report.longest
         assert set(outcomes) == set(range(11))
         assert outcomes[0] == Scored(reward=1.0)
         assert outcomes[1] == Scored(reward=0.0)
