@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens, TrainingSample
@@ -96,6 +96,14 @@ class GenerationEngine(Protocol):
         ...
 
 
+class MicroBatch(NamedTuple):
+    """Samples of one forward and backward pass."""
+
+    samples: Sequence[TrainingSample]
+    is_last: bool
+    """of its global batch: sharded gradients then cross the ranks"""
+
+
 class LanguageTrainer(Protocol):
     """A language model that learns: a policy, or a critic. One compute thread calls it.
 
@@ -128,9 +136,7 @@ class LanguageTrainer(Protocol):
         """Return the largest of what the ranks gave. Collective."""
         ...
 
-    def training_step(
-        self, micro_batches: Iterable[Sequence[TrainingSample]]
-    ) -> Mapping[str, float]:
+    def training_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
         """Make one optimizer step from the micro-batches of one global batch. Collective.
 
         Pulled one by one, so it may block until the next one arrives; every rank yields the same
@@ -171,8 +177,8 @@ class LanguageTrainer(Protocol):
         """
         ...
 
-    def offload(self) -> None:
-        """Move weights, gradients and optimizer state to the CPU, or drop what need not be kept."""
+    def offload(self, *, keep_weights: bool = False) -> None:
+        """Move optimizer state and weights to the CPU, and drop the gradients."""
         ...
 
     def onload(self) -> None:

@@ -7,7 +7,7 @@ import importlib
 from typing import Any, Protocol
 
 from rlinf_async.backends.base import PolicyBackend, TrainerBackend
-from rlinf_async.backends.language import GenerationEngine
+from rlinf_async.backends.language import GenerationEngine, LanguageTrainer
 
 
 class TrainerFactory(Protocol):
@@ -31,8 +31,19 @@ class EngineFactory(Protocol):
     def __call__(self, config: Any, seed: int, device: str, /) -> GenerationEngine: ...
 
 
+class LanguageTrainerFactory(Protocol):
+    """Builds one rank's trainer of a language model from the backend's own configuration."""
+
+    def __call__(self, config: Any, world_size: int, rank: int, /) -> LanguageTrainer: ...
+
+
 TRAINERS = {"fsdp": "rlinf_async.backends.fsdp.embodied:EmbodiedTrainer"}
 """name -> ``module:factory``; each factory's module says what its configuration is"""
+
+LANGUAGE_TRAINERS = {
+    "fsdp": "rlinf_async.backends.fsdp.language.trainer:PolicyTrainer",
+    "fsdp_critic": "rlinf_async.backends.fsdp.language.critic:CriticTrainer",
+}
 
 POLICIES = {"torch": "rlinf_async.backends.policies.serving:PolicyServer"}
 
@@ -50,6 +61,12 @@ class UnknownBackend(LookupError):
 def load_trainer_backend(name: str) -> TrainerFactory:
     """Return what builds the trainer ``name``; raises `UnknownBackend`."""
     factory: TrainerFactory = _load("trainer", TRAINERS, name)
+    return factory
+
+
+def load_language_trainer(name: str) -> LanguageTrainerFactory:
+    """Return what builds the language trainer ``name``; raises `UnknownBackend`."""
+    factory: LanguageTrainerFactory = _load("language trainer", LANGUAGE_TRAINERS, name)
     return factory
 
 

@@ -62,12 +62,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ValueError(f"min_factor is {self.min_factor}; it must lie between 0 and 1")
 
 
-class FSDPConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model, how it is sharded, and how it is optimised."""
+class ShardingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a model is sharded and optimised, whichever model it is."""
 
-    policy: PolicyConfig = PolicyConfig()
-    pretrained: str | None = None
-    """folder of a Hugging Face causal language model; it takes the place of ``policy``"""
     strategy: Literal["fsdp1", "fsdp2"] = "fsdp2"
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """of the arithmetic; parameters and optimizer stay float32. float16 scales the loss"""
@@ -88,6 +85,14 @@ class FSDPConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 "critic_warmup_steps needs strategy 'fsdp2': fsdp1 cannot save an optimizer that "
                 "holds state for a part of its parameters"
             )
+
+
+class FSDPConfig(ShardingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A policy, how it is sharded, and how it is optimised."""
+
+    policy: PolicyConfig = PolicyConfig()
+    pretrained: str | None = None
+    """folder of a Hugging Face causal language model; it takes the place of ``policy``"""
 
 
 class PPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

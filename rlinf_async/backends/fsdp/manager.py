@@ -1,4 +1,7 @@
-"""`FSDPModelManager`: one model, its optimizer, where they are, and their checkpoints.
+"""`ShardedModelManager`: one model, its optimizer, where they are, and their checkpoints.
+
+`FSDPModelManager` is the one whose model is a registered policy; for language models see
+`language.manager`.
 
 Names and semantics: SEMANTICS.md, "Actor over FSDP". World size 1 needs no process group.
 """
@@ -7,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlinf_async.backends.fsdp import offload, persistence, ranks
-from rlinf_async.backends.fsdp.config import FSDPConfig
+from rlinf_async.backends.fsdp.config import FSDPConfig, ShardingConfig
 from rlinf_async.backends.fsdp.errors import OffloadedError
 from rlinf_async.backends.fsdp.gradients import GradientBuffer
 from rlinf_async.backends.fsdp.optim import LossScaler, lr_factor, parameter_groups
@@ -31,7 +34,7 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class FSDPModelManager:
+class ShardedModelManager:
     """Builds, shards, optimises, offloads, saves and loads one model on one rank.
 
     At world size 1 the model is a plain module (see `sharding`). Methods marked collective must be
@@ -43,7 +46,7 @@ class FSDPModelManager:
     lr_scheduler: LambdaLR
     grad_scaler: LossScaler
 
-    def __init__(self, cfg: FSDPConfig, world_size: int, rank: int) -> None:
+    def __init__(self, cfg: ShardingConfig, world_size: int, rank: int) -> None:
         """Keep the settings; `setup_model_and_optimizer` builds. torch.distributed is up already.
 
         Raises `ValueError` for a rank outside the world and a device that is not there.
@@ -63,10 +66,8 @@ class FSDPModelManager:
         self._buffers: dict[str, GradientBuffer] = {}
 
     def model_provider_func(self) -> nn.Module:
-        """Return a new model: the registered policy, or a Hugging Face one where asked for."""
-        if self.cfg.pretrained is not None:
-            return load_pretrained(self.cfg.pretrained)
-        return policies[self.cfg.policy.name](self.cfg.policy)
+        """Return a new model, on the CPU."""
+        raise NotImplementedError
 
     def setup_model_and_optimizer(self) -> None:
         """Build the model, shard it, and build optimizer, LR scheduler and loss scaler. Collective.
@@ -136,8 +137,11 @@ class FSDPModelManager:
                 buffer = self._buffers[group["name"]] = GradientBuffer(group["params"])
             buffer.attach()
 
-    def optimizer_step(self) -> tuple[float, list[float]]:
+    def optimizer_step(self, gradient_factor: float = 1.0) -> tuple[float, list[float]]:
         """Unscale, clip, step, schedule, and zero the gradients. Collective.
+
+        Gradients are multiplied by ``gradient_factor`` first: what divides a sum whose size was not
+        known while it was added up.
 
         Returns the gradient norm before clipping and the learning rate that each group was stepped
         with. A norm that is not finite skips the step, logs a warning and counts in
@@ -149,7 +153,7 @@ class FSDPModelManager:
                 "load_param_and_grad() and load_optimizer() first"
             )
         lrs = [group["lr"] for group in self._groups]
-        grad_norm = self._clip()
+        grad_norm = self._clip(gradient_factor)
         finite = math.isfinite(grad_norm)
         if finite:
             self.optimizer.step()
@@ -166,26 +170,32 @@ class FSDPModelManager:
         self.zero_grad()
         return grad_norm, lrs
 
-    def _clip(self) -> float:
+    def _clip(self, factor: float) -> float:
         limit = self.cfg.optimizer.max_grad_norm
         frozen = [group for group in self.optimizer.param_groups if group["frozen"]]
         if self.world_size > 1:
             for group in frozen:
                 for parameter in group["params"]:
                     parameter.grad = None
-            gradients = (p.grad for p in self.model.parameters() if p.grad is not None)
-            self.grad_scaler.unscale(gradients)
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            self._rescale(gradients, factor)
             return clip_gradients(self.model, limit)
-        return self._clip_buffers({group["name"] for group in frozen}, limit)
+        return self._clip_buffers({group["name"] for group in frozen}, limit, factor)
 
-    def _clip_buffers(self, frozen: set[str], limit: float | None) -> float:
+    def _rescale(self, gradients: Sequence[Tensor], factor: float) -> None:
+        self.grad_scaler.unscale(gradients)
+        if factor != 1.0:
+            for gradient in gradients:
+                gradient.mul_(factor)
+
+    def _clip_buffers(self, frozen: set[str], limit: float | None, factor: float) -> float:
         active = [buffer for name, buffer in self._buffers.items() if name not in frozen]
         for name in frozen:
             self._buffers[name].detach()
         for buffer in active:
             buffer.collect()
         flats = [buffer.flat for buffer in active]
-        self.grad_scaler.unscale(flats)
+        self._rescale(flats, factor)
         norm = math.hypot(*(torch.linalg.vector_norm(flat).item() for flat in flats))
         if limit is not None and limit < norm < math.inf:
             for flat in flats:
@@ -284,6 +294,21 @@ class FSDPModelManager:
         folder is damaged or of another model.
         """
         return persistence.load(self, Path(path), restore_rng=restore_rng)
+
+
+class FSDPModelManager(ShardedModelManager):
+    """The manager of a registered policy."""
+
+    cfg: FSDPConfig
+
+    def __init__(self, cfg: FSDPConfig, world_size: int, rank: int) -> None:
+        super().__init__(cfg, world_size, rank)
+
+    def model_provider_func(self) -> nn.Module:
+        """Return a new model: the registered policy, or a Hugging Face one where asked for."""
+        if self.cfg.pretrained is not None:
+            return load_pretrained(self.cfg.pretrained)
+        return policies[self.cfg.policy.name](self.cfg.policy)
 
 
 def _collected(group: dict[str, Any]) -> GradientBuffer:

@@ -32,11 +32,11 @@ from rlinf_async.backends.fsdp.state import (
 )
 
 if TYPE_CHECKING:
-    from rlinf_async.backends.fsdp.manager import FSDPModelManager
+    from rlinf_async.backends.fsdp.manager import ShardedModelManager
 
 
-def save(manager: FSDPModelManager, path: Path, extra: Mapping[str, Any]) -> None:
-    """Write a checkpoint folder; see `FSDPModelManager.save_checkpoint`."""
+def save(manager: ShardedModelManager, path: Path, extra: Mapping[str, Any]) -> None:
+    """Write a checkpoint folder; see `ShardedModelManager.save_checkpoint`."""
     staging = staging_folder(path)
     with ranks.together(manager, f"preparing {staging}"):
         if manager.rank == 0:
@@ -54,9 +54,9 @@ def save(manager: FSDPModelManager, path: Path, extra: Mapping[str, Any]) -> Non
 
 
 def load(
-    manager: FSDPModelManager, path: Path, *, restore_rng: bool = False
+    manager: ShardedModelManager, path: Path, *, restore_rng: bool = False
 ) -> list[dict[str, Any]]:
-    """Read a checkpoint folder; see `FSDPModelManager.load_checkpoint`."""
+    """Read a checkpoint folder; see `ShardedModelManager.load_checkpoint`."""
     with ranks.together(manager, f"reading {path}"):
         files = read_files(path)
         saved = gather(file["state"] for file in files)
@@ -74,7 +74,7 @@ def load(
     return [file["extra"] for file in files]
 
 
-def _content(manager: FSDPModelManager, extra: Mapping[str, Any]) -> dict[str, Any]:
+def _content(manager: ShardedModelManager, extra: Mapping[str, Any]) -> dict[str, Any]:
     model = {MODEL + k: v for k, v in model_state(manager.model).items()}
     moments = optimizer_state(manager.model, manager.optimizer)
     progress = {

@@ -1,0 +1,90 @@
+"""`CriticTrainer`: the `LanguageTrainer` of a critic, over FSDP.
+
+Its targets are the ``returns`` that `compute_advantages` finds from rewards and from the values
+that this critic gave when the samples were collected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf_async.algorithms.language.aggregation import share_of
+from rlinf_async.algorithms.language.losses import token_value_loss
+from rlinf_async.backends.fsdp.errors import FSDPError
+from rlinf_async.backends.fsdp.language.forward import token_answers
+from rlinf_async.backends.fsdp.language.packing import Packed, pack_samples
+from rlinf_async.backends.fsdp.language.step import NothingToDo, Part
+from rlinf_async.backends.fsdp.language.trainer import LanguageTrainerBase
+from rlinf_async.backends.language import MicroBatch
+from rlinf_async.messages.embodied import Floats
+from rlinf_async.messages.language import TrainingSample
+from rlinf_async.messages.weights import WeightUpdate
+
+NOT_A_POLICY = "a critic has no {what}: ask the actor (backend 'fsdp')"
+
+
+class CriticTrainer(LanguageTrainerBase):
+    """Half the squared error of values, over packed samples, for one rank of a critic."""
+
+    critic = True
+
+    def _part(self, micro_batch: MicroBatch) -> Part | NothingToDo:
+        samples = micro_batch.samples
+        for sample in samples:
+            if sample.returns is None or sample.value is None:
+                raise ValueError(
+                    f"sample {sample.group}/{sample.index} has no returns or no values: a critic "
+                    "trains on samples with its own values, after compute_advantages()"
+                )
+        going, units = self._whole_batch(samples, [False] * len(samples))
+        if not going:
+            return NothingToDo(units)
+        masks = [one.loss_mask & one.scored for one in going]
+
+        def column(name: str) -> Tensor:
+            parts = [getattr(one, name)[mask] for one, mask in zip(going, masks, strict=True)]
+            return torch.from_numpy(np.concatenate(parts)).to(self.manager.device)
+
+        packed = pack_samples(going, masks, self.manager.device)
+        with self.manager.autocast():
+            value: Tensor = self.manager.model(packed)
+        returns, clip = column("returns"), self.config.loss.value_clip
+        losses = token_value_loss(value, column("value"), returns, clip)
+        counts = [int(mask.sum()) for mask in masks]
+        shares = [share_of(count, self.config.loss.aggregation).weight for count in counts]
+        weights = torch.from_numpy(np.repeat(np.array(shares, np.float32), counts))
+        error = (value.detach() - returns).square()
+        metrics = {"value": value.detach().sum(), "value_error": error.sum()}
+        return Part((losses * weights.to(value.device)).sum(), units, len(packed.rows), metrics)
+
+    def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+        """Values ``[R]`` before each response token. Collective."""
+
+        def answer(packed: Packed) -> Tensor:
+            value: Tensor = self.manager.model(packed)
+            return value
+
+        return token_answers(self.manager, samples, self.config.max_tokens_per_forward, answer)
+
+    def log_probs(
+        self, samples: Sequence[TrainingSample], *, reference: bool = False
+    ) -> list[Floats]:
+        """Raise `FSDPError`."""
+        raise FSDPError(NOT_A_POLICY.format(what="log-probs"))
+
+    def publish(self) -> WeightUpdate:
+        """Raise `FSDPError`: no engine takes a critic."""
+        raise FSDPError(NOT_A_POLICY.format(what="weights to publish"))
+
+    def load(self, update: WeightUpdate) -> None:
+        """Raise `FSDPError`."""
+        raise FSDPError(NOT_A_POLICY.format(what="place for published weights"))
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Raise `FSDPError`: a value head has no place in a Hugging Face folder."""
+        raise FSDPError(NOT_A_POLICY.format(what="Hugging Face folder"))

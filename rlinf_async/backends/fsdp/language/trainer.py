@@ -1,0 +1,269 @@
+"""`PolicyTrainer`: the `LanguageTrainer` of an actor, over FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlinf_async.algorithms.language.advantages import (
+    AdvantageMoments,
+    advantage_moments,
+    compute_group_advantages,
+    whitened,
+)
+from rlinf_async.algorithms.language.aggregation import share_of
+from rlinf_async.algorithms.language.losses import TokenLossInputs, token_loss
+from rlinf_async.backends.fsdp.errors import FSDPError
+from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
+from rlinf_async.backends.fsdp.language.forward import largest, token_answers
+from rlinf_async.backends.fsdp.language.head import TokenStatistics
+from rlinf_async.backends.fsdp.language.manager import LanguageModelManager
+from rlinf_async.backends.fsdp.language.packing import Packed, pack_samples
+from rlinf_async.backends.fsdp.language.publishing import (
+    hugging_face_state,
+    load_hugging_face_state,
+)
+from rlinf_async.backends.fsdp.language.reference import KeptWeights
+from rlinf_async.backends.fsdp.language.step import NothingToDo, Part, optimizer_step
+from rlinf_async.backends.fsdp.manager import DTYPES
+from rlinf_async.backends.language import MicroBatch
+from rlinf_async.messages.embodied import Floats
+from rlinf_async.messages.language import TrainingSample
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.weights import pack
+
+SILENT_AT_ZERO = frozenset({"ppo", "gspo", "reinforce"})
+"""losses without a gradient where the advantage is 0"""
+
+
+class LanguageTrainerBase:
+    """What a policy and a critic have in common. torch.distributed is up where it is needed."""
+
+    critic = False
+
+    def __init__(self, config: LanguageTrainerConfig, world_size: int, rank: int) -> None:
+        self.config = config
+        self.manager = LanguageModelManager(config, world_size, rank, critic=self.critic)
+        self.manager.setup_model_and_optimizer()
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """How many iterations were trained, or the version that `load` took."""
+        return self._version
+
+    def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """Return the samples of whole groups with advantages and returns, never normalised."""
+        return compute_group_advantages(samples, self.config.advantage)
+
+    @property
+    def normalizes(self) -> bool:
+        """Advantages are normalised over the global batch."""
+        return self.config.advantage.whitens and not self.critic
+
+    def normalize_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """Return this rank's part of a global batch, normalised over all of it. Collective."""
+        moments = advantage_moments(samples)
+        if self.manager.world_size > 1:
+            row = torch.tensor(moments, dtype=torch.float64, device=self.manager.device)
+            dist.all_reduce(row)
+            moments = AdvantageMoments(*row.tolist())
+        return whitened(samples, moments)
+
+    def agree(self, count: int, /) -> int:
+        """Return the largest of what the ranks gave. Collective."""
+        return largest(self.manager, count)
+
+    def training_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
+        """Make one optimizer step; see `step.optimizer_step`. Collective."""
+        return optimizer_step(self.manager, micro_batches, self._part)
+
+    def _part(self, micro_batch: MicroBatch) -> Part | NothingToDo:
+        raise NotImplementedError
+
+    def end_iteration(self) -> None:
+        """Count the version up."""
+        self._version += 1
+
+    def offload(self, *, keep_weights: bool = False) -> None:
+        """Move optimizer state and weights to the CPU, and drop the gradients."""
+        self.manager.offload_optimizer()
+        if not keep_weights:
+            self.manager.offload_param_and_grad()
+
+    def onload(self) -> None:
+        """Take weights and optimizer state back to the device."""
+        self.manager.load_param_and_grad()
+        self.manager.load_optimizer()
+
+    def save_checkpoint(self, path: Path, extra: Mapping[str, object] | None = None) -> None:
+        """Write a checkpoint folder, atomically; ``extra`` is this rank's own. Collective."""
+        content = {"version": self._version, "extra": dict(extra or {})}
+        self.manager.save_checkpoint(path, content)
+
+    def load_checkpoint(self, path: Path) -> list[dict[str, object]]:
+        """Go on where the checkpoint was written; the extras of its ranks. Collective."""
+        extras: list[dict[str, Any]] = self.manager.load_checkpoint(path)
+        self._version = extras[0]["version"]
+        return [extra["extra"] for extra in extras]
+
+    def _whole_batch(
+        self, samples: Sequence[TrainingSample], silent: Sequence[bool]
+    ) -> tuple[list[TrainingSample], float]:
+        """The samples that go through the model, and the units of all."""
+        masks = [_trained(sample) for sample in samples]
+        aggregation = self.config.loss.aggregation
+        units = sum(share_of(int(mask.sum()), aggregation).units for mask in masks)
+        going = [
+            sample
+            for sample, mask, quiet in zip(samples, masks, silent, strict=True)
+            if mask.any() and not quiet
+        ]
+        if not going and self.manager.world_size > 1:
+            # Every rank takes part in every forward and backward pass; this one trains nothing.
+            going = [samples[0]]
+        return going, units
+
+
+class PolicyTrainer(LanguageTrainerBase):
+    """A `LanguageTrainer`: policy-gradient losses over packed samples, for one rank of an actor."""
+
+    def __init__(self, config: LanguageTrainerConfig, world_size: int, rank: int) -> None:
+        super().__init__(config, world_size, rank)
+        self._reference = KeptWeights(self.manager.model) if config.reference else None
+
+    def _part(self, micro_batch: MicroBatch) -> Part | NothingToDo:
+        samples, config = micro_batch.samples, self.config.loss
+        self._check_ready(samples)
+        going, units = self._whole_batch(samples, [self._silent(one) for one in samples])
+        if not going:
+            return NothingToDo(units)
+        masks = [_trained(sample) for sample in going]
+        packed = pack_samples(going, masks, self.manager.device)
+        with self.manager.autocast():
+            now: TokenStatistics = self.manager.model(packed)
+        inputs = self._inputs(going, masks, now)
+        found = token_loss(inputs, config)
+        weights = self._weights(masks)
+        loss = (found.loss * weights).sum()
+        tokens = len(packed.rows)
+        return Part(loss, units, tokens, {name: m.sum() for name, m in found.metrics.items()})
+
+    def _inputs(
+        self,
+        samples: Sequence[TrainingSample],
+        masks: Sequence[NDArray[np.bool_]],
+        now: TokenStatistics,
+    ) -> TokenLossInputs:
+        def column(name: str, fallback: str | None = None) -> Tensor:
+            parts = []
+            for sample, mask in zip(samples, masks, strict=True):
+                found = getattr(sample, name)
+                if found is None and fallback is not None:
+                    found = getattr(sample, fallback)
+                parts.append(found[mask])
+            return torch.from_numpy(np.concatenate(parts)).to(self.manager.device)
+
+        behaviour = column("log_prob")
+        proximal = {
+            "auto": lambda: column("prev_log_prob", "log_prob"),
+            "behaviour": lambda: behaviour,
+            "current": lambda: now.log_prob.detach(),
+        }[self.config.loss.proximal]()
+        with_reference = all(sample.ref_log_prob is not None for sample in samples)
+        counts = torch.tensor([int(mask.sum()) for mask in masks])
+        return TokenLossInputs(
+            log_prob=now.log_prob,
+            entropy=now.entropy,
+            proximal_log_prob=proximal,
+            behaviour_log_prob=behaviour,
+            ref_log_prob=column("ref_log_prob") if with_reference else None,
+            advantage=column("advantage"),
+            sample=torch.repeat_interleave(counts).to(self.manager.device),
+            samples=len(samples),
+        )
+
+    def _weights(self, masks: Sequence[NDArray[np.bool_]]) -> Tensor:
+        counts = [int(mask.sum()) for mask in masks]
+        shares = [share_of(count, self.config.loss.aggregation).weight for count in counts]
+        weights = np.repeat(np.array(shares, np.float32), counts)
+        return torch.from_numpy(weights).to(self.manager.device)
+
+    def _silent(self, sample: TrainingSample) -> bool:
+        loss = self.config.loss
+        quiet = loss.name in SILENT_AT_ZERO and not (
+            loss.kl_coefficient or loss.entropy_coefficient
+        )
+        return (
+            self.config.skip_silent
+            and quiet
+            and sample.advantage is not None
+            and not sample.advantage.any()
+        )
+
+    def _check_ready(self, samples: Sequence[TrainingSample]) -> None:
+        for sample in samples:
+            if sample.advantage is None:
+                raise ValueError(
+                    f"sample {sample.group}/{sample.index} has no advantage: call "
+                    "compute_advantages() on its group first"
+                )
+
+    def log_probs(
+        self, samples: Sequence[TrainingSample], *, reference: bool = False
+    ) -> list[Floats]:
+        """Log-probs ``[R]`` of each response, by this model or the reference weights. Collective.
+
+        Raises `FSDPError` for the reference where none is kept.
+        """
+
+        def answer(packed: Packed) -> Tensor:
+            found: TokenStatistics = self.manager.model(packed)
+            return found.log_prob
+
+        limit = self.config.max_tokens_per_forward
+        if not reference:
+            return token_answers(self.manager, samples, limit, answer)
+        if self._reference is None:
+            raise FSDPError(
+                "reference log-probs were asked for, but no reference weights are kept: set "
+                "reference = true in the trainer's configuration"
+            )
+        self.manager.check_loaded("reference log-probs")
+        with self._reference.in_place_of(self.manager.model):
+            return token_answers(self.manager, samples, limit, answer)
+
+    def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+        """Raise `FSDPError`: a policy has no values."""
+        raise FSDPError("a policy has no values: ask a critic (backend 'fsdp_critic')")
+
+    def publish(self) -> WeightUpdate:
+        """Return the weights of the present version; no buckets but on rank 0. Collective."""
+        dtype = DTYPES[self.config.publish_precision]
+        state = hugging_face_state(self.manager, dtype)
+        return pack(state, self._version, self.config.bucket_bytes)
+
+    def load(self, update: WeightUpdate) -> None:
+        """Take published weights and their version; for a rank on its own."""
+        load_hugging_face_state(self.manager, update)
+        self._version = update.version
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write config and weights as Hugging Face does, from rank 0. Collective."""
+        state = hugging_face_state(self.manager)
+        if self.manager.rank == 0:
+            cast(Any, self.manager.language).save_pretrained(folder, state_dict=state)
+        if self.manager.world_size > 1:
+            dist.barrier()
+
+
+def _trained(sample: TrainingSample) -> NDArray[np.bool_]:
+    """The tokens that the loss is made of."""
+    return sample.loss_mask if sample.scored else np.zeros_like(sample.loss_mask)
