@@ -78,3 +78,20 @@ class LanguageTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_un
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; it must be at least 0")
+
+
+class SupervisedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A supervised phase. The learning rate is the trainer's."""
+
+    steps: int
+    batch_size: int = 64
+    """examples of one optimizer step, over all ranks"""
+    micro_batch_size: int | None = None
+    """examples of one forward and backward pass; a rank's whole share when left out"""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "micro_batch_size"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ValueError(f"{name} is {number}; it must be at least 1")

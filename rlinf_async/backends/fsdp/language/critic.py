@@ -13,13 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf_async.algorithms.language.aggregation import share_of
 from rlinf_async.algorithms.language.losses import token_value_loss
 from rlinf_async.backends.fsdp.errors import FSDPError
 from rlinf_async.backends.fsdp.language.forward import token_answers
 from rlinf_async.backends.fsdp.language.packing import Packed, pack_samples
 from rlinf_async.backends.fsdp.language.step import NothingToDo, Part
-from rlinf_async.backends.fsdp.language.trainer import LanguageTrainerBase
+from rlinf_async.backends.fsdp.language.trainer import (
+    LanguageTrainerBase,
+    token_weights,
+    trained_tokens,
+)
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
@@ -41,10 +44,11 @@ class CriticTrainer(LanguageTrainerBase):
                     f"sample {sample.group}/{sample.index} has no returns or no values: a critic "
                     "trains on samples with its own values, after compute_advantages()"
                 )
-        going, units = self._whole_batch(samples, [False] * len(samples))
+        config = self.config.loss
+        going, units = self._whole_batch(samples, [False] * len(samples), config)
         if not going:
             return NothingToDo(units)
-        masks = [one.loss_mask & one.scored for one in going]
+        masks = [trained_tokens(one) for one in going]
 
         def column(name: str) -> Tensor:
             parts = [getattr(one, name)[mask] for one, mask in zip(going, masks, strict=True)]
@@ -53,14 +57,12 @@ class CriticTrainer(LanguageTrainerBase):
         packed = pack_samples(going, masks, self.manager.device)
         with self.manager.autocast():
             value: Tensor = self.manager.model(packed)
-        returns, clip = column("returns"), self.config.loss.value_clip
-        losses = token_value_loss(value, column("value"), returns, clip)
-        counts = [int(mask.sum()) for mask in masks]
-        shares = [share_of(count, self.config.loss.aggregation).weight for count in counts]
-        weights = torch.from_numpy(np.repeat(np.array(shares, np.float32), counts))
+        returns = column("returns")
+        losses = token_value_loss(value, column("value"), returns, config.value_clip)
+        total = (losses * token_weights(masks, config, losses.device)).sum()
         error = (value.detach() - returns).square()
         metrics = {"value": value.detach().sum(), "value_error": error.sum()}
-        return Part((losses * weights.to(value.device)).sum(), units, len(packed.rows), metrics)
+        return Part(total, units, len(packed.rows), metrics)
 
     def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
         """Values ``[R]`` before each response token. Collective."""

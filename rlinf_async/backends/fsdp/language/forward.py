@@ -45,6 +45,8 @@ def token_answers(
     """
     manager.check_loaded("a forward pass")
     parts = by_tokens([sample.tokens for sample in samples], limit)
+    # Agreed on before the first pass: its collectives must not meet those of a forward pass.
+    idle = largest(manager, len(parts)) - len(parts)
     found: dict[int, Floats] = {}
     with torch.no_grad(), manager.autocast():
         for part in parts:
@@ -53,7 +55,7 @@ def token_answers(
             numbers = answer(packed).float().cpu().numpy()
             ends = np.cumsum([len(one.response_ids) for one in chosen])[:-1]
             found |= zip(part, np.split(numbers, ends), strict=True)
-        for _ in range(largest(manager, len(parts)) - len(parts)):
+        for _ in range(idle):
             answer(_idle(manager))
     manager.reshard()
     return [found[at] for at in range(len(samples))]

@@ -84,7 +84,7 @@ class ValueNetwork(LanguageNetwork):
     def forward(self, packed: Packed) -> Tensor:
         """Return the values ``[N]`` of the states before the targets."""
         value: Tensor = self.value_head(self.hidden_states(packed)).float()
-        return value[:, 0]
+        return value.squeeze(-1).clone()
 
 
 def check_same_as_transformers(network: PolicyNetwork) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from rlinf_async.algorithms.language.advantages import (
     whitened,
 )
 from rlinf_async.algorithms.language.aggregation import share_of
+from rlinf_async.algorithms.language.config import LanguageLossConfig
 from rlinf_async.algorithms.language.losses import TokenLossInputs, token_loss
 from rlinf_async.backends.fsdp.errors import FSDPError
 from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
@@ -38,6 +40,8 @@ from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights import pack
+
+SUPERVISED = LanguageLossConfig(name="supervised")
 
 SILENT_AT_ZERO = frozenset({"ppo", "gspo", "reinforce"})
 """losses without a gradient where the advantage is 0"""
@@ -115,12 +119,14 @@ class LanguageTrainerBase:
         return [extra["extra"] for extra in extras]
 
     def _whole_batch(
-        self, samples: Sequence[TrainingSample], silent: Sequence[bool]
+        self,
+        samples: Sequence[TrainingSample],
+        silent: Sequence[bool],
+        config: LanguageLossConfig,
     ) -> tuple[list[TrainingSample], float]:
         """The samples that go through the model, and the units of all."""
-        masks = [_trained(sample) for sample in samples]
-        aggregation = self.config.loss.aggregation
-        units = sum(share_of(int(mask.sum()), aggregation).units for mask in masks)
+        masks = [trained_tokens(sample) for sample in samples]
+        units = sum(share_of(int(mask.sum()), config.aggregation).units for mask in masks)
         going = [
             sample
             for sample, mask, quiet in zip(samples, masks, silent, strict=True)
@@ -139,28 +145,34 @@ class PolicyTrainer(LanguageTrainerBase):
         super().__init__(config, world_size, rank)
         self._reference = KeptWeights(self.manager.model) if config.reference else None
 
-    def _part(self, micro_batch: MicroBatch) -> Part | NothingToDo:
-        samples, config = micro_batch.samples, self.config.loss
+    def supervised_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
+        """Make one optimizer step on the cross-entropy of the responses. Collective."""
+        return optimizer_step(self.manager, micro_batches, partial(self._part, loss=SUPERVISED))
+
+    def _part(
+        self, micro_batch: MicroBatch, loss: LanguageLossConfig | None = None
+    ) -> Part | NothingToDo:
+        samples, config = micro_batch.samples, loss or self.config.loss
         self._check_ready(samples)
-        going, units = self._whole_batch(samples, [self._silent(one) for one in samples])
+        silent = [self._silent(one, config) for one in samples]
+        going, units = self._whole_batch(samples, silent, config)
         if not going:
             return NothingToDo(units)
-        masks = [_trained(sample) for sample in going]
+        masks = [trained_tokens(sample) for sample in going]
         packed = pack_samples(going, masks, self.manager.device)
         with self.manager.autocast():
             now: TokenStatistics = self.manager.model(packed)
-        inputs = self._inputs(going, masks, now)
-        found = token_loss(inputs, config)
-        weights = self._weights(masks)
-        loss = (found.loss * weights).sum()
-        tokens = len(packed.rows)
-        return Part(loss, units, tokens, {name: m.sum() for name, m in found.metrics.items()})
+        found = token_loss(self._inputs(going, masks, now, config), config)
+        total = (found.loss * token_weights(masks, config, found.loss.device)).sum()
+        metrics = {name: numbers.sum() for name, numbers in found.metrics.items()}
+        return Part(total, units, len(packed.rows), metrics)
 
     def _inputs(
         self,
         samples: Sequence[TrainingSample],
         masks: Sequence[NDArray[np.bool_]],
         now: TokenStatistics,
+        config: LanguageLossConfig,
     ) -> TokenLossInputs:
         def column(name: str, fallback: str | None = None) -> Tensor:
             parts = []
@@ -176,7 +188,7 @@ class PolicyTrainer(LanguageTrainerBase):
             "auto": lambda: column("prev_log_prob", "log_prob"),
             "behaviour": lambda: behaviour,
             "current": lambda: now.log_prob.detach(),
-        }[self.config.loss.proximal]()
+        }[config.proximal]()
         with_reference = all(sample.ref_log_prob is not None for sample in samples)
         counts = torch.tensor([int(mask.sum()) for mask in masks])
         return TokenLossInputs(
@@ -190,14 +202,7 @@ class PolicyTrainer(LanguageTrainerBase):
             samples=len(samples),
         )
 
-    def _weights(self, masks: Sequence[NDArray[np.bool_]]) -> Tensor:
-        counts = [int(mask.sum()) for mask in masks]
-        shares = [share_of(count, self.config.loss.aggregation).weight for count in counts]
-        weights = np.repeat(np.array(shares, np.float32), counts)
-        return torch.from_numpy(weights).to(self.manager.device)
-
-    def _silent(self, sample: TrainingSample) -> bool:
-        loss = self.config.loss
+    def _silent(self, sample: TrainingSample, loss: LanguageLossConfig) -> bool:
         quiet = loss.name in SILENT_AT_ZERO and not (
             loss.kl_coefficient or loss.entropy_coefficient
         )
@@ -264,6 +269,15 @@ class PolicyTrainer(LanguageTrainerBase):
             dist.barrier()
 
 
-def _trained(sample: TrainingSample) -> NDArray[np.bool_]:
+def token_weights(
+    masks: Sequence[NDArray[np.bool_]], config: LanguageLossConfig, device: torch.device
+) -> Tensor:
+    """Return the weight ``[N]`` of each trained token in the sum of the losses."""
+    counts = [int(mask.sum()) for mask in masks]
+    shares = [share_of(count, config.aggregation).weight for count in counts]
+    return torch.from_numpy(np.repeat(np.array(shares, np.float32), counts)).to(device)
+
+
+def trained_tokens(sample: TrainingSample) -> NDArray[np.bool_]:
     """The tokens that the loss is made of."""
     return sample.loss_mask if sample.scored else np.zeros_like(sample.loss_mask)

@@ -1,0 +1,82 @@
+"""A short supervised phase: a model learns to answer at all, so that reinforcement can begin.
+
+The same trainer as for reinforcement, with the loss ``supervised``: the mean cross-entropy of the
+response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from rlinf_async.backends.fsdp.language.config import SupervisedConfig
+from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
+from rlinf_async.backends.language import MicroBatch
+from rlinf_async.messages.language import Tokens, TrainingSample
+
+
+class Example(msgspec.Struct, frozen=True):
+    """A prompt and the answer to learn."""
+
+    prompt_ids: Tokens
+    """``[P]``"""
+    response_ids: Tokens
+    """``[R]``, with the end-of-sequence token that generation is to stop at"""
+
+
+def fit_supervised(
+    trainer: PolicyTrainer, examples: Sequence[Example], config: SupervisedConfig
+) -> list[float]:
+    """Train on shuffled examples, epoch after epoch; return the loss of every step. Collective.
+
+    Every rank is given all examples and trains on its part of each batch. Raises `ValueError` for
+    fewer examples than a batch, and a batch that the ranks do not divide.
+    """
+    world_size, rank = trainer.manager.world_size, trainer.manager.rank
+    if len(examples) < config.batch_size:
+        raise ValueError(
+            f"{len(examples)} examples do not fill one batch of batch_size {config.batch_size}"
+        )
+    if config.batch_size % world_size:
+        raise ValueError(
+            f"batch_size is {config.batch_size}; it must be a multiple of the {world_size} ranks"
+        )
+    losses = []
+    batches = _batches(len(examples), config)
+    for _ in range(config.steps):
+        share = [_sample(at, examples[at]) for at in next(batches)[rank::world_size]]
+        size = config.micro_batch_size or len(share)
+        starts = range(0, len(share), size)
+        micro_batches = [
+            MicroBatch(share[start : start + size], start == starts[-1]) for start in starts
+        ]
+        losses.append(trainer.supervised_step(micro_batches)["loss"])
+    return losses
+
+
+def _batches(examples: int, config: SupervisedConfig) -> Iterator[list[int]]:
+    random = np.random.default_rng(config.seed)
+    while True:
+        order = random.permutation(examples).tolist()
+        for start in range(0, examples - config.batch_size + 1, config.batch_size):
+            yield order[start : start + config.batch_size]
+
+
+def _sample(at: int, example: Example) -> TrainingSample:
+    size = len(example.response_ids)
+    nothing = np.zeros(size, np.float32)
+    return TrainingSample(
+        group=at,
+        index=0,
+        prompt_ids=example.prompt_ids,
+        response_ids=example.response_ids,
+        loss_mask=np.ones(size, np.bool_),
+        log_prob=nothing,
+        version=np.zeros(size, np.int32),
+        temperature=1.0,
+        reward=0.0,
+        scored=True,
+        advantage=nothing,
+    )

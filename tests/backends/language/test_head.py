@@ -1,0 +1,83 @@
+"""The hand-written gradient of log-probs and entropies against autograd's, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlinf_async.backends.fsdp.language.head import token_statistics
+
+TOKENS, SIZE, VOCABULARY = 7, 5, 11
+
+
+def inputs(bias: bool) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(2)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    return {
+        "hidden": normal(TOKENS, SIZE).requires_grad_(),
+        "weight": normal(VOCABULARY, SIZE).requires_grad_(),
+        "bias": normal(VOCABULARY).requires_grad_() if bias else None,
+        "targets": torch.randint(VOCABULARY, (TOKENS,), generator=draw),
+        "scale": normal(TOKENS).exp(),
+    }
+
+
+def plainly(given: dict[str, Any], softcap: float | None) -> tuple[Tensor, Tensor]:
+    logits = torch.nn.functional.linear(given["hidden"], given["weight"], given["bias"])
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_p = (logits * given["scale"][:, None]).log_softmax(-1)
+    return log_p.gather(-1, given["targets"][:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def slopes(given: dict[str, Any], log_prob: Tensor, entropy: Tensor, part: str) -> list[Tensor]:
+    factors = torch.arange(1.0, TOKENS + 1)
+    total = torch.zeros(())
+    if part != "entropy":
+        total = total + (log_prob * factors).sum()
+    if part != "log_prob":
+        total = total + (entropy * factors.flip(0)).sum()
+    leaves = [tensor for tensor in given.values() if tensor is not None and tensor.requires_grad]
+    return list(torch.autograd.grad(total, leaves))
+
+
+@pytest.mark.parametrize("rows", [100, 3, 1], ids=["one chunk", "chunks", "single rows"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("part", ["both", "log_prob", "entropy"])
+def test_numbers_and_gradients_are_those_of_autograd(
+    rows: int, bias: bool, softcap: float | None, part: str
+) -> None:
+    given = inputs(bias)
+    found = token_statistics(**given, softcap=softcap, chunk_bytes=rows * VOCABULARY * 4)
+    expected = plainly(given, softcap)
+    torch.testing.assert_close(tuple(found), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        slopes(given, *found, part), slopes(given, *expected, part), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_no_tokens_are_no_error_and_have_a_gradient_of_zero() -> None:
+    given = inputs(bias=True)
+    for name in ("hidden", "targets", "scale"):
+        given[name] = given[name][:0]
+    found = token_statistics(**given)
+    assert len(found.log_prob) == 0
+    [grad] = torch.autograd.grad(found.log_prob.sum(), [given["weight"]])
+    assert not grad.any()
+
+
+def test_under_autocast_log_probs_stay_float32() -> None:
+    given = inputs(bias=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = token_statistics(**given)
+    assert found.log_prob.dtype == torch.float32
+    torch.testing.assert_close(found.log_prob, plainly(given, None)[0], rtol=0.05, atol=0.05)
+    found.log_prob.sum().backward()  # type: ignore[no-untyped-call]
+    assert given["hidden"].grad.dtype == torch.float32
