@@ -1,4 +1,4 @@
-"""Channels between processes: typed frames over a Unix socket, and no pickle.
+"""Channels between processes: typed frames over a Unix socket or TCP, and no pickle.
 
 ::
 
@@ -6,7 +6,10 @@
     framing     bytes   <-> frames                    (pure: no socket, no clock)
     transfer    frames  <-> messages, large ones in chunks
     auth        who may speak: proof of the cluster's secret, before anything else
+    link        one socket: first the handshake, then bytes
+    kept        what may have to be sent again over the next one; reach: whether there will be one
     connection  requests, replies, notices, cancellation, heartbeats between two processes
+    endpoint    serve and connect: a Unix socket, or TCP
     server      the owner of channels answers the ends of other processes
     client      those ends
 
@@ -26,6 +29,7 @@ from rlinf_async.channels.wire.endpoint import Server, connect, serve
 from rlinf_async.channels.wire.failures import RemoteError
 from rlinf_async.channels.wire.protocol import EndRef
 from rlinf_async.channels.wire.router import Request, Router
+from rlinf_async.channels.wire.secret import load_secret
 from rlinf_async.channels.wire.server import ChannelServer
 from rlinf_async.channels.wire.traffic import Traffic, traffic_of
 
@@ -48,6 +52,7 @@ __all__ = [
     "Traffic",
     "connect",
     "encode",
+    "load_secret",
     "serve",
     "traffic_of",
 ]
