@@ -8,6 +8,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import msgspec
 import numpy as np
@@ -44,7 +45,7 @@ def test_percentiles_are_in_microseconds() -> None:
 
 def test_a_rate_counts_what_was_taken_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = itertools.count(step=0.1)  # seconds: the clock is read before every take
-    monkeypatch.setattr(kit.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     taken = []
 
     async def take() -> None:
