@@ -23,9 +23,9 @@ class Did(IntEnum):
 
     PUTTING = 1
     PUT = 2
-    """it is in the channel: the put returned, and was confirmed"""
+    """it is in the channel: its put returned, and was confirmed"""
     TOLD = 3
-    """the put raised: the process was told that it does not know"""
+    """put, or what confirms it, raised: the process was told that it cannot know"""
     GOT = 4
     HELD = 5
     """under a lease"""

@@ -70,7 +70,7 @@ def plan(seed: int) -> Plan:
     faults.sort(key=lambda fault: fault.after)
     return Plan(
         seed=seed,
-        capacity=rng.choice([1, 2, 4, 8]),
+        capacity=rng.choice([1, 2, 4, 8, 32]),
         array_bytes=rng.choice([0, 0, 0, 1000, 100_000]),
         uvloop=rng.random() < 0.5,
         roles=tuple(roles),

@@ -135,10 +135,10 @@ async def work(control: socket.socket, order: Order, page: Page, plan: Plan) -> 
     socket.send_fds(control, [b"s"], [found.fileno()])
     end = ChannelClient(connection).end(order.end, Item)
     try:
+        rng = Random(order.seed)
         if isinstance(end, Sender):
-            await produce(end, order.role, page, plan)
+            await produce(end, order.role, page, plan, rng)
         elif isinstance(end, Receiver):
-            rng = Random(order.seed)
             await (hold(end, order.role, page, rng) if order.role.lease else take(end, page))
     except ConnectionLost:
         return LOST
@@ -147,17 +147,24 @@ async def work(control: socket.socket, order: Order, page: Page, plan: Plan) -> 
     return 0
 
 
-async def produce(sender: Sender[Item], role: Role, page: Page, plan: Plan) -> None:
-    with sender:
-        for number in range(role.first, role.stop):
-            page.write(Did.PUTTING, number)
-            values = np.full(plan.array_bytes // 4, number, np.uint32)
-            try:
-                await sender.put(Item(number, values))
-            except ConnectionLost:
-                page.write(Did.TOLD, number)
-                raise
-            page.write(Did.PUT, number)
+async def produce(sender: Sender[Item], role: Role, page: Page, plan: Plan, rng: Random) -> None:
+    """Put, and now and then wait until all that was put is confirmed."""
+    waiting: list[int] = []
+    try:
+        with sender:
+            for number in range(role.first, role.stop):
+                page.write(Did.PUTTING, number)
+                waiting.append(number)
+                await sender.put(Item(number, np.full(plan.array_bytes // 4, number, np.uint32)))
+                if rng.random() < 0.2 or number == role.stop - 1:
+                    await sender.flush()
+                    for confirmed in waiting:
+                        page.write(Did.PUT, confirmed)
+                    waiting.clear()
+    except ConnectionLost:
+        for number in waiting:
+            page.write(Did.TOLD, number)
+        raise
 
 
 async def take(receiver: Receiver[Item], page: Page) -> None:
