@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from rlinf_async.channels import Channel, Latest
-from rlinf_async.channels.wire import ChannelClient, ChannelServer, Connection, Router
+from rlinf_async.channels.wire import ChannelClient, ChannelServer, Connection, Router, protocol
 from rlinf_async.channels.wire.auth import Handshake
 from rlinf_async.channels.wire.endpoint import Server, connect, serve
 from rlinf_async.channels.wire.framing import LAST_TYPE, pack_header
@@ -26,6 +26,16 @@ from tests.fuzz.pure import SECRET, Broken
 
 SECONDS: Final = 10.0
 """Within which whoever is not at fault is served, and whoever left is forgotten."""
+
+TURNS: Final = 8
+
+
+def _key(pieces: Pieces) -> str | None:
+    return (None, "key")[pieces.byte() % 2]
+
+
+def _small(pieces: Pieces) -> int:
+    return pieces.byte() - 2
 
 
 class Live:
@@ -40,7 +50,7 @@ class Live:
         self._server: Server
         self._honest: Connection
         self._left = asyncio.Event()
-        self._round = 0
+        self._round = self._lends = 0
         self._loop.run_until_complete(self._start())
 
     def close(self) -> None:
@@ -70,13 +80,14 @@ class Live:
         anything: Any = Any
         queue: Channel[Any] = Channel(anything, name="hostile", capacity=4)
         newest: Latest[Any] = Latest(anything, name="newest")
-        ends = [
-            self.channels.end_ref(end, "hostile").number
+        refs = [
+            self.channels.end_ref(end, "hostile")
             for end in (queue.sender, queue.receiver, newest.sender, newest.receiver)
         ]
+        ends, self._lends = [ref.number for ref in refs], refs[0].queue
         self._left.clear()
         async with asyncio.timeout(SECONDS):
-            await self._say(b"".join(self._frames(Pieces(data), ends)))
+            await self._say(self._frames(Pieces(data), ends))
             await self._serve_honest()
             await self._left.wait()
         left = queue.statistics()
@@ -90,7 +101,8 @@ class Live:
             self.channels.withdraw(one)
 
     def _frames(self, pieces: Pieces, ends: list[int]) -> Iterator[bytes]:
-        """Frames whose lengths are right, most of them, about ends that are open."""
+        """Frames whose lengths are right, most of them, about ends that are open. An empty one
+        stands for time in which the server answers."""
         while pieces:
             kind = pieces.byte()
             if kind == 0:  # anything at all
@@ -112,13 +124,25 @@ class Live:
         if which >= len(self.kinds):
             return pieces.some()
         kind, end = self.kinds[which].encode(), ends[pieces.byte() % len(ends)]
-        rest = pieces.some()  # MessagePack of the other arguments, without the head of the array
-        count = 1 + pieces.byte() % 6
-        return (
-            bytes((len(kind),)) + kind + bytes((0x90 | count,)) + msgspec.msgpack.encode(end) + rest
-        )
+        if kind == b"channel.puts":
+            arguments = msgspec.msgpack.encode(self._puts(pieces, end))
+        elif kind == b"channel.return":
+            room = protocol.Room(self._lends, _key(pieces), _small(pieces), _small(pieces) or None)
+            arguments = msgspec.msgpack.encode(room)
+        else:  # MessagePack of the other arguments, without the array's head
+            rest, count = pieces.some(), 1 + pieces.byte() % 6
+            arguments = bytes((0x90 | count,)) + msgspec.msgpack.encode(end) + rest
+        return bytes((len(kind),)) + kind + arguments
 
-    async def _say(self, stream: bytes) -> None:
+    def _puts(self, pieces: Pieces, end: int) -> protocol.Puts:
+        """Items for which room may have been lent."""
+        runs = [
+            protocol.Run(self._lends, end, _key(pieces), _small(pieces), _small(pieces))
+            for _ in range(pieces.byte() % 3)
+        ]
+        return protocol.Puts(runs, [_small(pieces) for _ in range(pieces.byte() % 8)])
+
+    async def _say(self, frames: Iterable[bytes]) -> None:
         """Connect, prove the secret, say it, and leave."""
         with socket.socket(socket.AF_UNIX) as peer:
             peer.setblocking(False)
@@ -129,7 +153,10 @@ class Live:
                 handshake.feed(await self._loop.sock_recv(peer, 4096))
                 await self._loop.sock_sendall(peer, handshake.take_outgoing())
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                await self._loop.sock_sendall(peer, stream)
+                for frame in frames:
+                    await self._loop.sock_sendall(peer, frame)
+                    for _ in range(0 if frame else TURNS):
+                        await asyncio.sleep(0)
                 peer.shutdown(socket.SHUT_WR)
                 while await self._loop.sock_recv(peer, 1 << 16):
                     pass  # until the server has heard all of it, and closed

@@ -42,6 +42,9 @@ VALUES: tuple[Any, ...] = (
 METAS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("channel.put", (None, 1, "w")),
     ("channel.put", ("key", 2, "w")),
+    ("channel.put", (None, 1, "w", True)),
+    ("channel.flush", ()),
+    ("channel.confirm", ()),
     ("channel.get", (None, 1, None, "w", False)),
     ("channel.get", (None, 4, 1, "w", True)),
     ("channel.get", (7, 1, None, "w", True)),
@@ -120,9 +123,23 @@ def live() -> Iterator[bytes]:
             yield (one := bytes((_said(frame), number, Flag.BODY)) + head + body)
             every += one
     yield every
+    yield from _lent(kinds)
     for frame in FrameType:
         yield bytes((_said(frame), 1, 0, 255)) + piece(b"\x01" + bytes(7)) + piece(b"") + b"\x00"
     yield b"\x00" + piece(b"\xff" * 28)
+
+
+def _lent(kinds: list[str]) -> Iterator[bytes]:
+    """Room is asked for, used, and given back."""
+    notice, body = bytes((_said(FrameType.NOTICE), 0, Flag.BODY)), piece(b"\x01") + b"\x00"
+    arguments = piece(b"".join(map(msgspec.msgpack.encode, (None, 1, "w", True)))) + b"\x04"
+    want = bytes((kinds.index("channel.put"), 0)) + arguments + body
+    puts = bytes((kinds.index("channel.puts"), 0, 1, 0, 3, 3, 1, 3)) + body
+    give = bytes((kinds.index("channel.return"), 0, 0, 3, 2)) + body
+    asked = [bytes((_said(FrameType.REQUEST), number, Flag.BODY)) + want for number in (1, 2)]
+    pause = b"\x00" + piece(b"")
+    yield b"".join((*asked, pause, notice, puts, notice, give))
+    yield b"".join((*asked, pause, notice, give, notice, puts))
 
 
 def _said(kind: FrameType) -> int:
