@@ -46,5 +46,7 @@ def ordered_by(keys: Sequence[Ints]) -> Ints:
             words.append(key)
             room = extent
     if len(words) == 1:
-        return np.argsort(words[0], kind="stable")
-    return np.lexsort(words[::-1])
+        only: Ints = np.argsort(words[0], kind="stable")
+        return only
+    several: Ints = np.lexsort(words[::-1])
+    return several

@@ -1,0 +1,22 @@
+"""Plans of `rlinf_async.parallel`, carried out on live tensors."""
+
+from rlinf_async.backends.reshard.errors import (
+    BucketDamaged,
+    BuffersDiffer,
+    NotAgreed,
+    PeerLost,
+    ReshardError,
+)
+from rlinf_async.backends.reshard.executor import Report, State, allocate, reshard
+
+__all__ = [
+    "BucketDamaged",
+    "BuffersDiffer",
+    "NotAgreed",
+    "PeerLost",
+    "Report",
+    "ReshardError",
+    "State",
+    "allocate",
+    "reshard",
+]

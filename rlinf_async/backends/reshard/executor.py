@@ -1,0 +1,146 @@
+"""Carry a plan out between the ranks of a process group: gloo on CPUs, NCCL on GPUs.
+
+::
+
+    vote:             every rank of the group has the buffers that the plan asks for
+    for each round:   receive from each peer -----+
+                      pack, seal, send to each ---+--> local copies meanwhile --> check, unpack
+    vote:             every rank found every bucket sound
+
+    waits for                              unblocked by
+    a peer's bucket of the same round      the peer's pack, which waits for earlier rounds only
+    the vote                               every rank of the group, idle ones too
+
+Old buffers are only read, so a failure at any point leaves them as they were. Beside old and new
+shards a rank has at most ``bucket_bytes`` of buckets, and at most 16 bytes of padding for each run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlinf_async.backends.reshard.buckets import DtypeOf
+from rlinf_async.backends.reshard.errors import BucketDamaged, BuffersDiffer
+from rlinf_async.backends.reshard.exchange import Exchange, vote
+from rlinf_async.parallel import Buffer, Layout, Plan, RankPlan, Run, in_rounds
+
+DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
+DEFAULT_TIMEOUT = timedelta(seconds=120)
+
+
+class State(NamedTuple):
+    """This rank's buffers of one kind (weights, first moments, ...), by the layouts' names.
+
+    A rank that is in only one of the layouts gives an empty mapping for the other.
+    """
+
+    old: Mapping[str, Tensor]
+    new: Mapping[str, Tensor]
+    dtype: torch.dtype | None = None
+    """in which it travels, the same on all ranks; that of the new layout's tensors by default"""
+
+
+class Report(NamedTuple):
+    """What this rank did."""
+
+    sent_bytes: int
+    received_bytes: int
+    rounds: int
+    peak_bytes: int
+    """the most that buckets took at one time"""
+
+
+def allocate(
+    layout: Layout, rank: int, *, device: torch.device, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Return the buffers of a rank, to be filled; those with padding are zero.
+
+    ``dtype`` replaces that of the layout (float32 moments of bfloat16 weights).
+    """
+    return {
+        one.name: (torch.zeros if _is_padded(one) else torch.empty)(
+            one.shape, dtype=dtype or getattr(torch, one.dtype), device=device
+        )
+        for one in layout.of_rank(rank)
+    }
+
+
+def reshard(
+    plan: Plan,
+    states: Sequence[State],
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> Report:
+    """Fill the new buffers of every state from the old ones. Collective over the group.
+
+    The plan's ranks are those of the group; ranks in neither layout only vote. Returns only if
+    every rank has verified everything. Raises `BuffersDiffer` before anything is sent, `PeerLost`,
+    `BucketDamaged`, and `NotAgreed` on the ranks where all was well when it was not elsewhere.
+    """
+    rank = dist.get_rank(group)
+    whole = plan.of_rank(rank)
+    faults = [fault for state in states for fault in _faults(plan, whole, state)]
+    # A rank that cannot begin says so before others wait for its buckets.
+    vote(BuffersDiffer("; ".join(faults[:4])) if faults else None, group, device, timeout)
+    exchange = Exchange(group, device, timeout)
+    for state in states:
+        mine = in_rounds(plan, _limit(plan, state, bucket_bytes)).of_rank(rank)
+        exchange.run(mine, state.old, state.new, _travels_as(plan, state))
+    damage = BucketDamaged("; ".join(exchange.damaged[:4])) if exchange.damaged else None
+    vote(damage, group, device, timeout)
+    return Report(exchange.sent, exchange.received, exchange.rounds, exchange.peak)
+
+
+def _travels_as(plan: Plan, state: State) -> DtypeOf:
+    dtypes = {one.name: getattr(torch, one.dtype) for one in plan.new.tensors}
+
+    def dtype_of(run: Run) -> torch.dtype:
+        found: torch.dtype = state.dtype or dtypes[run.tensors[0]]
+        return found
+
+    return dtype_of
+
+
+def _limit(plan: Plan, state: State, bucket_bytes: int) -> int:
+    """Bytes of a round as the plan counts them: half of what may be there, one half each way."""
+    half = max(1, bucket_bytes // 2)
+    if state.dtype is None:
+        return half
+    narrowest = min(one.item_bytes for one in plan.new.tensors)
+    return max(1, half * min(narrowest, state.dtype.itemsize) // state.dtype.itemsize)
+
+
+def _faults(plan: Plan, mine: RankPlan, state: State) -> Iterable[str]:
+    """Say what this rank's buffers lack of what the plan reads and writes."""
+    read = {run.source.buffer for run in (*mine.copies, *mine.sends)}
+    written = {run.target.buffer for run in (*mine.copies, *mine.receives)}
+    for side, layout, used, held in (
+        ("old", plan.old, read, state.old),
+        ("new", plan.new, written, state.new),
+    ):
+        for one in layout.of_rank(mine.rank):
+            if one.name not in used:
+                continue
+            if one.name not in held:
+                yield f"rank {mine.rank} has no {side} buffer {one.name!r} {list(one.shape)}"
+            elif (count := held[one.name].numel()) != torch.Size(one.shape).numel():
+                yield (
+                    f"rank {mine.rank}: {side} buffer {one.name!r} has {count} elements, the "
+                    f"layout says {list(one.shape)}"
+                )
+            elif not held[one.name].is_contiguous():
+                yield f"rank {mine.rank}: {side} buffer {one.name!r} is not contiguous"
+
+
+def _is_padded(one: Buffer) -> bool:
+    held = sum(torch.Size(piece.size).numel() for piece in one.pieces)
+    return held < torch.Size(one.shape).numel()
