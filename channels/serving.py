@@ -285,8 +285,9 @@ class Serving:
             return False
         return self.max_weight is None or lane.weight + lane.held_weight + weight <= self.max_weight
 
-    def _admit(self, lane: Lane) -> None:
-        """Let waiting putters in, in order, while there is room."""
+    def _admit(self, lane: Lane) -> bool:
+        """Let waiting putters in, in order, while there is room; whether one came in."""
+        admitted = False
         while lane.putters and self._has_room(lane, lane.putters[0].entry.weight):
             wait = lane.putters.popleft()
             if wait.future.done():  # cancelled; its task has not run yet
@@ -294,6 +295,8 @@ class Serving:
             else:
                 lane.push(wait.entry)
                 wait.future.set_result(None)
+                admitted = True
+        return admitted
 
     def _serve(self, lane: Lane) -> None:
         """Hand items to those who wait, in order, and fill the room that this makes."""
@@ -305,8 +308,7 @@ class Serving:
                 lane.push_back(wait.give_back())
                 continue
             full = wait.collect()
-            while not full and lane.putters:
-                self._admit(lane)
+            while not full and lane.putters and self._admit(lane):  # lent room is no room
                 full = wait.collect()
             if not (full or wait.enough or self._nothing_can_come(lane, wait)):
                 break

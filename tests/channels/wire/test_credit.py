@@ -117,6 +117,20 @@ async def test_weight_is_lent_too_and_a_heavier_item_asks() -> None:
         await putting
 
 
+async def test_a_get_that_waits_with_a_put_for_lent_room_is_served_when_it_comes_back() -> None:
+    channel = Channel(int, name="numbers", capacity=64, max_weight=40)
+    async with remote_pair(channel) as (sender, _):
+        await with_credit(sender, channel)
+        getting = asyncio.create_task(channel.receiver.get())
+        await wait_all_blocked()
+        putting = asyncio.create_task(channel.sender.put(1, weight=39))
+        later = asyncio.create_task(channel.receiver.get())
+        assert await getting == 1
+        await putting
+        await sender.put(2)
+        assert await later == 2
+
+
 async def test_a_put_cannot_overtake_one_that_waits_without_credit() -> None:
     channel = Channel(int, name="numbers", capacity=64, max_weight=40)
     async with remote_pair(channel) as (sender, _):
