@@ -1,5 +1,16 @@
 """Actors: the workers that train a policy."""
 
+from rlinf_async.workers.actor.config import LanguageBatches
 from rlinf_async.workers.actor.embodied import EmbodiedFSDPActor, TrainingPlan
+from rlinf_async.workers.actor.errors import IncompleteShare, WeightsDisagree
+from rlinf_async.workers.actor.language import FSDPActor, LanguageTrainingPlan
 
-__all__ = ["EmbodiedFSDPActor", "TrainingPlan"]
+__all__ = [
+    "EmbodiedFSDPActor",
+    "FSDPActor",
+    "IncompleteShare",
+    "LanguageBatches",
+    "LanguageTrainingPlan",
+    "TrainingPlan",
+    "WeightsDisagree",
+]

@@ -50,7 +50,7 @@ def trainer_config(
 ) -> LanguageTrainerConfig:
     described = LanguageModelConfig(config=model or QWEN3, activation_checkpointing=checkpointing)
     optimizer = OptimizerConfig(lr=1e-2, eps=1e-6, max_grad_norm=0.5)
-    sharding = {"optimizer": optimizer} | (fsdp or {})
+    sharding: dict[str, Any] = {"optimizer": optimizer} | (fsdp or {})
     return LanguageTrainerConfig(
         fsdp=LanguageFSDPConfig(model=described, **sharding),
         advantage=advantage or LanguageAdvantageConfig(),

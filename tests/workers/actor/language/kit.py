@@ -1,0 +1,80 @@
+"""Sample groups, samples of requests, and the channels around language actors."""
+
+from __future__ import annotations
+
+import msgspec
+
+import rlinf_async as ra
+from rlinf_async.backends.fsdp.config import OptimizerConfig
+from rlinf_async.messages.language import (
+    Generated,
+    LanguageTrainReport,
+    Prompt,
+    Request,
+    Sample,
+    SampleGroup,
+    Sampling,
+)
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.workers.actor import LanguageBatches
+from tests.backends.language.kit import samples, trainer_config
+
+GROUP = 4
+BATCHES = LanguageBatches(
+    samples=16, group_size=GROUP, optimizer_steps=2, max_tokens_per_micro_batch=40
+)
+
+
+def groups(iteration: int, *, count: int = 4, version: int = 0) -> list[SampleGroup]:
+    """The groups of one iteration; every token was made by ``version``."""
+    batch = samples(count, GROUP, seed=iteration)
+    for one in batch:
+        one.version = one.version + version
+        one.prev_log_prob = None
+    return [
+        SampleGroup(iteration=iteration, group=number, samples=batch[start : start + GROUP])
+        for number, start in enumerate(range(0, len(batch), GROUP))
+    ]
+
+
+def as_sample(group: int, index: int, version: int = 0) -> Sample:
+    """What a rollout worker sends: the tokens of the training sample of the same numbers."""
+    one = samples(group + 1, GROUP)[group * GROUP + index]
+    prompt = Prompt(index=group, text="", token_ids=one.prompt_ids, verifier="exact", reference="")
+    request = Request(
+        group=group,
+        index=index,
+        group_size=GROUP,
+        iteration=0,
+        min_version=0,
+        prompt=prompt,
+        sampling=Sampling(temperature=one.temperature),
+        seed=0,
+    )
+    generated = Generated(
+        token_ids=one.response_ids,
+        log_prob=one.log_prob,
+        version=one.version + version,
+        finish="stop",
+    )
+    return Sample(request=request, generated=generated, text="", rollout_rank=0)
+
+
+class Channels:
+    """The channels around the actors."""
+
+    def __init__(self, cluster: ra.Cluster) -> None:
+        self.groups = cluster.channel(SampleGroup, name="groups", capacity=64)
+        self.weights = cluster.latest(WeightUpdate, name="weights")
+        self.reports = cluster.channel(LanguageTrainReport, name="reports")
+        self.samples = cluster.channel(Sample, name="samples", capacity=64)
+        self.done = cluster.channel(Sample, name="done", capacity=64)
+
+    async def send(self, made: list[SampleGroup], actors: int = 1) -> None:
+        for group in made:
+            await self.groups.sender.put(group, key=group.group % actors, weight=len(group.samples))
+
+
+# An epsilon that keeps Adam from making large steps of the last bits of small gradients.
+CONFIG = trainer_config(fsdp={"optimizer": OptimizerConfig(lr=1e-3, eps=1e-3, max_grad_norm=0.5)})
+KEEPING = msgspec.structs.replace(CONFIG, reference=True)

@@ -1,0 +1,306 @@
+"""What a language actor trains on, and what it says of it: the real trainer on one rank."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+import pytest
+
+import rlinf_async as ra
+from rlinf_async.algorithms.language.config import LanguageAdvantageConfig
+from rlinf_async.backends import registry
+from rlinf_async.backends.fsdp.config import OptimizerConfig
+from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
+from rlinf_async.channels.batching import BatchSizeError
+from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGroup
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.weights import unpack
+from rlinf_async.workers.actor import FSDPActor, LanguageBatches, LanguageTrainingPlan
+from tests.backends.language.kit import assert_close, trainer_config
+from tests.workers.actor.language.kit import BATCHES, CONFIG, KEEPING, Channels, as_sample, groups
+
+Trained = tuple[list[LanguageTrainReport], WeightUpdate]
+
+pytestmark = pytest.mark.parametrize("loop_kind", ["uvloop"])
+
+
+async def trained(
+    plan: LanguageTrainingPlan,
+    iterations: list[list[SampleGroup]],
+    *,
+    trainer: Any = CONFIG,
+    batches: LanguageBatches = BATCHES,
+    **actor: Any,
+) -> Trained:
+    async with ra.Cluster.local() as cluster:
+        channels = Channels(cluster)
+        actors = await cluster.launch(FSDPActor, trainer, batches, **actor)
+        training = actors.call(
+            FSDPActor.train,
+            plan,
+            channels.groups.receiver,
+            channels.weights.sender,
+            channels.reports.sender,
+        )
+        for made in iterations:
+            await channels.send(made)
+        await training
+        reports = [report async for report in channels.reports.receiver]
+        return reports, await channels.weights.receiver.get()
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce++"])
+@pytest.mark.parametrize("window", [None, 4])
+async def test_pipelined_and_collected_training_make_the_same_weights(
+    name: str, window: int | None, loop_kind: str
+) -> None:
+    trainer = msgspec.structs.replace(CONFIG, advantage=LanguageAdvantageConfig(name=name))
+    windows = msgspec.structs.replace(BATCHES, balance_window=window)
+    work = [groups(0), groups(1, version=1)]
+    collected, weights = await trained(LanguageTrainingPlan(iterations=2), work, trainer=trainer)
+    pipelined, same = await trained(
+        LanguageTrainingPlan(iterations=2, pipeline=True), work, trainer=trainer, batches=windows
+    )
+    assert_close(unpack(same), unpack(weights), 1e-6)
+    for ours, theirs in zip(pipelined, collected, strict=True):
+        for metric in ("loss", "grad_norm", "entropy", "tokens"):
+            expected = theirs.metrics[metric]
+            assert ours.metrics[metric] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+class Announcing(PolicyTrainer):
+    """Says when it is given its first micro-batch."""
+
+    began: ClassVar[threading.Event] = threading.Event()
+
+    def _part(self, *args: Any, **kwargs: Any) -> Any:
+        self.began.set()
+        return super()._part(*args, **kwargs)
+
+
+@pytest.fixture
+def announcing(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of that trainer, which has not begun."""
+    monkeypatch.setitem(registry.LANGUAGE_TRAINERS, "announcing", f"{__name__}:Announcing")
+    monkeypatch.setattr(Announcing, "began", threading.Event())
+    return "announcing"
+
+
+STREAMED = LanguageBatches(samples=16, group_size=4, micro_batch_size=4)
+
+
+async def test_pipelined_training_begins_before_the_last_group_is_there(
+    announcing: str, loop_kind: str
+) -> None:
+    async with ra.Cluster.local() as cluster:
+        channels = Channels(cluster)
+        actors = await cluster.launch(FSDPActor, CONFIG, STREAMED, backend=announcing)
+        training = actors.call(FSDPActor.run_training_pipeline, channels.groups.receiver)
+        made = groups(0)
+        await channels.send(made[:1])
+        assert await asyncio.to_thread(Announcing.began.wait, 60)
+        await channels.send(made[1:])
+        [report] = await training
+        assert report.samples == 16
+
+
+async def test_a_pipelined_training_that_waits_for_samples_can_be_cancelled(
+    announcing: str, loop_kind: str
+) -> None:
+    async with ra.Cluster.local() as cluster:
+        channels = Channels(cluster)
+        actors = await cluster.launch(FSDPActor, CONFIG, STREAMED, backend=announcing)
+        training = actors.call(FSDPActor.run_training_pipeline, channels.groups.receiver)
+        await channels.send(groups(0)[:1])
+        assert await asyncio.to_thread(Announcing.began.wait, 60)
+        training.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+        # The compute thread answers again: nothing waits in it.
+        assert await actors.call(FSDPActor.log_probs, []) == [[]]
+
+
+async def test_a_report_tells_of_the_iteration(loop_kind: str) -> None:
+    made = groups(0)
+    for one in made[2].samples:
+        one.reward = 0.5
+    every = [one for group in made for one in group.samples]
+    [report], _ = await trained(LanguageTrainingPlan(iterations=1), [made])
+    assert (report.iteration, report.version, report.rank, report.steps) == (0, 1, 0, 2)
+    assert (report.samples, report.groups, report.groups_without_signal) == (16, 4, 1)
+    assert report.unscored == sum(not one.scored for one in every) == 2
+    assert report.response_tokens == sum(len(one.response_ids) for one in every)
+    assert report.prompt_tokens == sum(len(one.prompt_ids) for one in every)
+    rewards = [one.reward for one in every if one.scored]
+    assert report.reward_mean == pytest.approx(np.mean(rewards))
+    assert (report.lag_mean, report.lag_max) == (0.0, 0)
+    assert report.metrics["skipped"] == 0.0
+    assert report.train_seconds > 0.0
+
+
+async def test_lags_are_counted_over_tokens_and_bounded(loop_kind: str) -> None:
+    plan = LanguageTrainingPlan(iterations=2)
+    late = groups(1, version=1)
+    tokens = sum(len(one.version) for group in late for one in group.samples)
+    late[0].samples[0].version = late[0].samples[0].version - 1
+    _, report = (await trained(plan, [groups(0), late], max_staleness=1))[0]
+    assert report.lag_max == 1
+    assert report.lag_mean == pytest.approx(len(late[0].samples[0].version) / tokens)
+    with pytest.raises(ra.WorkerError, match=r"1 to 1 versions old, but max_staleness is 0"):
+        await trained(plan, [groups(0), late], max_staleness=0)
+    with pytest.raises(ra.WorkerError, match=r"-1 to -1 versions old, but max_staleness is any"):
+        await trained(plan, [groups(0, version=1)])
+
+
+async def test_checkpoints_are_written_when_due_and_a_resumed_run_makes_the_same_weights(
+    tmp_path: Path, loop_kind: str
+) -> None:
+    work = [groups(at, version=at) for at in range(3)]
+    plan = LanguageTrainingPlan(iterations=3, checkpoint_every=2, checkpoints=str(tmp_path))
+    reports, weights = await trained(plan, work)
+    names = [report.checkpoint for report in reports]
+    assert names == [None, str(tmp_path / "version-000002"), str(tmp_path / "version-000003")]
+    again, same = await trained(
+        LanguageTrainingPlan(iterations=3), work[2:], resume=str(tmp_path / "version-000002")
+    )
+    assert [report.iteration for report in again] == [2]
+    assert again[0].metrics["loss"] == reports[2].metrics["loss"]
+    assert same.checksum == weights.checksum
+
+
+async def test_offloaded_between_iterations_it_trains_to_the_same_weights(loop_kind: str) -> None:
+    work = [groups(at, version=at) for at in range(2)]
+    _, expected = await trained(LanguageTrainingPlan(iterations=2), work)
+    async with ra.Cluster.local() as cluster:
+        channels = Channels(cluster)
+        actors = await cluster.launch(FSDPActor, CONFIG, BATCHES)
+        for made in work:
+            training = actors.call(FSDPActor.run_training, channels.groups.receiver)
+            await channels.send(made)
+            await training
+            [state] = await actors.call(FSDPActor.get_model_state_and_offload)
+        assert state.checksum == expected.checksum
+        assert await actors.call(FSDPActor.version) == [2]
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+async def test_a_loss_that_is_nan_ends_the_run_and_says_why(pipeline: bool, loop_kind: str) -> None:
+    made = groups(0)
+    made[0].samples[0].log_prob[0] = math.nan
+    plan = LanguageTrainingPlan(iterations=1, pipeline=pipeline)
+    with pytest.raises(ra.WorkerError, match=r"TrainingDiverged.*the loss is nan"):
+        await trained(plan, [made])
+
+
+async def test_an_iteration_of_skipped_steps_only_ends_the_run(loop_kind: str) -> None:
+    made = groups(0)
+    for group in made:
+        for one in group.samples:
+            one.log_prob = one.log_prob - np.float32(86.0)  # a ratio near float32's largest
+    exploding = trainer_config(
+        fsdp={"optimizer": OptimizerConfig(max_grad_norm=1.0)},
+        loss=msgspec.structs.replace(CONFIG.loss, name="ppo", clip_high=1e38),
+    )
+    with pytest.raises(ra.WorkerError, match=r"TrainingDiverged"):
+        await trained(LanguageTrainingPlan(iterations=1), [made], trainer=exploding)
+
+
+async def test_a_missing_reference_is_said_before_anything_is_trained(loop_kind: str) -> None:
+    made = groups(0)
+    made[0].samples[1].ref_log_prob = None
+    penalised = msgspec.structs.replace(
+        CONFIG, advantage=LanguageAdvantageConfig(kl_coefficient=0.1)
+    )
+    with pytest.raises(ra.WorkerError, match=r"sample 0/1 has no ref_log_prob"):
+        await trained(LanguageTrainingPlan(iterations=1), [made], trainer=penalised)
+
+
+async def test_groups_that_cross_the_border_of_an_iteration_are_refused(loop_kind: str) -> None:
+    batches = msgspec.structs.replace(BATCHES, samples=6, group_size=2, optimizer_steps=1)
+    with pytest.raises(ra.WorkerError, match=r"2 samples are left after an iteration of 6"):
+        await trained(LanguageTrainingPlan(iterations=1), [groups(0)], batches=batches)
+
+
+async def test_sizes_that_do_not_divide_are_refused_when_the_actor_is_built(
+    loop_kind: str,
+) -> None:
+    batches = LanguageBatches(samples=16, group_size=4, optimizer_steps=3)
+    with pytest.raises(BatchSizeError, match=r"num_global_batches=3 does not divide"):
+        batches.of_rank(1)
+    with pytest.raises(BatchSizeError, match=r"does not divide over 3 ranks"):
+        BATCHES.of_rank(3)
+
+
+async def test_inference_sends_each_sample_on_with_its_log_probs(loop_kind: str) -> None:
+    async with ra.Cluster.local() as cluster:
+        channels = Channels(cluster)
+        actors = await cluster.launch(FSDPActor, KEEPING, BATCHES)
+        running = actors.call(
+            FSDPActor.run_inference, channels.samples.receiver, channels.done.sender, True
+        )
+        sent = [as_sample(group, index) for group in range(4) for index in range(4)]
+        for sample in sent:
+            await channels.samples.sender.put(sample)
+        assert await running == [16]
+        done = [sample async for sample in channels.done.receiver]
+    check_log_probs(sent, done)
+
+
+def check_log_probs(sent: list[Sample], done: list[Sample], *, previous: bool = True) -> None:
+    """Every sample came once, with the log-probs of the first weights under its temperature."""
+    trainer = PolicyTrainer(CONFIG, 1, 0)
+    by_name = {sample.request.name: sample for sample in done}
+    assert by_name.keys() == {sample.request.name for sample in sent}
+    assert len(done) == len(sent)
+    for sample in sent:
+        one = next(
+            one
+            for one in groups(0)[sample.request.group].samples
+            if one.index == sample.request.index
+        )
+        [expected] = trainer.log_probs([one])
+        found = by_name[sample.request.name]
+        assert found.ref_log_prob is not None
+        np.testing.assert_allclose(found.ref_log_prob, expected, atol=1e-5)
+        if previous:
+            assert found.prev_log_prob is not None
+            np.testing.assert_allclose(found.prev_log_prob, expected, atol=1e-5)
+
+
+async def test_an_engine_with_the_same_weights_agrees_and_one_with_others_does_not(
+    loop_kind: str,
+) -> None:
+    async with ra.Cluster.local() as cluster:
+        channels = Channels(cluster)
+        actors = await cluster.launch(FSDPActor, CONFIG, BATCHES)
+        await actors.call(FSDPActor.sync_model_to_rollout, channels.weights.sender)
+        engine, stale = PolicyTrainer(CONFIG, 1, 0), PolicyTrainer(trainer_config(seed=1), 1, 0)
+        engine.load(await channels.weights.receiver.get())
+        probes = [one for group in groups(0)[:2] for one in group.samples]
+        for one in probes:
+            one.temperature = 1.0
+        tokens = [(one.prompt_ids, one.response_ids) for one in probes]
+        check = FSDPActor.check_weight_update_equal
+        [worst] = await actors.call(check, tokens, engine.log_probs(probes), 1e-4)
+        assert worst < 1e-5
+        with pytest.raises(ra.WorkerError, match=r"WeightsDisagree.*token \d+ of sequence 0 is -"):
+            await actors.call(check, tokens, stale.log_probs(probes), 1e-4)
+
+
+async def test_a_log_prob_that_is_nan_never_passes_the_comparison(loop_kind: str) -> None:
+    async with ra.Cluster.local() as cluster:
+        actors = await cluster.launch(FSDPActor, CONFIG, BATCHES)
+        one = groups(0)[0].samples[0]
+        broken = np.full(len(one.response_ids), np.nan, np.float32)
+        with pytest.raises(ra.WorkerError, match=r"log-prob of token 0 of sequence 0 is nan"):
+            await actors.call(
+                FSDPActor.check_weight_update_equal,
+                [(one.prompt_ids, one.response_ids)],
+                [broken],
+            )

@@ -1,0 +1,169 @@
+"""`FSDPActor`: trains a language model on sample groups and publishes every version of it.
+
+::
+
+    SampleGroup --by rank--> [ advantages -> normalised -> micro-batches -> steps ] --> report
+                                                     |
+                                                version + 1 --WeightUpdate, `Latest`--> rollout
+    Sample --> [ previous, reference log-probs ] --> Sample
+
+What it waits for: see `LanguageTrainingWorker`; publishing waits for nobody.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rlinf_async.channels import LatestSender, Receiver, Sender
+from rlinf_async.messages.embodied import Floats
+from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGroup, Tokens
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.workers.actor.config import LanguageBatches
+from rlinf_async.workers.actor.errors import WeightsDisagree
+from rlinf_async.workers.actor.language_training import LanguageTrainingWorker
+from rlinf_async.workers.inference.answers import bare_sample, with_log_probs
+
+
+class LanguageTrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How long `FSDPActor.train` trains, and what it keeps."""
+
+    iterations: int
+    """in all, those before a resume included"""
+    pipeline: bool = False
+    """train on samples while others of the iteration are still to come"""
+    checkpoint_every: int = 0
+    """iterations; 0: only after the last"""
+    checkpoints: str | None = None
+    """the folder they go into; None: none are written"""
+
+
+class FSDPActor(LanguageTrainingWorker):
+    """One rank of the actor group.
+
+    Args:
+        trainer: configuration of the trainer backend, as its own Struct.
+        batches: sizes of an iteration.
+        backend: its registered name.
+        resume: folder of the checkpoint to go on from.
+        max_staleness: versions that a token's weights may be behind those that are trained; None:
+            any number.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        batches: LanguageBatches,
+        *,
+        backend: str = "fsdp",
+        resume: str | None = None,
+        max_staleness: int | None = None,
+    ) -> None:
+        super().__init__(
+            trainer, batches, backend=backend, resume=resume, max_staleness=max_staleness
+        )
+
+    async def train(
+        self,
+        plan: LanguageTrainingPlan,
+        groups: Receiver[SampleGroup],
+        weights: LatestSender[WeightUpdate],
+        reports: Sender[LanguageTrainReport],
+    ) -> int:
+        """Publish the present version, then train one iteration after the other.
+
+        The same as `run_training` (or its pipeline form) and `sync_model_to_rollout` by turns.
+        Returns the last version. Raises what `run_training` does.
+        """
+        await self.sync_model_to_rollout(weights)
+        while (version := self._trainer.version) < plan.iterations:
+            run = self.run_training_pipeline if plan.pipeline else self.run_training
+            report = await run(groups)
+            version = await self.sync_model_to_rollout(weights)
+            due = plan.checkpoint_every > 0 and version % plan.checkpoint_every == 0
+            if plan.checkpoints is not None and (due or version == plan.iterations):
+                path = Path(plan.checkpoints) / f"version-{version:06d}"
+                report.checkpoint = await self.save_checkpoint(str(path))
+            await reports.put(report)
+        return version
+
+    async def run_inference(
+        self,
+        input_channel: Receiver[Sample],
+        output_channel: Sender[Sample],
+        compute_ref_logprobs: bool = False,
+    ) -> int:
+        """Add previous (and reference) log-probs to this rank's share of one iteration.
+
+        Each is sent on at once. Returns how many there were; see `pass_through`.
+        """
+        answer = partial(with_log_probs, self._trainer, reference=compute_ref_logprobs)
+        return await self.pass_through(input_channel, output_channel, answer)
+
+    async def sync_model_to_rollout(self, weights: LatestSender[WeightUpdate]) -> int:
+        """Publish the present version, from rank 0; returns it. Every rank takes part."""
+        with self.span("publish", version=self._trainer.version):
+            update = await self.compute(self._trainer.publish)
+            if self.rank == 0:
+                await weights.publish(update)
+        return update.version
+
+    async def get_model_state_and_offload(self) -> WeightUpdate:
+        """Return the weights (in buckets, on rank 0) and give all of the device's memory back.
+
+        Optimizer and gradients go first, so that the weights' copy finds room; the weights last.
+        """
+        await self.compute(self._trainer.offload, keep_weights=True)
+        update = await self.compute(self._trainer.publish)
+        await self.offload()
+        return update
+
+    async def log_probs(self, sequences: list[tuple[Tokens, Tokens]]) -> list[Floats]:
+        """Log-probs at temperature 1 of ``(prompt [P], response [R])``: ``[R]`` each.
+
+        Every rank of a sharded model takes part, with sequences of its own or the same.
+        """
+        await self.onload()
+        samples = [bare_sample(*one, index=at) for at, one in enumerate(sequences)]
+        return await self.compute(self._trainer.log_probs, samples)
+
+    async def check_weight_update_equal(
+        self,
+        sequences: list[tuple[Tokens, Tokens]],
+        log_probs: list[Floats],
+        tolerance: float = 1e-3,
+    ) -> float:
+        """Compare an engine's log-probs with this model's; the largest difference.
+
+        Args:
+            sequences: ``(prompt [P], response [R])``.
+            log_probs: what the engine says of them under the present version, at temperature 1.
+            tolerance: the difference that is allowed.
+
+        Raises:
+            WeightsDisagree: a token differs by more, or is NaN on either side.
+        """
+        own = await self.log_probs(sequences)
+        worst = 0.0
+        for at, (ours, theirs) in enumerate(zip(own, log_probs, strict=True)):
+            if len(ours) != len(theirs):
+                raise WeightsDisagree(
+                    f"sequence {at} has {len(ours)} response tokens, the engine answered for "
+                    f"{len(theirs)}"
+                )
+            difference = np.abs(ours.astype(np.float64) - theirs)
+            if len(difference) and not difference.max() <= tolerance:
+                token = int(np.argmax(np.where(np.isnan(difference), np.inf, difference)))
+                raise WeightsDisagree(
+                    f"version {self._trainer.version}: the engine's log-prob of token {token} of "
+                    f"sequence {at} is {theirs[token]:.6f}, the actor's is {ours[token]:.6f} "
+                    f"(difference {difference[token]:.2e}, allowed {tolerance:.0e}); the mean "
+                    f"difference of the sequence is {difference.mean():.2e}. The engine does not "
+                    "serve the weights that were published, or computes in another precision"
+                )
+            worst = max(worst, float(difference.max(initial=0.0)))
+        return worst

@@ -1,0 +1,5 @@
+"""Critics: the workers that learn values of tokens, for PPO."""
+
+from rlinf_async.workers.critic.worker import FSDPCritic
+
+__all__ = ["FSDPCritic"]

@@ -1,0 +1,160 @@
+"""`InferenceWorker`: adds the actor's log-probs to samples on their way to the reward workers.
+
+::
+
+    Sample ---lease---> [ whatever is ready, up to max_samples ] ---forward---> Sample
+                                 ^
+    WeightUpdate ----------------+  the newest, taken between two batches
+
+                waits for                                   unblocked by
+    run         a sample                                    rollout workers
+                weights as new as a sample's newest token   the actor
+                room for the sample                         reward workers
+
+Each rank has the whole model and takes what it has time for, so the ranks share the work by
+themselves. A sample is leased until it was sent on: if this worker dies before, another one gets
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rlinf_async.channels import EndOfChannel, LatestReceiver, Receiver, Sender
+from rlinf_async.messages.language import Sample
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.workers.base import Worker
+from rlinf_async.workers.inference.answers import with_log_probs
+from rlinf_async.workers.rollout.errors import WeightsEnded
+
+if TYPE_CHECKING:
+    from rlinf_async.backends.language import LanguageTrainer
+
+
+class InferenceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is computed, and on how much at a time."""
+
+    max_samples: int = 32
+    """of one batch; fewer where fewer are ready"""
+    previous: bool = True
+    """log-probs under the weights that training starts from"""
+    reference: bool = False
+    """log-probs under the first weights, which the trainer keeps (``reference = true``)"""
+
+    def __post_init__(self) -> None:
+        if self.max_samples < 1:
+            raise ValueError(f"max_samples is {self.max_samples}; it must be at least 1")
+        if not (self.previous or self.reference):
+            raise ValueError("previous and reference are both off: there is nothing to compute")
+
+
+class InferenceReport(msgspec.Struct, kw_only=True):
+    """What one rank's `InferenceWorker.run` did."""
+
+    samples: int = 0
+    tokens: int = 0
+    """prompts and responses"""
+    batches: int = 0
+    weight_updates: int = 0
+    version: int = -1
+    """of the weights at the end; -1 where none came"""
+
+
+class InferenceWorker(Worker):
+    """One rank of the inference group.
+
+    Args:
+        trainer: configuration of the actor's trainer backend, as its own Struct.
+        config: what is computed.
+        backend: the trainer's registered name.
+    """
+
+    def __init__(
+        self, trainer: Any, config: InferenceConfig | None = None, *, backend: str = "fsdp"
+    ) -> None:
+        self.config = config or InferenceConfig()
+        self._trainer_config = trainer
+        self._backend_name = backend
+
+    async def setup(self) -> None:
+        """Build the model; the actor's weights come with the first update."""
+        self._trainer: LanguageTrainer = await self.compute(self.make_trainer)
+        self._version = -1
+        self._seen = 0
+
+    def make_trainer(self) -> LanguageTrainer:
+        """Build the trainer. Runs in the compute thread; override it to bring your own."""
+        from rlinf_async.backends.registry import load_language_trainer
+
+        return load_language_trainer(self._backend_name)(self._trainer_config, 1, 0)
+
+    async def run(
+        self,
+        samples: Receiver[Sample],
+        done: Sender[Sample],
+        weights: LatestReceiver[WeightUpdate],
+    ) -> InferenceReport:
+        """Answer for samples until there are no more.
+
+        Raises:
+            WeightsError: an update was damaged or does not fit the model.
+            WeightsEnded: a sample has tokens of newer weights than will ever come.
+        """
+        report = InferenceReport()
+        async for held in samples.leases(weight=self.config.max_samples, at_least=1):
+            async with held as batch:
+                await self._follow(weights, _newest(batch), report)
+                for sample in await self._answer(list(batch)):
+                    await done.put(sample)
+            report.samples += len(batch)
+            report.tokens += sum(_tokens(sample) for sample in batch)
+            report.batches += 1
+        report.version = self._version
+        return report
+
+    async def _follow(
+        self, weights: LatestReceiver[WeightUpdate], needed: int, report: InferenceReport
+    ) -> None:
+        """Load the newest weights, once they are as new as needed."""
+        while (update := await self._next(weights, needed)) is not None:
+            with self.span("load weights", version=update.version):
+                await self.compute(self._trainer.load, update)
+            self._version = update.version
+            report.weight_updates += 1
+
+    async def _next(
+        self, weights: LatestReceiver[WeightUpdate], needed: int
+    ) -> WeightUpdate | None:
+        if self._version >= needed:
+            return weights.get_nowait()
+        try:
+            return await weights.get()
+        except EndOfChannel:
+            raise WeightsEnded(
+                f"a sample has tokens of weights version {needed}, the newest here are "
+                f"{self._version}, and their channel has ended: the actor must go on until the "
+                "inference workers are done"
+            ) from None
+
+    async def _answer(self, samples: list[Sample]) -> list[Sample]:
+        config = self.config
+        with self.span("inference", samples=len(samples)):
+            return await self.compute(
+                with_log_probs,
+                self._trainer,
+                samples,
+                reference=config.reference,
+                previous=config.previous,
+            )
+
+
+def _newest(samples: Sequence[Sample]) -> int:
+    """The newest weights that made a token of them."""
+    return max((int(one.generated.version.max(initial=0)) for one in samples), default=0)
+
+
+def _tokens(sample: Sample) -> int:
+    return len(sample.request.prompt.token_ids) + len(sample.generated.token_ids)
