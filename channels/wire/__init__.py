@@ -25,6 +25,7 @@ from rlinf_async.channels.wire.client import (
 )
 from rlinf_async.channels.wire.codec import Decoder, Encoder, encode
 from rlinf_async.channels.wire.connection import Connection
+from rlinf_async.channels.wire.devices import SharedTensor, share_tensor
 from rlinf_async.channels.wire.endpoint import Server, connect, serve
 from rlinf_async.channels.wire.failures import RemoteError
 from rlinf_async.channels.wire.protocol import EndRef
@@ -49,10 +50,12 @@ __all__ = [
     "Request",
     "Router",
     "Server",
+    "SharedTensor",
     "Traffic",
     "connect",
     "encode",
     "load_secret",
     "serve",
+    "share_tensor",
     "traffic_of",
 ]

@@ -1,4 +1,4 @@
-"""numpy arrays and torch CPU tensors as bytes, and back.
+"""numpy arrays and torch tensors as bytes, and back. Tensors arrive in the CPU's memory.
 
 An array travels as a `Head` (its kind, dtype and shape) inside the MessagePack, and its elements
 either there too (up to `INLINE_BYTES`) or as a buffer beside it. Elements are always in C order;
@@ -12,6 +12,8 @@ import sys
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
+
+from rlinf_async.channels.wire.devices import to_host
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,18 +84,31 @@ def array_elements(array: np.ndarray[Any, Any]) -> tuple[Any, memoryview]:
 def tensor_elements(tensor: torch.Tensor) -> tuple[str, memoryview]:
     """A tensor's dtype and its elements in C order (a view where it can be).
 
-    Gradients do not travel: the tensor is detached.
+    Gradients do not travel: the tensor is detached. What lies in a GPU's memory is copied.
 
     Raises:
-        CannotTravel: it is not a dense tensor in the CPU's memory.
+        CannotTravel: it is not a dense tensor in the memory of the CPU or of a CUDA device.
     """
     import torch
 
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise CannotTravel(
+            f"a {type(tensor).__name__} cannot travel without losing what it adds to a tensor: "
+            "send the plain tensor that you mean, or its parts"
+        )
+    if tensor.is_quantized:
+        raise CannotTravel(
+            "a quantized tensor cannot travel: send its int_repr(), scale and zero point"
+        )
+    if tensor.layout is not torch.strided:
         raise CannotTravel(f"a tensor of layout {tensor.layout} cannot travel: send its parts")
-    if tensor.device.type != "cpu":
+    if tensor.device.type == "meta":
+        raise CannotTravel("a tensor on meta has no elements: send its shape and dtype")
+    if tensor.device.type not in ("cpu", "cuda"):
         raise CannotTravel(f"a tensor on {tensor.device} cannot travel: send tensor.cpu()")
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.device.type == "cuda":
+        flat = to_host(flat)
     elements = flat.view(torch.uint8).numpy()
     return str(tensor.dtype).removeprefix("torch."), elements.data
 

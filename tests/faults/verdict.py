@@ -67,7 +67,8 @@ def judge(outcome: Outcome) -> Verdict:
     seen = _Seen(outcome)
     for item in range(outcome.plan.items):
         _check_item(item, seen, outcome, verdict)
-    unconfirmed = outcome.closed.statistics.unconfirmed if outcome.closed else 0
+    # An owner that was killed took its count along: who used its channel was told of its death.
+    unconfirmed = outcome.closed.statistics.unconfirmed if outcome.closed else seen.doubly_got
     if seen.doubly_got > unconfirmed:
         verdict.doubled += seen.doubly_got - unconfirmed
         verdict.broken.append(

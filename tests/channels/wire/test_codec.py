@@ -48,6 +48,10 @@ class Sample(msgspec.Struct):
     anything: Any = None
 
 
+class OddTensor(torch.Tensor):
+    """Means more than its elements."""
+
+
 class Box(msgspec.Struct, Generic[T]):
     """A generic Struct."""
 
@@ -185,10 +189,11 @@ def test_python_objects_in_an_array_are_refused_with_the_path_of_the_field() -> 
         (object(), "object cannot travel"),
         (np.ma.masked_array([1.0], [True]), "a MaskedArray cannot travel"),
         (torch.eye(2).to_sparse(), "a tensor of layout torch.sparse_coo cannot travel"),
-        (torch.empty(2, device="meta"), "a tensor on meta cannot travel"),
+        (torch.empty(2, device="meta"), "a tensor on meta has no elements"),
+        (torch.ones(2).as_subclass(OddTensor), "a OddTensor cannot travel without losing"),
         (lambda: None, "function cannot travel"),
     ],
-    ids=["object", "masked", "sparse", "meta", "function"],
+    ids=["object", "masked", "sparse", "meta", "subclass", "function"],
 )
 def test_what_cannot_travel_is_named(value: object, said: str) -> None:
     with pytest.raises(WrongItemType, match=rf"dict\['here'\]\[0\]: {said}"):

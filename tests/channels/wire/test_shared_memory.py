@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -237,6 +238,28 @@ async def test_no_memory_means_the_socket_and_is_counted(monkeypatch: pytest.Mon
         use = connection.memory
         assert (use.sent_shared, use.sent_copied, use.received_copied) == (0, 3, 3)
         assert channel.statistics().copied == 3
+
+
+async def test_where_the_system_has_no_memory_the_socket_is_used_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool, (soft, hard) = Pool(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr("rlinf_async.channels.wire.connection.process_pool", lambda: pool)
+    async with wired() as owner:
+        channel = Channel(Item, name="items", capacity=8)
+        connection = await owner.join()
+        sender, receiver = owner.sender(channel, connection), owner.receiver(channel, connection)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))  # of files in memory, too
+        try:
+            for value in range(3):
+                await sender.put(item(value))
+                assert ((await receiver.get()).values == value).all()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert connection.memory.sent_copied == 3
+        assert pool.refused >= 3
+    said = "large arrays go through the socket, not shared memory: the system gives no more"
+    assert caplog.text.count(said) == 1
 
 
 async def test_a_peer_that_cannot_open_the_memory_gets_copies(
