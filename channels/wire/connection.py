@@ -33,14 +33,12 @@ from rlinf_async.channels.wire.answering import Answering
 from rlinf_async.channels.wire.asking import Answer, Asking, head_of, reply_decoder
 from rlinf_async.channels.wire.failures import UNREADABLE
 from rlinf_async.channels.wire.framing import Flag, FrameType, pack_small
-from rlinf_async.channels.wire.heartbeat import Heartbeat, Pulse
-from rlinf_async.channels.wire.life import is_stopped, peer_pid
-from rlinf_async.channels.wire.link import Link
+from rlinf_async.channels.wire.heartbeat import Heartbeat
 from rlinf_async.channels.wire.outbox import Outbox
 from rlinf_async.channels.wire.pool import process_pool
-from rlinf_async.channels.wire.reach import Reach
 from rlinf_async.channels.wire.router import Router
 from rlinf_async.channels.wire.shared_memory import MemoryUse, Sharing
+from rlinf_async.channels.wire.streams import Streams
 from rlinf_async.channels.wire.transfer import CONTROL, DATA, Message, MessageReader
 
 R = TypeVar("R")
@@ -49,19 +47,14 @@ Redial = Callable[["Connection"], Coroutine[Any, Any, None]]
 """Connects again, until it works or the connection is given up."""
 
 log = logging.getLogger(__name__)
-MAX_UNSENT_MESSAGES = 65_536
-"""A peer that asks but does not read the answers is not read any more from here on."""
-SAY_ARRIVED_BYTES = 256 * 1024
-"""After so many bytes the peer is told how much arrived."""
 
 
-class Connection:
+class Connection(Streams):
     """One side of a connection. Made by `connect` and `serve`.
 
     Args:
-        peer: the name that the other side proved.
+        peer, patience: as of `Streams`.
         number: of this connection, on both sides.
-        patience: seconds for which it is kept when it is cut; 0: a cut ends it.
         redial: connects again; None on the side that waits to be found.
     """
 
@@ -75,41 +68,23 @@ class Connection:
         patience: float,
         redial: Redial | None = None,
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.peer = peer
-        """the name that the other side proved in the handshake"""
+        again = None if redial is None else partial(redial, self)
+        super().__init__(heartbeat, peer=peer, patience=patience, redial=again)
         self.number = number
-        self._link: Link | None = None
-        self._pid = 0
         self._reader = MessageReader()
-        self._outbox = Outbox(self._loop, keep=patience > 0)
         self._sharing = Sharing(self._loop, self._outbox, process_pool())
         self._asking = Asking(self._outbox)
         self._answering = Answering(self, router, self._outbox)
-        self._pulse = Pulse(heartbeat, self._beat, self._silent)
-        self._patient = redial is not None
-        again = None if redial is None else partial(redial, self)
-        self.reach = Reach(patience, again, self._lose)
-        """what is done about a cut"""
         self._outbox.share = self._sharing.send
         self._on_close: list[Closed] = []
         self._reason = ""
-        self._deaf = False
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self.closed = False
         self.linger: Callable[[Callable[[], None]], bool] | None = None
         """whether closing must wait; then what it is given is called as soon as it need not"""
-        self.received_bytes = 0
-        self._said_arrived = 0
         self.parts: dict[type, Any] = {}
         """what is kept for as long as this connection, by its class"""
 
     # ---- for the user
-
-    @property
-    def reconnecting(self) -> bool:
-        """Whether it is cut now: what is asked waits until it goes on, or is lost."""
-        return self.reach.cut
 
     @property
     def sent_bytes(self) -> int:
@@ -249,90 +224,10 @@ class Connection:
             await asyncio.shield(self._link.ended)
         await self.reach.wait_stopped()
 
-    # ---- for `Answering`
-
-    def answered(self) -> None:
-        """An answer was queued; a peer that does not take any must stop asking."""
-        too_many = self._outbox.waiting > MAX_UNSENT_MESSAGES
-        if too_many and not self._deaf and self._transport is not None:
-            self._deaf = True
-            self._transport.pause_reading()
-
-    # ---- sockets
-
-    def carry(self, link: Link, arrived: int) -> None:
-        """Go on over this socket; so many bytes of ours have arrived at the other side."""
-        if self.closed or link.transport is None:
-            link.hang_up()
-            return
-        self._link = link
-        self._pid = peer_pid(link.transport)
-        self._sharing.attach(link.transport)
-        self.reach.found()
-        self._pulse.start()
-        if self._deaf:
-            link.transport.pause_reading()
-        try:
-            self._outbox.attach(link.transport, arrived)
-        except MalformedFrame as error:
-            self._malformed(str(error))
-
-    def cut(self, link: Link, reason: str) -> None:
-        """This socket is gone. Not the one in use: that was known."""
-        if link is not self._link or self.closed:
-            return
-        self._link = None
-        self._pulse.stop()
-        self._outbox.cut()
-        if not self.reach.patience:
-            self._lose(reason)
-            return
-        log.info("the connection to %s was cut (%s): connecting again", self.peer, reason)
-        self.reach.was_cut(reason, self._pid)
-
-    def make_way(self) -> None:
-        """The peer comes with another socket: the one in use is of no use to it any more."""
-        link = self._link
-        if link is not None:
-            link.drop()
-            self.cut(link, "the peer connected again")
-
-    def data_received(self, data: bytes) -> None:
-        self._pulse.heard()
-        self.received_bytes += len(data)
-        if not self.closed:
-            self._read(data)
-        if not self.closed:
-            if self.received_bytes - self._said_arrived >= SAY_ARRIVED_BYTES:
-                self._say_arrived()
-            self._outbox.flush()
-
-    def pause_writing(self) -> None:
-        self._outbox.pause()
-
-    def resume_writing(self) -> None:
-        self._outbox.resume()
-        few = self._outbox.waiting <= MAX_UNSENT_MESSAGES // 2
-        if few and self._deaf and not self.closed:
-            self._deaf = False
-            if self._transport is not None:
-                self._transport.resume_reading()
-
-    @property
-    def _transport(self) -> asyncio.Transport | None:
-        return None if self._link is None else self._link.transport
-
-    def _say_arrived(self) -> None:
-        self._said_arrived = self.received_bytes
-        self._outbox.add_control(pack_small(FrameType.PING, self.received_bytes))
-
-    def _beat(self) -> None:
-        """Say that this side lives, if it said nothing lately or has something to confirm."""
-        quiet = self._loop.time() - self._outbox.last_sent >= self._pulse.interval / 2
-        if quiet or self.received_bytes != self._said_arrived:
-            self._say_arrived()
-
     # ---- reading
+
+    def _carried(self, transport: asyncio.Transport) -> None:
+        self._sharing.attach(transport)
 
     def _read(self, data: bytes) -> None:
         try:
@@ -377,14 +272,6 @@ class Connection:
     def _lost(self) -> ConnectionLost:
         return ConnectionLost(f"connection to {self.peer or 'a peer'!r} was lost: {self._reason}")
 
-    def _silent(self, seconds: float) -> bool:
-        """Whether to go on waiting. An owner that was stopped is waited for: nobody can take over
-        what it has, and the work goes on with it. A stopped worker's items go to others."""
-        if self._patient and is_stopped(self._pid):
-            return True
-        self.abort(f"nothing was heard for {seconds:.1f} s: the process is stopped, or blocked")
-        return False
-
     def _leave(self, reason: str) -> None:
         self._hang_up()
         self._lose(f"{self.peer} closed it: {reason}")
@@ -402,9 +289,7 @@ class Connection:
             return
         self.closed = True
         self._reason = reason
-        self._pulse.stop()
-        self.reach.stop()
-        self._outbox.detach()
+        self._stop()
         self._sharing.close()
         self._asking.lose(self._lost)
         self._answering.lose(reason)
@@ -417,7 +302,3 @@ class Connection:
             callback(self, self._reason)
         except Exception:  # the others must hear of it all the same
             log.exception("a callback for the end of the connection to %s", self.peer)
-
-    def _hang_up(self) -> None:
-        if self._link is not None:
-            self._link.hang_up()

@@ -17,6 +17,9 @@ PATIENCE: Final = 10.0
 """Seconds for which a cut connection is kept, unless said otherwise."""
 
 
+Again = Callable[[], Coroutine[Any, Any, None]]
+
+
 def check_patience(seconds: float) -> None:
     """Refuse what is no time.
 
@@ -42,7 +45,7 @@ class Reach:
     def __init__(
         self,
         patience: float,
-        redial: Callable[[], Coroutine[Any, Any, None]] | None,
+        redial: Again | None,
         lose: Callable[[str], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlinf_async.channels import ConnectionLost
-from rlinf_async.channels.wire import Router, connect, kept
-from rlinf_async.channels.wire import connection as connections
+from rlinf_async.channels.wire import Router, connect, kept, streams
 from tests.channels.wire.harness import SECRET, wired
 from tests.net.cutter import Cut, Way, cutter
 from tests.net.kit import arrays_both_ways, far, said, small_talk
@@ -69,7 +68,7 @@ async def test_a_full_memory_of_what_may_be_sent_again_stops_nobody_for_ever(
 ) -> None:
     """Both sides may not write data until the other says what arrived: they still say it."""
     monkeypatch.setattr(kept, "MAX_KEPT_BYTES", 30_000)
-    monkeypatch.setattr(connections, "SAY_ARRIVED_BYTES", 10_000)
+    monkeypatch.setattr(streams, "SAY_ARRIVED_BYTES", 10_000)
     async with far(Cut("to server", 100_000), Cut("to client", 50_000), tcp=True) as one:
         await arrays_both_ways(one, 30)
         assert one.connection.reach.cuts >= 1

@@ -372,7 +372,7 @@ async def test_a_control_request_passes_a_64_mb_transfer() -> None:
 async def test_a_peer_that_asks_but_does_not_read_is_not_read_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.connection.MAX_UNSENT_MESSAGES", 20)
+    monkeypatch.setattr("rlinf_async.channels.wire.streams.MAX_UNSENT_MESSAGES", 20)
     async with peers() as two:
         assert two.client._transport is not None
         two.client._transport.pause_reading()
