@@ -20,7 +20,8 @@ def main() -> None:
     if name not in targets.TARGETS:
         sys.exit(f"usage: python -m tests.fuzz ({' | '.join(targets.TARGETS)}) FOLDER...")
     with targets.ready(name) as target:
-        atheris.Setup([f"tests.fuzz {name}", *arguments], target)
+        itself = f"{sys.executable} -m tests.fuzz {name}"  # what libFuzzer runs to merge
+        atheris.Setup([itself, *arguments], target)
         atheris.Fuzz()
 
 
