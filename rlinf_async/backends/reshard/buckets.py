@@ -24,6 +24,8 @@ SEAL = 16
 """bytes"""
 WIDTH = 512
 """words of a row of the checksum's table"""
+BLOCK = 1 << 17
+"""words (1 MiB) that are summed at a time"""
 
 DtypeOf = Callable[[Run], torch.dtype]
 """in which dtype a run travels: that of the receiver's buffer"""
@@ -35,13 +37,11 @@ def bucket_bytes(runs: Sequence[Run], dtype_of: DtypeOf) -> int:
 
 
 def pack(
-    runs: Sequence[Run], buffers: Mapping[str, Tensor], dtype_of: DtypeOf, device: torch.device
-) -> Tensor:
-    """Return a bucket ``[bytes]`` with copies of the runs, not sealed yet."""
-    bucket = torch.empty(bucket_bytes(runs, dtype_of), dtype=torch.uint8, device=device)
+    bucket: Tensor, runs: Sequence[Run], buffers: Mapping[str, Tensor], dtype_of: DtypeOf
+) -> None:
+    """Copy the runs into a bucket ``[bytes]`` of their size; it is not sealed yet."""
     for run, room in _rooms(bucket, runs, dtype_of):
         room.copy_(window(buffers[run.source.buffer], run.source))
-    return bucket
 
 
 def seal(bucket: Tensor, now: int) -> None:
@@ -72,19 +72,27 @@ def window(buffer: Tensor, where: View) -> Tensor:
 
 
 def checksum(data: Tensor) -> Tensor:
-    """Return a 64-bit checksum of ``[bytes]`` (a multiple of 8), at the speed of memory, on its
-    device.
+    """Return a 64-bit checksum of ``[bytes]`` (a multiple of 8), as an int64 scalar on its device.
 
     A sum of words with odd weights that depend on the word's place: one changed word always
     shows, words in another order nearly always.
     """
     words = data.view(torch.int64)
+    if data.device.type != "cpu":
+        return _of_block(words)
+    # Blocks that stay in the cache between the two passes: twice as fast.
+    blocks = torch.split(words, BLOCK)
+    sums = torch.stack([_of_block(block) for block in blocks]) if blocks else words[:0]
+    return (sums * (_even(len(sums), 2062, data) + 1)).sum()
+
+
+def _of_block(words: Tensor) -> Tensor:
     whole = len(words) // WIDTH * WIDTH
     table, rest = words[:whole].view(-1, WIDTH), words[whole:]
     columns, rows = table.sum(0), table.sum(1)
-    total = rows.sum() + (columns * _even(WIDTH, 2, data)).sum()
-    total += (rows * _even(len(rows), 1028, data)).sum()
-    return total + (rest * (_even(len(rest), 6, data) + 1)).sum()
+    total = rows.sum() + (columns * _even(WIDTH, 2, words)).sum()
+    total += (rows * _even(len(rows), 1028, words)).sum()
+    return total + (rest * (_even(len(rest), 6, words) + 1)).sum()
 
 
 def _even(count: int, step: int, like: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from rlinf_async.backends.reshard.buckets import DtypeOf
 from rlinf_async.backends.reshard.errors import BucketDamaged, BuffersDiffer
-from rlinf_async.backends.reshard.exchange import Exchange, vote
+from rlinf_async.backends.reshard.exchange import Exchange, most_sent, vote
+from rlinf_async.backends.reshard.transports import Collective, Transport, meet
 from rlinf_async.parallel import Buffer, Layout, Plan, RankPlan, Run, in_rounds
 
 DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
@@ -78,26 +79,37 @@ def reshard(
     group: dist.ProcessGroup | None = None,
     device: torch.device,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    shared_memory: bool = True,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> Report:
     """Fill the new buffers of every state from the old ones. Collective over the group.
 
-    The plan's ranks are those of the group; ranks in neither layout only vote. Returns only if
-    every rank has verified everything. Raises `BuffersDiffer` before anything is sent, `PeerLost`,
-    `BucketDamaged`, and `NotAgreed` on the ranks where all was well when it was not elsewhere.
-    """
+    On one host, CPU tensors go through memory that the ranks share, unless ``shared_memory`` is
+    False on all of them. The plan's ranks are those of the group; ranks in neither layout only
+    vote. Returns only if every rank has verified everything. Raises `BuffersDiffer` before
+    anything is sent, `PeerLost`, `BucketDamaged`, and `NotAgreed` on the ranks where all was well
+    when it was not elsewhere."""
     rank = dist.get_rank(group)
     whole = plan.of_rank(rank)
     faults = [fault for state in states for fault in _faults(plan, whole, state)]
     # A rank that cannot begin says so before others wait for its buckets.
     vote(BuffersDiffer("; ".join(faults[:4])) if faults else None, group, device, timeout)
-    exchange = Exchange(group, device, timeout)
-    for state in states:
-        mine = in_rounds(plan, _limit(plan, state, bucket_bytes)).of_rank(rank)
-        exchange.run(mine, state.old, state.new, _travels_as(plan, state))
+    parts = [
+        (in_rounds(plan, _limit(plan, state, bucket_bytes)).of_rank(rank), state, as_)
+        for state in states
+        for as_ in [_travels_as(plan, state)]
+    ]
+    transport: Transport | None = None
+    if shared_memory and device.type == "cpu":
+        room = max((most_sent(mine, as_) for mine, _, as_ in parts), default=0)
+        transport = meet(group, room, timeout)
+    transport = transport or Collective(group, device, timeout)
+    exchange = Exchange(transport)
+    for mine, state, as_ in parts:
+        exchange.run(mine, state.old, state.new, as_)
     damage = BucketDamaged("; ".join(exchange.damaged[:4])) if exchange.damaged else None
     vote(damage, group, device, timeout)
-    return Report(exchange.sent, exchange.received, exchange.rounds, exchange.peak)
+    return Report(exchange.sent, exchange.received, exchange.rounds, transport.peak)
 
 
 def _travels_as(plan: Plan, state: State) -> DtypeOf:
