@@ -15,10 +15,16 @@ def peer_pid(transport: asyncio.BaseTransport) -> int:
     Its word is not needed: the kernel knows.
     """
     found: socket.socket | None = transport.get_extra_info("socket")
-    if found is None or found.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
+    if found is None or not is_local(transport) or not hasattr(socket, "SO_PEERCRED"):
         return 0
     pid: int = struct.unpack("3i", found.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
     return pid
+
+
+def is_local(transport: asyncio.BaseTransport) -> bool:
+    """Whether this is a Unix socket: no network can cut it, only one of its two processes."""
+    found: socket.socket | None = transport.get_extra_info("socket")
+    return found is not None and found.family == socket.AF_UNIX
 
 
 def is_stopped(pid: int) -> bool:
@@ -28,6 +34,11 @@ def is_stopped(pid: int) -> bool:
             return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
     except (OSError, IndexError):
         return False
+
+
+def can_watch(pid: int) -> bool:
+    """Whether the end of this process would be seen."""
+    return pid > 0 and hasattr(os, "pidfd_open")
 
 
 class DeathWatch:
@@ -43,7 +54,7 @@ class DeathWatch:
         Does nothing for a ``pid`` of 0, or where the system cannot tell.
         """
         self.stop()
-        if not pid or not hasattr(os, "pidfd_open"):
+        if not can_watch(pid):
             return
         try:
             self._file = os.pidfd_open(pid)

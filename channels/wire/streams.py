@@ -19,7 +19,7 @@ from typing import Final
 from rlinf_async.channels.errors import MalformedFrame
 from rlinf_async.channels.wire.framing import FrameType, pack_small
 from rlinf_async.channels.wire.heartbeat import Heartbeat, Pulse
-from rlinf_async.channels.wire.life import is_stopped, peer_pid
+from rlinf_async.channels.wire.life import can_watch, is_local, is_stopped, peer_pid
 from rlinf_async.channels.wire.link import Link
 from rlinf_async.channels.wire.outbox import Outbox
 from rlinf_async.channels.wire.reach import Again, Reach
@@ -51,6 +51,7 @@ class Streams(abc.ABC):
         """what is done about a cut"""
         self._link: Link | None = None
         self._pid = 0
+        self._blind = False
         self._outbox = Outbox(self._loop, keep=patience > 0)
         self._pulse = Pulse(heartbeat, self._beat, self._silent)
         self._patient = redial is not None
@@ -93,6 +94,7 @@ class Streams(abc.ABC):
             return
         self._link = link
         self._pid = peer_pid(link.transport)
+        self._blind = is_local(link.transport) and not can_watch(self._pid)
         self._carried(link.transport)
         self.reach.found()
         self._pulse.start()
@@ -110,7 +112,7 @@ class Streams(abc.ABC):
         self._link = None
         self._pulse.stop()
         self._outbox.cut()
-        if not self.reach.patience:
+        if not self.reach.patience or self._blind:  # it has died, most likely: others wait for that
             self._lose(reason)
             return
         log.info("the connection to %s was cut (%s): connecting again", self.peer, reason)

@@ -130,6 +130,21 @@ async def test_without_patience_a_cut_ends_it_at_once() -> None:
             one.connection.notify("anything", None)
 
 
+async def test_on_one_host_a_cut_counts_as_death_where_the_system_cannot_tell_them_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("os.pidfd_open")
+    async with far() as one:
+        await until(lambda: one.owner.server.connections)
+        one.net.cut_all()
+        await until(lambda: one.connection.closed)
+        assert (await one.owner.lost.get())[0] == "worker"
+    async with far(tcp=True) as one:
+        one.net.cut_all()
+        await small_talk(one)
+        assert one.connection.reach.cuts == 1
+
+
 async def test_where_nobody_listens_any_more_the_peer_is_gone_at_once() -> None:
     for tcp in (True, False):
         async with far(tcp=tcp) as one:

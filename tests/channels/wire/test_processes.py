@@ -20,7 +20,7 @@ from tests.channels.wire.harness import Wired, wired
 async def worker(owner: Wired, ref: EndRef, what: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """A process that does this with that end; dead when the block ends."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", remote_worker.__name__, str(owner.path),
+        sys.executable, "-m", remote_worker.__name__, owner.server.address,
         msgspec.json.encode(ref).decode(), what,
     )  # fmt: skip
     try:
@@ -62,6 +62,21 @@ async def test_a_killed_holder_loses_nothing() -> None:
             assert await process.wait() == -signal.SIGKILL
             assert name == "die holding"
             assert reason == "the other process closed it or died; its process has ended"
+        async with channel.receiver.lease(weight=5) as batch:
+            assert [*batch] == [0, 1, 2, 3, 4]
+            assert batch.deliveries == [2, 2, 2, 1, 1]
+
+
+async def test_a_killed_holder_at_the_other_end_of_tcp_loses_nothing() -> None:
+    """It cannot be told from a cut network: its items come back when patience is over."""
+    channel = await filled(5)
+    async with wired(address="tcp://127.0.0.1:0", patience=0.5) as owner:
+        ref = owner.channels.end_ref(channel.receiver, "w")
+        async with worker(owner, ref, "die holding") as process:
+            name, reason = await owner.lost.get()
+            assert await process.wait() == -signal.SIGKILL
+            assert name == "die holding"
+            assert reason.endswith("; it was not taken up again within 0.5 s")
         async with channel.receiver.lease(weight=5) as batch:
             assert [*batch] == [0, 1, 2, 3, 4]
             assert batch.deliveries == [2, 2, 2, 1, 1]
