@@ -36,6 +36,8 @@ class Role(msgspec.Struct, frozen=True):
     stop: int = 0
     lease: int = 0
     """items of a lease at most; 0 for plain gets"""
+    slow: bool = False
+    """takes its time between plain gets"""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -63,7 +65,9 @@ def plan(seed: int) -> Plan:
         roles.append(Role(f"producer{number}", "sender", first, stop))
         first = stop
     roles += [
-        Role(f"consumer{number}", "receiver", lease=rng.choice([0, 1, 3]))
+        Role(
+            f"consumer{number}", "receiver", lease=rng.choice([0, 0, 1, 3]), slow=rng.random() < 0.5
+        )
         for number in range(rng.randint(1, 3))
     ]
     faults = [_fault(rng, roles, 3 * first) for _ in range(rng.randint(1, 3))]

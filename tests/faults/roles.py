@@ -139,7 +139,11 @@ async def work(control: socket.socket, order: Order, page: Page, plan: Plan) -> 
         if isinstance(end, Sender):
             await produce(end, order.role, page, plan, rng)
         elif isinstance(end, Receiver):
-            await (hold(end, order.role, page, rng) if order.role.lease else take(end, page))
+            await (
+                hold(end, order.role, page, rng)
+                if order.role.lease
+                else take(end, order.role, page, rng)
+            )
     except ConnectionLost:
         return LOST
     connection.close("done")
@@ -167,10 +171,12 @@ async def produce(sender: Sender[Item], role: Role, page: Page, plan: Plan, rng:
         raise
 
 
-async def take(receiver: Receiver[Item], page: Page) -> None:
+async def take(receiver: Receiver[Item], role: Role, page: Page, rng: Random) -> None:
     async for item in receiver:
         page.write(Did.GOT, item.number)
         item.check()
+        if role.slow:  # others arrive meanwhile
+            await asyncio.sleep(rng.random() * 0.002)
 
 
 async def hold(receiver: Receiver[Item], role: Role, page: Page, rng: Random) -> None:
