@@ -13,6 +13,7 @@ import click
 import msgspec
 import pytest
 
+from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
 from rlinf_async.cli import commands
 from rlinf_async.config import Document
 from rlinf_async.data import DataConfig
@@ -105,6 +106,18 @@ def test_every_configuration_shown_can_be_read(block: Block) -> None:
 def test_the_table_of_settings_has_every_setting_and_its_default() -> None:
     page = settings(ROOT / "docs" / "embodied.md")
     assert {name: written(cell) for name, cell in page.items()} == defaults(EmbodiedConfig)
+
+
+@pytest.mark.parametrize(
+    ("section", "struct"),
+    [("actor.advantage", LanguageAdvantageConfig), ("actor.loss", LanguageLossConfig)],
+)
+def test_the_tables_of_advantages_and_losses_have_every_setting_and_its_default(
+    section: str, struct: Any
+) -> None:
+    page = settings(ROOT / "docs" / "language.md")
+    shown = {name: written(cell) for name, cell in page.items() if name.startswith(f"{section}.")}
+    assert shown == defaults(struct, f"{section}.")
 
 
 def test_the_tables_of_data_and_rewards_have_every_setting_and_its_default() -> None:

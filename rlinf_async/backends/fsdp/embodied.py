@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from rlinf_async.algorithms.advantages import AdvantageInputs, compute_advantages
+from rlinf_async.backends.building import building
 from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
@@ -53,8 +54,7 @@ class EmbodiedTrainer:
         self.config = config
         self.manager = FSDPModelManager(config.fsdp, world_size, rank)
         # Other workers may live in this process: their random numbers stay as they were.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
+        with building(config.seed):
             self.manager.setup_model_and_optimizer()
         self._policy = _policy_of(self.manager.model)
         self._generator = torch.Generator().manual_seed(config.seed + rank)

@@ -24,6 +24,7 @@ from typing import Final, TypeVar
 
 import torch
 
+from rlinf_async.backends.building import building
 from rlinf_async.backends.language import EngineDied
 from rlinf_async.backends.transformers import decoder as decoding
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
@@ -98,8 +99,7 @@ class TransformersEngine:
         self._folder = open_folder(
             config.model, context=config.context, needs_weights=config.weights == "folder"
         )
-        with torch.random.fork_rng():
-            torch.manual_seed(self._seed)
+        with building(self._seed):
             model = build_model(self._folder, config, self._device)
         self._decoder = Decoder(model, self._folder.stop_token_ids, config.prefill_tokens)
         if config.weights == "folder":

@@ -92,7 +92,10 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor) -> tuple[Any, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Any, ...]:
+        grad_log_prob, grad_entropy = grad_outputs
         hidden, weight, bias, targets, scale, normalizer, entropy, kept = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # Sums over chunks, so in float32 whatever the arithmetic is.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from rlinf_async.backends.building import building
 from rlinf_async.backends.fsdp.errors import OffloadedError
 from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.model import build_language_model
@@ -35,8 +35,7 @@ class LanguageModelManager(ShardedModelManager):
         Raises `ValueError` for a folder that cannot be used and an architecture that this backend
         would train wrongly.
         """
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._config.seed)
+        with building(self._config.seed):
             language, packs = build_language_model(self.cfg.model)
         policy = PolicyNetwork(
             language, packs=packs, logit_chunk_bytes=self._config.logit_chunk_bytes

@@ -180,6 +180,7 @@ class PolicyTrainer(LanguageTrainerBase):
                 found = getattr(sample, name)
                 if found is None and fallback is not None:
                     found = getattr(sample, fallback)
+                assert found is not None, name  # checked before, or asked for only where it is
                 parts.append(found[mask])
             return torch.from_numpy(np.concatenate(parts)).to(self.manager.device)
 

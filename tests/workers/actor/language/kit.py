@@ -76,5 +76,6 @@ class Channels:
 
 
 # An epsilon that keeps Adam from making large steps of the last bits of small gradients.
-CONFIG = trainer_config(fsdp={"optimizer": OptimizerConfig(lr=1e-3, eps=1e-3, max_grad_norm=0.5)})
+OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-3, max_grad_norm=0.5)
+CONFIG = trainer_config(fsdp={"optimizer": OPTIMIZER})
 KEEPING = msgspec.structs.replace(CONFIG, reference=True)

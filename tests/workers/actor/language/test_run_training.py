@@ -18,7 +18,13 @@ from rlinf_async.backends import registry
 from rlinf_async.backends.fsdp.config import OptimizerConfig
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.channels.batching import BatchSizeError
-from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGroup
+from rlinf_async.messages.embodied import Floats
+from rlinf_async.messages.language import (
+    LanguageTrainReport,
+    Sample,
+    SampleGroup,
+    TrainingSample,
+)
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights import unpack
 from rlinf_async.workers.actor import FSDPActor, LanguageBatches, LanguageTrainingPlan
@@ -180,12 +186,14 @@ async def test_offloaded_between_iterations_it_trains_to_the_same_weights(loop_k
     async with ra.Cluster.local() as cluster:
         channels = Channels(cluster)
         actors = await cluster.launch(FSDPActor, CONFIG, BATCHES)
+        checksums = []
         for made in work:
             training = actors.call(FSDPActor.run_training, channels.groups.receiver)
             await channels.send(made)
             await training
             [state] = await actors.call(FSDPActor.get_model_state_and_offload)
-        assert state.checksum == expected.checksum
+            checksums.append(state.checksum)
+        assert checksums[-1] == expected.checksum
         assert await actors.call(FSDPActor.version) == [2]
 
 
@@ -249,28 +257,32 @@ async def test_inference_sends_each_sample_on_with_its_log_probs(loop_kind: str)
             await channels.samples.sender.put(sample)
         assert await running == [16]
         done = [sample async for sample in channels.done.receiver]
-    check_log_probs(sent, done)
+    await asyncio.to_thread(check_log_probs, sent, done)
 
 
-def check_log_probs(sent: list[Sample], done: list[Sample], *, previous: bool = True) -> None:
+def check_log_probs(sent: list[Sample], done: list[Sample]) -> None:
     """Every sample came once, with the log-probs of the first weights under its temperature."""
     trainer = PolicyTrainer(CONFIG, 1, 0)
     by_name = {sample.request.name: sample for sample in done}
+    assert len(done) == len(by_name)
     assert by_name.keys() == {sample.request.name for sample in sent}
-    assert len(done) == len(sent)
-    for sample in sent:
-        one = next(
-            one
-            for one in groups(0)[sample.request.group].samples
-            if one.index == sample.request.index
-        )
-        [expected] = trainer.log_probs([one])
-        found = by_name[sample.request.name]
+    every = [one for group in groups(0) for one in group.samples]
+    for one, expected in zip(every, trainer.log_probs(every), strict=True):
+        found = by_name[f"{one.group}/{one.index}"]
         assert found.ref_log_prob is not None
+        assert found.prev_log_prob is not None
         np.testing.assert_allclose(found.ref_log_prob, expected, atol=1e-5)
-        if previous:
-            assert found.prev_log_prob is not None
-            np.testing.assert_allclose(found.prev_log_prob, expected, atol=1e-5)
+        np.testing.assert_allclose(found.prev_log_prob, expected, atol=1e-5)
+
+
+def engine_log_probs(
+    seed: int, probes: list[TrainingSample], update: WeightUpdate | None = None
+) -> list[Floats]:
+    """Of a model of this seed that took the update, if there is one."""
+    engine = PolicyTrainer(trainer_config(seed=seed), 1, 0)
+    if update is not None:
+        engine.load(update)
+    return engine.log_probs(probes)
 
 
 async def test_an_engine_with_the_same_weights_agrees_and_one_with_others_does_not(
@@ -280,17 +292,18 @@ async def test_an_engine_with_the_same_weights_agrees_and_one_with_others_does_n
         channels = Channels(cluster)
         actors = await cluster.launch(FSDPActor, CONFIG, BATCHES)
         await actors.call(FSDPActor.sync_model_to_rollout, channels.weights.sender)
-        engine, stale = PolicyTrainer(CONFIG, 1, 0), PolicyTrainer(trainer_config(seed=1), 1, 0)
-        engine.load(await channels.weights.receiver.get())
+        update = await channels.weights.receiver.get()
         probes = [one for group in groups(0)[:2] for one in group.samples]
         for one in probes:
             one.temperature = 1.0
         tokens = [(one.prompt_ids, one.response_ids) for one in probes]
         check = FSDPActor.check_weight_update_equal
-        [worst] = await actors.call(check, tokens, engine.log_probs(probes), 1e-4)
+        same = await asyncio.to_thread(engine_log_probs, 0, probes, update)
+        stale = await asyncio.to_thread(engine_log_probs, 1, probes)
+        [worst] = await actors.call(check, tokens, same, 1e-4)
         assert worst < 1e-5
         with pytest.raises(ra.WorkerError, match=r"WeightsDisagree.*token \d+ of sequence 0 is -"):
-            await actors.call(check, tokens, stale.log_probs(probes), 1e-4)
+            await actors.call(check, tokens, stale, 1e-4)
 
 
 async def test_a_log_prob_that_is_nan_never_passes_the_comparison(loop_kind: str) -> None:

@@ -1,0 +1,23 @@
+"""Building a model from a seed, one at a time in a process.
+
+Workers of a local cluster live in threads of one process, and what building goes by is global to
+it: torch's random numbers, and the default dtype that transformers sets meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+import torch
+
+_one_at_a_time = Lock()
+
+
+@contextmanager
+def building(seed: int) -> Iterator[None]:
+    """Torch's random numbers on the CPU come from the seed, and go on afterwards as they were."""
+    with _one_at_a_time, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
