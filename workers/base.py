@@ -1,4 +1,4 @@
-"""`Worker`: a class with async methods, a mailbox, and a thread for blocking work.
+"""`Worker`: a class with async methods, and a thread for blocking work.
 
 ::
 

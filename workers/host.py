@@ -5,7 +5,7 @@ state         entered by                       left by
 ============  ===============================  ==========================================
 ``CREATED``   construction                     `start`
 ``STARTING``  `start`: ``__init__``, ``setup``  success -> ``READY``, failure -> ``FAILED``
-``READY``     calls are taken from the mailbox  `stop`
+``READY``     calls run, several at once        `stop`
 ``STOPPING``  `stop`: calls are cancelled       ``teardown`` is done
 ``STOPPED``   nothing of the worker is left
 ``FAILED``    ``__init__`` or ``setup`` raised
@@ -15,18 +15,15 @@ state         entered by                       left by
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import logging
 import os
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import msgspec
-
-from rlinf_async.channels import Channel, ChannelClosed, current_party
-from rlinf_async.channels.waitfor import WaitFuture
+from rlinf_async.channels import ChannelClosed, current_party
 from rlinf_async.workers.base import Worker, make
 from rlinf_async.workers.collective import leave
 from rlinf_async.workers.context import OpenSpan, WorkerContext, WorkerInfo
@@ -46,16 +43,45 @@ class State(enum.Enum):
     FAILED = "failed"
 
 
-class Invocation(msgspec.Struct, eq=False):
-    """A call in the worker's mailbox."""
+Ended = Callable[[Any, BaseException | None], None]
+"""Told once how a call ended: with its result, or with a `WorkerError` or `CancelledError`."""
 
-    method: str
-    arguments: dict[str, Any]
-    result: asyncio.Future[Any]
+
+class Invocation:
+    """A call that runs."""
+
+    __slots__ = ("_ended", "_task", "arguments", "cancelled", "error", "method", "value")
+
+    def __init__(self, method: str, arguments: dict[str, Any], ended: Ended) -> None:
+        self.method = method
+        self.arguments = arguments
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.cancelled = False
+        """its caller does not want it any more"""
+        self._ended = ended
+        self._task: asyncio.Task[None] | None = None
+
+    def runs_in(self, task: asyncio.Task[None]) -> None:
+        """Its method was started."""
+        self._task = task
+
+    def cancel(self) -> None:
+        """Cancel the method. The call has ended, as cancelled, once the method has."""
+        self.cancelled = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def over(self, task: asyncio.Task[None]) -> None:
+        """Nothing of it runs any more, or ever did."""
+        if self.cancelled or task.cancelled():
+            self._ended(None, asyncio.CancelledError())
+        else:
+            self._ended(self.value, self.error)
 
 
 class WorkerHost:
-    """Builds the worker, serves its mailbox, and takes it down."""
+    """Builds the worker, runs its calls, and takes it down."""
 
     def __init__(
         self,
@@ -69,10 +95,9 @@ class WorkerHost:
         self.state = State.CREATED
         executor = ThreadPoolExecutor(1, thread_name_prefix=f"{info.name} compute")
         self.context = WorkerContext(info, executor, span)
-        self.mailbox = Channel(Invocation, name=f"{info.name} mailbox", capacity=1024)
         self._make = (cls, args, kwargs)
         self._worker: Worker | None = None
-        self._server: asyncio.Task[None] | None = None
+        self._labels: dict[str, str] = {}
         self.calls: dict[asyncio.Task[None], Invocation] = {}
 
     async def start(self) -> None:
@@ -98,24 +123,25 @@ class WorkerHost:
                 self.state = State.FAILED
                 self._let_go()
         self.state = State.READY
-        self._server = asyncio.create_task(self._serve(), name=f"{self.info.name} mailbox")
 
-    async def call(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Run a method and return its result. Cancelling this cancels the method.
+    def begin(self, method: str, arguments: dict[str, Any], ended: Ended) -> Invocation:
+        """Start a method and return at once; calls begin in the order in which they are made.
 
         Raises:
-            WorkerError: the method raised, or the worker is not ready.
+            WorkerError: the worker takes no calls now.
         """
-        result: asyncio.Future[Any] = WaitFuture()
-        try:
-            await self.mailbox.sender.put(Invocation(method, arguments, result))
-        except ChannelClosed as error:
-            raise self.wrap(error, method) from error
-        try:
-            return await result
-        except asyncio.CancelledError:
-            await self._cancel(result)
-            raise
+        if self.state is not State.READY:
+            closed = ChannelClosed(f"{self.info.name} takes no calls: it is {self.state.value}")
+            raise self.wrap(closed, method)
+        invocation = Invocation(method, arguments, ended)
+        label = self._labels.get(method)
+        if label is None:
+            label = self._labels[method] = f"{self.info.name}.{method}"
+        task = asyncio.create_task(self._run(invocation, label), name=label)
+        invocation.runs_in(task)
+        self.calls[task] = invocation
+        task.add_done_callback(self._forget)
+        return invocation
 
     async def stop(self) -> None:
         """Cancel what runs, run ``teardown``, and give the compute thread back."""
@@ -123,7 +149,6 @@ class WorkerHost:
             return
         ready = self.state is State.READY
         self.state = State.STOPPING
-        self.mailbox.close()
         try:
             await self._end_calls()
             if ready and self._worker is not None:
@@ -139,34 +164,17 @@ class WorkerHost:
         self.context.executor.shutdown(wait=False, cancel_futures=True)
 
     async def _end_calls(self) -> None:
-        if self._server is not None:  # first: it starts no more calls then
-            await asyncio.gather(self._server, return_exceptions=True)
-        for task in self.calls:
+        running = list(self.calls)
+        for task in running:
             task.cancel()
-        await asyncio.gather(*self.calls, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
 
-    async def _serve(self) -> None:
-        async for invocation in self.mailbox.receiver:
-            if invocation.result.done():  # cancelled before it began
-                continue
-            if self.state is not State.READY:  # put before the mailbox was closed
-                invocation.result.cancel()
-                continue
-            label = f"{self.info.name}.{invocation.method}"
-            task = asyncio.create_task(self._run(invocation), name=label)
-            self.calls[task] = invocation
-            task.add_done_callback(self._forget)
-
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        invocation = self.calls.pop(task)
-        if not invocation.result.done():
-            invocation.result.cancel()
-
-    async def _run(self, invocation: Invocation) -> None:
-        current_party.set(f"{self.info.name}.{invocation.method}")
+    async def _run(self, invocation: Invocation, label: str) -> None:
+        current_party.set(label)
         try:
-            method = getattr(self._worker, invocation.method)
-            value = await method(**invocation.arguments)
+            invocation.value = await getattr(self._worker, invocation.method)(
+                **invocation.arguments
+            )
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -176,24 +184,15 @@ class WorkerHost:
             self._fail(invocation, inside)
         except Exception as error:
             self._fail(invocation, error)
-        else:
-            if not invocation.result.done():
-                invocation.result.set_result(value)
 
     def _fail(self, invocation: Invocation, error: Exception) -> None:
         failure = self.wrap(error, invocation.method)
-        if not invocation.result.done():
-            invocation.result.set_exception(failure)
-            invocation.result.exception()  # retrieved: the caller may be gone
-        elif not is_secondary(failure):
+        if invocation.cancelled and not is_secondary(failure):
             log.error("after it was cancelled, %s", failure)
+        invocation.error = failure
 
-    async def _cancel(self, result: asyncio.Future[Any]) -> None:
-        for task, invocation in list(self.calls.items()):
-            if invocation.result is result:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([task])
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self.calls.pop(task).over(task)
 
     def wrap(self, error: BaseException, method: str) -> WorkerError:
         """The error as one of this worker's."""

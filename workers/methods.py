@@ -18,6 +18,8 @@ from rlinf_async.workers.base import Worker
 from rlinf_async.workers.errors import BuildError
 
 END_KINDS: tuple[type, ...] = (Sender, Receiver, LatestSender, LatestReceiver)
+CONTAINERS: tuple[type, ...] = (list, tuple, dict)
+"""in which ends may stand"""
 AnyEnd = End | LatestSender[Any] | LatestReceiver[Any]
 
 
@@ -40,24 +42,43 @@ class Method:
             )
         self.types: dict[str, Any] = {p.name: hints.get(p.name, Any) for p in parameters}
 
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments by name, checked against the annotations.
+        plain = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+        self._by_place = tuple(self.types) if plain else ()
+        self._fitting: dict[str, set[type]] = {name: set() for name in self.types}
+        """by parameter: classes whose instances fit, whatever they hold"""
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+        """The arguments by name, checked against the annotations; whether channel ends are among
+        them.
 
         Raises:
             BuildError: wrong number, wrong end, wrong type; names both sides.
         """
+        if not kwargs and len(args) == len(self._by_place):
+            arguments = dict(zip(self._by_place, args, strict=True))
+        else:
+            arguments = self._bound(args, kwargs)
+        has_ends = False
+        for name, value in arguments.items():
+            if type(value) not in self._fitting[name]:
+                has_ends |= self._check(name, value)
+        return arguments, has_ends
+
+    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            bound = self.signature.bind(*args, **kwargs)
+            return self.signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise BuildError(f"{self.label}: {error}") from None
-        for name, value in bound.arguments.items():
-            self._check(name, value)
-        return dict(bound.arguments)
 
-    def _check(self, name: str, value: Any) -> None:
+    def _check(self, name: str, value: Any) -> bool:
+        """Whether it holds ends."""
         problem = mismatch(self.types[name], value)
         if problem:
             raise BuildError(f"{self.label}: parameter {name!r} {problem}")
+        has_ends = _holds_ends(value)
+        if not has_ends and type(value) not in CONTAINERS:
+            self._fitting[name].add(type(value))
+        return has_ends
 
 
 def _own_name(cls: type[Worker], function: Callable[..., Any]) -> str:
@@ -116,7 +137,7 @@ def _first_mismatch(wanted: Any, value: Any) -> str:
 
 
 def _holds_ends(value: Any) -> bool:
-    if type(value) in (list, tuple, dict):
+    if type(value) in CONTAINERS:
         return any(_holds_ends(part) for _, part in _inside(Any, value))
     return isinstance(value, END_KINDS)
 

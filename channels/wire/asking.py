@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -24,6 +24,16 @@ _RECEIPT = int(Flag.RECEIPT)  # the enum is slow to ask
 _encode = msgspec.msgpack.Encoder().encode
 _decode_report = msgspec.msgpack.Decoder(Report).decode
 _decoders: dict[Any, Callable[[bytes], Any]] = {}
+
+
+class Waiting(Protocol):
+    """Who is told the answer: a future, or anything that is called as one is."""
+
+    def done(self) -> bool: ...
+
+    def set_result(self, message: Message, /) -> None: ...
+
+    def set_exception(self, error: BaseException, /) -> None: ...
 
 
 class Answer(Generic[R]):
@@ -56,17 +66,15 @@ class Asking:
         self._loop = asyncio.get_running_loop()
         self._outbox = outbox
         self._last = 0
-        self._pending: dict[int, asyncio.Future[Message]] = {}
+        self._pending: dict[int, Waiting] = {}
         self._taken: list[int] = []
 
-    def ask(
-        self, future: asyncio.Future[Message], kind: str, meta: Any, body: Encoded | None, lane: int
-    ) -> int:
-        """Send a request whose answer this future gets; the request's number."""
+    def ask(self, waiting: Waiting, kind: str, meta: Any, body: Encoded | None, lane: int) -> int:
+        """Send a request whose answer this one gets; the request's number."""
         self._last = number = self._last + 1
         head = head_of(kind, meta)
         self._outbox.send(FrameType.REQUEST, number, head, body, lane, what=kind)
-        self._pending[number] = future
+        self._pending[number] = waiting
         return number
 
     def cancel(self, number: int) -> None:

@@ -44,6 +44,11 @@ class ChannelClient:
         self._connection = connection
         self._senders: list[RemoteSender[Any]] = []
 
+    @property
+    def has_senders(self) -> bool:
+        """Whether there may be anything to `flush`."""
+        return bool(self._senders)
+
     async def flush(self) -> None:
         """Return once all that its senders have put is in its place.
 

@@ -30,7 +30,7 @@ from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
 from rlinf_async.channels.saying import fit
 from rlinf_async.channels.waitfor import WaitFuture
 from rlinf_async.channels.wire.answering import Answering
-from rlinf_async.channels.wire.asking import Answer, Asking, head_of, reply_decoder
+from rlinf_async.channels.wire.asking import Answer, Asking, Waiting, head_of, reply_decoder
 from rlinf_async.channels.wire.failures import UNREADABLE
 from rlinf_async.channels.wire.framing import Flag, FrameType, pack_small
 from rlinf_async.channels.wire.heartbeat import Heartbeat
@@ -172,6 +172,19 @@ class Connection(Streams):
         except UNREADABLE as error:
             raise self._malformed(f"the answer to {kind!r}: {error}") from error
         return Answer(found, message, self._asking)
+
+    def post(self, waiting: Waiting, kind: str, meta: Any, body: Encoded | None = None) -> int:
+        """As `ask`, for one who is told the answer as soon as it arrives; the request's number.
+
+        An answer that cannot be read is told as such, and raised on: the connection ends by it.
+        """
+        self._check_open()
+        return self._asking.ask(waiting, kind, meta, body, DATA)
+
+    def give_up(self, number: int) -> None:
+        """The answer to this `post` is wanted no more; the peer's handler is cancelled."""
+        if not self.closed:
+            self._asking.cancel(number)
 
     def notify(
         self, kind: str, meta: Any, body: Encoded | None = None, *, control: bool = False

@@ -1,7 +1,8 @@
 """Starts workers, calls them, keeps them alive, and takes them down."""
 
+from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.group import GroupCall, WorkerGroup, WorkerRef
+from rlinf_async.runtime.group import WorkerGroup, WorkerRef
 from rlinf_async.runtime.loop import run
 from rlinf_async.runtime.placement import Packed, Placement, Ranks, Spread
 from rlinf_async.runtime.supervise import Never, Restart

@@ -8,6 +8,7 @@ written once.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -18,7 +19,10 @@ from rlinf_async.observe.trace import Span
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.context import WorkerInfo
 from rlinf_async.workers.errors import WorkerDied
+from rlinf_async.workers.host import Ended
 from rlinf_async.workers.methods import Method
+
+Stop = Callable[[], None]
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,12 +53,14 @@ class WorkerHandle(Protocol):
     died: asyncio.Future[WorkerDied]
     """set when the worker is gone although nobody stopped it"""
 
-    async def call(self, method: Method, arguments: dict[str, Any]) -> Any:
-        """Run a method there.
+    def begin(self, method: Method, arguments: dict[str, Any], ended: Ended) -> Stop:
+        """Start a method there and return at once. What is returned cancels it.
+
+        ``ended`` is called once, later: with the result; with a `WorkerError`, which the method
+        raised; with `WorkerDied`, if the worker went while the call ran; or with `CancelledError`.
 
         Raises:
-            WorkerError: it raised.
-            WorkerDied: the worker went while the call ran.
+            WorkerError, BuildError: nothing was started.
         """
         ...
 

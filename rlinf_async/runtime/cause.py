@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rlinf_async.runtime.group import GroupCall
+from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.workers.errors import is_secondary
 
 

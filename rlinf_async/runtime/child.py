@@ -10,14 +10,18 @@ import shutil
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from rlinf_async.channels import ChannelError, ItemTooLarge
 from rlinf_async.channels.wire import (
     ChannelClient,
     Connection,
     Encoded,
+    Request,
     Router,
     connect,
 )
@@ -27,16 +31,19 @@ from rlinf_async.runtime.backend import Activity, WorkerSpec
 from rlinf_async.runtime.codecs import arguments_codec, encode_result, encode_spans
 from rlinf_async.runtime.loop import run
 from rlinf_async.runtime.protocol import Call, Outcome
-from rlinf_async.runtime.stall import all_blocked, current_is_internal
+from rlinf_async.runtime.stall import all_blocked, current_is_internal, internal
 from rlinf_async.workers.errors import WorkerError
 from rlinf_async.workers.host import WorkerHost
-from rlinf_async.workers.methods import method_of
+from rlinf_async.workers.methods import Method, method_of
 from rlinf_async.workers.watchdog import Watchdog
 
 ORPHAN_SECONDS = 0.5
 """How long a process that lost its connection waits to see whether its parent is gone."""
 CHILDREN_SECONDS = 0.5
 """How long each process that a worker started gets to end once it is asked to."""
+
+
+RETURNED = Outcome()
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +113,7 @@ class Child:
         self._host = WorkerHost(spec.cls, spec.args, spec.kwargs, spec.info, self._recorder.span)
         self._stopped = asyncio.Event()
         self._told = False
+        self._flushing: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> bool:
         """Connect, answer, and return once told to stop (True) or cut off (False)."""
@@ -129,7 +137,7 @@ class Child:
     def _router(self) -> Router:
         router = Router()
         router.add("worker.start", Nothing, self._start)
-        router.add("worker.call", Call, self._call)
+        router.add_sync("worker.call", Call, self._call)
         router.add("worker.activity", Nothing, self._activity)
         router.add("worker.spans", Nothing, self._spans)
         router.add("worker.stop", Nothing, self._stop)
@@ -141,26 +149,67 @@ class Child:
         try:
             await self._host.start()
         except WorkerError as error:
-            return Outcome(failure=error.failure), None
+            return Outcome(error.failure), None
         return Outcome(), None
 
-    async def _call(
-        self, connection: Connection, call: Call, body: Encoded | None
-    ) -> tuple[Outcome, Encoded | None]:
-        current_is_internal()
+    def _call(self, request: Request[Call]) -> None:
+        call, body, request.body = request.meta, request.body, None
         cls = self._boot.spec.cls
+        client = ChannelClient(request.connection)
         try:
             method = method_of(cls, getattr(cls, call.method))
-            codec = arguments_codec(method, tuple(call.names))
-            client = ChannelClient(connection)
-            arguments = codec.decode(body, client)
-            value = await self._host.call(call.method, arguments)
-            await client.flush()  # a call has returned when what it put is in its channels
-            return Outcome(), encode_result(method, value)
+            arguments = arguments_codec(method, call.names).decode(body, client.end)
+            running = self._host.begin(
+                method.name, arguments, partial(self._returned, request, method, client)
+            )
         except WorkerError as error:
-            return Outcome(failure=error.failure), None
-        except Exception as error:  # an argument or the result cannot travel
-            return Outcome(failure=self._host.wrap(error, call.method).failure), None
+            request.reply(Outcome(error.failure))
+        except Exception as error:  # an argument cannot travel
+            request.reply(Outcome(self._host.wrap(error, call.method).failure))
+        else:
+            request.abandon = running.cancel
+
+    def _returned(
+        self,
+        request: Request[Call],
+        method: Method,
+        client: ChannelClient,
+        value: Any,
+        error: BaseException | None,
+    ) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            request.fail(ChannelError(f"{method.label} was cancelled"))
+        elif isinstance(error, WorkerError):
+            request.reply(Outcome(error.failure))
+        elif client.has_senders:
+            flushing = internal(asyncio.create_task(self._flush(request, method, client, value)))
+            self._flushing.add(flushing)
+            flushing.add_done_callback(self._flushing.discard)
+            request.abandon = partial(_cancel, flushing)
+        else:
+            self._reply(request, method, value)
+
+    async def _flush(
+        self, request: Request[Call], method: Method, client: ChannelClient, value: Any
+    ) -> None:
+        """A call has returned when what it put is in its channels."""
+        try:
+            await client.flush()
+        except Exception as error:
+            request.reply(Outcome(self._host.wrap(error, method.name).failure))
+        else:
+            self._reply(request, method, value)
+
+    def _reply(self, request: Request[Call], method: Method, value: Any) -> None:
+        try:
+            body = encode_result(method, value)
+        except Exception as error:  # the result cannot travel
+            request.reply(Outcome(self._host.wrap(error, method.name).failure))
+            return
+        try:
+            request.reply(RETURNED, body)
+        except ItemTooLarge as refused:
+            request.fail(refused)
 
     async def _activity(
         self, connection: Connection, meta: Nothing, body: Encoded | None
@@ -184,7 +233,11 @@ class Child:
         try:
             await self._host.stop()
         except WorkerError as error:
-            return Outcome(failure=error.failure), None
+            return Outcome(error.failure), None
         finally:
             asyncio.get_running_loop().call_soon(self._stopped.set)
         return Outcome(), None
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()

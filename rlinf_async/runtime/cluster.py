@@ -5,7 +5,7 @@
                      waits for                         unblocked by
     the body         calls, channels                   workers; a failure cancels it
     a call's part    its rank's restart, its method    the worker's reply or death
-    a worker         its mailbox, channels, compute    calls, items, its own thread
+    a worker         its calls, channels, compute      the driver, items, its own thread
     leaving          calls, workers, processes         cancellation, then force after `grace`
 
 The body of ``async with`` and everything it started end together: the first failure cancels the
@@ -25,8 +25,9 @@ from rlinf_async.channels.waitfor import mark_cut_off
 from rlinf_async.channels.wire import Traffic
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.backend import Backend
+from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cause import FirstCause
-from rlinf_async.runtime.group import GroupCall, WorkerGroup
+from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.launching import Launch, check_launch, check_limits, specs
 from rlinf_async.runtime.placement import Placement, host_devices
 from rlinf_async.runtime.stall import internal

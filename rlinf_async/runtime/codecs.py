@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from rlinf_async.channels import MalformedFrame
 from rlinf_async.channels.wire import (
-    ChannelClient,
     ChannelServer,
     Decoder,
     Encoded,
@@ -14,20 +14,25 @@ from rlinf_async.channels.wire import (
     EndRef,
     encode,
 )
+from rlinf_async.channels.wire.codec import DecodeEnd
 from rlinf_async.observe.trace import Span
 from rlinf_async.workers.errors import BuildError
 from rlinf_async.workers.methods import Method
 
 
 class ArgumentsCodec:
-    """The arguments of one method, given under these names."""
+    """The arguments of one method, given under these names. For one thread."""
 
     def __init__(self, method: Method, names: tuple[str, ...]) -> None:
         self._method = method
         self._names = names
-        self._types: Any = tuple[tuple(method.types[name] for name in names)]  # type: ignore[misc]
+        types: Any = tuple[tuple(method.types[name] for name in names)]  # type: ignore[misc]
+        self._encoder = Encoder(self._lend)
+        self._server: ChannelServer | None = None
+        self._lent: list[int] = []
+        self._ends: DecodeEnd = _refuse
         try:
-            Decoder(self._types, _refuse)
+            self._decoder = Decoder(types, lambda ref, item_type: self._ends(ref, item_type))
         except TypeError as error:
             raise BuildError(
                 f"{method.label} cannot be called in another process: {error}"
@@ -35,27 +40,43 @@ class ArgumentsCodec:
 
     def encode(self, arguments: dict[str, Any], server: ChannelServer, lent: list[int]) -> Encoded:
         """The arguments. Channel ends among them are lent; their numbers are added to ``lent``."""
-
-        def lend(end: Any) -> EndRef:
-            ref = server.lend(end)
-            lent.append(ref.number)
-            return ref
-
+        self._server, self._lent = server, lent
         try:
-            return Encoder(lend).encode(tuple(arguments[name] for name in self._names))
+            return self._encoder.encode(tuple(arguments.values()))
         except TypeError as error:
             raise BuildError(f"an argument of {self._method.label}: {error}") from error
+        finally:
+            self._server, self._lent = None, []
 
-    def decode(self, body: Encoded | None, client: ChannelClient) -> dict[str, Any]:
-        """The arguments; channel ends come out as ends over this connection."""
+    def decode(self, body: Encoded | None, ends: DecodeEnd) -> dict[str, Any]:
+        """The arguments; channel ends are made by ``ends``."""
         if body is None:
             raise MalformedFrame(f"a call of {self._method.label} came without its arguments")
-        values = Decoder(self._types, client.end).decode(body)
+        self._ends = ends
+        try:
+            values = self._decoder.decode(body)
+        finally:
+            self._ends = _refuse
         return dict(zip(self._names, values, strict=True))
 
+    def _lend(self, end: Any) -> EndRef:
+        if self._server is None:
+            raise RuntimeError("ends are lent only while arguments are encoded")
+        ref = self._server.lend(end)
+        self._lent.append(ref.number)
+        return ref
 
-_codecs: dict[tuple[Method, tuple[str, ...]], ArgumentsCodec] = {}
-_results: dict[Method, Decoder] = {}
+
+class _Made(threading.local):
+    """What was made for a thread: encoders and decoders are for one."""
+
+    def __init__(self) -> None:
+        self.arguments: dict[tuple[Method, tuple[str, ...]], ArgumentsCodec] = {}
+        self.results: dict[Method, Decoder] = {}
+        self.encode_result = Encoder().encode
+
+
+_made = _Made()
 _spans = Decoder(list[Span])
 
 
@@ -65,9 +86,10 @@ def arguments_codec(method: Method, names: tuple[str, ...]) -> ArgumentsCodec:
     Raises:
         BuildError: an annotation names a type that cannot travel.
     """
-    found = _codecs.get((method, names))
+    codecs = _made.arguments
+    found = codecs.get((method, names))
     if found is None:
-        found = _codecs[method, names] = ArgumentsCodec(method, names)
+        found = codecs[method, names] = ArgumentsCodec(method, names)
     return found
 
 
@@ -78,16 +100,16 @@ def encode_result(method: Method, value: Any) -> Encoded:
         TypeError: it cannot travel.
     """
     try:
-        return encode(value)
+        return _made.encode_result(value)
     except TypeError as error:
         raise TypeError(f"what {method.label} returned cannot travel: {error}") from error
 
 
 def decode_result(method: Method, body: Encoded | None) -> Any:
     """What a method returned, by its return annotation."""
-    decoder = _results.get(method)
+    decoder = _made.results.get(method)
     if decoder is None:
-        decoder = _results[method] = Decoder(method.returns)
+        decoder = _made.results[method] = Decoder(method.returns)
     if body is None:
         raise MalformedFrame(f"the result of {method.label} is missing")
     return decoder.decode(body)
@@ -99,10 +121,10 @@ def check_result_type(method: Method) -> None:
     Raises:
         BuildError: naming the annotation.
     """
-    if method in _results:
+    if method in _made.results:
         return
     try:
-        _results[method] = Decoder(method.returns)
+        _made.results[method] = Decoder(method.returns)
     except TypeError as error:
         raise BuildError(
             f"{method.label} cannot be called in another process: what it returns: {error}"

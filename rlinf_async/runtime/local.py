@@ -12,10 +12,10 @@ from typing import Any
 from rlinf_async.channels import Channel, Latest
 from rlinf_async.channels.wire import Traffic
 from rlinf_async.observe.trace import Span, SpanRecorder
-from rlinf_async.runtime.backend import Activity, WorkerSpec
+from rlinf_async.runtime.backend import Activity, Stop, WorkerSpec
 from rlinf_async.runtime.stall import all_blocked
 from rlinf_async.workers.errors import BuildError, WorkerDied
-from rlinf_async.workers.host import WorkerHost
+from rlinf_async.workers.host import Ended, WorkerHost
 from rlinf_async.workers.methods import Method
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ class LocalWorker:
         self._recorder = recorder
         self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
 
-    async def call(self, method: Method, arguments: dict[str, Any]) -> Any:
-        return await self._host.call(method.name, arguments)
+    def begin(self, method: Method, arguments: dict[str, Any], ended: Ended) -> Stop:
+        return self._host.begin(method.name, arguments, ended).cancel
 
     async def activity(self) -> Activity:
         return activity_of(self._host)

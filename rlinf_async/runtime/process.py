@@ -26,17 +26,13 @@ from rlinf_async.channels import Channel, ConnectionLost, Latest
 from rlinf_async.channels.wire import ChannelServer, Connection, Router, Traffic, traffic_of
 from rlinf_async.channels.wire.protocol import Nothing
 from rlinf_async.observe.trace import Span
-from rlinf_async.runtime.backend import Activity, WorkerSpec
+from rlinf_async.runtime.backend import Activity, Stop, WorkerSpec
 from rlinf_async.runtime.child import Boot
-from rlinf_async.runtime.codecs import (
-    arguments_codec,
-    check_result_type,
-    decode_result,
-    decode_spans,
-)
+from rlinf_async.runtime.codecs import decode_spans
 from rlinf_async.runtime.doors import LISTEN_VARIABLE, Doors
 from rlinf_async.runtime.launching import check_seconds
-from rlinf_async.runtime.protocol import Call, Outcome
+from rlinf_async.runtime.protocol import Outcome
+from rlinf_async.runtime.remote import RemoteCall
 from rlinf_async.runtime.spawning import (
     is_being_started,
     kill_tree,
@@ -51,6 +47,7 @@ from rlinf_async.workers.errors import (
     WorkerError,
     WorkerUnresponsive,
 )
+from rlinf_async.workers.host import Ended
 from rlinf_async.workers.methods import Method
 
 log = logging.getLogger(__name__)
@@ -98,21 +95,10 @@ class ProcessWorker:
         if outcome.failure is not None:
             raise WorkerError(outcome.failure)
 
-    async def call(self, method: Method, arguments: dict[str, Any]) -> Any:
-        check_result_type(method)
-        lent: list[int] = []
-        body = arguments_codec(method, tuple(arguments)).encode(arguments, self._server, lent)
-        call = Call(method=method.name, names=list(arguments))
-        try:
-            outcome, result = await self._live.request("worker.call", call, body, reply=Outcome)
-        except ConnectionLost:
-            raise await result_of(self.died) from None
-        finally:
-            for number in lent:
-                self._server.take_back(number)
-        if outcome.failure is not None:
-            raise WorkerError(outcome.failure)
-        return decode_result(method, result)
+    def begin(self, method: Method, arguments: dict[str, Any], ended: Ended) -> Stop:
+        call = RemoteCall(self._live, self._server, self.died, method, ended)
+        call.send(arguments)
+        return call.cancel
 
     async def activity(self) -> Activity:
         try:

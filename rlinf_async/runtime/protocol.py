@@ -17,14 +17,14 @@ import msgspec
 from rlinf_async.workers.errors import Failure
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class Call(msgspec.Struct, array_like=True, frozen=True):
     """A method and the names of the arguments that the body holds."""
 
     method: str
-    names: list[str]
+    names: tuple[str, ...]
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class Outcome(msgspec.Struct, array_like=True, frozen=True):
     """How it went; a result is in the body."""
 
     failure: Failure | None = None

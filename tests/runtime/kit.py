@@ -110,8 +110,8 @@ class Broken(ra.Worker):
         await other
 
     async def while_cancelled(self, started: ra.Sender[str]) -> None:
-        await started.put(self.name)
         try:
+            await started.put(self.name)  # it may have arrived while this still waits to be told so
             await asyncio.Event().wait()
         finally:
             raise KeyError("cleaning up failed")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rlinf_async.runtime.backend import WorkerSpec
+from rlinf_async.runtime.backend import Stop, WorkerSpec
 from rlinf_async.runtime.local import LocalBackend, LocalWorker
 from rlinf_async.workers.errors import Failure, WorkerDied
+from rlinf_async.workers.host import Ended
 from rlinf_async.workers.methods import Method
 
 
@@ -30,16 +31,20 @@ class Mortal(LocalWorker):
 
     name = ""
 
-    async def call(self, method: Method, arguments: dict[str, Any]) -> Any:
-        calling = asyncio.ensure_future(super().call(method, arguments))
-        try:
-            await asyncio.wait([calling, self.died], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            calling.cancel()
-            await asyncio.wait([calling])
-        if self.died.done() and not self.died.cancelled():
-            raise self.died.result()
-        return calling.result()
+    def begin(self, method: Method, arguments: dict[str, Any], ended: Ended) -> Stop:
+        def told(value: Any, error: BaseException | None) -> None:
+            self.died.remove_done_callback(dies)
+            if self.died.done() and not self.died.cancelled():
+                value, error = None, self.died.result()
+            ended(value, error)
+
+        def dies(died: asyncio.Future[WorkerDied]) -> None:
+            if not died.cancelled():
+                stop()
+
+        stop = super().begin(method, arguments, told)
+        self.died.add_done_callback(dies)
+        return stop
 
     def kill(self) -> None:
         """End it as SIGKILL would."""

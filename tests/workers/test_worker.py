@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,25 @@ async def ready_host(cls: type[ra.Worker] = Cook) -> WorkerHost:
     return host
 
 
+async def call(host: WorkerHost, method: str) -> Any:
+    """Run a method; cancelling this cancels it, and waits for its end."""
+    over: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def ended(value: Any, error: BaseException | None) -> None:
+        if error is None:
+            over.set_result(value)
+        else:
+            over.set_exception(error)
+
+    running = host.begin(method, {}, ended)
+    try:
+        return await asyncio.shield(over)
+    except asyncio.CancelledError:
+        running.cancel()
+        await over
+        raise
+
+
 def test_a_worker_knows_its_place_before_its_constructor_runs() -> None:
     with ThreadPoolExecutor(1) as executor:
         devices = (Device("cuda", 3), Device("cuda", 4))
@@ -98,8 +118,8 @@ def test_a_worker_knows_its_place_before_its_constructor_runs() -> None:
 
 async def test_a_call_is_answered_while_another_blocks_its_compute_thread(loop_kind: str) -> None:
     host = await ready_host()
-    cooking = asyncio.create_task(host.call("cook", {}))
-    assert await host.call("let_it_end", {}) == 1
+    cooking = asyncio.create_task(call(host, "cook"))
+    assert await call(host, "let_it_end") == 1
     assert (await cooking).startswith("Cook[0] compute")
     assert host.context.computing == 0
     await host.stop()
@@ -107,11 +127,11 @@ async def test_a_call_is_answered_while_another_blocks_its_compute_thread(loop_k
 
 async def test_compute_keeps_the_order_in_which_it_was_asked(loop_kind: str) -> None:
     host = await ready_host()
-    assert await host.call("nested", {}) == [0, 1, 2, 3, 4]
-    assert await host.call("context", {}) == "mine"
+    assert await call(host, "nested") == [0, 1, 2, 3, 4]
+    assert await call(host, "context") == "mine"
     assert setting.get() == "none"
     with pytest.raises(ra.WorkerError, match="not a number"):
-        await host.call("fails", {})
+        await call(host, "fails")
     await host.stop()
 
 
@@ -119,14 +139,14 @@ async def test_a_cancelled_compute_leaves_what_runs_alone(loop_kind: str) -> Non
     host = await ready_host()
     worker = host._worker
     assert isinstance(worker, Cook)
-    cooking = asyncio.create_task(host.call("cook", {}))
+    cooking = asyncio.create_task(call(host, "cook"))
     await asyncio.to_thread(worker.begun.wait)
     cooking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cooking
     assert (host.calls, host.context.computing) == ({}, 0)
     worker.may_end.set()
-    assert await host.call("context", {}) == "mine"
+    assert await call(host, "context") == "mine"
     await host.stop()
 
 
@@ -142,7 +162,7 @@ async def test_a_host_goes_through_its_states(loop_kind: str) -> None:
     assert [*states, host.state] == [State.CREATED, State.READY, State.STOPPED]
     assert worker.log_of_life == ["setup", "teardown"]
     with pytest.raises(ra.WorkerError, match="ChannelClosed"):
-        await host.call("cook", {})
+        await call(host, "cook")
 
 
 class FailsInSetup(Cook):
@@ -186,7 +206,7 @@ async def test_a_failure_is_retrieved_although_its_caller_left(
 ) -> None:
     host = await ready_host()
     with pytest.raises(ra.WorkerError, match="boom"):
-        await host.call("boom", {})
+        await call(host, "boom")
     await host.stop()
     assert caplog.text == ""
 

@@ -13,8 +13,9 @@ from typing import Protocol
 from rlinf_async.channels import Channel, Latest
 from rlinf_async.messages.embodied import Actions, Collect, Observations, Trajectory
 from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.group import GroupCall, WorkerGroup
+from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
 from rlinf_async.runtime.jobs.lost import deliveries
 from rlinf_async.runtime.supervise import Restart

@@ -1,0 +1,299 @@
+"""A call that runs on some ranks: its parts, one for each rank, and what becomes of it.
+
+No task runs for a call here: every part is told how it ended, and the last one settles the call::
+
+    begin --> rank 0 --value----.
+          --> rank 1 --failure--+--> told to the cluster; the other parts are cancelled
+          --> rank 2 --value----'
+                                `--> all have ended: result, first cause, or cancelled --> awaiters
+
+A worker that dies is waited for: its part begins again in the next life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Generic, TypeVar
+
+from rlinf_async.channels import LatestReceiver
+from rlinf_async.channels.ends import End
+from rlinf_async.channels.ends import Sender as SenderEnd
+from rlinf_async.runtime.backend import Stop, WorkerHandle
+from rlinf_async.runtime.stall import WorkFuture, internal
+from rlinf_async.runtime.supervise import Supervisor
+from rlinf_async.workers.errors import WorkerDied, is_secondary
+from rlinf_async.workers.methods import Method
+
+R = TypeVar("R")
+
+
+class GroupCall(Generic[R]):
+    """A call that runs on one or more ranks. Await it for its result; it runs whether or not you
+    do.
+
+    If nobody awaits it when it fails, the failure ends the cluster: it is never lost.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        method: Method,
+        single: bool,
+        on_failure: Callable[[BaseException, GroupCall[Any]], None],
+        on_end: Callable[[GroupCall[Any]], None],
+    ) -> None:
+        self._group = group
+        self._method = method
+        self._single = single
+        self._on_failure = on_failure
+        self._on_end = on_end
+        self._parts: list[Part] = []
+        self._running = 0
+        self._waiters: list[asyncio.Future[Any]] = []
+        self._enders: list[asyncio.Future[Any]] = []
+        self._done = False
+        self._cancelled = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self.failures: list[BaseException] = []
+        """of its ranks, in the order in which they happened"""
+        self.seen = False
+        """its failure was raised to whoever awaited it"""
+
+    @property
+    def label(self) -> str:
+        """Group and method: ``"Rollout.generate"``."""
+        return f"{self._group}.{self._method.name}"
+
+    def done(self) -> bool:
+        """Whether the result, or the failure, is there."""
+        return self._done
+
+    def cancel(self) -> None:
+        """Stop the methods on all ranks; awaiting raises `asyncio.CancelledError`."""
+        if not self._done:
+            self._cancelled = True
+            self._stop_parts()
+
+    def __await__(self) -> Generator[Any, None, R]:
+        if not self._done:
+            mine = WorkFuture()  # one for each: being cancelled here must not end the others' wait
+            self._waiters.append(mine)
+            try:
+                yield from mine
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+            finally:
+                self._waiters.remove(mine)
+        return self._outcome()
+
+    async def finished(self, within: float) -> None:
+        """Wait until nothing of it runs any more, however it ended, but no longer than this."""
+        if not self._done:
+            mine = WorkFuture()
+            self._enders.append(mine)
+            await asyncio.wait([mine], timeout=within)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody will see a failure."""
+        return bool(self._waiters)
+
+    def begin(self, parts: list[Part]) -> None:
+        """Start a part for each rank."""
+        self._parts = parts
+        self._running = len(parts)
+        if not parts:
+            self._settle()
+        for part in parts:
+            part.start()
+
+    # ---- for its parts
+
+    def failed(self, error: BaseException) -> bool:
+        """A part failed: told before its channels pass it on, so that the first is the cause.
+        Whether it is a failure: not if it learned of its end by a channel, before it was cancelled
+        itself."""
+        if self._cancelled and is_secondary(error):
+            return False
+        self.failures.append(error)
+        self._on_failure(error, self)
+        return True
+
+    def ended(self, part: Part) -> None:
+        """A part is over. If it failed, the others are of no use."""
+        self._running -= 1
+        if part.error is not None:
+            self._stop_parts()
+        if not self._running:
+            self._settle()
+
+    # ---- inside
+
+    def _stop_parts(self) -> None:
+        for part in self._parts:
+            part.cancel()
+
+    def _settle(self) -> None:
+        self._done = True
+        self._error = _first_error(self.failures)
+        if self._error is None:
+            self._cancelled = self._cancelled or any(part.cancelled for part in self._parts)
+            values = [part.value for part in self._parts]
+            self._value = values[0] if self._single else values
+        self._parts = []
+        self._on_end(self)
+        for waiter in (*self._waiters, *self._enders):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _outcome(self) -> R:
+        if self._error is not None:
+            self.seen = True
+            raise self._error
+        if self._cancelled:
+            raise asyncio.CancelledError
+        found: R = self._value
+        return found
+
+    def __repr__(self) -> str:
+        return f"<GroupCall {self.label} {'done' if self.done() else 'running'}>"
+
+
+class Part:
+    """The call on one rank."""
+
+    __slots__ = (
+        "_again", "_arguments", "_call", "_ends", "_method", "_over", "_stop", "_supervisor",
+        "_worker", "cancelled", "error", "value",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        call: GroupCall[Any],
+        supervisor: Supervisor,
+        method: Method,
+        arguments: dict[str, Any],
+    ) -> None:
+        self._call = call
+        self._supervisor = supervisor
+        self._method = method
+        self._arguments = arguments
+        self._ends: list[Any] = []
+        self._worker: WorkerHandle | None = None
+        self._stop: Stop | None = None
+        self._again: asyncio.Task[None] | None = None
+        self._over = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.cancelled = False
+
+    def own_ends(self) -> None:
+        """Have every channel end among the arguments replaced by this part's own clone."""
+        holder = f"{self._supervisor.name}.{self._method.name}"
+        self._arguments = {
+            name: _clone_ends(value, holder, self._ends) for name, value in self._arguments.items()
+        }
+
+    def close_ends(self) -> None:
+        """It will not start: somebody else's clone could not be made."""
+        for end in self._ends:
+            end.close()
+
+    def start(self) -> None:
+        """Begin on the worker that is there, or on the next one as soon as it is."""
+        self._supervisor.calls += 1
+        worker = self._supervisor.handle_nowait()
+        if worker is None:
+            self._wait()
+        else:
+            self._begin(worker)
+
+    def cancel(self) -> None:
+        """End it as cancelled, once the method has ended."""
+        if self._over or self.cancelled:
+            return
+        self.cancelled = True
+        if self._again is not None:
+            self._again.cancel()
+        elif self._stop is not None:
+            self._stop()
+
+    def _begin(self, worker: WorkerHandle) -> None:
+        self._worker = worker
+        try:
+            self._stop = worker.begin(self._method, self._arguments, self._ended)
+        except Exception as error:  # not here: whoever calls must get the call first
+            self._stop = None
+            asyncio.get_running_loop().call_soon(self._ended, None, error)
+
+    def _ended(self, value: Any, error: BaseException | None) -> None:
+        if not isinstance(error, WorkerDied) or self._supervisor.stopping:
+            self._end(value, error)
+        elif self.cancelled:
+            self._end(None, asyncio.CancelledError())
+        else:
+            if self._worker is not None:
+                self._supervisor.lost(self._worker, error)
+            self._wait()
+
+    def _wait(self) -> None:
+        name = f"{self._supervisor.name}.{self._method.name} waits for its worker"
+        self._again = internal(asyncio.create_task(self._when_ready(), name=name))
+        self._again.add_done_callback(self._waited)
+
+    async def _when_ready(self) -> None:
+        worker = await self._supervisor.handle()
+        self._again = None
+        self._begin(worker)
+
+    def _waited(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            self._end(None, asyncio.CancelledError())
+        elif (error := task.exception()) is not None:
+            self._end(None, error)
+
+    def _end(self, value: Any, error: BaseException | None) -> None:
+        self._over = True
+        self._supervisor.calls -= 1
+        self.value = value
+        blamed: BaseException | None = None
+        if isinstance(error, asyncio.CancelledError):
+            self.cancelled = True
+        elif error is not None:
+            self.error = error
+            blamed = error if self._call.failed(error) else None
+        for end in self._ends:
+            _release(end, blamed)
+        self._call.ended(self)
+
+
+def _clone_ends(value: Any, holder: str, ends: list[Any]) -> Any:
+    """The same argument with every channel end replaced by this call's own clone."""
+    if isinstance(value, End):
+        clone = value.clone(holder)
+        ends.append(clone)
+        return clone
+    if isinstance(value, LatestReceiver):
+        return value.clone()  # what one rank has seen is still news to the others
+    if type(value) in (list, tuple):
+        return type(value)(_clone_ends(one, holder, ends) for one in value)
+    if type(value) is dict:
+        return {key: _clone_ends(one, holder, ends) for key, one in value.items()}
+    return value
+
+
+def _release(end: Any, error: BaseException | None) -> None:
+    """A call that failed must not look like a producer that finished."""
+    if error is not None and isinstance(end, SenderEnd):
+        end.fail(error)
+    else:
+        end.close()
+
+
+def _first_error(failures: Sequence[BaseException]) -> BaseException | None:
+    """The failure that explains the others: one that is not just a channel's news of it."""
+    primary = [error for error in failures if not is_secondary(error)]
+    return next(iter(primary or failures), None)

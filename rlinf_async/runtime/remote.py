@@ -1,0 +1,137 @@
+"""A call to a worker in another process, until its answer is there. No task waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rlinf_async.channels import ConnectionLost, MalformedFrame
+from rlinf_async.channels.wire import ChannelServer, Connection
+from rlinf_async.channels.wire.failures import UNREADABLE
+from rlinf_async.channels.wire.transfer import Message
+from rlinf_async.runtime.codecs import arguments_codec, check_result_type, decode_result
+from rlinf_async.runtime.protocol import Call, Outcome
+from rlinf_async.workers.errors import WorkerDied, WorkerError
+from rlinf_async.workers.host import Ended
+from rlinf_async.workers.methods import Method
+
+if TYPE_CHECKING:
+    Death = asyncio.Future[WorkerDied]
+
+_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+
+
+class RemoteCall:
+    """What the answer to one call is told to.
+
+    Results are told at once, failures and cancellations with the next turn of the loop: they make
+    others act, who must not do so in the midst of what arrived.
+    """
+
+    __slots__ = (
+        "_connection",
+        "_death",
+        "_ended",
+        "_lent",
+        "_method",
+        "_number",
+        "_over",
+        "_server",
+    )
+
+    def __init__(
+        self,
+        connection: Connection,
+        server: ChannelServer,
+        death: Death,
+        method: Method,
+        ended: Ended,
+    ) -> None:
+        self._connection = connection
+        self._server = server
+        self._death = death
+        self._method = method
+        self._ended = ended
+        self._lent: list[int] = []
+        self._number = 0
+        self._over = False
+
+    def send(self, arguments: dict[str, Any]) -> None:
+        """Ask the worker to run the method.
+
+        Raises:
+            BuildError, ItemTooLarge: what is given or returned cannot travel; nothing was sent.
+            ConnectionLost: the worker is cut off for good.
+        """
+        method, names = self._method, tuple(arguments)
+        check_result_type(method)
+        codec = arguments_codec(method, names)
+        try:
+            body = codec.encode(arguments, self._server, self._lent)
+            call = Call(method.name, names)
+            self._number = self._connection.post(self, "worker.call", call, body)
+        except ConnectionLost:
+            self._wait_for_death()
+        except BaseException:
+            self._take_back()
+            raise
+
+    def cancel(self) -> None:
+        """Cancel the method."""
+        if not self._over:
+            self._connection.give_up(self._number)
+            self._death.remove_done_callback(self._died)
+            self._fail(asyncio.CancelledError())
+
+    # ---- for the connection
+
+    def done(self) -> bool:
+        return self._over
+
+    def set_result(self, message: Message, /) -> None:
+        """The worker answered."""
+        try:
+            outcome = _decode_outcome(message.head)
+        except UNREADABLE as error:
+            self._fail(MalformedFrame(f"the answer to a call of {self._method.label}: {error}"))
+            raise
+        if outcome.failure is not None:
+            self._fail(WorkerError(outcome.failure))
+            return
+        try:
+            value = decode_result(self._method, message.body)
+        except Exception as error:
+            self._fail(error)
+            return
+        self._over = True
+        if self._lent:
+            self._take_back()
+        self._ended(value, None)
+
+    def set_exception(self, error: BaseException, /) -> None:
+        """It was refused, or the connection is lost: then the worker is, too."""
+        if isinstance(error, ConnectionLost):
+            self._wait_for_death()
+        else:
+            self._fail(error)
+
+    # ---- inside
+
+    def _wait_for_death(self) -> None:
+        self._death.add_done_callback(self._died)
+
+    def _died(self, death: Death) -> None:
+        self._fail(asyncio.CancelledError() if death.cancelled() else death.result())
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._over:
+            self._over = True
+            self._take_back()
+            asyncio.get_running_loop().call_soon(self._ended, None, error)
+
+    def _take_back(self) -> None:
+        for number in self._lent:
+            self._server.take_back(number)
+        self._lent = []
