@@ -200,7 +200,8 @@ class Answering:
                 request.fail(refused)
 
     def _failed(self, request: Request[Any], error: BaseException) -> None:
-        if request.number and not request.open:  # nobody is left to be told
+        # Nobody is left to be told; that a channel ended meanwhile is no news.
+        if request.number and not request.open and not isinstance(error, ChannelError):
             log.error("handling %r of %s", request.kind, self._peer, exc_info=error)
         request.fail(error)
 

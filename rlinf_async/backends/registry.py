@@ -41,6 +41,7 @@ TRAINERS = {"fsdp": "rlinf_async.backends.fsdp.embodied:EmbodiedTrainer"}
 """name -> ``module:factory``; each factory's module says what its configuration is"""
 
 LANGUAGE_TRAINERS = {
+    "toy": "rlinf_async.backends.toy.trainer:ToyTrainer",
     "fsdp": "rlinf_async.backends.fsdp.language.trainer:PolicyTrainer",
     "fsdp_critic": "rlinf_async.backends.fsdp.language.critic:CriticTrainer",
 }

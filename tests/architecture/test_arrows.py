@@ -23,7 +23,9 @@ ARROWS: dict[str, set[str]] = {
     "data": LIGHT | {"rewards"},
     "backends": LIGHT | {"algorithms", "data", "weights"},
     "workers": LIGHT | {"backends", "channels", "data", "observe", "rewards"},
-    "runtime": LIGHT | {"backends", "channels", "data", "observe", "rewards", "workers"},
+    # Of the algorithms a job needs what they can be told: that part does not import torch.
+    "runtime": LIGHT
+    | {"algorithms", "backends", "channels", "data", "observe", "rewards", "workers"},
     "simulate": LIGHT | {"channels", "observe", "runtime", "workers"},
     "testing": LIGHT | {"channels", "runtime", "workers"},
     "bench": LIGHT | {"channels", "observe", "runtime", "workers"},

@@ -36,3 +36,22 @@ class ToyEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if not self.mean_tokens >= 1.0:
             raise ValueError(f"mean_tokens is {self.mean_tokens}; it must be at least 1")
+
+
+class ToyTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A cost model of a trainer."""
+
+    seconds_per_token: float = 1e-4
+    """of a forward and backward pass, prompts included"""
+    seconds_per_step: float = 0.01
+    """of an optimizer step"""
+    seconds_to_move: float = 0.0
+    """of offload, and of onload"""
+    weight_bytes: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("seconds_per_token", "seconds_per_step", "seconds_to_move"):
+            if not getattr(self, name) >= 0.0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if self.weight_bytes < 1:
+            raise ValueError(f"weight_bytes is {self.weight_bytes}; it must be at least 1")

@@ -12,7 +12,7 @@ class TransformersEngineConfig(
 ):
     """A model folder, and how it generates."""
 
-    model: str
+    model: str = ""
     """folder with a Hugging Face config and tokenizer, and weights where they are asked for"""
     weights: Literal["update", "folder"] = "update"
     """``update``: the first `WeightUpdate` brings them; ``folder``: those there are version 0"""

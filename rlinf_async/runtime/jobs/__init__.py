@@ -7,6 +7,7 @@ jobs by the entry point group ``rlinf_async.jobs``.
 from __future__ import annotations
 
 import difflib
+import importlib
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,11 @@ from rlinf_async.config import ConfigError
 from rlinf_async.observe.summary import Summary
 
 GROUP = "rlinf_async.jobs"
+BUILT_IN = {
+    "embodied_ppo": "rlinf_async.runtime.jobs.embodied.job:EmbodiedPPO",
+    "language_rl": "rlinf_async.runtime.jobs.language.job:LanguageRL",
+}
+"""name -> ``module:class``"""
 
 
 class Job(Protocol):
@@ -45,15 +51,15 @@ def get_job(name: str) -> Job:
     Raises:
         ConfigError: there is none; lists those there are.
     """
-    from rlinf_async.runtime.jobs.embodied.job import EmbodiedPPO
-
-    if name == EmbodiedPPO.name:
-        return EmbodiedPPO()
+    if name in BUILT_IN:  # imported only now: one kind of run does not pay for the other
+        module, _, kind = BUILT_IN[name].partition(":")
+        job: Job = getattr(importlib.import_module(module), kind)()
+        return job
     others = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name in others:
-        job: Job = others[name].load()()
+        job = others[name].load()()
         return job
-    known = sorted([EmbodiedPPO.name, *others])
+    known = sorted([*BUILT_IN, *others])
     nearest = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     raise ConfigError(f"no job is called {name!r}{hint} (known: {', '.join(known)})", path=("job",))

@@ -80,7 +80,8 @@ def test_a_sample_that_comes_twice_is_left_out_and_counted() -> None:
     assert books.take(scored(first)) is None
     assert books.take(scored(second)) is not None
     assert books.take(scored(second)) is None
-    assert books.duplicates == 2
+    assert books.take_duplicates() == 2
+    assert books.take_duplicates() == 0
 
 
 def test_samples_draw_from_streams_of_their_own_that_a_resumed_run_has_too() -> None:

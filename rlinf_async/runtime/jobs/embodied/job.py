@@ -12,7 +12,8 @@ from rlinf_async.config import ConfigError, UsageError, to_toml
 from rlinf_async.observe.errors import ObserveError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary, last_line, write_summary
-from rlinf_async.runtime.jobs.embodied.checks import check_device, check_names, check_sinks
+from rlinf_async.runtime.jobs.checks import check_device, check_sinks
+from rlinf_async.runtime.jobs.embodied.checks import FSDP, check_names
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig, check_sizes, fitted
 from rlinf_async.runtime.jobs.embodied.pictures import draw_busy, draw_pictures
 from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun, failed_summary
@@ -36,8 +37,8 @@ class EmbodiedPPO:
         """
         check_sizes(config)
         check_names(config)
-        check_device(config)
-        check_sinks(config)
+        check_device(config.actor.fsdp.device, actors=config.cluster.actors, path=(*FSDP, "device"))
+        check_sinks(config.training.metrics)
         self._fitted(config)
 
     def run(self, config: EmbodiedConfig, out: Path | None, resume: bool) -> EmbodiedSummary:

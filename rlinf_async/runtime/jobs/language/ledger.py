@@ -82,8 +82,7 @@ class Ledger:
         for one in state.finished:
             request = one.sample.request
             self._finished.setdefault(request.group, {})[request.index] = one
-        self.duplicates = 0
-        """samples that came a second time, and were left out"""
+        self._duplicates = 0
 
     @property
     def running(self) -> list[Request]:
@@ -131,7 +130,7 @@ class Ledger:
         """Book a finished sample; its whole group, in order, if it was the last one missing."""
         request = scored.sample.request
         if self._running.pop((request.group, request.index), None) is None:
-            self.duplicates += 1
+            self._duplicates += 1
             return None
         group = self._finished.setdefault(request.group, {})
         group[request.index] = scored
@@ -152,6 +151,11 @@ class Ledger:
         ]
         for group in done:
             del self._finished[group]
+
+    def take_duplicates(self) -> int:
+        """Samples that came a second time, and were left out, since this was asked last."""
+        found, self._duplicates = self._duplicates, 0
+        return found
 
     def state(self) -> LedgerState:
         """What to write to disk, taken after an iteration was trained."""

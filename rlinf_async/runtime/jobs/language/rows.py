@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rlinf_async.messages.language import Scored, ScoredSample
+from rlinf_async.messages.language import LanguageTrainReport, Scored, ScoredSample
 from rlinf_async.observe.progress import figure
 from rlinf_async.runtime.jobs.language.reached import Reached
 from rlinf_async.runtime.jobs.live import Headline
@@ -80,9 +80,10 @@ def book(reached: Reached, iteration: Iteration, version: int, seconds: float) -
 
 
 def row(
-    reached: Reached, iteration: int, seen: Iteration, trained: dict[str, float]
+    reached: Reached, iteration: int, seen: Iteration, reports: Sequence[LanguageTrainReport]
 ) -> dict[str, float]:
-    """One row of the metrics."""
+    """One row of the metrics. What a trainer reports is of the whole batch, equal on all ranks."""
+    groups = sum(report.groups for report in reports)
     return {
         "iteration": float(iteration),
         "version": float(reached.version),
@@ -92,8 +93,11 @@ def row(
         "samples_per_second": reached.samples / max(reached.train_seconds, 1e-9),
         "staleness_mean": seen.lag_mean,
         "staleness_max": float(seen.lag_max),
+        "groups_without_signal": sum(one.groups_without_signal for one in reports) / groups,
+        "wait_seconds": max(report.wait_seconds for report in reports),
+        "step_seconds": max(report.train_seconds for report in reports),
         **seen.metrics,
-        **trained,
+        **reports[0].metrics,
     }
 
 

@@ -1,0 +1,65 @@
+"""From the run's configuration to those of its backends: engine, trainer, sizes of an iteration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rlinf_async.backends.fsdp.language.config import (
+    LanguageFSDPConfig,
+    LanguageModelConfig,
+    LanguageTrainerConfig,
+)
+from rlinf_async.runtime.jobs.language.config import LanguageConfig
+from rlinf_async.runtime.jobs.language.warm_start import has_weights
+from rlinf_async.workers.actor import LanguageBatches
+
+
+def engine_config(config: LanguageConfig, model: Path) -> Any:
+    """The rollout engine's own configuration: it reads the model folder, weights come later."""
+    rollout = config.rollout
+    if rollout.backend == "toy":
+        return rollout.toy
+    return msgspec.structs.replace(rollout.transformers, model=str(model))
+
+
+def trainer_config(config: LanguageConfig, model: Path) -> Any:
+    """The actors' trainer's own configuration."""
+    actor = config.actor
+    if actor.backend == "toy":
+        return actor.toy
+    described = LanguageModelConfig(
+        path=str(model),
+        random=not has_weights(model),
+        activation_checkpointing=actor.activation_checkpointing,
+    )
+    return LanguageTrainerConfig(
+        fsdp=LanguageFSDPConfig(
+            model=described,
+            device=actor.device,
+            precision=actor.precision,
+            strategy=actor.strategy,
+            optimizer=actor.optimizer,
+            scheduler=actor.scheduler,
+        ),
+        advantage=actor.advantage,
+        loss=actor.loss,
+        reference=config.needs_reference,
+        publish_precision=actor.publish_precision,
+        seed=config.seed,
+    )
+
+
+def batches(config: LanguageConfig) -> LanguageBatches:
+    """How an iteration is cut up."""
+    actor = config.actor
+    return LanguageBatches(
+        samples=config.iteration_samples,
+        group_size=config.training.group_size,
+        optimizer_steps=actor.global_batches,
+        micro_batch_size=actor.micro_batch_size,
+        max_tokens_per_micro_batch=actor.max_tokens,
+        balance_window=actor.balance_window,
+    )

@@ -1,0 +1,309 @@
+"""The configuration of the ``language_rl`` job: who does what, how often, for how long."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.backends.fsdp.config import OptimizerConfig, SchedulerConfig
+from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
+from rlinf_async.backends.transformers.config import TransformersEngineConfig
+from rlinf_async.config import ConfigError
+from rlinf_async.data import DataConfig
+from rlinf_async.messages.language import Sampling
+from rlinf_async.workers.reward import RewardConfig
+from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model is trained. Either ``path``, or ``config`` for one that starts from nothing."""
+
+    path: str = ""
+    """folder of a Hugging Face checkpoint: config, tokenizer, weights"""
+    config: dict[str, Any] = {}
+    """a Hugging Face configuration with its ``model_type``; weights are then random"""
+    tokenizer: str = ""
+    """folder; the checkpoint's own when left out. ``arithmetic``: one token for each character"""
+
+    def __post_init__(self) -> None:
+        if bool(self.path) == bool(self.config):
+            given = "both were" if self.path else "neither was"
+            raise ValueError(
+                "give either path (a Hugging Face folder) or config (a table with model_type): "
+                f"{given} given"
+            )
+        if self.config and not self.tokenizer:
+            raise ValueError(
+                "a model that starts from a config needs a tokenizer: give its folder, or "
+                "tokenizer = 'arithmetic'"
+            )
+        if self.config and "model_type" not in self.config:
+            raise ValueError("config has no model_type; name an architecture, such as 'qwen3'")
+
+
+class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What generates, and how samples are drawn."""
+
+    backend: Literal["transformers", "toy"] = "transformers"
+    sampling: Sampling = Sampling()
+    serving: LanguageRolloutConfig = LanguageRolloutConfig()
+    transformers: TransformersEngineConfig = TransformersEngineConfig()
+    toy: ToyEngineConfig = ToyEngineConfig()
+
+
+class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What trains."""
+
+    backend: Literal["fsdp", "toy"] = "fsdp"
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6, eps=1e-8, max_grad_norm=1.0)
+    advantage: LanguageAdvantageConfig = LanguageAdvantageConfig()
+    loss: LanguageLossConfig = LanguageLossConfig()
+    pipelined: bool = True
+    """train on the first micro-batch that is there; False: collect the whole iteration first"""
+    global_batches: int = 1
+    """optimizer steps of one iteration"""
+    micro_batch_size: int | None = None
+    """samples of one forward and backward pass; left out: ``max_tokens`` says"""
+    max_tokens: int | None = None
+    """tokens of one forward and backward pass, balanced; 16384 where neither is given"""
+    balance_window: int | None = None
+    """samples over which ``max_tokens`` balances; the global batch when left out, and training
+    then begins when that is complete"""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    device: str = "cpu"
+    precision: Literal["float32", "bfloat16"] = "float32"
+    strategy: Literal["fsdp2", "fsdp1"] = "fsdp2"
+    activation_checkpointing: bool = False
+    publish_precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    toy: ToyTrainerConfig = ToyTrainerConfig()
+
+
+class WarmStartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A short supervised phase before the first iteration; 0 steps: none."""
+
+    steps: int = 0
+    batch_size: int = 128
+    lr: float = 3e-3
+    warmup_steps: int = 20
+    data: DataConfig | None = None
+    """prompts and answers to imitate; the run's own when left out"""
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.batch_size < 1 or self.warmup_steps < 0:
+            raise ValueError(
+                f"steps is {self.steps}, batch_size is {self.batch_size}, warmup_steps is "
+                f"{self.warmup_steps}; they must be at least 0, 1 and 0"
+            )
+        if not self.lr > 0.0:
+            raise ValueError(f"lr is {self.lr}; it must be above 0")
+
+
+class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long, and on how much at a time."""
+
+    iterations: int
+    prompts: int
+    """of one iteration, over all actors"""
+    group_size: int = 8
+    """samples of each prompt"""
+    max_staleness: int = 0
+    """versions that the weights which made a token may be behind those it trains; 0: on-policy"""
+    check_weights_every: int = 0
+    """versions between two comparisons of the engine's log-probs with the actor's; the first one
+    is always compared; 0: only that"""
+    check_weights_tolerance: float = 1e-3
+    """largest difference of a log-prob before the run is stopped"""
+    checkpoint_every: int = 10
+    """iterations; there is always one at the end"""
+    keep_checkpoints: int = 2
+    metrics: tuple[str, ...] = ("tensorboard",)
+    """sinks beside ``metrics.csv``; others by the entry point group ``rlinf_async.metrics``"""
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "prompts", "group_size", "keep_checkpoints"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("max_staleness", "check_weights_every", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if not self.check_weights_tolerance > 0.0:
+            raise ValueError(
+                f"check_weights_tolerance is {self.check_weights_tolerance}; it must be above 0"
+            )
+
+
+class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Greedy answers to held-out prompts (``data.held_out``), before the first iteration and after
+    the last."""
+
+    samples: int = 200
+    """at most; 0: there is no evaluation"""
+    target_accuracy: float | None = None
+    """the run succeeds if it is reached; None: there is no target"""
+
+    def __post_init__(self) -> None:
+        if self.samples < 0:
+            raise ValueError(f"samples is {self.samples}; it must be at least 0")
+        if self.target_accuracy is not None and not 0.0 <= self.target_accuracy <= 1.0:
+            raise ValueError(
+                f"target_accuracy is {self.target_accuracy}; it must lie between 0 and 1, or be "
+                "left out"
+            )
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the workers run, and how many there are of each."""
+
+    backend: Literal["process", "local"] = "process"
+    placement: Literal["disaggregated", "collocated"] = "disaggregated"
+    """collocated: rollout and actor share the devices and take turns, with offload and onload"""
+    rollout_workers: int = 1
+    reward_workers: int = 1
+    inference_workers: int = 0
+    """that recompute log-probs by the actor's forward; 0: the sampled ones are used"""
+    actors: int = 1
+    threads: int = 1
+    """of the arithmetic in each process (OMP_NUM_THREADS)"""
+    max_restarts: int = 3
+    """of each rollout and reward worker within a minute, before its death ends the run"""
+    deadlock_after: float | None = 60.0
+    """seconds"""
+    heartbeat_limit: float = 60.0
+    """seconds after which a worker that does not answer is given up"""
+
+    def __post_init__(self) -> None:
+        for name in ("rollout_workers", "reward_workers", "actors", "threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("inference_workers", "max_restarts"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if self.deadlock_after is not None and not self.deadlock_after > 0.0:
+            raise ValueError(
+                f"deadlock_after is {self.deadlock_after}; it must be above 0, or 'none' to wait "
+                "for ever"
+            )
+        if not self.heartbeat_limit > 0.0:
+            raise ValueError(f"heartbeat_limit is {self.heartbeat_limit}; it must be above 0")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of every worker's process."""
+        return {
+            "OMP_NUM_THREADS": str(self.threads),
+            "TOKENIZERS_PARALLELISM": "false",  # it would warn of every fork
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # the run shows its own
+        }
+
+
+class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Reinforcement learning of a language model on verifiable tasks."""
+
+    job: str = "language_rl"
+    name: str = "language"
+    """of the run, in reports and in the default run folder"""
+    seed: int = 0
+    """of everything; ``data.seed`` is added to it"""
+    model: ModelConfig
+    data: DataConfig
+    training: TrainingConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    actor: ActorConfig = ActorConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"{self.seed} is below 0: seeds count from 0", path=("seed",))
+
+    @property
+    def iteration_samples(self) -> int:
+        """Samples of one iteration, over all actors."""
+        return self.training.prompts * self.training.group_size
+
+    @property
+    def needs_reference(self) -> bool:
+        """The KL to the first weights is asked for."""
+        return self.actor.loss.kl_coefficient > 0.0 or self.actor.advantage.kl_coefficient > 0.0
+
+    @property
+    def needs_inference(self) -> bool:
+        """Samples pass through inference workers on their way to the reward."""
+        return self.cluster.inference_workers > 0
+
+    @property
+    def collective(self) -> str | None:
+        """torch.distributed's backend between the actors; None for one alone."""
+        if self.cluster.actors == 1:
+            return None
+        return "gloo" if self.actor.device == "cpu" else "nccl"
+
+
+def check_sizes(config: LanguageConfig) -> None:
+    """Refuse what could only fail later.
+
+    Raises:
+        ConfigError: with the numbers, and the nearest that would do.
+    """
+    training, cluster, actor = config.training, config.cluster, config.actor
+    ranks = cluster.actors
+    if training.prompts % ranks:
+        raise ConfigError(
+            f"{training.prompts} prompts cannot be divided among {ranks} actors: use "
+            f"{_near(training.prompts, ranks)}",
+            path=("training", "prompts"),
+        )
+    share = config.iteration_samples // ranks
+    groups = training.prompts // ranks
+    if groups % actor.global_batches:
+        raise ConfigError(
+            f"an actor gets {groups} groups of {training.group_size} samples in an iteration "
+            f"({training.prompts} prompts / {ranks} actors): they cannot be cut into "
+            f"{actor.global_batches} global batches of whole groups",
+            path=("actor", "global_batches"),
+        )
+    if actor.micro_batch_size is not None and (share // actor.global_batches) % (
+        actor.micro_batch_size
+    ):
+        raise ConfigError(
+            f"a global batch has {share // actor.global_batches} samples on each actor, which "
+            f"micro_batch_size = {actor.micro_batch_size} does not divide",
+            path=("actor", "micro_batch_size"),
+        )
+    if cluster.backend == "local" and ranks > 1:
+        raise ConfigError(
+            "several actors need a process each: use backend = 'process', or actors = 1",
+            path=("cluster", "backend"),
+        )
+    if cluster.placement == "collocated" and training.max_staleness:
+        raise ConfigError(
+            f"max_staleness is {training.max_staleness}, but workers that take turns on their "
+            "devices have nothing to be ahead of: set it to 0, or placement to 'disaggregated'",
+            path=("cluster", "placement"),
+        )
+    if config.evaluation.samples and not config.data.held_out:
+        raise ConfigError(
+            f"evaluation.samples is {config.evaluation.samples}, but no record is held out: set "
+            "data.held_out, or evaluation.samples to 0",
+            path=("data", "held_out"),
+        )
+    if config.evaluation.target_accuracy is not None and not config.evaluation.samples:
+        raise ConfigError(
+            "there is a target but no evaluation: set evaluation.samples",
+            path=("evaluation", "target_accuracy"),
+        )
+    if config.needs_reference and not cluster.inference_workers:
+        raise ConfigError(
+            "a KL to the reference needs reference log-probs: set cluster.inference_workers",
+            path=("cluster", "inference_workers"),
+        )
+
+
+def _near(number: int, divisor: int) -> str:
+    below = number // divisor * divisor
+    above = below + divisor
+    return f"{below} or {above}" if below else str(above)

@@ -1,0 +1,345 @@
+"""One language run, from the first prompt to the evaluation.
+
+::
+
+    source --Request--> rollout --Sample--> [inference] --Sample--> reward --ScoredSample-+
+      ^                    ^                                                              |
+      | admission          | WeightUpdate, through `Latest`                               v
+      +--- this process <--+------- actors <-----SampleGroup, by DP rank------------ collector
+
+                     waits for                                unblocked by
+    this process     the iteration to be trained              the actors
+    source           version ``iteration - max_staleness``    this process
+    collector        a scored sample; room for a group        reward workers; the actors
+    actors           the groups of their iteration            the collector
+
+`ledger.py` keeps the books: every admitted sample is trained exactly once, none more than
+``max_staleness`` versions late. The graph is the same whatever the placement: workers that share
+devices take turns (`turns.py`), others overlap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from rlinf_async.data import DataError, DataState, Prompts
+from rlinf_async.messages.language import Prompt, Sampling
+from rlinf_async.observe.metrics import MetricsWriter
+from rlinf_async.observe.progress import ProgressView
+from rlinf_async.observe.run_folder import RunFolder
+from rlinf_async.observe.summary import LanguageSummary, Staleness
+from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.jobs.language.collector import Collector
+from rlinf_async.runtime.jobs.language.config import LanguageConfig
+from rlinf_async.runtime.jobs.language.evaluation import Evaluated, evaluate
+from rlinf_async.runtime.jobs.language.graph import Graph
+from rlinf_async.runtime.jobs.language.ledger import Ledger
+from rlinf_async.runtime.jobs.language.reached import (
+    Reached,
+    Unfinished,
+    keep,
+    load_reached,
+    load_unfinished,
+)
+from rlinf_async.runtime.jobs.language.rows import book, headline, look, row
+from rlinf_async.runtime.jobs.language.source import Source
+from rlinf_async.runtime.jobs.language.stations import Stations
+from rlinf_async.runtime.jobs.live import Headline, Live
+from rlinf_async.runtime.jobs.lost import ended_by_lost_items
+
+Outcome = Literal["succeeded", "fell short", "finished"]
+
+
+class LanguageRun:
+    """Trains, evaluates, and keeps the books.
+
+    Args:
+        config: fitted: its model is a folder.
+        prompts: of the run, opened.
+        folder: of the run.
+        model: the model's folder.
+    """
+
+    def __init__(
+        self, config: LanguageConfig, prompts: Prompts, folder: RunFolder, model: Path
+    ) -> None:
+        self.config = config
+        self.folder = folder
+        self.model = model
+        self.reached = load_reached(folder.checkpoints) or Reached()
+        self.left_out: Mapping[str, int] = {}
+        """spans that the trace does not have, by worker"""
+        self._prompts = prompts
+        self._last: dict[str, float] | None = None
+        unfinished = None
+        if self.reached.version:
+            unfinished = load_unfinished(folder.checkpoints, self.reached)
+            prompts.restore(msgspec.json.decode(unfinished.data, type=DataState))
+        training = config.training
+        self._ledger = Ledger(
+            prompts=training.prompts,
+            group_size=training.group_size,
+            max_staleness=training.max_staleness,
+            sampling=config.rollout.sampling,
+            seed=config.seed,
+            state=unfinished.ledger if unfinished else None,
+        )
+
+    async def main(self) -> LanguageSummary:
+        """The whole run."""
+        with ProgressView() as view:
+            async with self._cluster() as cluster:
+                live = Live(self.folder, cluster, view, self._headline)
+                self.left_out = live.left_out
+                with live, ended_by_lost_items(cluster):
+                    try:
+                        return await self._run(cluster, live)
+                    finally:
+                        await live.leave_trace()
+
+    def _headline(self) -> Headline:
+        run = f"{self.config.name} (seed {self.config.seed})"
+        return headline(run, self.config.training.iterations, self.reached, self._last)
+
+    def _cluster(self) -> Cluster:
+        config = self.config.cluster
+        if config.backend == "local":
+            return Cluster.local(deadlock_after=config.deadlock_after)
+        return Cluster.process(
+            heartbeat_limit=config.heartbeat_limit, deadlock_after=config.deadlock_after
+        )
+
+    async def _run(self, cluster: Cluster, live: Live) -> LanguageSummary:
+        live.note = "starting workers"
+        graph = Graph(cluster, self.config)
+        stations = Stations(cluster, self.config, graph, self.model)
+        await stations.launch(self._resume_path())
+        stations.start()
+        source = Source(
+            self._ledger,
+            self._next_prompts,
+            graph.requests.sender,
+            version=self.reached.version,
+            iterations=self.config.training.iterations,
+        )
+        collector = Collector(
+            self._ledger,
+            graph.scored.receiver,
+            graph.groups.sender,
+            ranks=self.config.cluster.actors,
+            version=self.reached.version,
+        )
+        with self._held_open(graph), self._metrics() as metrics:
+            collecting = asyncio.create_task(collector.run(), name="collector")
+            try:
+                found = await self._from_start_to_end(
+                    graph, stations, source, collector, live, metrics
+                )
+            finally:
+                collecting.cancel()
+        await graph.weights.sender.close()
+        await stations.finish()
+        return self._summary(cluster, found)
+
+    @contextmanager
+    def _held_open(self, graph: Graph) -> Iterator[None]:
+        """This process's own ends, which stay open between two calls."""
+        with ExitStack() as ends:
+            ends.enter_context(graph.scored.receiver)
+            ends.enter_context(graph.groups.sender)
+            ends.enter_context(graph.groups.receiver)
+            ends.enter_context(graph.taken.receiver)
+            with graph.requests.sender:
+                yield
+
+    async def _from_start_to_end(
+        self,
+        graph: Graph,
+        stations: Stations,
+        source: Source,
+        collector: Collector,
+        live: Live,
+        metrics: MetricsWriter,
+    ) -> Evaluated | None:
+        await stations.publish()
+        live.note = "comparing weights"
+        await stations.check_weights(self._held_out(4), self.reached.version)
+        if not self.reached.version:
+            live.note = "evaluating"
+            before = await self._evaluate(graph, collector, 0)
+            self.reached.eval_accuracy_before = before.accuracy if before else None
+            self._write_evaluation(metrics, before, 0)
+        live.note = ""
+        admitting = asyncio.create_task(source.run(), name="source")
+        try:
+            await self._train(stations, source, collector, live, metrics)
+        finally:
+            admitting.cancel()
+        live.note = "evaluating"
+        found = await self._evaluate(graph, collector, self.reached.version)
+        self._write_evaluation(metrics, found, self.reached.samples + 1)
+        live.note = ""
+        return found
+
+    async def _train(
+        self,
+        stations: Stations,
+        source: Source,
+        collector: Collector,
+        live: Live,
+        metrics: MetricsWriter,
+    ) -> None:
+        clock = _Clock(self.reached.train_seconds)
+        every = self.config.training.check_weights_every
+        for iteration in range(self.reached.version, self.config.training.iterations):
+            reports = await stations.train(partial(collector.whole, iteration))
+            version = iteration + 1
+            await stations.publish()
+            source.trained(version)
+            groups = collector.trained(iteration)
+            seen = look(iteration, groups)
+            book(self.reached, seen, version, clock())
+            self.reached.duplicates += self._ledger.take_duplicates()
+            self._last = row(self.reached, iteration, seen, reports)
+            metrics.write(self.reached.samples, self._last)
+            if every and version % every == 0:
+                await stations.check_weights(self._held_out(4), version)
+            await self._checkpoint(stations, version)
+            live.show()
+
+    async def _checkpoint(self, stations: Stations, version: int) -> None:
+        training = self.config.training
+        due = training.checkpoint_every and version % training.checkpoint_every == 0
+        if not (due or version == training.iterations):
+            return
+        name = f"version-{version:06d}"
+        await stations.save(self.folder.checkpoints / name)
+        self.reached.checkpoint = name
+        unfinished = Unfinished(
+            ledger=self._ledger.state(), data=msgspec.json.encode(self._prompts.state())
+        )
+        keep(self.folder.checkpoints, self.reached, unfinished, training.keep_checkpoints)
+
+    def _resume_path(self) -> str | None:
+        if not self.reached.version:
+            return None
+        return str(self.folder.checkpoints / self.reached.checkpoint)
+
+    def _next_prompts(self, count: int) -> Sequence[Prompt]:
+        found = list(islice(self._prompts, count))
+        if len(found) < count:
+            raise DataError(
+                f"{self._prompts.config.name}: the data ended after "
+                f"{self._prompts.position} records (epochs = {self._prompts.config.epochs}), but "
+                f"{self.config.training.iterations} iterations of {count} prompts are to be "
+                "trained: set epochs to 0, or fewer iterations"
+            )
+        return found
+
+    def _held_out(self, count: int) -> list[Prompt]:
+        """Held-out prompts; prompts of the data where none are held out."""
+        return self._prompts.held_out[:count]
+
+    async def _evaluate(self, graph: Graph, collector: Collector, version: int) -> Evaluated | None:
+        prompts = self._held_out(self.config.evaluation.samples)
+        if not prompts:
+            return None
+        sampling = self.config.rollout.sampling
+        greedy = Sampling(max_tokens=sampling.max_tokens, temperature=0.0)
+        return await evaluate(
+            prompts,
+            greedy,
+            version=version,
+            requests=graph.requests.sender,
+            collector=collector,
+        )
+
+    def _metrics(self) -> MetricsWriter:
+        kept = self.reached.samples if self.reached.version else None
+        sinks = self.config.training.metrics
+        return MetricsWriter(self.folder.path, resume_at=kept, sinks=sinks)
+
+    def _write_evaluation(self, metrics: MetricsWriter, found: Evaluated | None, step: int) -> None:
+        """A row of its own: a resumed run drops the one after the last iteration."""
+        if found is None or found.accuracy is None:
+            return
+        row = {
+            "samples": float(self.reached.samples),
+            "train_seconds": self.reached.train_seconds,
+            "eval_accuracy": found.accuracy,
+        }
+        metrics.write(step, row)
+
+    def _summary(self, cluster: Cluster, found: Evaluated | None) -> LanguageSummary:
+        reached = self.reached
+        seconds = max(reached.train_seconds, 1e-9)
+        accuracy = found.accuracy if found else None
+        return LanguageSummary(
+            run=self.config.name,
+            outcome=self._outcome(accuracy),
+            seed=self.config.seed,
+            iterations=reached.version,
+            train_seconds=reached.train_seconds,
+            samples=reached.samples,
+            samples_per_second=reached.samples / seconds,
+            tokens_per_second=reached.tokens / seconds,
+            eval_accuracy_before=reached.eval_accuracy_before,
+            eval_accuracy=accuracy,
+            evaluation_samples=found.samples if found else None,
+            outcomes=reached.outcomes,
+            staleness=Staleness(
+                mean=reached.lag_mean,
+                max=reached.lag_max,
+                allowed=self.config.training.max_staleness,
+            ),
+            restarts={
+                supervisor.name: supervisor.restarts
+                for group in cluster.groups.values()
+                for supervisor in group.supervisors
+                if supervisor.restarts
+            },
+            dropped={"second samples": reached.duplicates},
+        )
+
+    def _outcome(self, accuracy: float | None) -> Outcome:
+        target = self.config.evaluation.target_accuracy
+        if target is None:
+            return "finished"
+        return "succeeded" if accuracy is not None and accuracy >= target else "fell short"
+
+
+class _Clock:
+    """Seconds of training, those before a resume included."""
+
+    def __init__(self, before: float) -> None:
+        self._start = time.monotonic() - before
+
+    def __call__(self) -> float:
+        return time.monotonic() - self._start
+
+
+def failed_summary(
+    config: LanguageConfig, reached: Reached, error: BaseException
+) -> LanguageSummary:
+    """What is left of a run that did not end by itself."""
+    stopped = isinstance(error, (KeyboardInterrupt, asyncio.CancelledError))
+    return LanguageSummary(
+        run=config.name,
+        outcome="stopped" if stopped else "failed",
+        seed=config.seed,
+        iterations=reached.version,
+        samples=reached.samples,
+        train_seconds=reached.train_seconds,
+        eval_accuracy_before=reached.eval_accuracy_before,
+        outcomes=reached.outcomes,
+        error=None if stopped else f"{type(error).__name__}: {error}",
+    )

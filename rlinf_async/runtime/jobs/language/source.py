@@ -1,0 +1,68 @@
+"""Where requests come from: prompts of the next iteration, as soon as it may start.
+
+::
+
+                waits for                               unblocked by
+    admitting   version ``iteration - max_staleness``   `Source.trained`, by this process
+    putting     room in the requests                    rollout workers
+
+The requests of one iteration are put in the order of their prompts; which rollout worker takes one
+is decided by who has room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from rlinf_async.channels import Sender
+from rlinf_async.messages.language import Prompt, Request
+from rlinf_async.runtime.jobs.language.ledger import Ledger
+
+NextPrompts = Callable[[int], Sequence[Prompt]]
+"""The next so many prompts of the data."""
+
+
+class Source:
+    """Admits iterations.
+
+    Args:
+        ledger: the books of the run.
+        prompts: gives the next ones.
+        requests: where they go.
+        version: trained so far.
+        iterations: of the whole run.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        prompts: NextPrompts,
+        requests: Sender[Request],
+        *,
+        version: int,
+        iterations: int,
+    ) -> None:
+        self._ledger = ledger
+        self._prompts = prompts
+        self._requests = requests
+        self._version = version
+        self._iterations = iterations
+        self._news = asyncio.Event()
+
+    def trained(self, version: int) -> None:
+        """This version is trained: later iterations may start."""
+        self._version = version
+        self._news.set()
+
+    async def run(self) -> None:
+        """Ask again for what a resumed run had admitted, then admit one iteration after another."""
+        for request in self._ledger.running:
+            await self._requests.put(request)
+        while self._ledger.next_iteration < self._iterations:
+            if not self._ledger.may_admit(self._version):
+                self._news.clear()
+                await self._news.wait()
+                continue
+            for request in self._ledger.admit(self._prompts(self._ledger.prompts)):
+                await self._requests.put(request)

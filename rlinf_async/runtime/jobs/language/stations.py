@@ -1,0 +1,211 @@
+"""The workers of a language run, and what this process asks of them.
+
+::
+
+    rollout      serve       from start to end; takes turns with the actors where they share devices
+    inference    run         from start to end
+    reward       run         from start to end
+    actor        train, publish, save, compare: by turns
+
+Rollout, inference and reward workers are restarted when they die: what they held comes back. An
+actor's death ends the run, which can be resumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rlinf_async.messages.language import LanguageTrainReport, Prompt, Tokens
+from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.group import GroupCall, WorkerGroup
+from rlinf_async.runtime.jobs.language.backends import batches, engine_config, trainer_config
+from rlinf_async.runtime.jobs.language.config import LanguageConfig
+from rlinf_async.runtime.jobs.language.graph import Graph
+from rlinf_async.runtime.supervise import Restart
+from rlinf_async.workers.actor import FSDPActor
+from rlinf_async.workers.inference import InferenceConfig, InferenceReport, InferenceWorker
+from rlinf_async.workers.reward import RewardReport, RewardWorker
+from rlinf_async.workers.rollout.language import LanguageRolloutReport, LanguageRolloutWorker
+
+COMPARED_TOKENS = 8
+"""of each sequence that the engine's and the actor's log-probs are compared on"""
+
+
+class Stations:
+    """Every worker of the run.
+
+    Args:
+        cluster: where they are launched.
+        config: of the run.
+        graph: its channels.
+        model: the model's folder.
+    """
+
+    def __init__(self, cluster: Cluster, config: LanguageConfig, graph: Graph, model: Path) -> None:
+        self._cluster = cluster
+        self._config = config
+        self._graph = graph
+        self._model = model
+        self._shared = config.cluster.placement == "collocated"
+        self._rollouts_gave_way = False
+        self._inferring: GroupCall[list[InferenceReport]] | None = None
+
+    async def launch(self, resume: str | None) -> None:
+        """Start all workers, each in a process of its own where there are processes."""
+        if self._config.cluster.backend == "process" and not self._shared:
+            await asyncio.gather(
+                self._launch_actors(resume), self._launch_rollouts(), self._launch_others()
+            )
+            return
+        # Threads of one process share torch's random numbers, and roles that share a device its
+        # memory: one after the other.
+        await self._launch_actors(resume)
+        await self._launch_rollouts()
+        await self._launch_others()
+
+    def start(self) -> None:
+        """Let everything that streams begin to."""
+        graph = self._graph
+        self._serving: GroupCall[list[LanguageRolloutReport]] = self._rollouts.call(
+            LanguageRolloutWorker.serve,
+            graph.requests.receiver,
+            graph.generated.sender,
+            graph.weights.receiver,
+            graph.taken.sender,
+        )
+        if self._config.needs_inference:
+            self._inferring = self._inference.call(
+                InferenceWorker.run,
+                graph.generated.receiver,
+                graph.looked_over.sender,
+                graph.weights.receiver,
+            )
+        self._scoring: GroupCall[list[RewardReport]] = self._rewards.call(
+            RewardWorker.run, graph.looked_over.receiver, graph.scored.sender
+        )
+
+    async def finish(self) -> None:
+        """Wait for what streams, once the requests have ended."""
+        await self._serving
+        if self._inferring is not None:
+            await self._inferring
+        await self._scoring
+
+    async def train(self, whole: Callable[[], Awaitable[None]]) -> list[LanguageTrainReport]:
+        """Train the next iteration; one report of each rank.
+
+        Args:
+            whole: waits until all of its samples are there. Roles that share devices train only
+                then, others on what is there.
+        """
+        method = FSDPActor.run_training_pipeline
+        if self._shared:
+            await whole()
+            await self._rollouts.call(LanguageRolloutWorker.offload)
+            self._rollouts_gave_way = True
+        if self._shared or not self._config.actor.pipelined:
+            method = FSDPActor.run_training
+        return await self._actors.call(method, self._graph.groups.receiver)
+
+    async def publish(self) -> int:
+        """Publish the actors' weights; the version. Gives shared devices back to the rollout."""
+        versions = await self._actors.call(
+            FSDPActor.sync_model_to_rollout, self._graph.weights.sender
+        )
+        if self._shared:
+            await self._actors.call(FSDPActor.offload)
+        if self._rollouts_gave_way:
+            await self._rollouts.call(LanguageRolloutWorker.onload)
+            self._rollouts_gave_way = False
+        return versions[0]
+
+    async def check_weights(self, prompts: Sequence[Prompt], version: int) -> float | None:
+        """Compare every engine's log-probs with the actors', once it serves this version.
+
+        Returns the largest difference; None where there is nothing to compare on, or the engine
+        is a toy.
+
+        Raises:
+            WeightsDisagree: they differ by more than the configuration allows.
+        """
+        if not prompts or self._config.rollout.backend == "toy":
+            return None
+        sequences = [_sequence(one.token_ids) for one in prompts]
+        await self._taken(version)
+        answers = await self._rollouts.call(LanguageRolloutWorker.log_probs, sequences)
+        tolerance = self._config.training.check_weights_tolerance
+        worst = 0.0
+        for answer in answers:
+            found = await self._actors.call(
+                FSDPActor.check_weight_update_equal, sequences, answer, tolerance
+            )
+            worst = max(worst, *found)
+        return worst
+
+    async def _taken(self, version: int) -> None:
+        """Wait until every rollout worker serves this version."""
+        while min(await self._rollouts.call(LanguageRolloutWorker.version)) < version:
+            await self._graph.taken.receiver.get()
+
+    async def save(self, path: Path) -> None:
+        """Write the actors' checkpoint."""
+        await self._actors.call(FSDPActor.save_checkpoint, str(path))
+
+    async def _launch_actors(self, resume: str | None) -> None:
+        config, counts = self._config, self._config.cluster
+        self._actors: WorkerGroup[FSDPActor] = await self._cluster.launch(
+            FSDPActor,
+            trainer_config(config, self._model),
+            batches(config),
+            backend=config.actor.backend,
+            resume=resume,
+            max_staleness=config.training.max_staleness,
+            count=counts.actors,
+            name="Actor",
+            collective=config.collective,
+            env_vars=counts.environment,
+        )
+
+    async def _launch_rollouts(self) -> None:
+        config, counts = self._config, self._config.cluster
+        self._rollouts: WorkerGroup[LanguageRolloutWorker] = await self._cluster.launch(
+            LanguageRolloutWorker,
+            engine_config(config, self._model),
+            config.rollout.serving,
+            backend=config.rollout.backend,
+            count=counts.rollout_workers,
+            name="Rollout",
+            restart=Restart(max=counts.max_restarts),
+            env_vars=counts.environment,
+        )
+
+    async def _launch_others(self) -> None:
+        config, counts = self._config, self._config.cluster
+        if config.needs_inference:
+            self._inference: WorkerGroup[InferenceWorker] = await self._cluster.launch(
+                InferenceWorker,
+                trainer_config(config, self._model),
+                InferenceConfig(reference=config.needs_reference),
+                backend=config.actor.backend,
+                count=counts.inference_workers,
+                name="Inference",
+                restart=Restart(max=counts.max_restarts),
+                env_vars=counts.environment,
+            )
+        self._rewards: WorkerGroup[RewardWorker] = await self._cluster.launch(
+            RewardWorker,
+            config.reward,
+            count=counts.reward_workers,
+            name="Reward",
+            restart=Restart(max=counts.max_restarts),
+            env_vars=counts.environment,
+        )
+
+
+def _sequence(prompt: Tokens) -> tuple[Tokens, Tokens]:
+    """A prompt and a response of its own tokens: what they say does not matter here."""
+    return prompt, np.resize(prompt, COMPARED_TOKENS).astype(np.int32)

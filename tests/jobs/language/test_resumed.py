@@ -1,0 +1,115 @@
+"""A run that is killed and resumed goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import pathlib
+
+import msgspec
+import pytest
+
+from rlinf_async.messages.language import Request, ScoredSample
+from rlinf_async.runtime.jobs.language.ledger import Ledger
+from rlinf_async.runtime.jobs.language.reached import load_reached, load_unfinished
+from rlinf_async.runtime.jobs.language.source import Source
+from tests.jobs.language.kit import TINY, Job
+
+LOSSES = ("policy_loss", "grad_norm", "reward", "response_tokens", "behaviour_log_prob")
+
+
+class Killed(BaseException):
+    """What takes the place of SIGKILL inside this process."""
+
+
+def die_after(monkeypatch: pytest.MonkeyPatch, iteration: int) -> None:
+    """End the run in the middle of its work after this iteration, books not written."""
+    trained = Ledger.trained
+
+    def dying(ledger: Ledger, done: int) -> None:
+        if done == iteration:
+            raise Killed
+        trained(ledger, done)
+
+    monkeypatch.setattr(Ledger, "trained", dying)
+
+
+@pytest.mark.parametrize("die_in", [2, 3])
+def test_losses_of_a_resumed_run_are_those_of_one_that_was_not_killed(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], die_in: int
+) -> None:
+    settings = (
+        *("--training.iterations", 5, "--actor.pipelined", "false"),
+        *("--data.verifier", "tests.jobs.language.verifiers:letters"),
+    )
+    runs = []
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        runs.append(Job(tmp_path / name, capsys, TINY))
+    whole, killed = runs
+    whole.succeed(*settings)
+    with pytest.MonkeyPatch.context() as patch:
+        die_after(patch, die_in)
+        with pytest.raises(Killed):
+            killed.train(*settings)
+    reached = load_reached(killed.out / "checkpoints")
+    assert reached is not None
+    assert reached.version == 2
+    killed.succeed(*settings, "--resume")
+    assert [row["iteration"] for row in killed.iterations] == ["0", "1", "2", "3", "4"]
+    for before, after in zip(whole.iterations, killed.iterations, strict=True):
+        for name in LOSSES:
+            assert float(after[name]) == pytest.approx(float(before[name]), abs=1e-6), name
+    assert killed.summary.eval_accuracy == whole.summary.eval_accuracy
+
+
+def test_samples_that_were_under_way_are_kept_and_trained_once(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("--training.max_staleness", 2, "--training.iterations", 8)
+    with pytest.MonkeyPatch.context() as patch:
+        die_after(patch, 5)
+        with pytest.raises(Killed):
+            job.train(*settings)
+    checkpoints = job.out / "checkpoints"
+    reached = load_reached(checkpoints)
+    assert reached is not None
+    books = load_unfinished(checkpoints, reached).ledger
+    kept = [one.sample.request for one in books.finished] + books.running
+    assert {one.iteration for one in kept} <= {4, 5, 6}  # three iterations may be under way
+    assert 5 in {one.iteration for one in kept}
+    taken: list[ScoredSample] = []
+    asked: list[Request] = []
+    take, source = Ledger.take, Source.run
+
+    def noted(ledger: Ledger, scored: ScoredSample) -> list[ScoredSample] | None:
+        taken.append(scored)
+        return take(ledger, scored)
+
+    async def running(started: Source) -> None:
+        asked.extend(started._ledger.running)
+        await source(started)
+
+    monkeypatch.setattr(Ledger, "take", noted)
+    monkeypatch.setattr(Source, "run", running)
+    summary = job.succeed(*settings, "--resume")
+    assert [one.name for one in asked] == [one.name for one in books.running]
+    kept_done = {one.sample.request.name for one in books.finished}
+    assert not kept_done & {one.sample.request.name for one in taken}
+    assert summary.samples == 8 * 8
+    assert summary.dropped == {"second samples": 0}
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "other"])
+def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(job: Job, damage: str) -> None:
+    job.succeed()
+    path = job.out / "checkpoints" / job.checkpoints[-1] / "run.msgpack"
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        path.write_bytes(msgspec.msgpack.encode({"data": b"\x01", "buffers": []}))
+    ended = job.train("--resume", "--training.iterations", 6)
+    assert ended.code == 2
+    assert "run.msgpack" in ended.err
+    assert "Traceback" not in ended.err

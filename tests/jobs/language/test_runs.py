@@ -1,0 +1,64 @@
+"""Whole runs of the language job: what they leave, and that they are as on-policy as they say."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.jobs.language.kit import Job
+
+LETTERS = "tests.jobs.language.verifiers:letters"
+
+
+def test_a_run_trains_every_admitted_sample_once_and_leaves_its_results(job: Job) -> None:
+    summary = job.succeed()
+    assert summary.outcome == "finished"
+    assert summary.iterations == 4
+    assert summary.samples == 4 * 4 * 2
+    assert [int(float(row["samples"])) for row in job.iterations] == [8, 16, 24, 32]
+    assert sum(summary.outcomes.values()) == 32
+    assert job.checkpoints == ["version-000002", "version-000004"]
+    for name in ("learning_curve.png", "timeline.png"):
+        assert (job.out / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_staleness_every_token_is_of_the_weights_it_trains(job: Job) -> None:
+    summary = job.succeed()
+    assert summary.staleness is not None
+    assert summary.staleness.max == 0
+    assert [row["staleness_max"] for row in job.iterations] == ["0"] * 4
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_staleness_is_used_and_never_exceeded(job: Job, ahead: int) -> None:
+    summary = job.succeed("--training.max_staleness", ahead, "--training.iterations", 8)
+    assert summary.staleness is not None
+    assert 0 < summary.staleness.max <= ahead
+    assert summary.samples == 64
+
+
+@pytest.mark.parametrize("placement", ["disaggregated", "collocated"])
+@pytest.mark.parametrize("pipelined", ["true", "false"])
+def test_a_real_model_is_trained_on_policy_in_every_mode(
+    tiny: Job, placement: str, pipelined: str
+) -> None:
+    summary = tiny.succeed(
+        *("--cluster.placement", placement, "--actor.pipelined", pipelined),
+        *("--training.iterations", 2, "--data.verifier", LETTERS),
+    )
+    assert summary.samples == 16
+    assert summary.staleness is not None
+    assert summary.staleness.max == 0
+    for row in tiny.iterations:
+        assert math.isfinite(float(row["policy_loss"]))
+
+
+def test_log_probs_of_the_actor_and_of_the_reference_pass_through_inference(tiny: Job) -> None:
+    summary = tiny.succeed(
+        *("--cluster.inference_workers", 1, "--actor.loss.kl_coefficient", 0.1),
+        *("--training.iterations", 2, "--actor.optimizer.lr", 1e-2, "--data.verifier", LETTERS),
+    )
+    assert summary.samples == 16
+    assert abs(float(tiny.iterations[0]["ref_kl"])) < 1e-6  # the reference is the first version
+    assert float(tiny.iterations[1]["ref_kl"]) > 1e-6
