@@ -63,7 +63,9 @@ class Answering:
             kind = head[1:size].decode()
         except UnicodeDecodeError as error:
             raise MalformedFrame(f"the kind of a request: {error}") from error
-        request = Request[Any](self._connection, self, kind, number, message.lane, message.body)
+        request: Request[Any] = Request(
+            self._connection, self, kind, number, message.lane, message.body
+        )
         if number:
             if number in self._asked or number in self._untaken:
                 raise MalformedFrame(f"request {number} was made twice")

@@ -47,6 +47,7 @@ Redial = Callable[["Connection"], Coroutine[Any, Any, None]]
 """Connects again, until it works or the connection is given up."""
 
 log = logging.getLogger(__name__)
+_SHARED = int(Flag.SHARED)  # the enum is slow to ask
 
 
 class Connection(Streams):
@@ -258,7 +259,7 @@ class Connection(Streams):
 
     def _receive(self, message: Message) -> None:
         kind = message.type
-        if message.flags & Flag.SHARED or (message.body is not None and message.body.buffers):
+        if message.flags & _SHARED or (message.body is not None and message.body.buffers):
             message = self._sharing.receive(message)
         if kind in (FrameType.REQUEST, FrameType.NOTICE):
             self._answering.handle(message)

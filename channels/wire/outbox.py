@@ -163,7 +163,12 @@ class Outbox:
         self._scheduled = False
         self._worked = 0
         transport = self._transport
-        while transport is not None and not self._paused and (batch := self._batch()):
+        while (
+            (self._data or self._control)
+            and transport is not None
+            and not self._paused
+            and (batch := self._batch())
+        ):
             transport.writelines(batch)
             self.last_sent = self._loop.time()
             if self._worked >= TURN_BYTES:

@@ -21,6 +21,7 @@ from rlinf_async.channels.wire.framing import (
 )
 
 CONTROL, DATA = 0, 1
+_BODY, _MORE, _SHARED = int(Flag.BODY), int(Flag.MORE), int(Flag.SHARED)  # enums are slow to ask
 SHARE_BYTES: Final = 64 * 1024
 """Arrays of a message that take less together always go through the socket."""
 
@@ -80,11 +81,11 @@ def outgoing(
     total = check_sizes(len(head), len(body.data), body.buffers, what)
     if share is not None and total - len(body.data) >= SHARE_BYTES:
         return Outgoing(kind, number, _shared(kind, number, head, body, lane, flags, share)), False
-    flags |= Flag.BODY
+    flags |= _BODY
     if total <= CHUNK_BYTES:
         first = _first_frame(kind, number, head, body, lane, flags, total)
         return Outgoing(kind, number, iter([[first, *body.buffers]])), True
-    frames = _chunked(kind, number, head, body, lane, flags | Flag.MORE)
+    frames = _chunked(kind, number, head, body, lane, flags | _MORE)
     return Outgoing(kind, number, frames), False
 
 
@@ -100,7 +101,7 @@ def _shared(
     """One frame, made when it is due: only what is sent at once is lent."""
     travels = share(body)
     if travels is not None:
-        flags |= Flag.BODY | Flag.SHARED
+        flags |= _BODY | _SHARED
         size = len(travels.data) + sum(map(len, travels.buffers))
         first = _first_frame(kind, number, head, travels, lane, flags, size)
         yield [first, *travels.buffers]
@@ -207,7 +208,7 @@ class MessageReader:
         for frame in self._frames.feed(received):
             if frame.type == FrameType.CHUNK:
                 message = self._continue(frame)
-            elif frame.flags & Flag.MORE:
+            elif frame.flags & _MORE:
                 message = self._begin(frame)
             else:
                 message = _whole(frame)
@@ -270,7 +271,7 @@ def _split(frame: Frame) -> tuple[tuple[int, ...], bytes, memoryview]:
 
 def _whole(frame: Frame) -> Message:
     """The message of a frame that holds all of it."""
-    if not frame.flags & Flag.BODY:
+    if not frame.flags & _BODY:
         if len(frame.payload) != frame.head or frame.data or frame.tables:
             raise MalformedFrame(
                 f"a frame without a body has {len(frame.payload)} bytes, its head {frame.head}"
