@@ -35,6 +35,11 @@ class GroupCall(Generic[R]):
     If nobody awaits it when it fails, the failure ends the cluster: it is never lost.
     """
 
+    __slots__ = (
+        "_cancelled", "_done", "_enders", "_error", "_group", "_method", "_on_end", "_on_failure",
+        "_parts", "_running", "_single", "_value", "_waiters", "failures", "seen",
+    )  # fmt: skip
+
     def __init__(
         self,
         group: str,
@@ -48,15 +53,15 @@ class GroupCall(Generic[R]):
         self._single = single
         self._on_failure = on_failure
         self._on_end = on_end
-        self._parts: list[Part] = []
+        self._parts: Sequence[Part] = ()
         self._running = 0
-        self._waiters: list[asyncio.Future[Any]] = []
-        self._enders: list[asyncio.Future[Any]] = []
+        self._waiters: tuple[asyncio.Future[Any], ...] = ()
+        self._enders: tuple[asyncio.Future[Any], ...] = ()
         self._done = False
         self._cancelled = False
         self._value: Any = None
         self._error: BaseException | None = None
-        self.failures: list[BaseException] = []
+        self.failures: tuple[BaseException, ...] = ()
         """of its ranks, in the order in which they happened"""
         self.seen = False
         """its failure was raised to whoever awaited it"""
@@ -79,21 +84,21 @@ class GroupCall(Generic[R]):
     def __await__(self) -> Generator[Any, None, R]:
         if not self._done:
             mine = WorkFuture()  # one for each: being cancelled here must not end the others' wait
-            self._waiters.append(mine)
+            self._waiters = (*self._waiters, mine)
             try:
                 yield from mine
             except asyncio.CancelledError:
                 self.cancel()
                 raise
             finally:
-                self._waiters.remove(mine)
+                self._waiters = tuple(one for one in self._waiters if one is not mine)
         return self._outcome()
 
     async def finished(self, within: float) -> None:
         """Wait until nothing of it runs any more, however it ended, but no longer than this."""
         if not self._done:
             mine = WorkFuture()
-            self._enders.append(mine)
+            self._enders = (*self._enders, mine)
             await asyncio.wait([mine], timeout=within)
 
     @property
@@ -118,7 +123,7 @@ class GroupCall(Generic[R]):
         itself."""
         if self._cancelled and is_secondary(error):
             return False
-        self.failures.append(error)
+        self.failures = (*self.failures, error)
         self._on_failure(error, self)
         return True
 
@@ -138,12 +143,14 @@ class GroupCall(Generic[R]):
 
     def _settle(self) -> None:
         self._done = True
-        self._error = _first_error(self.failures)
+        self._error = _first_error(self.failures) if self.failures else None
         if self._error is None:
             self._cancelled = self._cancelled or any(part.cancelled for part in self._parts)
-            values = [part.value for part in self._parts]
-            self._value = values[0] if self._single else values
-        self._parts = []
+            if self._single:
+                self._value = self._parts[0].value
+            else:
+                self._value = [part.value for part in self._parts]
+        self._parts = ()
         self._on_end(self)
         for waiter in (*self._waiters, *self._enders):
             if not waiter.done():
@@ -181,7 +188,7 @@ class Part:
         self._supervisor = supervisor
         self._method = method
         self._arguments = arguments
-        self._ends: list[Any] = []
+        self._ends: Sequence[Any] = ()
         self._worker: WorkerHandle | None = None
         self._stop: Stop | None = None
         self._again: asyncio.Task[None] | None = None
@@ -193,8 +200,9 @@ class Part:
     def own_ends(self) -> None:
         """Have every channel end among the arguments replaced by this part's own clone."""
         holder = f"{self._supervisor.name}.{self._method.name}"
+        self._ends = ends = list[Any]()
         self._arguments = {
-            name: _clone_ends(value, holder, self._ends) for name, value in self._arguments.items()
+            name: _clone_ends(value, holder, ends) for name, value in self._arguments.items()
         }
 
     def close_ends(self) -> None:
