@@ -377,7 +377,7 @@ def test_an_unknown_process_is_refused() -> None:
 
 
 HOSTILE = [
-    ([Place(1, 99, PAGE, 100)], "slab 99 of shared memory was not announced"),
+    ([Place(1, 10**9, PAGE, 100)], "slab 1000000000 of shared memory was not announced"),
     ([Place(1, 0, PAGE, 2**62)], "bytes at 4096 of shared memory"),
     ([Place(1, 0, 1024**2 - 50, 100)], "100 bytes at 1048526 of shared memory that has 1048576"),
     ([Place(1, 0, -5000, 100)], "100 bytes at -5000"),
