@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from rlinf_async.backends.transformers.cache import RowCache
 from rlinf_async.backends.transformers.masks import layer_kinds, make_masks
+from rlinf_async.backends.transformers.model import ModelShapes, load_weights
 from rlinf_async.backends.transformers.row import Row
 from rlinf_async.backends.transformers.sampling import Rules, draw
 from rlinf_async.messages.embodied import Floats
@@ -40,6 +41,7 @@ class Decoder:
         self, model: nn.Module, stop_token_ids: frozenset[int], prefill_tokens: int
     ) -> None:
         self.model = model
+        self.shapes = ModelShapes(model)
         self.version = -1
         self._config = model.config.get_text_config(decoder=True)  # type: ignore[operator,union-attr]
         self._kinds = layer_kinds(self._config)
@@ -164,9 +166,7 @@ class Decoder:
 
 def load(decoder: Decoder, update: WeightUpdate) -> int:
     """Take new weights between two steps; running rows keep their tokens. See `load_weights`."""
-    from rlinf_async.backends.transformers.model import load_weights
-
-    checksum = load_weights(update, decoder.model)
+    checksum = load_weights(update, decoder.model, decoder.shapes)
     decoder.version = update.version
     if decoder.rows:
         decoder.recompute()

@@ -31,35 +31,65 @@ def build_model(folder: ModelFolder, config: TransformersEngineConfig, device: s
     return model.to(device).eval().requires_grad_(False)
 
 
-def load_weights(update: WeightUpdate, model: nn.Module) -> int:
-    """Copy the update into the model, in place; return the checksum of the bytes.
+class ModelShapes:
+    """The tensors of a model: names, shapes, and which of them are one.
 
-    Tied tensors may come under one of their names, and floating-point dtypes may differ.
+    Args:
+        model: a model, or a configuration, of which the model is then built without memory.
+    """
+
+    def __init__(self, model: Any) -> None:
+        if not isinstance(model, nn.Module):
+            from transformers import AutoModelForCausalLM
+
+            factory: Any = AutoModelForCausalLM
+            with torch.device("meta"):
+                model = factory.from_config(model)
+        state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        self._shapes = {name: tensor.detach().to("meta") for name, tensor in state.items()}
+        self._same = {name: id(tensor) for name, tensor in state.items()}
+
+    def check_fit(self, update: WeightUpdate) -> None:
+        """Check names and shapes. Tied tensors may come under one name; floats may be cast.
+
+        Raises:
+            WeightsMismatch: something is missing, unexpected, or of another shape.
+        """
+        arrived = {
+            slot.name: torch.empty(slot.shape, dtype=getattr(torch, slot.dtype), device="meta")
+            for bucket in update.buckets
+            for slot in bucket.slots
+        }
+        here = {self._same[name] for name in arrived if name in self._same}
+        wanted = {
+            name: _cast(tensor, arrived.get(name))
+            for name, tensor in self._shapes.items()
+            if name in arrived or self._same[name] not in here
+        }
+        check_fit(arrived, wanted, f"weights version {update.version}")
+
+
+def load_weights(update: WeightUpdate, model: nn.Module, shapes: ModelShapes) -> int:
+    """Copy the update into the model, in place; return the checksum of the bytes.
 
     Raises:
         WeightsDamaged, WeightsMismatch: before anything was written.
     """
     verify(update)
+    shapes.check_fit(update)
     arrived = unpack(update)
     present: dict[str, Tensor] = model.state_dict()
-    named = {tensor.data_ptr() for name, tensor in present.items() if name in arrived}
-    wanted = {
-        name: _as(tensor, arrived.get(name))
-        for name, tensor in present.items()
-        if name in arrived or tensor.data_ptr() not in named
-    }
-    check_fit(arrived, wanted, f"weights version {update.version}")
     with torch.no_grad():
         for name, tensor in arrived.items():
             present[name].copy_(tensor)
     return update.checksum
 
 
-def _as(present: Tensor, arrived: Tensor | None) -> Tensor:
+def _cast(present: Tensor, arrived: Tensor | None) -> Tensor:
     """Return the tensor as `check_fit` may compare it: a cast between floats is no misfit."""
     if arrived is None or not (arrived.is_floating_point() and present.is_floating_point()):
         return present
-    return torch.empty(present.shape, dtype=arrived.dtype, device="meta")
+    return present.to(arrived.dtype)
 
 
 def _caps(config: Any) -> bool:

@@ -1,0 +1,61 @@
+"""What the rollout worker costs over bare vLLM, and what an update of its weights takes."""
+
+from __future__ import annotations
+
+from rlinf_async.bench import Bar, Bench, Case, ratio
+
+OURS, BARE, UPDATE = "rollout worker", "bare AsyncLLM", "weight update"
+
+
+def _case(name: str, *command: str) -> Case:
+    return Case(
+        name, ("{python}", *command), requires=("vllm", "transformers"), cores=2, timeout=600
+    )
+
+
+def _rate(concurrent: int) -> Bar:
+    return ratio(
+        f"tokens/s at {concurrent} requests / bare AsyncLLM's",
+        metric=f"tokens_per_second_{concurrent}",
+        ours=OURS,
+        theirs=BARE,
+        at_least=0.97,
+    )
+
+
+BENCH = Bench(
+    name="rollout",
+    summary="the rollout worker against bare vLLM; weights for a live engine",
+    cases=(
+        _case(OURS, "{here}/generate.py", "ours"),
+        _case(BARE, "{here}/generate.py", "bare"),
+        _case(UPDATE, "{here}/update.py"),
+    ),
+    bars=(
+        _rate(64),
+        _rate(256),
+        Bar(
+            name="seconds of an update / the engine's own load",
+            cases=(UPDATE,),
+            value=lambda results: (
+                results.median(UPDATE, "update_seconds")
+                / results.median(UPDATE, "own_load_seconds")
+            ),
+            target=lambda _: 1.5,
+            unit="x",
+            at_most=True,
+        ),
+        Bar(
+            name="log-prob difference after an update",
+            cases=(UPDATE,),
+            value=lambda results: max(results.values(UPDATE, "log_prob_difference")),
+            target=lambda _: 1e-4,
+            at_most=True,
+        ),
+    ),
+    repetitions=3,
+    notes=(
+        "two cores for all processes of a case; 0.2 M parameters, 96 tokens at most, float32",
+        "the update: about 50 M parameters, while 16 requests run",
+    ),
+)

@@ -1,0 +1,51 @@
+"""What the vLLM engine can be told. Neither torch nor vLLM."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class VllmEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model folder, and how vLLM serves it."""
+
+    model: str
+    """folder with a Hugging Face config and tokenizer, and weights where they are asked for"""
+    weights: Literal["update", "folder"] = "update"
+    """``update``: the first `WeightUpdate` brings them; ``folder``: those there are version 0"""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """of weights and arithmetic; log-probs are float32"""
+    max_concurrent: int = 256
+    """sequences that are decoded together; more wait, by priority"""
+    context: int | None = None
+    """tokens of a prompt and its response; the model's own limit when left out"""
+    kv_cache_bytes: int | None = None
+    """of the cache; when left out 256 MiB on a CPU, and what ``gpu_memory`` leaves on a GPU"""
+    gpu_memory: float = 0.9
+    """share of a GPU's memory that the engine takes in all"""
+    tensor_parallel: int = 1
+    """GPUs that share each layer"""
+    eager: bool | None = None
+    """no compiled graphs: starts faster, decodes slower. When left out: on a CPU"""
+    seeded: bool = True
+    """draw each sample from its own seed, so that a run can be repeated; costs some speed"""
+    sleep: bool = False
+    """let `offload` give a GPU's memory back (vLLM's sleep mode, which CPUs do not have)"""
+    threads: int = 1
+    """of the engine on a CPU"""
+    extra: dict[str, Any] = {}
+    """further arguments of vLLM's ``AsyncEngineArgs``, as they are"""
+
+    def __post_init__(self) -> None:
+        for name in ("max_concurrent", "tensor_parallel", "threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.context is not None and self.context < 2:
+            raise ValueError(f"context is {self.context}; it must be at least 2, or left out")
+        if self.kv_cache_bytes is not None and self.kv_cache_bytes < 1:
+            raise ValueError(
+                f"kv_cache_bytes is {self.kv_cache_bytes}; it must be at least 1, or left out"
+            )
+        if not 0.0 < self.gpu_memory <= 1.0:
+            raise ValueError(f"gpu_memory is {self.gpu_memory}; it must be above 0, at most 1")

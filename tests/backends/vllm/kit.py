@@ -1,0 +1,60 @@
+"""Running engines that several tests share: a start takes seconds.
+
+The engine lives on an event loop in a thread of its own; tests hand it coroutines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import uvloop
+
+from rlinf_async.backends.vllm.config import VllmEngineConfig
+from rlinf_async.backends.vllm.engine import VllmEngine
+
+R = TypeVar("R")
+
+PATIENCE = 300.0
+"""seconds that anything may take on a busy machine"""
+
+SMALL: dict[str, Any] = {"kv_cache_bytes": 32 * 1024 * 1024, "max_concurrent": 64}
+
+
+class Served:
+    """An engine that runs until the block ends."""
+
+    def __init__(self, config: VllmEngineConfig) -> None:
+        self._config = config
+
+    def __enter__(self) -> Self:
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
+        self._thread.start()
+        self.engine = VllmEngine(self._config)
+        try:
+            self.run(self.engine.start())
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.run(self.engine.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def run(self, call: Coroutine[Any, Any, R]) -> R:
+        """Run a coroutine on the engine's loop, and wait for its result."""
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result(PATIENCE)
+
+
+def shared_memory() -> list[str]:
+    """The weights that this process has in shared memory now."""
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return [link for link in links if "rlinf_async weights" in link]

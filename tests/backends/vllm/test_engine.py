@@ -1,0 +1,269 @@
+"""The real engine, and every trap that it has, against plain forward passes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from rlinf_async.backends.language import EngineDied, PromptTooLong
+from rlinf_async.messages.language import Generated, Request
+from rlinf_async.weights import WeightsDamaged, WeightsMismatch
+from tests.backends.models import END, log_probs, make_model, publish, qwen3
+from tests.backends.requests import request
+from tests.backends.transformers.kit import processed_log_probs
+from tests.backends.vllm.kit import Served, shared_memory
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+LONG = [2 + (5 * k) % 250 for k in range(100)]
+"""a prompt of several blocks of the cache"""
+
+
+def close(found: Any, expected: torch.Tensor, within: float = 1e-4) -> None:
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found, expected.numpy(), atol=within, rtol=0)
+
+
+def serve(served: Served, model: nn.Module, version: int) -> None:
+    """Have the engine serve this model."""
+    update = publish(model, version)
+    assert served.run(served.engine.load(update)) == update.checksum
+    assert served.engine.version == version
+
+
+def generate(served: Served, *asked: Request) -> list[Generated]:
+    """All at once."""
+
+    async def body() -> list[Generated]:
+        return await asyncio.gather(*(served.engine.generate(one) for one in asked))
+
+    return served.run(body())
+
+
+def test_an_update_reaches_the_output_layer_that_is_tied_to_the_embedding(tied: Served) -> None:
+    # vLLM's own update leaves it as it was on a CPU: log-probs would be off by several nats.
+    for version, seed in [(1, 21), (2, 22)]:
+        model: Any = make_model(qwen3(), seed)
+        serve(tied, model, version)
+        asked = [request(i, [3 + i, 9, 4], max_tokens=24, temperature=0.0) for i in range(4)]
+        for one, got in zip(asked, generate(tied, *asked), strict=True):
+            ids = torch.tensor([one.prompt.token_ids.tolist()])
+            theirs = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False
+            )
+            assert got.token_ids.tolist() == theirs[0, 3:].tolist()
+            assert set(got.version.tolist()) == {version}
+            # greedy: those at temperature 1
+            close(got.log_prob, log_probs(model, one.prompt.token_ids, got.token_ids))
+
+
+def test_log_probs_are_of_the_distribution_that_was_sampled_from(tied: Served) -> None:
+    # By default vLLM gives those before temperature, top-k and top-p.
+    model = make_model(qwen3(), 23)
+    serve(tied, model, 3)
+    rules: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.6},
+        {"top_k": 5},
+        {"top_p": 0.7, "temperature": 1.3},
+        {"top_k": 12, "top_p": 0.9},
+    ]
+    asked = [request(i, max_tokens=30, **rules[i % 5]) for i in range(10)]
+    for one, got in zip(asked, generate(tied, *asked), strict=True):
+        close(got.log_prob, processed_log_probs(model, one, got))
+        assert got.finish == ("stop" if got.token_ids[-1] == END else "length")
+
+
+def test_nothing_is_filtered_unless_it_is_asked_for(tied: Served) -> None:
+    serve(tied, make_model(qwen3(), sharpness=0.001), 4)
+    got = generate(tied, *(request(i, max_tokens=50) for i in range(30)))
+    assert len({int(token) for one in got for token in one.token_ids}) > 200
+
+
+def test_a_short_response_does_not_wait_for_a_long_one(tied: Served) -> None:
+    serve(tied, make_model(qwen3(), sharpness=0.001), 5)
+    done: list[int] = []
+
+    async def one(index: int, tokens: int) -> None:
+        await tied.engine.generate(request(index, max_tokens=tokens, seed=1000 + index))
+        done.append(index)
+
+    async def body() -> None:
+        await asyncio.gather(one(0, 90), one(1, 2), one(2, 30))
+
+    tied.run(body())
+    assert done[0] == 1
+    assert len(done) == 3
+
+
+def test_a_prompt_in_the_prefix_cache_is_computed_anew_after_an_update(tied: Served) -> None:
+    # vLLM keeps the cache: the new model would go on from the old one's keys and values.
+    for version, seed in [(6, 24), (7, 25)]:
+        model = make_model(qwen3(), seed)
+        serve(tied, model, version)
+        asked = [request(i, LONG, max_tokens=8) for i in range(3)]
+        for got in [*generate(tied, *asked[:1]), *generate(tied, *asked[1:])]:
+            close(got.log_prob, log_probs(model, LONG, got.token_ids))
+
+
+def test_new_weights_come_in_flight_and_no_request_is_dropped(tied: Served) -> None:
+    # With the old cache kept, the tokens after the cut would be off by several nats.
+    old, new = make_model(qwen3(), 26), make_model(qwen3(), 27)
+    serve(tied, old, 8)
+    asked = [request(i, LONG[: 3 + i], max_tokens=350, seed=70 + i) for i in range(8)]
+
+    async def body() -> list[Generated]:
+        update = publish(new, 9)
+        running = [asyncio.create_task(tied.engine.generate(one)) for one in asked]
+        await asyncio.sleep(0.3)  # somewhere in the middle of the responses
+        await tied.engine.load(update)
+        return await asyncio.gather(*running)
+
+    cut = 0
+    for one, got in zip(asked, tied.run(body()), strict=True):
+        before = int((got.version == 8).sum())
+        assert got.version.tolist() == [8] * before + [9] * (len(got.version) - before)
+        prompt = one.prompt.token_ids
+        close(got.log_prob[:before], log_probs(old, prompt, got.token_ids)[:before])
+        close(got.log_prob[before:], log_probs(new, prompt, got.token_ids)[before:])
+        cut += 0 < before < len(got.version)
+    assert cut > 0
+    assert shared_memory() == []
+
+
+def test_an_aborted_response_keeps_its_tokens_and_goes_on_after_them(tied: Served) -> None:
+    old, new = make_model(qwen3(), 28), make_model(qwen3(), 29)
+    serve(tied, old, 10)
+    asked = [request(i, max_tokens=350, seed=90 + i) for i in range(6)]
+
+    async def interrupt() -> list[Generated]:
+        running = [asyncio.create_task(tied.engine.generate(one)) for one in asked]
+        await asyncio.sleep(0)  # still on their way into the engine
+        await tied.engine.abort(["0/0"])
+        first = await running[0]
+        assert first.finish == "abort"
+        await asyncio.sleep(0.3)
+        await tied.engine.abort()
+        return [first, *await asyncio.gather(*running[1:])]
+
+    parts = tied.run(interrupt())
+    assert any(part.finish == "abort" and len(part.token_ids) > 3 for part in parts)
+    serve(tied, new, 11)
+    pieces = zip(asked, parts, strict=True)
+    rest = generate(tied, *(replace(one, partial=part) for one, part in pieces))
+    for part, got in zip(parts, rest, strict=True):
+        made = len(part.token_ids)
+        np.testing.assert_array_equal(got.token_ids[:made], part.token_ids)
+        assert got.version.tolist() == [10] * made + [11] * (len(got.version) - made)
+        close(got.log_prob[:made], log_probs(old, [5, 6, 7], got.token_ids)[:made])
+        close(got.log_prob[made:], log_probs(new, [5, 6, 7], got.token_ids)[made:])
+        assert got.finish != "abort"
+        assert len(got.token_ids) <= 350
+
+
+def test_a_cancelled_request_leaves_the_engine(tied: Served) -> None:
+    serve(tied, make_model(qwen3(), sharpness=0.001), 12)
+
+    async def body() -> int:
+        running = asyncio.create_task(tied.engine.generate(request(max_tokens=450)))
+        await asyncio.sleep(0.1)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await tied.engine.generate(request(max_tokens=2))
+        unfinished: int = tied.engine._llm.get_num_unfinished_requests()
+        return unfinished
+
+    assert tied.run(body()) == 0
+    assert not tied.engine._running
+
+
+def test_a_seed_draws_the_same_tokens_again(tied: Served) -> None:
+    serve(tied, make_model(qwen3(), 30, sharpness=0.1), 13)
+    first, again, other = (generate(tied, request(seed=seed))[0] for seed in (5, 5, 6))
+    np.testing.assert_array_equal(first.token_ids, again.token_ids)
+    assert first.token_ids.tolist() != other.token_ids.tolist()
+
+
+def test_damaged_weights_and_those_of_another_model_change_nothing(tied: Served) -> None:
+    model = make_model(qwen3(), 31)
+    serve(tied, model, 14)
+    damaged = publish(make_model(qwen3(), 32), 15)
+    damaged.buckets[-1].data[7] ^= 1
+    with pytest.raises(WeightsDamaged, match="checksum"):
+        tied.run(tied.engine.load(damaged))
+    with pytest.raises(WeightsMismatch, match=r"does not fit the model.*missing"):
+        tied.run(tied.engine.load(publish(make_model(qwen3(layers=1)), 15)))
+    [got] = generate(tied, request(max_tokens=20))
+    close(got.log_prob, log_probs(model, [5, 6, 7], got.token_ids))
+    assert set(got.version.tolist()) == {14}
+    assert shared_memory() == []
+
+
+def test_the_engines_log_probs_of_given_tokens_agree_with_the_model(tied: Served) -> None:
+    model = make_model(qwen3(), 33)
+    serve(tied, model, 16)
+    pairs = [
+        (np.array(LONG[:count], np.int32), np.array(LONG[count : 2 * count], np.int32))
+        for count in (1, 7, 40)
+    ]
+    for (prompt, response), found in zip(
+        pairs, tied.run(tied.engine.log_probs(pairs)), strict=True
+    ):
+        close(found, log_probs(model, prompt, response))
+
+
+def test_prompts_that_the_model_cannot_take_are_named(tied: Served) -> None:
+    with pytest.raises(PromptTooLong, match=r"prompt 4 has 510 tokens.*over the context of 512"):
+        generate(tied, request(tokens=[5] * 510, group=4))
+    with pytest.raises(ValueError, match=r"prompt 4 .* does not have \(.*0 \.\. 255\)"):
+        generate(tied, request(tokens=[5, 256], group=4))
+
+
+def test_the_weights_of_a_folder_are_version_0(untied: Served, untied_model: nn.Module) -> None:
+    assert untied.engine.version == 0
+    [got] = generate(untied, request(max_tokens=30))
+    close(got.log_prob, log_probs(untied_model, [5, 6, 7], got.token_ids))
+    assert set(got.version.tolist()) == {0}
+    new = make_model(qwen3(tied=False), 34)
+    serve(untied, new, 1)
+    [got] = generate(untied, request(max_tokens=30))
+    close(got.log_prob, log_probs(new, [5, 6, 7], got.token_ids))
+
+
+@pytest.mark.parametrize("what", ["load", "log_probs", "generate"])
+def test_a_killed_engine_is_an_error_for_whoever_waits_and_whoever_comes(
+    untied: Served, what: str
+) -> None:
+    engine = untied.engine
+    calls: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+        "load": lambda: engine.load(publish(make_model(qwen3(tied=False)), 2)),
+        "log_probs": lambda: engine.log_probs([(np.array([3]), np.array([4]))]),
+        "generate": lambda: engine.generate(request(max_tokens=400)),
+    }
+
+    async def body() -> None:
+        running = asyncio.create_task(engine.generate(request(1, max_tokens=400)))
+        await asyncio.sleep(0.05)
+        for process in engine.process_ids:
+            with contextlib.suppress(ProcessLookupError):  # an earlier case has killed it
+                os.kill(process, signal.SIGKILL)
+        with pytest.raises(EngineDied):
+            await running
+        with pytest.raises(EngineDied):
+            await calls[what]()
+
+    untied.run(body())

@@ -1,0 +1,110 @@
+"""The rollout worker over real engines, in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from torch import nn
+
+import rlinf_async as ra
+from rlinf_async.backends.transformers.config import TransformersEngineConfig
+from rlinf_async.backends.vllm.config import VllmEngineConfig
+from rlinf_async.backends.vllm.engine import VllmEngine
+from rlinf_async.messages.language import Sample
+from rlinf_async.workers.rollout.language import LanguageRolloutConfig, LanguageRolloutWorker
+from tests.backends.models import log_probs, make_model, publish, qwen3, save_folder
+from tests.backends.requests import request
+from tests.workers.rollout.language_kit import Channels
+
+pytestmark = pytest.mark.timeout(600)
+
+
+class VllmRollout(LanguageRolloutWorker):
+    """Tells what the test has to kill."""
+
+    async def process_ids(self) -> list[int]:
+        """This process, then those of the engine."""
+        engine = self._live.engine
+        assert isinstance(engine, VllmEngine)
+        return [os.getpid(), *engine.process_ids]
+
+
+def right(sample: Sample, model: nn.Module, version: int) -> None:
+    """The sample's log-probs are the model's."""
+    got, prompt = sample.generated, sample.request.prompt.token_ids
+    assert set(got.version.tolist()) == {version}
+    expected = log_probs(model, prompt, got.token_ids)
+    np.testing.assert_allclose(got.log_prob, expected.numpy(), atol=1e-4, rtol=0)
+    assert sample.text.split() == [f"w{token}" for token in got.token_ids if token > 1]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A model without weights, written outside of a test's loop."""
+    return save_folder(tmp_path, qwen3())
+
+
+async def test_samples_of_the_transformers_engine_are_the_published_models(folder: str) -> None:
+    models = [make_model(qwen3(), seed) for seed in (1, 2)]
+    config = TransformersEngineConfig(model=folder)
+    async with ra.Cluster.process() as cluster:
+        channels = Channels(cluster)
+        rollout = await cluster.launch(LanguageRolloutWorker, config, count=2)
+        serving = channels.serve(rollout, [0, 1])
+        for version, model in enumerate(models):
+            await channels.weights.sender.publish(publish(model, version))
+            asked = [request(i, group=version, min_version=version) for i in range(12)]
+            await channels.ask(*asked)
+            for sample in (await channels.collect(12)).values():
+                await asyncio.to_thread(right, sample, model, version)
+        broken = make_model(qwen3())
+        broken.get_parameter("model.norm.weight").fill_(float("nan"))
+        await channels.weights.sender.publish(publish(broken, 2))
+        await channels.ask(request(group=3, min_version=2))
+        with pytest.raises(ra.WorkerError, match=r"ModelOutputError: request 3/0 \(prompt 3\)"):
+            await serving
+
+
+async def test_a_killed_vllm_engine_is_replaced_and_nothing_is_lost_or_left(folder: str) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed: make test installs it")
+    model = make_model(qwen3(), 3)
+    engine = VllmEngineConfig(model=folder, kv_cache_bytes=32 * 2**20, max_concurrent=16)
+    async with ra.Cluster.process() as cluster:
+        channels = Channels(cluster)
+        rollout = await cluster.launch(
+            VllmRollout, engine, LanguageRolloutConfig(engine_restarts=1), backend="vllm"
+        )
+        serving = channels.serve(rollout)
+        await channels.weights.sender.publish(publish(model, 4))
+        taken = await channels.taken.receiver.get()
+        assert (taken.version, taken.checksum) == (4, publish(model, 4).checksum)
+        await channels.ask(*(request(i, max_tokens=200) for i in range(24)))
+        worker, core = await rollout[0].call(VllmRollout.process_ids)
+        first = await channels.samples.receiver.get()
+        os.kill(core, signal.SIGKILL)
+        samples: dict[str, Any] = {first.request.name: first, **await channels.collect(23)}
+        assert len(samples) == 24
+        for sample in samples.values():
+            await asyncio.to_thread(right, sample, model, 4)
+        again, second = await rollout[0].call(VllmRollout.process_ids)
+        assert again == worker
+        assert second != core
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(ra.WorkerDied):
+            await serving
+        await asyncio.to_thread(psutil.wait_procs, _alive(second), 60)
+        assert not _alive(second)
+
+
+def _alive(pid: int) -> list[psutil.Process]:
+    try:
+        return [psutil.Process(pid)]
+    except psutil.NoSuchProcess:
+        return []
