@@ -1,4 +1,7 @@
-"""The rollout worker over real engines, in processes of their own."""
+"""The rollout worker over real engines, in processes of their own.
+
+The tests run on a plain loop: what they compare with is computed on it, and takes its time.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,11 @@ def folder(tmp_path: Path) -> str:
     return save_folder(tmp_path, qwen3())
 
 
-async def test_samples_of_the_transformers_engine_are_the_published_models(folder: str) -> None:
+def test_samples_of_the_transformers_engine_are_the_published_models(folder: str) -> None:
+    ra.run(_two_versions_and_a_broken_one(folder))
+
+
+async def _two_versions_and_a_broken_one(folder: str) -> None:
     models = [make_model(qwen3(), seed) for seed in (1, 2)]
     config = TransformersEngineConfig(model=folder)
     async with ra.Cluster.process() as cluster:
@@ -63,7 +70,7 @@ async def test_samples_of_the_transformers_engine_are_the_published_models(folde
             asked = [request(i, group=version, min_version=version) for i in range(12)]
             await channels.ask(*asked)
             for sample in (await channels.collect(12)).values():
-                await asyncio.to_thread(right, sample, model, version)
+                right(sample, model, version)
         broken = make_model(qwen3())
         broken.get_parameter("model.norm.weight").fill_(float("nan"))
         await channels.weights.sender.publish(publish(broken, 2))
@@ -72,8 +79,12 @@ async def test_samples_of_the_transformers_engine_are_the_published_models(folde
             await serving
 
 
-async def test_a_killed_vllm_engine_is_replaced_and_nothing_is_lost_or_left(folder: str) -> None:
+def test_a_killed_vllm_engine_is_replaced_and_nothing_is_lost_or_left(folder: str) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed: make test installs it")
+    ra.run(_an_engine_and_then_its_worker_are_killed(folder))
+
+
+async def _an_engine_and_then_its_worker_are_killed(folder: str) -> None:
     model = make_model(qwen3(), 3)
     engine = VllmEngineConfig(model=folder, kv_cache_bytes=32 * 2**20, max_concurrent=16)
     async with ra.Cluster.process() as cluster:
@@ -92,7 +103,7 @@ async def test_a_killed_vllm_engine_is_replaced_and_nothing_is_lost_or_left(fold
         samples: dict[str, Any] = {first.request.name: first, **await channels.collect(23)}
         assert len(samples) == 24
         for sample in samples.values():
-            await asyncio.to_thread(right, sample, model, 4)
+            right(sample, model, 4)
         again, second = await rollout[0].call(VllmRollout.process_ids)
         assert again == worker
         assert second != core
