@@ -183,7 +183,8 @@ class VllmEngine:
                 handler.cancel()
                 await asyncio.gather(handler, return_exceptions=True)
             await asyncio.to_thread(llm.shutdown)
-            llm.engine_core.ctx.destroy(linger=0)  # vLLM leaves it to the garbage collector
+            # vLLM leaves it to the garbage collector, which complains of it.
+            llm.engine_core.resources.ctx.destroy(linger=0)
 
     async def _load_paused(self, sharing: Sharing) -> None:
         """Load while the engine stands still. A failure in between is the engine's end."""
