@@ -33,12 +33,24 @@ class Borrower(Protocol):
         """There is room again."""
 
 
+class Reader(Protocol):
+    """Whoever was sent items ahead of asking for them."""
+
+    end: int
+
+    def recall(self, end: int) -> None:
+        """Somebody waits for an item, on the end with this number: give back what is not taken."""
+
+    def close(self) -> None:
+        """Its end is closed."""
+
+
 class Lane:
     """What waits under one key: items, those who want one, those who have one to give."""
 
     __slots__ = (
-        "borrowers", "entries", "getters", "handed", "held", "held_weight", "hunger", "key",
-        "putters", "weight",
+        "borrowers", "contested", "entries", "getters", "handed", "held", "held_weight", "hunger",
+        "key", "putters", "readers", "weight",
     )  # fmt: skip
 
     def __init__(self, key: Key | None) -> None:
@@ -48,14 +60,16 @@ class Lane:
         self.putters: deque[PutWait] = deque()
         self.handed: set[GetWait] = set()  # served, but cancelled before they ran they give back
         self.weight = 0
-        self.held = 0  # items that count although they are not here: lent room
+        self.held = 0  # items that count although they are not here: lent room, sent ahead
         self.held_weight = 0
         self.borrowers: list[Borrower] = []
+        self.readers: list[Reader] = []
+        self.contested = float("-inf")  # when somebody else last waited for what was sent ahead
         self.hunger = 0  # so much free room is worth telling a borrower; 0 where none asks
 
     @property
     def idle(self) -> bool:
-        return not (self.entries or self.getters or self.putters or self.borrowers)
+        return not (self.entries or self.getters or self.putters or self.borrowers or self.readers)
 
     def push(self, entry: Entry) -> None:
         self.entries.append(entry)

@@ -55,6 +55,7 @@ class Queue(Reserving):
     def remove_receiver(self, number: int) -> None:
         """Close a receiver: its own waiting gets are refused, and with the last one all puts."""
         if self.receivers.pop(number, None) is not None:
+            self.close_readers(number)
             self.deserted = not self.receivers
             for lane in self.every_lane():
                 self._refuse_getters(lane, endings.closed_while_waiting, number)

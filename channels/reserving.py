@@ -1,8 +1,11 @@
-"""Room that is lent: whoever has it may put so many items without asking, and they will fit.
+"""What other processes hold of a channel: room to put into without asking, items sent ahead.
 
 Lent room counts as taken, so a lane never holds more than it may. It is used up by `put_reserved`,
 given back by `unreserve`, and asked back (`Borrower.recall`) as soon as somebody else waits for it,
 or when nothing can be put any more.
+
+Items that were sent ahead count as queued, until they are taken (`took_ahead`) or come back
+(`restore_ahead`); they are asked back (`Reader.recall`) when somebody else waits for an item.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import Any
 
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ChannelError
-from rlinf_async.channels.lanes import Borrower, Entry, Lane
+from rlinf_async.channels.lanes import Borrower, Entry, Lane, Reader
 from rlinf_async.channels.serving import Serving
 
 
@@ -82,6 +85,67 @@ class Reserving(Serving):
         self.lent -= items
 
     def recall_all(self) -> None:
-        """Nothing can be put any more: whoever may put without asking must ask, and be told."""
+        """Nothing can be put any more: whoever may put without asking must ask, and be told. The
+        same for gets, if the channel failed."""
         for lane in self.every_lane():
             self._recall(lane)
+            if self.failure is not None:
+                for reader in lane.readers:
+                    reader.recall(0)
+
+    # ---- items sent ahead
+
+    @property
+    def can_send_ahead(self) -> bool:
+        """Whether items may leave without having been asked for."""
+        return self.failure is None
+
+    def lane_of(self, key: Key | None) -> Lane | None:
+        """What waits under this key, if anything does."""
+        return self.lane if key is None else self.lanes.get(key)
+
+    def add_reader(self, key: Key | None, reader: Reader) -> None:
+        """It has been sent something ahead."""
+        self._lane(key).readers.append(reader)
+
+    def remove_reader(self, key: Key | None, reader: Reader) -> None:
+        """It has nothing more that was not asked for."""
+        lane = self.lane_of(key)
+        if lane is not None and reader in lane.readers:
+            lane.readers.remove(reader)
+            if lane.getters:
+                self._serve(lane)  # they may see the end now
+            self._forget(lane)
+
+    def send_ahead(self, key: Key | None, entries: Sequence[Entry]) -> None:
+        """These have left their lane, and count as if they had not."""
+        self._count_ahead(self._lane(key), entries, 1)
+
+    def took_ahead(self, key: Key | None, entries: Sequence[Entry]) -> None:
+        """Somebody has these now."""
+        lane = self._lane(key)
+        self._count_ahead(lane, entries, -1)
+        self.gets += len(entries)
+        self._serve(lane)
+
+    def restore_ahead(self, key: Key | None, entries: Sequence[Entry]) -> None:
+        """These were not wanted: they are at the head again, before what is being collected."""
+        lane = self._lane(key)
+        self._count_ahead(lane, entries, -1)
+        lane.push_back(entries)
+        if lane.getters:
+            lane.push_back(lane.getters[0].give_back())
+        self._serve(lane)
+
+    def _count_ahead(self, lane: Lane, entries: Sequence[Entry], sign: int) -> None:
+        count, weight = sign * len(entries), sign * sum(entry.weight for entry in entries)
+        lane.held += count
+        lane.held_weight += weight
+        self.ahead += count
+        self.ahead_weight += weight
+
+    def close_readers(self, end: int) -> None:
+        """This end is closed: what was sent ahead to it goes back."""
+        for lane in self.every_lane():
+            for reader in [one for one in lane.readers if one.end == end]:
+                reader.close()

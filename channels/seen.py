@@ -54,8 +54,8 @@ def statistics_of(queue: Queue) -> Statistics:
     return Statistics(
         name=queue.name,
         capacity=queue.capacity,
-        depth=sum(len(lane.entries) for lane in lanes),
-        weight=sum(lane.weight for lane in lanes),
+        depth=sum(len(lane.entries) for lane in lanes) + queue.ahead,
+        weight=sum(lane.weight for lane in lanes) + queue.ahead_weight,
         keys=len(lanes) - 1,
         puts=queue.puts,
         gets=queue.gets,
@@ -72,6 +72,7 @@ def statistics_of(queue: Queue) -> Statistics:
         stale=queue.stale,
         shared=queue.shared,
         copied=queue.copied,
+        ahead=queue.ahead,
         lent=queue.lent,
         credit_waits=queue.credit_waits,
         refused=queue.refused,

@@ -64,6 +64,7 @@ class Serving:
         self.redelivered = self.unconfirmed = self.stale = self.shared = self.copied = 0
         self.lent = self.credit_waits = self.refused = 0
         self.edges = Edges()
+        self.ahead = self.ahead_weight = 0
         self._numbers = count(1)
         self._seq = 0
         self.born: float | None = None  # not yet: it may be made before the loop that runs it
@@ -173,6 +174,7 @@ class Serving:
             lane is None
             or not (entries := lane.entries)
             or lane.getters
+            or lane.readers
             or self.failure is not None
         ):
             return None
@@ -221,6 +223,8 @@ class Serving:
             lane.handed.discard(wait)
             self._forget(lane)
             return wait.future.result()
+        for reader in lane.readers:
+            reader.recall(end)
         self.get_waits += 1
         return wait
 
@@ -307,6 +311,8 @@ class Serving:
                 lane.getters.popleft()
                 lane.push_back(wait.give_back())
                 continue
+            if any(reader.end != wait.end for reader in lane.readers):
+                break  # what was sent ahead is older, and on its way back
             full = wait.collect()
             while not full and lane.putters and self._admit(lane):  # lent room is no room
                 full = wait.collect()
@@ -335,7 +341,7 @@ class Serving:
 
         Holders that wait here themselves count as done: each would wait for the others for ever.
         """
-        if not self.ended or lane.handed:
+        if not self.ended or lane.handed or lane.readers:
             return False
         others = {lease.owner for lease in self.leases.values() if lease.key == lane.key}
         return others - {wait.owner} <= {getter.owner for getter in lane.getters}
@@ -388,7 +394,9 @@ class Serving:
         if self.failure is not None:
             return endings.failed(self.name, self.failure)
         lane = self._lane(key)
-        ended = self.ended and not lane.entries and not self.leases
+        for reader in lane.readers:
+            reader.recall(0)
+        ended = self.ended and not (lane.entries or lane.readers or self.leases)
         self._forget(lane)
         return (
             endings.ended(self.name) if ended else ChannelEmpty(f"channel {self.name!r} is empty")

@@ -49,6 +49,8 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     """items of other processes whose large arrays came by shared memory, without a copy"""
     copied: int = 0
     """items of other processes whose large arrays came through a socket"""
+    ahead: int = 0
+    """of the items queued, those that were sent to a receiver ahead of its next gets"""
     lent: int = 0
     """items for which other processes have room, so that they can put without asking"""
     credit_waits: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +102,11 @@ class Answering:
         if len(message.head) % 8:
             raise MalformedFrame(f"receipts of {len(message.head)} bytes")
         for (number,) in struct.iter_unpack("<Q", message.head):
+            self._untaken.pop(number, None)
+
+    def arrived(self, numbers: Iterable[int]) -> None:
+        """The peer has these answers, and says by itself what becomes of them."""
+        for number in numbers:
             self._untaken.pop(number, None)
 
     def lose(self, reason: str) -> None:

@@ -18,6 +18,7 @@ from rlinf_async.channels.errors import (
     ChannelError,
     ConnectionLost,
     LeaseLost,
+    MalformedFrame,
 )
 from rlinf_async.channels.itemtypes import check_key_and_weight
 from rlinf_async.channels.latest import LatestReceiver, LatestSender
@@ -30,6 +31,7 @@ from rlinf_async.channels.wire.connection import Connection
 from rlinf_async.channels.wire.promises import Promises, Purse
 from rlinf_async.channels.wire.protocol import EndRef
 from rlinf_async.channels.wire.remote import Wire
+from rlinf_async.channels.wire.window import TURN_ITEMS, Windows
 
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -234,11 +236,36 @@ class RemoteSender(_RemoteEnd, Sender[T_contra]):
 class RemoteReceiver(_RemoteEnd, Receiver[T_co]):
     """A receiver of a channel in another process."""
 
-    __slots__ = ()
+    __slots__ = ("_window", "_windows")
+
+    def __init__(self, wire: Wire, number: int) -> None:
+        super().__init__(wire, number)
+        self._windows = Windows.of(wire.connection)
+        self._window = self._windows.find(number, None)
 
     async def get(self, *, key: Key | None = None) -> T_co:
-        item: T_co = self._wire.decode_each(await self._ask(1, None, key))[0]
+        window = self._window
+        if self._closed:
+            self.open()
+        if key is not None:
+            check_key_and_weight(self.channel_name, key, 1)
+            window = self._windows.find(self._number, key)
+        if window.run >= TURN_ITEMS:
+            window.run = 0
+            await asyncio.sleep(0)  # what was taken is said, and what was asked for is heard
+        index, part = window.items.popleft() if window.items else await window.next()
+        try:
+            item: T_co = self._wire.decode(part)
+        except MalformedFrame as error:
+            window.refuse(index, error)
+            raise self._wire.unreadable(error) from error
+        window.took(index)
         return item
+
+    def close(self) -> None:
+        if not self._closed:
+            self._windows.close(self._number)
+            super().close()
 
     def get_nowait(self, *, key: Key | None = None) -> T_co:
         raise self._wire.elsewhere("get_nowait", "await get(), or a task that gets ahead")
@@ -254,6 +281,7 @@ class RemoteReceiver(_RemoteEnd, Receiver[T_co]):
         self.open()
         check_key_and_weight(self.channel_name, key, 1)
         self._check_batch(weight, at_least)
+        self._windows.give_back(self._number, key)
         get = protocol.Get(self._number, key, weight, at_least, current_party.get(), lease)
         return await self._wire.connection.ask(
             "channel.get", get, reply=protocol.Taken, on_channel=True

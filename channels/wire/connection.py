@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -187,6 +187,10 @@ class Connection(Streams):
         if not self.closed:
             self._asking.cancel(number)
 
+    def arrived(self, answers: Iterable[int]) -> None:
+        """The peer has got these answers, and says by itself what becomes of them."""
+        self._answering.arrived(answers)
+
     def notify(
         self, kind: str, meta: Any, body: Encoded | None = None, *, control: bool = False
     ) -> None:
@@ -294,7 +298,7 @@ class Connection(Streams):
         said = fit(reason).encode()[:1000]
         self._outbox.add_control(pack_small(FrameType.GOODBYE, 0, said))
         self._outbox.flush_all()
-        self._hang_up()
+        self._hang_up(first=True)
         self._lose(reason)
 
     def _lose(self, reason: str) -> None:

@@ -18,9 +18,16 @@ class HangUp:
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, transport: asyncio.WriteTransport, peer: str) -> None:
-        """Close it; what was written before is still sent."""
-        transport.close()
+    def start(self, transport: asyncio.WriteTransport, peer: str, *, first: bool = False) -> None:
+        """Close it; what was written before is still sent.
+
+        ``first``: the peer does not know yet. It may be writing, and would take an error there for
+        the end before it has read all; so it is left to close the socket.
+        """
+        if first and transport.can_write_eof():
+            transport.write_eof()
+        else:
+            transport.close()
         self._watch(transport, peer, transport.get_write_buffer_size())
 
     def stop(self) -> None:
@@ -37,5 +44,9 @@ class HangUp:
         if rest < unsent:
             self._watch(transport, peer, rest)
         else:
-            log.warning("%s took nothing for %g s: it is cut off", peer, GRACE_SECONDS)
+            if rest:
+                self._warn(peer)
             transport.abort()
+
+    def _warn(self, peer: str) -> None:
+        log.warning("%s took nothing for %g s: it is cut off", peer, GRACE_SECONDS)

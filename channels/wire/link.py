@@ -81,11 +81,14 @@ class Link(asyncio.Protocol):
         if not self.opened.done():
             self._fail(self.handshake.refuse(reason))
 
-    def hang_up(self) -> None:
-        """Close the socket once the peer took what was sent, or takes nothing any more."""
+    def hang_up(self, *, first: bool = False) -> None:
+        """Close the socket once the peer took what was sent, or takes nothing any more.
+
+        ``first``: the peer has not hung up, and is told by this.
+        """
         self._user = None
         if self._transport is not None:
-            self._hanging.start(self._transport, self.peer)
+            self._hanging.start(self._transport, self.peer, first=first)
 
     def drop(self) -> None:
         """Close the socket at once; what was sent may not arrive."""

@@ -99,6 +99,43 @@ class Get(msgspec.Struct, array_like=True, frozen=True):
     at_least: int | None
     party: str
     lease: bool = False
+    ahead: int | None = None
+    """how many more items may come ahead of the next gets; None for a batch or a lease"""
+
+
+class More(msgspec.Struct, array_like=True, frozen=True):
+    """client -> owner: so many items that are there now, ahead of the gets that will take them."""
+
+    end: int
+    key: Key | None
+    ahead: int
+    party: str
+
+
+class Took(msgspec.Struct, array_like=True, frozen=True):
+    """client -> owner: these items were taken; these answers have arrived."""
+
+    end: int
+    key: Key | None
+    ranges: list[tuple[int, int]]
+    """first number, how many"""
+    answers: list[int]
+
+
+class Back(msgspec.Struct, array_like=True, frozen=True):
+    """client -> owner: these items will not be taken, or because of ``error`` cannot be."""
+
+    end: int
+    key: Key | None
+    ranges: list[tuple[int, int]]
+    error: str | None
+
+
+class Wanted(msgspec.Struct, array_like=True, frozen=True):
+    """owner -> client: somebody waits for what was sent ahead here."""
+
+    end: int
+    key: Key | None
 
 
 class Taken(msgspec.Struct, array_like=True, frozen=True):
@@ -108,6 +145,8 @@ class Taken(msgspec.Struct, array_like=True, frozen=True):
     """of each item: bytes of MessagePack, number of buffers"""
     lease: int = 0
     deliveries: list[int] = []
+    first: int = 0
+    """number of the first item, for `Took` and `Back`"""
 
 
 class Settle(msgspec.Struct, array_like=True, frozen=True):

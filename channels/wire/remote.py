@@ -53,7 +53,7 @@ class Wire:
                 found.append(self.decode(part))
             except MalformedFrame as error:
                 answer.refuse(index, error)
-                raise self._unreadable(error) from error
+                raise self.unreadable(error) from error
         answer.take()
         return found
 
@@ -66,9 +66,10 @@ class Wire:
         try:
             return self.decode(body or Encoded(b""))
         except MalformedFrame as error:
-            raise self._unreadable(error) from error
+            raise self.unreadable(error) from error
 
-    def _unreadable(self, error: MalformedFrame) -> MalformedFrame:
+    def unreadable(self, error: MalformedFrame) -> MalformedFrame:
+        """An item is not of the channel's type."""
         return MalformedFrame(
             f"channel {self.channel_name!r} of {self.connection.peer}: {error}; whoever puts it "
             "must declare the same type for this channel"

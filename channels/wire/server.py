@@ -120,6 +120,7 @@ class ChannelServer:
         if peer is None:
             return
         peer.leases.put_back(f"{connection.peer} is gone: {reason}")
+        peer.aheads.close()
         peer.close_clones()
         peer.creditor.close()
 
@@ -190,6 +191,9 @@ class ChannelServer:
         router.add_sync("channel.flush", protocol.Flush, self._flush)
         router.add_sync("channel.confirm", protocol.Flush, self._confirm)
         router.add_sync("channel.get", protocol.Get, self._get)
+        router.add_sync("channel.more", protocol.More, self._more)
+        router.add_sync("channel.took", protocol.Took, self._took)
+        router.add_sync("channel.back", protocol.Back, self._back)
         router.add_sync("channel.settle", protocol.Settle, self._settle)
         router.add_sync("channel.clone", protocol.Clone, self._clone)
         router.add_sync("channel.close", protocol.End, self._close)
@@ -242,7 +246,21 @@ class ChannelServer:
 
     def _get(self, request: Request[protocol.Get]) -> None:
         end = self._queue_end(request, "receiver")
+        if request.meta.ahead is not None:
+            self._peer(request.connection).aheads.get(request, end.queue, end.number)
+            return
         answer_get(request, end.queue, self._peer(request.connection).leases, end.number)
+
+    def _more(self, request: Request[protocol.More]) -> None:
+        end = self._queue_end(request, "receiver")
+        self._peer(request.connection).aheads.more(request, end.queue, end.number)
+
+    def _took(self, request: Request[protocol.Took]) -> None:
+        request.connection.arrived(request.meta.answers)
+        self._peer(request.connection).aheads.took(request.meta)
+
+    def _back(self, request: Request[protocol.Back]) -> None:
+        self._peer(request.connection).aheads.back(request.meta)
 
     def _settle(self, request: Request[protocol.Settle]) -> None:
         settle = request.meta

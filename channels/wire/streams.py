@@ -177,9 +177,9 @@ class Streams(abc.ABC):
         self.abort(f"nothing was heard for {seconds:.1f} s: the process is stopped, or blocked")
         return False
 
-    def _hang_up(self) -> None:
+    def _hang_up(self, *, first: bool = False) -> None:
         if self._link is not None:
-            self._link.hang_up()
+            self._link.hang_up(first=first)
 
     def _stop(self) -> None:
         """It is lost: send and try nothing more."""

@@ -1,0 +1,336 @@
+"""Gets of a channel in another process: items come ahead of the gets that will take them.
+
+::
+
+    get --items here--> taken --next write--> TOOK: the owner forgets the item
+     \\--none-----------> GET --answer: the item, and some ahead of the next gets--> here
+    half of them taken --> MORE --answer: what is there now--> here
+
+What is kept:
+
+* what is here and was not taken belongs to the channel: it goes back, in order, when somebody else
+  wants it, when a batch or a lease is asked for, when this end closes, and when its process dies;
+* each get that waits has asked the owner by itself, so that it stands there in its turn; one that
+  is served by what another was sent gives its request up;
+* only who takes one after the other quickly is sent anything ahead: as much as it takes in a few
+  milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.ends import Key
+from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
+from rlinf_async.channels.saying import say
+from rlinf_async.channels.waitfor import WaitFuture, current_party
+from rlinf_async.channels.wire.codec import split
+from rlinf_async.channels.wire.protocol import Back, Get, More, Taken, Took, Wanted
+from rlinf_async.channels.wire.transfer import Message
+
+if TYPE_CHECKING:
+    from rlinf_async.channels.wire.connection import Connection
+    from rlinf_async.channels.wire.router import Request
+
+HORIZON: Final = 0.005
+"""Seconds: what comes ahead is what is taken in this time."""
+STREAK: Final = 4
+"""Gets in a row that must be so quick before anything comes ahead."""
+MAX_AHEAD: Final = 512
+TURN_ITEMS: Final = 128
+"""So many items are taken in a row, and then the loop has a turn."""
+MAX_KEYS: Final = 256
+_decode_taken = msgspec.msgpack.Decoder(Taken).decode
+
+Part = tuple[int, Encoded]
+"""An item, and the number by which it is taken or given back."""
+
+
+class _Get(WaitFuture):
+    """A get that waits, and has asked."""
+
+    def __init__(self, window: Window) -> None:
+        super().__init__(loop=asyncio.get_running_loop())
+        self.window = window
+        self.number = 0
+        """of its request; 0 when that was answered"""
+
+    def set_result(self, message: Message) -> None:
+        """Its request was answered: that serves those who wait, oldest first."""
+        self.number = 0
+        try:
+            self.window.arrived(message, self)
+        except MalformedFrame as error:  # the connection ends by it, and does not know this any more
+            self.set_exception(error)
+            raise
+
+    def serve(self, part: Part) -> None:
+        """It has its item."""
+        super().set_result(part)
+
+
+class _More:
+    """A request for more, whose answer nobody awaits."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, message: Message) -> None:
+        self._window.more_arrived(message)
+
+    def set_exception(self, error: BaseException) -> None:
+        """The end is closed, or the connection is lost: whoever gets will be told."""
+        self._window.asks_more = False
+
+
+class Window:
+    """What came ahead for one receiver and one key, and who waits for it."""
+
+    __slots__ = (
+        "_asked_at", "_low", "_size", "_streak", "_taken", "_windows",
+        "asks_more", "closed", "end", "items", "key", "run", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, windows: Windows, end: int, key: Key | None) -> None:
+        self._windows = windows
+        self.end = end
+        self.key = key
+        self.items: deque[Part] = deque()
+        self.waiting: deque[_Get] = deque()
+        self.asks_more = False
+        self.closed = False
+        self.run = 0
+        self._asked_at = 0.0
+        self._taken = 0
+        self._streak = 0
+        self._size = 0
+        self._low = -1
+
+    @property
+    def idle(self) -> bool:
+        return not (self.items or self.waiting or self.asks_more)
+
+    # ---- getting
+
+    async def next(self) -> Part:
+        """Wait for an item. Cancelled, it leaves the item in the channel."""
+        windows = self._windows
+        ahead = 0 if self.waiting or self.asks_more else self._ahead()
+        get = _Get(self)
+        question = Get(self.end, self.key, 1, None, current_party.get(), ahead=ahead)
+        get.number = windows.ask("channel.get", question, get)
+        self.waiting.append(get)
+        try:
+            part: Part = await get
+        except BaseException:
+            self._abandon(get)
+            raise
+        if windows.connection.closed:  # it has gone back, and others may have it
+            raise ConnectionLost(f"connection to {windows.connection.peer!r} was lost")
+        return part
+
+    def took(self, index: int) -> None:
+        """Somebody has this item."""
+        self.run += 1
+        self._taken += 1
+        self._windows.took(self, index)
+        if len(self.items) == self._low:
+            self._low = -1
+            self._ask_more()
+
+    def refuse(self, index: int, error: BaseException) -> None:
+        """This item cannot be read."""
+        self._windows.notify("channel.back", Back(self.end, self.key, [(index, 1)], say(error)))
+
+    def give_back(self) -> None:
+        """Nothing that is here will be taken."""
+        self._low, self._size, self._streak = -1, 0, 0
+        if self.items:
+            items, self.items = self.items, deque()
+            back = Back(self.end, self.key, [(index, 1) for index, _ in items], None)
+            self._windows.notify("channel.back", back)
+
+    # ---- what arrives
+
+    def arrived(self, message: Message, get: _Get) -> None:
+        """An answer to this get."""
+        self._windows.answered(self, message.number)
+        parts = self._parts(message)
+        if self.closed:  # what came ahead was taken back
+            del parts[1:]
+        self.items.extend(parts)
+        if get in self.waiting and get is not self.waiting[0]:
+            self.waiting.remove(get)  # nobody is left waiting without having asked
+            self.waiting.appendleft(get)
+        if len(parts) > 1:
+            self._low = len(parts) // 2
+        self._serve()
+
+    def more_arrived(self, message: Message) -> None:
+        """An answer to the request for more."""
+        self.asks_more = False
+        self._windows.answered(self, message.number)
+        parts = self._parts(message)
+        if self.closed:
+            return
+        self.items.extend(parts)
+        if 2 * len(parts) >= self._size:
+            self._low = len(self.items) // 2
+        self._serve()
+
+    # ---- inside
+
+    def _parts(self, message: Message) -> list[Part]:
+        try:
+            taken = _decode_taken(message.head)
+            return list(enumerate(split(taken.sizes, message.body), taken.first))
+        except msgspec.DecodeError as error:
+            raise MalformedFrame(f"the answer to a get: {error}") from error
+
+    def _serve(self) -> None:
+        while self.waiting and self.items:
+            get = self.waiting.popleft()
+            if get.number:
+                self._windows.give_up(get.number)
+                get.number = 0
+            if not get.done():
+                get.serve(self.items.popleft())
+
+    def _abandon(self, get: _Get) -> None:
+        if get in self.waiting:
+            self.waiting.remove(get)
+        if not get.done() or get.cancelled():
+            if get.number:
+                self._windows.give_up(get.number)
+        elif get.exception() is None and not self._windows.connection.closed:
+            self.items.appendleft(get.result())
+            self.give_back()
+
+    def _ahead(self) -> int:
+        """How many items may come ahead: as many as are taken soon."""
+        now = self._windows.now()
+        pace = max(now - self._asked_at, 1e-9) / max(1, self._taken)
+        self._asked_at, self._taken = now, 0
+        if pace > HORIZON:
+            self._streak = self._size = 0
+            return 0
+        self._streak += 1
+        if self._streak < STREAK:
+            return 0
+        self._size = min(MAX_AHEAD, 2 * self._size + 8, int(HORIZON / pace))
+        return self._size
+
+    def _ask_more(self) -> None:
+        if not (self.waiting or self.asks_more or self.closed) and (ahead := self._ahead()):
+            self.asks_more = True
+            more = More(self.end, self.key, ahead, current_party.get())
+            self._windows.ask("channel.more", more, _More(self))
+
+
+class Windows:
+    """All windows of one connection. See `of`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.now = asyncio.get_running_loop().time
+        self._all: dict[tuple[int, Key | None], Window] = {}
+        self._took: dict[Window, tuple[list[tuple[int, int]], list[int]]] = {}
+        connection.answers.add_sync("channel.wanted", Wanted, self._wanted)
+        connection.on_close(self._lost, first=True)
+
+    @classmethod
+    def of(cls, connection: Connection) -> Windows:
+        """Those of this connection."""
+        found: Windows | None = connection.parts.get(cls)
+        if found is None:
+            found = connection.parts[cls] = cls(connection)
+        return found
+
+    def find(self, end: int, key: Key | None) -> Window:
+        """That of this receiver and key; made if there is none."""
+        window = self._all.get((end, key))
+        if window is None:
+            if len(self._all) >= MAX_KEYS:
+                self._forget_idle()
+            window = self._all[end, key] = Window(self, end, key)
+        return window
+
+    def close(self, end: int) -> None:
+        """This receiver is closed."""
+        for at, window in list(self._all.items()):
+            if at[0] == end:
+                window.closed = True
+                window.give_back()
+                del self._all[at]
+
+    def give_back(self, end: int, key: Key | None) -> None:
+        """A batch or a lease is asked for: what came ahead must be in the channel."""
+        window = self._all.get((end, key))
+        if window is not None:
+            window.give_back()
+
+    # ---- for windows
+
+    def ask(self, kind: str, meta: Any, pending: Any) -> int:
+        """Ask the owner; the request's number."""
+        return self.connection.post(pending, kind, meta)
+
+    def give_up(self, number: int) -> None:
+        """Nobody wants this answer."""
+        if not self.connection.closed:
+            self.connection.give_up(number)
+
+    def notify(self, kind: str, meta: Any) -> None:
+        """Tell the owner, after all that was told before; to a lost one there is nothing to say."""
+        if not self.connection.closed:
+            self.connection.notify(kind, meta)
+
+    def took(self, window: Window, index: int) -> None:
+        """Say so with the next write."""
+        ranges, _ = self._said_of(window)
+        if ranges and sum(ranges[-1]) == index:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1] + 1)
+        else:
+            ranges.append((index, 1))
+
+    def answered(self, window: Window, number: int) -> None:
+        """This request's answer arrived: it cannot be undone as a whole any more."""
+        self._said_of(window)[1].append(number)
+
+    # ---- inside
+
+    def _said_of(self, window: Window) -> tuple[list[tuple[int, int]], list[int]]:
+        said = self._took.get(window)
+        if said is None:
+            if not self._took:
+                self.connection.outbox.collect(self._say)
+            said = self._took[window] = [], []
+        return said
+
+    def _say(self) -> None:
+        took, self._took = self._took, {}
+        for window, (ranges, numbers) in took.items():
+            self.notify("channel.took", Took(window.end, window.key, ranges, numbers))
+
+    def _wanted(self, request: Request[Wanted]) -> None:
+        window = self._all.get((request.meta.end, request.meta.key))
+        if window is not None:
+            window.give_back()
+
+    def _forget_idle(self) -> None:
+        for at, window in list(self._all.items()):
+            if window.idle and window not in self._took:
+                del self._all[at]
+
+    def _lost(self, connection: Connection, reason: str) -> None:
+        for window in self._all.values():
+            window.items.clear()
+        self._took.clear()
