@@ -65,7 +65,7 @@ class _Get(WaitFuture):
         self.number = 0
         try:
             self.window.arrived(message, self)
-        except MalformedFrame as error:  # the connection ends by it, and does not know this any more
+        except MalformedFrame as error:  # the connection ends by it, but forgot who waits
             self.set_exception(error)
             raise
 

@@ -390,3 +390,20 @@ async def test_every_item_is_taken_once_whatever_is_cancelled_leased_or_given_ba
             for producer in (0, 1):
                 mine = [number for number in taken if number // 1000 == producer]
                 assert mine == sorted(mine)
+
+
+async def test_a_get_whose_answer_cannot_be_read_is_told_and_does_not_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wrong(sizes: object, body: object) -> Any:
+        raise MalformedFrame("2 items of 9 bytes were announced")
+
+    channel = Channel(int, name="numbers")
+    async with wired() as owner:
+        connection = await owner.join()
+        receiver = owner.receiver(channel, connection)
+        monkeypatch.setattr(window, "split", wrong)
+        await channel.sender.put(1)
+        with pytest.raises(MalformedFrame, match="announced"):
+            await receiver.get()
+        assert connection.closed
