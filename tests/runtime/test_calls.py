@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -157,3 +159,16 @@ async def test_devices_reach_the_ranks(new_cluster: NewCluster) -> None:
     async with new_cluster() as cluster:
         tellers = await cluster.launch(Teller, count=2, placement=ra.Packed(devices=2))
         assert await tellers.call(Teller.where_it_runs) == [["cpu:0", "cpu:0"]] * 2
+
+
+async def test_a_call_makes_one_task_where_its_method_runs_and_none_elsewhere(
+    new_cluster: NewCluster,
+) -> None:
+    async with new_cluster() as cluster:
+        teller = (await cluster.launch(Teller))[0]
+        before = asyncio.all_tasks()
+        running = teller.call(Teller.greet, "you")
+        made = asyncio.all_tasks() - before
+        assert await running == "hello you!"
+        here = cluster.pid(teller.name) is None
+        assert [task.get_name() for task in made] == ["Teller[0].greet"] * here
