@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from types import UnionType
-from typing import Annotated, Any, Literal, NewType, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, NewType, Union, get_args, get_origin
 
 import msgspec
 
 from rlinf_async.channels.errors import WrongItemType
+
+MAX_WEIGHT: Final = 2**40
+"""Of one item: sums of weights must fit the 64 bits that they travel in."""
 
 
 def runtime_class(item_type: Any) -> type | tuple[type, ...]:
@@ -97,6 +100,10 @@ def check_key_and_weight(channel: str, key: object, weight: object) -> None:
         raise TypeError(f"channel {channel!r}: a weight is an int, got {weight!r}")
     if weight < 1:
         raise ValueError(f"channel {channel!r}: an item weighs at least 1, got weight={weight}")
+    if weight > MAX_WEIGHT:
+        raise ValueError(
+            f"channel {channel!r}: an item weighs at most {MAX_WEIGHT}, got weight={weight}"
+        )
 
 
 def _short(item: Any) -> str:

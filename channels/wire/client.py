@@ -7,6 +7,7 @@ the channel as it was; an end whose connection is lost raises `ConnectionLost`.
 from __future__ import annotations
 
 import asyncio
+import logging
 from itertools import count
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -36,6 +37,7 @@ from rlinf_async.channels.wire.window import TURN_ITEMS, Windows
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
 
+log = logging.getLogger(__name__)
 _clone_numbers = count(1)
 
 
@@ -138,7 +140,7 @@ class RemoteSender(_RemoteEnd, Sender[T_contra]):
     def __init__(self, wire: Wire, number: int) -> None:
         super().__init__(wire, number)
         self._error: Exception | None = None
-        self._told = False
+        self._told: type[Exception] | None = None
         self._promises = Promises.of(wire.connection)
         self._promises.join(number, self)
         self._purse = self._promises.purse(wire.queue, None)
@@ -159,22 +161,29 @@ class RemoteSender(_RemoteEnd, Sender[T_contra]):
                     await self._ask(purse, body, weight)
                     return
             promises.add(purse, self._number, weight, body.data)
+            if self._told is not None:  # room was lent since, so somebody takes it again
+                self._told = None
         else:
             await self._ask(purse, body, weight)
 
     async def _ask(self, purse: Purse, body: Encoded, weight: int) -> None:
         """Put, and wait until it is done."""
         self._check()
-        want = purse.puts > 0 and self._wire.queue > 0
-        put = protocol.Put(self._number, purse.key, weight, current_party.get(), want)
+        if not purse.kept:
+            purse = self._promises.purse(purse.queue, purse.key)
+            if purse.key is None:
+                self._purse = purse
+        put = protocol.Put(self._number, purse.key, weight, current_party.get(), purse.wants)
         purse.waiting += 1
         try:
             await self._wire.connection.request(
                 "channel.put", put, body, reply=protocol.Nothing, on_channel=True
             )
-            self._told = False
-        except ChannelError:
-            self._error, self._told = None, True
+            self._told = None
+        except ChannelError as error:
+            late, self._error, self._told = self._error, None, type(error)
+            if late is not None:
+                error.add_note(f"beside, of what was put before: {say(late)}")
             raise
         finally:
             purse.waiting -= 1
@@ -207,7 +216,7 @@ class RemoteSender(_RemoteEnd, Sender[T_contra]):
     def tell(self, error: Exception) -> bool:
         """Raise this at the next use; whether there will be one. It is told once why nothing is
         taken any more, not for each of the items that were under way then."""
-        if self._told:
+        if self._told is type(error):
             return True
         if self._error is None:
             self._error = error
@@ -221,8 +230,13 @@ class RemoteSender(_RemoteEnd, Sender[T_contra]):
         """What became of items that were put without asking, if that is an error."""
         error, self._error = self._error, None
         if error is not None:
-            self._told = True
+            self._told = type(error)
             raise error
+
+    def __del__(self) -> None:
+        error = getattr(self, "_error", None)
+        if error is not None:
+            log.error("a sender of channel %r was dropped: %s", self.channel_name, say(error))
 
     def put_nowait(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
         raise self._wire.elsewhere("put_nowait", "await put(...)")

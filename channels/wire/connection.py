@@ -222,9 +222,7 @@ class Connection(Streams):
         """
         if self.closed or (self.linger is not None and self.linger(partial(self.close, reason))):
             return
-        self._asking.flush_receipts()
-        self._outbox.flush_all()
-        self._say_goodbye(reason)
+        self._close(reason)
 
     def abort(self, reason: str) -> None:
         """Give the connection up at once: what waits to be sent is not. The peer is told why."""
@@ -258,7 +256,8 @@ class Connection(Streams):
 
     def _malformed(self, what: str) -> MalformedFrame:
         log.error("connection to %s is closed, it sent a malformed frame: %s", self.peer, what)
-        self.close(f"a malformed frame: {what}")
+        if not self.closed:
+            self._close(f"a malformed frame: {what}")  # nothing of what it says is waited for
         return MalformedFrame(f"{self.peer}: {what}")
 
     def _receive(self, message: Message) -> None:
@@ -293,6 +292,11 @@ class Connection(Streams):
     def _leave(self, reason: str) -> None:
         self._hang_up()
         self._lose(f"{self.peer} closed it: {reason}")
+
+    def _close(self, reason: str) -> None:
+        self._asking.flush_receipts()
+        self._outbox.flush_all()
+        self._say_goodbye(reason)
 
     def _say_goodbye(self, reason: str) -> None:
         said = fit(reason).encode()[:1000]

@@ -100,12 +100,17 @@ class Lent:
         self.items -= items
         self.weight -= weight
 
+    def take_back(self, items: int, weight: int) -> None:
+        """So much was not used. What was lent since that was said stays lent."""
+        self.items -= items
+        self.weight -= weight
+        self.queue.unreserve(self.lane, items, weight)
+
     def give_up(self) -> None:
-        """Nothing is lent any more."""
-        weight = None if self.queue.max_weight is None else self.weight
-        self.queue.unreserve(self.lane, self.items, weight)
-        self.items = self.weight = 0
-        self.queue.forget_borrower(self.lane, self)
+        """Nothing is lent any more, and nothing will be."""
+        self.recalled = True
+        self.queue.forget_borrower(self.lane, self)  # first: the room must not be lent to it again
+        self.take_back(self.items, self.weight)
 
 
 class Creditor:
@@ -147,22 +152,26 @@ class Creditor:
             self._connection.notify("channel.recall", asked, control=True)
 
     def returned(self, room: Room) -> None:
-        """This was not used, and will not be.
+        """This was not used, and will not be. More may be on its way to the process by now.
 
         Raises:
             MalformedFrame: it was not lent.
         """
         lent = self._lent.get((room.queue, room.key))
         if lent is None:
-            return  # its channel was withdrawn
-        if room.items > lent.items or (room.weight or 0) > lent.weight:
+            return  # its channel was withdrawn, or all of it came back already
+        items, weight = room.items, room.weight or 0
+        if not (0 <= items <= lent.items and 0 <= weight <= lent.weight):
             raise MalformedFrame(
-                f"room for {room.items} items of channel {lent.queue.name!r} came back, "
-                f"{lent.items} were lent"
+                f"room for {items} items of weight {weight} of channel {lent.queue.name!r} came "
+                f"back, which has lent room for {lent.items} of weight {lent.weight}"
             )
-        del self._lent[room.queue, room.key]
-        self._hungry.pop(lent, None)
-        lent.give_up()
+        if items == lent.items:
+            del self._lent[room.queue, room.key]
+            self._hungry.pop(lent, None)
+            lent.give_up()
+        else:
+            lent.take_back(items, weight)
 
     def withdraw(self, number: int) -> None:
         """This channel is not there any more."""

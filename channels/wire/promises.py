@@ -44,11 +44,18 @@ MAX_PROMISED: Final = 32 * 1024
 FRAME_BYTES: Final = CHUNK_BYTES // 4
 FRAME_ITEMS: Final = 128
 """So many items are sent together, and then the loop has a turn."""
+FRAME_MOST: Final = 4 * FRAME_ITEMS
+"""Many tasks that put in one turn may collect more; no message has more than these, or than so many
+changes of key, sender or weight as `FRAME_ITEMS`: its head is bounded."""
+MAX_KEY: Final = 128
+"""Characters of a key to which room is lent."""
 MAX_UNDER_WAY: Final = 1024**2
 """Bytes that may be unconfirmed; whoever would exceed it asks."""
 MAX_PURSES: Final = 256
 IDLE_SECONDS: Final = 1.0
 """Room that was not used for so long goes back."""
+SWEEP_SECONDS: Final = 0.05
+"""Where there are too many keys, it goes back after so long."""
 
 _unconfirmed: set[Promises] = set()
 
@@ -56,11 +63,14 @@ _unconfirmed: set[Promises] = set()
 class Purse:
     """What one key of a channel has lent to this process."""
 
-    __slots__ = ("items", "key", "puts", "queue", "used", "waiting", "weight")
+    __slots__ = ("items", "kept", "key", "lendable", "puts", "queue", "used", "waiting", "weight")
 
     def __init__(self, queue: int, key: Key | None) -> None:
         self.queue = queue
         self.key = key
+        self.kept = False
+        """whether it is this key's purse; one that is not never has anything"""
+        self.lendable = queue > 0 and (key is None or len(str(key)) <= MAX_KEY)
         self.items = 0
         self.weight: float = 0
         self.waiting = 0
@@ -68,6 +78,11 @@ class Purse:
         self.puts = 0
         """that asked"""
         self.used = True
+
+    @property
+    def wants(self) -> bool:
+        """Whether it is worth lending to."""
+        return self.kept and self.puts > 0 and self.lendable
 
     def empty(self) -> Room:
         """Take out what is left."""
@@ -101,6 +116,7 @@ class Promises:
         self._under_way: deque[_Frame] = deque()
         self._under_way_bytes = 0
         self._sweeper: asyncio.TimerHandle | None = None
+        self._swept_at = self._loop.time()
         self._then: Callable[[], None] | None = None
         self._grace: asyncio.TimerHandle | None = None
         connection.answers.add_sync("channel.credit", Credit, self._credited)
@@ -123,14 +139,17 @@ class Promises:
         self._senders[end] = sender
 
     def purse(self, queue: int, key: Key | None) -> Purse:
-        """What this key has lent."""
+        """What this key has lent. It may be forgotten when it has nothing; see `Purse.kept`."""
         purse = self._purses.get((queue, key))
         if purse is None:
             purse = Purse(queue, key)
-            if len(self._purses) >= MAX_PURSES:
+            full = len(self._purses) >= MAX_PURSES
+            if full and self._loop.time() - self._swept_at >= SWEEP_SECONDS:
                 self._sweep()
-            if len(self._purses) < MAX_PURSES:
+                full = len(self._purses) >= MAX_PURSES
+            if not full:
                 self._purses[queue, key] = purse
+                purse.kept = True
         return purse
 
     @property
@@ -162,11 +181,13 @@ class Promises:
                 self._outbox.collect(self._send)
             self._runs.append(run)
             self._counts.append(1)
-            if purse.key.__class__ is str:
-                self._size += len(str(purse.key))  # it travels, too
         self._data.append(data)
         self._size += len(data)
-        if self._size >= FRAME_BYTES:
+        if (
+            self._size >= FRAME_BYTES
+            or len(self._runs) >= FRAME_ITEMS
+            or len(self._data) >= FRAME_MOST
+        ):
             self._send()
 
     async def confirmed(self) -> None:
@@ -207,7 +228,7 @@ class Promises:
             purse.items += room.items
             purse.weight = float("inf") if room.weight is None else purse.weight + room.weight
             purse.used = True
-            if self._purses.get((room.queue, room.key)) is not purse:  # there are too many keys
+            if not purse.kept:  # there are too many keys
                 self._give_back(purse)
         if credit.rooms and self._sweeper is None:
             self._sweeper = self._loop.call_later(IDLE_SECONDS, self._swept)
@@ -239,10 +260,9 @@ class Promises:
         )  # fmt: skip
 
     def _recalled(self, request: Request[Room]) -> None:
-        purse = self._purses.get((request.meta.queue, request.meta.key))
-        if purse is None:
-            return
-        self._give_back(purse)
+        room = request.meta
+        purse = self._purses.get((room.queue, room.key)) or Purse(room.queue, room.key)
+        self._give_back(purse)  # the owner waits for it, be it nothing
         purse.puts = 0
 
     def _give_back(self, purse: Purse) -> None:
@@ -259,6 +279,7 @@ class Promises:
 
     def _sweep(self) -> None:
         """Give back what was not used since the last time, and forget its keys."""
+        self._swept_at = self._loop.time()
         for at, purse in list(self._purses.items()):
             if purse.used or purse.waiting:
                 purse.used = False
@@ -266,8 +287,8 @@ class Promises:
             if purse.items:
                 self._give_back(purse)
             purse.puts = 0
-            if purse.key is not None:
-                del self._purses[at]
+            purse.kept = False
+            del self._purses[at]
 
     # ---- the end
 
