@@ -95,7 +95,7 @@ class Window:
     """What came ahead for one receiver and one key, and who waits for it."""
 
     __slots__ = (
-        "_asked_at", "_low", "_size", "_streak", "_taken", "_windows",
+        "_low", "_since", "_size", "_streak", "_taken", "_windows",
         "asks_more", "closed", "end", "items", "key", "run", "waiting",
     )  # fmt: skip
 
@@ -108,7 +108,7 @@ class Window:
         self.asks_more = False
         self.closed = False
         self.run = 0
-        self._asked_at = 0.0
+        self._since = float("-inf")  # when it last had waited
         self._taken = 0
         self._streak = 0
         self._size = 0
@@ -133,6 +133,7 @@ class Window:
         except BaseException:
             self._abandon(get)
             raise
+        self._since, self._taken = windows.now(), 0
         if windows.connection.closed:  # it has gone back, and others may have it
             raise ConnectionLost(f"connection to {windows.connection.peer!r} was lost")
         return part
@@ -216,9 +217,8 @@ class Window:
 
     def _ahead(self) -> int:
         """How many items may come ahead: as many as are taken soon."""
-        now = self._windows.now()
-        pace = max(now - self._asked_at, 1e-9) / max(1, self._taken)
-        self._asked_at, self._taken = now, 0
+        used = self._windows.now() - self._since  # without what it waited: that says nothing of it
+        pace = max(used, 1e-9) / max(1, self._taken)
         if pace > HORIZON:
             self._streak = self._size = 0
             return 0

@@ -85,6 +85,26 @@ async def test_a_receiver_that_gets_once_in_a_while_is_sent_nothing_ahead(
             assert channel.statistics().ahead == 0
 
 
+async def test_a_quick_receiver_is_sent_items_ahead_however_long_it_waits_for_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    channel = Channel(int, name="numbers")
+    async with remote_pair(channel) as (_, receiver):
+        end: Any = receiver
+        monkeypatch.setattr(window, "HORIZON", 0.005)
+        monkeypatch.setattr(end._windows, "now", lambda: clock[0])
+        for number in range(3):
+            getting = asyncio.create_task(receiver.get())
+            await settled()
+            clock[0] += 10.0  # while it waits
+            channel.sender.put_nowait(2 * number)
+            if number == 2:
+                channel.sender.put_nowait(2 * number + 1)
+            await getting
+        assert channel.statistics().ahead == 1
+
+
 async def test_what_came_ahead_counts_to_depth_and_capacity() -> None:
     channel = Channel(int, name="numbers", capacity=40)
     async with ahead(channel) as (_, receiver):
