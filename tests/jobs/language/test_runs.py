@@ -38,6 +38,10 @@ def test_staleness_is_used_and_never_exceeded(job: Job, ahead: int) -> None:
     assert summary.samples == 64
 
 
+def test_a_long_run_takes_every_word_of_its_rollout_workers(job: Job) -> None:
+    assert job.succeed("--training.iterations", 40).iterations == 40
+
+
 @pytest.mark.parametrize("placement", ["disaggregated", "collocated"])
 @pytest.mark.parametrize("pipelined", ["true", "false"])
 def test_a_real_model_is_trained_on_policy_in_every_mode(

@@ -157,7 +157,6 @@ class LanguageRun:
             ends.enter_context(graph.scored.receiver)
             ends.enter_context(graph.groups.sender)
             ends.enter_context(graph.groups.receiver)
-            ends.enter_context(graph.taken.receiver)
             with graph.requests.sender:
                 yield
 

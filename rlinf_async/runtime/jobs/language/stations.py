@@ -52,6 +52,9 @@ class Stations:
         self._model = model
         self._shared = config.cluster.placement == "collocated"
         self._rollouts_gave_way = False
+        self._news = asyncio.Event()
+        self.load_seconds = 0.0
+        """that a rollout worker took last to serve new weights, once they had arrived"""
         self._inferring: GroupCall[list[InferenceReport]] | None = None
 
     async def launch(self, resume: str | None) -> None:
@@ -84,13 +87,21 @@ class Stations:
                 graph.looked_over.sender,
                 graph.weights.receiver,
             )
+        self._noting = asyncio.create_task(self._note_taken(), name="weights taken")
         self._scoring: GroupCall[list[RewardReport]] = self._rewards.call(
             RewardWorker.run, graph.looked_over.receiver, graph.scored.sender
         )
 
+    async def _note_taken(self) -> None:
+        """Take every word of a rollout worker that it serves new weights."""
+        async for taken in self._graph.taken.receiver:
+            self.load_seconds = taken.seconds
+            self._news.set()
+
     async def finish(self) -> None:
         """Wait for what streams, once the requests have ended."""
         await self._serving
+        await self._noting
         if self._inferring is not None:
             await self._inferring
         await self._scoring
@@ -149,7 +160,8 @@ class Stations:
     async def _taken(self, version: int) -> None:
         """Wait until every rollout worker serves this version."""
         while min(await self._rollouts.call(LanguageRolloutWorker.version)) < version:
-            await self._graph.taken.receiver.get()
+            self._news.clear()
+            await self._news.wait()
 
     async def save(self, path: Path) -> None:
         """Write the actors' checkpoint."""
