@@ -21,7 +21,8 @@ import numpy as np
 
 from rlinf_async.messages.language import LanguageTrainReport, Prompt, Tokens
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.group import GroupCall, WorkerGroup
+from rlinf_async.runtime.calls import GroupCall
+from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.language.backends import batches, engine_config, trainer_config
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.graph import Graph
