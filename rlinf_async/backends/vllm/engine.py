@@ -182,9 +182,14 @@ class VllmEngine:
             if handler is not None:  # or it would report the end as an error
                 handler.cancel()
                 await asyncio.gather(handler, return_exceptions=True)
+            if self._config.tensor_parallel == 1:
+                # It has nothing to save and no child, and vLLM would kill it after 5 seconds.
+                for process in llm.engine_core.resources.engine_manager.processes:
+                    process.kill()
             await asyncio.to_thread(llm.shutdown)
             # vLLM leaves it to the garbage collector, which complains of it.
             llm.engine_core.resources.ctx.destroy(linger=0)
+            llm.shutdown = _nothing  # its destructor calls it again, when modules may be gone
 
     async def _load_paused(self, sharing: Sharing) -> None:
         """Load while the engine stands still. A failure in between is the engine's end."""
@@ -259,6 +264,10 @@ class VllmEngine:
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineDied(self._failure)
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _share(update: WeightUpdate) -> Sharing:

@@ -15,6 +15,8 @@ from rlinf_async.backends.vllm.config import VllmEngineConfig
 
 EXTENSION: Final = "rlinf_async.backends.vllm.extension.WeightsExtension"
 CPU_CACHE_BYTES: Final = 256 * 1024 * 1024
+STEP_TOKENS: Final = 4096
+"""of prompts in one step of a CPU, unless the context is longer"""
 
 
 def start_llm(config: VllmEngineConfig, folder: ModelFolder, seed: int, device: str) -> Any:
@@ -79,6 +81,12 @@ def _arguments(
     config: VllmEngineConfig, folder: ModelFolder, seed: int, on_cpu: bool
 ) -> dict[str, Any]:
     single = config.tensor_parallel == 1
+    # On a CPU, cutting the prompt of a seeded request into pieces kills the engine: the library
+    # would wind the random numbers back, which a CPU's generator cannot.
+    whole: dict[str, Any] = {}
+    if on_cpu:
+        most = max(folder.context, STEP_TOKENS)
+        whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
     cache = config.kv_cache_bytes or (CPU_CACHE_BYTES if on_cpu else None)
     return {
         "model": config.model,
@@ -101,4 +109,5 @@ def _arguments(
         "generation_config": "vllm",  # no sampling settings but those that are asked for
         "disable_log_stats": True,
         "worker_extension_cls": EXTENSION,
+        **whole,
     } | config.extra

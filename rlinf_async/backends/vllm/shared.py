@@ -59,7 +59,7 @@ class Sharing:
         first = _aligned(8 + len(header))
         self._file = os.memfd_create("rlinf_async weights")
         os.ftruncate(self._file, first + end)
-        memory = mmap.mmap(self._file, first + end)
+        memory = mmap.mmap(self._file, first + end, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         memory[:8] = len(header).to_bytes(8, "little")
         memory[8 : 8 + len(header)] = header
         whole = np.frombuffer(memory, np.uint8)

@@ -191,6 +191,16 @@ def test_a_cancelled_request_leaves_the_engine(tied: Served) -> None:
     assert not tied.engine._running
 
 
+def test_seeded_prompts_that_do_not_fit_one_step_together_are_all_answered(tied: Served) -> None:
+    # vLLM would cut one into pieces, and that kills its engine on a CPU.
+    model = make_model(qwen3(), 35)
+    serve(tied, model, 17)
+    prompts = [[2 + (i + k) % 250 for k in range(300)] for i in range(30)]
+    asked = [request(i, prompts[i], max_tokens=3, group=i) for i in range(30)]
+    for one, got in zip(asked, generate(tied, *asked), strict=True):
+        close(got.log_prob, log_probs(model, one.prompt.token_ids, got.token_ids))
+
+
 def test_a_seed_draws_the_same_tokens_again(tied: Served) -> None:
     serve(tied, make_model(qwen3(), 30, sharpness=0.1), 13)
     first, again, other = (generate(tied, request(seed=seed))[0] for seed in (5, 5, 6))
