@@ -24,3 +24,10 @@ def hangs(answer: Answer) -> float:
     """Never says anything."""
     while True:
         pass
+
+
+def sometimes(answer: Answer) -> float:
+    """Breaks on the answers to every prompt that begins with an even number."""
+    if int(answer.prompt.removeprefix("<user>").partition("+")[0]) % 2 == 0:
+        raise RuntimeError("no server")
+    return 1.0

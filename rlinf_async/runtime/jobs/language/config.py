@@ -296,6 +296,12 @@ def check_sizes(config: LanguageConfig) -> None:
             "there is a target but no evaluation: set evaluation.samples",
             path=("evaluation", "target_accuracy"),
         )
+    if actor.advantage.name == "gae":
+        raise ConfigError(
+            "gae needs the values of a critic, which this job does not run: use grpo, rloo, "
+            "reinforce++ or reinforce++_baseline",
+            path=("actor", "advantage", "name"),
+        )
     if config.needs_reference and not cluster.inference_workers:
         raise ConfigError(
             "a KL to the reference needs reference log-probs: set cluster.inference_workers",

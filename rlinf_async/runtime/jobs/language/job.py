@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from rlinf_async.config import ConfigError, UsageError, to_toml
-from rlinf_async.data import DataError, Prompts, load_tokenizer
+from rlinf_async.data import DataError
 from rlinf_async.observe.errors import ObserveError
 from rlinf_async.observe.learning_curve import LANGUAGE, draw_learning_curve
 from rlinf_async.observe.perfetto import read_perfetto
@@ -21,6 +21,7 @@ from rlinf_async.observe.timeline import draw_timeline
 from rlinf_async.runtime.jobs.checks import check_device, check_sinks
 from rlinf_async.runtime.jobs.language.checks import check_backends
 from rlinf_async.runtime.jobs.language.config import LanguageConfig, check_sizes
+from rlinf_async.runtime.jobs.language.fits import open_prompts
 from rlinf_async.runtime.jobs.language.model_folder import checkpoint_folder, make_model_folder
 from rlinf_async.runtime.jobs.language.run import LanguageRun, failed_summary
 from rlinf_async.runtime.jobs.language.warm_start import has_weights, warm_start
@@ -67,7 +68,7 @@ class LanguageRL:
     def _training(self, config: LanguageConfig, folder: RunFolder) -> LanguageRun:
         model = make_model_folder(config.model, folder.path / "model")
         try:
-            prompts = Prompts(config.data, load_tokenizer(model))
+            prompts = open_prompts(config, model)
             if config.warm_start.steps and not has_weights(model):
                 _warm_start(config, model)
             return LanguageRun(config, prompts, folder, model)

@@ -7,6 +7,7 @@ generated.
 
 from __future__ import annotations
 
+import difflib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,7 @@ def _config_json(model: ModelConfig, folder: Path) -> bytes:
             "leave it out",
             path=("model", "config", "vocab_size"),
         )
+    _check_kind(kind)
     try:
         made = AutoConfig.for_model(kind, **(ids | given))
     except (ValueError, TypeError) as error:
@@ -129,13 +131,22 @@ def _config_json(model: ModelConfig, folder: Path) -> bytes:
     return text
 
 
+def _check_kind(kind: str) -> None:
+    """transformers itself would answer with all of its hundreds of names."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    if kind in KNOWN:
+        return
+    near = difflib.get_close_matches(kind, list(KNOWN), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(
+        f"transformers has no causal language model of model_type {kind!r}{hint}",
+        path=("model", "config", "model_type"),
+    )
+
+
 def _architecture(config: Any) -> str | None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name: str | None = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    if name is None:
-        raise ConfigError(
-            f"model_type {config.model_type!r} has no causal language model in transformers",
-            path=("model", "config", "model_type"),
-        )
     return name

@@ -41,6 +41,8 @@ from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.language.collector import Collector
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.evaluation import Evaluated, evaluate
+from rlinf_async.runtime.jobs.language.failures import beside, look_at_failures
+from rlinf_async.runtime.jobs.language.fits import check_unfinished
 from rlinf_async.runtime.jobs.language.graph import Graph
 from rlinf_async.runtime.jobs.language.ledger import Ledger
 from rlinf_async.runtime.jobs.language.reached import (
@@ -84,6 +86,7 @@ class LanguageRun:
         if self.reached.version:
             unfinished = load_unfinished(folder.checkpoints, self.reached)
             prompts.restore(msgspec.json.decode(unfinished.data, type=DataState))
+            check_unfinished(unfinished.ledger, config.training)
         training = config.training
         self._ledger = Ledger(
             prompts=training.prompts,
@@ -139,10 +142,10 @@ class LanguageRun:
             version=self.reached.version,
         )
         with self._held_open(graph), self._metrics() as metrics:
-            collecting = asyncio.create_task(collector.run(), name="collector")
+            collecting = beside(cluster, collector.run(), "collector")
             try:
                 found = await self._from_start_to_end(
-                    graph, stations, source, collector, live, metrics
+                    cluster, graph, stations, source, collector, live, metrics
                 )
             finally:
                 collecting.cancel()
@@ -162,6 +165,7 @@ class LanguageRun:
 
     async def _from_start_to_end(
         self,
+        cluster: Cluster,
         graph: Graph,
         stations: Stations,
         source: Source,
@@ -178,7 +182,7 @@ class LanguageRun:
             self.reached.eval_accuracy_before = before.accuracy if before else None
             self._write_evaluation(metrics, before, 0)
         live.note = ""
-        admitting = asyncio.create_task(source.run(), name="source")
+        admitting = beside(cluster, source.run(), "source")
         try:
             await self._train(stations, source, collector, live, metrics)
         finally:
@@ -206,6 +210,8 @@ class LanguageRun:
             source.trained(version)
             groups = collector.trained(iteration)
             seen = look(iteration, groups)
+            told = bool(self.reached.outcomes.get("failed"))
+            look_at_failures(self.config.name, iteration, groups, told=told)
             book(self.reached, seen, version, clock())
             self.reached.duplicates += self._ledger.take_duplicates()
             self._last = row(self.reached, iteration, seen, reports)

@@ -1,0 +1,108 @@
+"""What goes wrong while a run is under way: counted, or ended with its cause; nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.jobs.language.kit import Job
+
+VERIFIERS = "tests.jobs.language.verifiers"
+
+
+def test_samples_that_their_verifier_fails_on_are_counted_told_once_and_train_nothing(
+    job: Job,
+) -> None:
+    ended = job.train("--data.verifier", f"{VERIFIERS}:sometimes", "--data.shuffle", "false")
+    assert ended.code == 0, ended.err
+    outcomes = job.summary.outcomes
+    assert set(outcomes) == {"scored", "failed"}
+    assert sum(outcomes.values()) == job.summary.samples == 32
+    assert ended.err.count("RuntimeError: no server") == 1
+    assert "failed to be scored and train nothing" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("verifier", "cause"),
+    [
+        ("text", "returned 'good: "),
+        ("hangs", "time_limit"),
+    ],
+)
+def test_a_verifier_that_fails_on_everything_ends_the_run_with_its_error(
+    job: Job, verifier: str, cause: str
+) -> None:
+    ended = job.train(
+        *("--data.verifier", f"{VERIFIERS}:{verifier}", "--reward.time_limit", 0.2),
+        *("--training.prompts", 1, "--evaluation.samples", 0),
+    )
+    assert ended.code == 1
+    assert "all 2 samples of iteration 0 failed to be scored, the first with:" in ended.err
+    assert cause in ended.err
+    assert job.summary.outcome == "failed"
+    assert "go on with --resume" in str(job.summary.error)
+
+
+def test_a_run_whose_verifier_was_mended_goes_on_from_where_it_was(job: Job) -> None:
+    job.succeed("--training.iterations", 2)
+    more = ("--resume", "--training.iterations", 4, "--data.verifier")
+    broken = job.train(*more, f"{VERIFIERS}:text")
+    assert broken.code == 1
+    assert "iteration 2 failed to be scored" in broken.err
+    summary = job.succeed(*more, f"{VERIFIERS}:letters")
+    assert summary.samples == 32
+    assert [row["iteration"] for row in job.iterations] == ["0", "1", "2", "3"]
+
+
+def test_groups_without_signal_are_counted_and_change_no_weights(tiny: Job) -> None:
+    summary = tiny.succeed("--data.verifier", f"{VERIFIERS}:equal")
+    assert summary.outcomes == {"scored": 32}
+    assert [float(row["groups_without_signal"]) for row in tiny.iterations] == [1.0] * 4
+    assert [float(row["grad_norm"]) for row in tiny.iterations] == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("steps", "cause"),
+    [
+        (1, "ModelOutputError: "),  # the broken weights are published, and the engine sees it
+        (2, "TrainingDiverged: "),  # the second step sees it before
+    ],
+)
+def test_a_learning_rate_that_breaks_the_model_ends_the_run_and_says_so(
+    tiny: Job, steps: int, cause: str
+) -> None:
+    ended = tiny.train(
+        *("--actor.optimizer.lr", "1e30", "--actor.global_batches", steps),
+        *("--data.verifier", f"{VERIFIERS}:letters", "--training.group_size", 8),
+    )
+    assert ended.code == 1
+    assert cause in ended.err
+    assert "learning rate" in ended.err
+    assert tiny.summary.outcome == "failed"
+
+
+def test_data_that_end_too_early_end_the_run_instead_of_hanging(job: Job) -> None:
+    """With ``skip`` nobody can know before how many prompts there are."""
+    text = job.file.read_text()
+    data = job.file.parent / "sums.jsonl"
+    data.write_text(data.read_text().replace("2+3=", "2+3+0000000000000000="))
+    job.file.write_text(text.replace("[data]", '[data]\ntoo_long = "skip"\nmax_prompt_tokens = 8'))
+    ended = job.train("--data.epochs", 1, "--training.iterations", 5)
+    assert ended.code == 2, ended.err
+    assert "the data ended after" in ended.err
+    assert "Traceback" not in ended.err
+    assert job.summary.outcome == "failed"
+
+
+def test_a_resumed_run_refuses_other_data_and_loses_nothing(job: Job) -> None:
+    job.succeed()
+    other = job.train("--resume", "--training.iterations", 6, "--data.held_out", 3)
+    assert other.code == 2
+    assert "held_out was 4 when the position was saved, and is 3" in other.err
+    data = job.file.parent / "sums.jsonl"
+    kept = data.read_text()
+    data.write_text(kept.replace("2+3=", "3+2="))
+    changed = job.train("--resume", "--training.iterations", 6)
+    assert changed.code == 2
+    assert "go on with the same data and settings, or start anew" in changed.err
+    data.write_text(kept)
+    assert job.succeed("--resume", "--training.iterations", 6).samples == 48

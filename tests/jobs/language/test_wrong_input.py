@@ -1,0 +1,129 @@
+"""What a new user gets wrong: one clear message and exit code 2, before any worker starts."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+
+from rlinf_async.runtime.cluster import Cluster
+from tests.jobs.language.kit import TOY, Job
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here gets as far as a cluster."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("a cluster was made")
+
+    monkeypatch.setattr(Cluster, "__init__", refuse)
+
+
+def said(job: Job, *arguments: object) -> str:
+    """The one line that the user sees."""
+    ended = job.train(*arguments)
+    assert ended.code == 2, ended.err
+    assert ended.out == ""
+    [line] = ended.err.splitlines()
+    assert line.startswith("error: ")
+    assert len(line) < 600
+    return line
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("actor.loss.name", "pppo", "no loss of a language model is called 'pppo'; did you mean"),
+        ("actor.advantage.name", "grop", "no advantage of a language model is called 'grop'; did"),
+        ("actor.advantage.name", "gae", "gae needs the values of a critic"),
+        ("actor.global_batches", "3", "an actor gets 4 groups of 2 samples in an iteration (4 "),
+        ("actor.micro_batch_size", "3", "8 samples on each actor, which micro_batch_size = 3 does"),
+        ("actor.backend", "fsdp", "toys have no weights, so both are 'toy' or none is"),
+        ("training.group_size", "0", "group_size is 0; it must be at least 1"),
+        ("data.verifier", "numerc", "no verifier is called 'numerc'; did you mean 'numeric'?"),
+        ("data.verifier", "no_such_module:score", "no_such_module"),
+        ("data.verifier", "tests.jobs.language.verifiers:none", "has no function 'none'"),
+        ("data.held_out", "24", "held_out = 24 are kept back: none is left to train on"),
+        ("data.held_out", "0", "evaluation.samples is 4, but no record is held out"),
+        ("data.prompt_column", "question", "sums.jsonl:1: column 'question' is missing (columns"),
+        ("data.max_prompt_tokens", "5", "24 prompts are longer than max_prompt_tokens = 5"),
+        ("rollout.backend", "vlm", "rollout.backend"),
+        ("rollout.toy.context", "13", "24 prompts are longer than max_prompt_tokens = 5"),
+        ("rollout.toy.context", "13", "a context of 13 tokens less max_tokens = 8 leaves 5"),
+        ("rollout.toy.context", "8", "max_tokens is 8, but prompt and response have to fit the"),
+        ("cluster.inference_workers", "-1", "inference_workers is -1; it must be at least 0"),
+        ("actor.loss.kl_coefficient", "0.1", "needs reference log-probs: set cluster.inference_"),
+        ("evaluation.target_accuracy", "90", "it must lie between 0 and 1"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_what_to_do(
+    job: Job, setting: str, value: str, message: str
+) -> None:
+    assert message in said(job, f"--{setting}", value)
+
+
+def test_prompts_that_cannot_be_divided_among_actors_are_refused_with_what_would_do(
+    job: Job,
+) -> None:
+    two = ("--cluster.actors", 2, "--cluster.backend", "process")
+    line = said(job, *two, "--training.prompts", 5)
+    assert "5 prompts cannot be divided among 2 actors: use 4 or 6" in line
+
+
+def test_fewer_prompts_than_the_run_needs_are_found_before_it(job: Job) -> None:
+    line = said(job, "--data.epochs", 1, "--training.iterations", 6)
+    assert "20 records x 1 epochs are 20 prompts, but 6 iterations of 4 need 24" in line
+
+
+def test_a_prompt_longer_than_the_models_context_is_refused_with_both_numbers(tiny: Job) -> None:
+    text = tiny.file.read_text()
+    tiny.file.write_text(text.replace("head_dim = 16", "head_dim = 16\nmax_position_embeddings=12"))
+    line = said(tiny)
+    assert "24 prompts are longer than max_prompt_tokens = 4" in line
+    assert "a context of 12 tokens less max_tokens = 8 leaves 4" in line
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [("qwen33", "did you mean 'qwen3'?"), ("t5", "no causal language model of model_type 't5'")],
+)
+def test_an_unknown_architecture_is_named_with_the_nearest(
+    job: Job, model_type: str, message: str
+) -> None:
+    job.file.write_text(job.file.read_text().replace("qwen3", model_type))
+    assert message in said(job)
+
+
+CHECKPOINT = TOY.partition("[model]")[0] + "[model]\npath = '{model}'\n\n[data]"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (None, "is not there: give a Hugging Face checkpoint on this disk"),
+        ([], "has no config.json: it is not a Hugging Face checkpoint"),
+        (["config.json"], "has no weights (*.safetensors)"),
+        (["config.json", "model.safetensors"], "holds no tokenizer (none of tokenizer.json"),
+        (["config.json", "model.safetensors", "tokenizer.json"], "cannot be loaded"),
+    ],
+)
+def test_a_checkpoint_folder_that_lacks_something_is_named_with_what_to_do(
+    job: Job, tmp_path: pathlib.Path, files: list[str] | None, message: str
+) -> None:
+    folder = tmp_path / "checkpoint"
+    if files is not None:
+        folder.mkdir()
+        for name in files:
+            (folder / name).write_text(json.dumps({"model_type": "qwen3"}))
+    rest = job.file.read_text().partition("[data]")[2]
+    job.file.write_text(CHECKPOINT.format(model=folder) + rest)
+    line = said(job)
+    assert message in line
+    assert str(folder) in line
+
+
+def test_a_checkpoint_and_a_config_together_are_refused(job: Job) -> None:
+    job.file.write_text(job.file.read_text().replace("[model]", "[model]\npath = 'somewhere'"))
+    assert "give either path (a Hugging Face folder) or config" in said(job)
