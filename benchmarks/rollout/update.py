@@ -58,7 +58,7 @@ async def measure(folder: str) -> dict[str, float]:
             long = Sampling(max_tokens=400)
             asked = [replace(one, sampling=long) for one in requests(RUNNING, 100 * version)]
             running = [asyncio.create_task(engine.generate(one)) for one in asked]
-            await asyncio.sleep(0.2)  # they are in the middle of their responses
+            await asyncio.sleep(3.0)  # the prompts are computed, the responses are on their way
             start = time.perf_counter()
             await engine.load(update)
             updates.append(time.perf_counter() - start)
