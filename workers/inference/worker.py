@@ -28,6 +28,7 @@ from rlinf_async.messages.language import Sample
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.inference.answers import with_log_probs
+from rlinf_async.workers.inference.newest import Newest
 from rlinf_async.workers.rollout.errors import WeightsEnded
 
 if TYPE_CHECKING:
@@ -104,34 +105,29 @@ class InferenceWorker(Worker):
             WeightsEnded: a sample has tokens of newer weights than will ever come.
         """
         report = InferenceReport()
-        async for held in samples.leases(weight=self.config.max_samples, at_least=1):
-            async with held as batch:
-                await self._follow(weights, _newest(batch), report)
-                for sample in await self._answer(list(batch)):
-                    await done.put(sample)
-            report.samples += len(batch)
-            report.tokens += sum(_tokens(sample) for sample in batch)
-            report.batches += 1
+        with Newest(weights) as newest:
+            async for held in samples.leases(weight=self.config.max_samples, at_least=1):
+                async with held as batch:
+                    await self._follow(newest, _newest(batch), report)
+                    for sample in await self._answer(list(batch)):
+                        await done.put(sample)
+                report.samples += len(batch)
+                report.tokens += sum(_tokens(sample) for sample in batch)
+                report.batches += 1
         report.version = self._version
         return report
 
-    async def _follow(
-        self, weights: LatestReceiver[WeightUpdate], needed: int, report: InferenceReport
-    ) -> None:
+    async def _follow(self, newest: Newest, needed: int, report: InferenceReport) -> None:
         """Load the newest weights, once they are as new as needed."""
-        while (update := await self._next(weights, needed)) is not None:
+        while (update := await self._next(newest, needed)) is not None:
             with self.span("load weights", version=update.version):
                 await self.compute(self._trainer.load, update)
             self._version = update.version
             report.weight_updates += 1
 
-    async def _next(
-        self, weights: LatestReceiver[WeightUpdate], needed: int
-    ) -> WeightUpdate | None:
-        if self._version >= needed:
-            return weights.get_nowait()
+    async def _next(self, newest: Newest, needed: int) -> WeightUpdate | None:
         try:
-            return await weights.get()
+            return await newest.newer(wait=self._version < needed)
         except EndOfChannel:
             raise WeightsEnded(
                 f"a sample has tokens of weights version {needed}, the newest here are "

@@ -1,0 +1,88 @@
+"""Workers of a language run that are killed in the middle of it."""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+from tests.jobs.language.killing import Killer
+from tests.jobs.language.kit import Job
+from tests.jobs.processes import children
+
+PROCESS = ("--cluster.backend", "process")
+
+
+@pytest.fixture
+def killer(monkeypatch: pytest.MonkeyPatch) -> Killer:
+    return Killer(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(job: Job, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = children()  # after `job`: its folder must not be made in the one below
+    with tempfile.TemporaryDirectory(prefix="ra-", dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
+        assert list(pathlib.Path(folder).glob("rlinf-async-*")) == []
+    assert children() == before
+
+
+def check_books(job: Job, iterations: int) -> None:
+    """Every sample was trained once, whatever died."""
+    assert job.summary.outcome == "finished"
+    assert job.summary.iterations == iterations
+    assert job.summary.samples == sum(job.summary.outcomes.values()) == 8 * iterations
+    assert [row["iteration"] for row in job.iterations] == [str(n) for n in range(iterations)]
+    assert [int(float(row["samples"])) for row in job.iterations] == [
+        8 * count for count in range(1, iterations + 1)
+    ]
+
+
+def test_killed_rollout_reward_and_inference_workers_are_replaced_and_nothing_is_doubled(
+    job: Job, killer: Killer
+) -> None:
+    killer.victims = {1: "Rollout[0]", 3: "Reward[0]", 5: "Inference[0]"}
+    summary = job.succeed(
+        *PROCESS,
+        *("--cluster.inference_workers", 1, "--training.iterations", 8),
+        *("--training.max_staleness", 1),  # so that there is something under way to lose
+    )
+    assert summary.restarts == {"Rollout[0]": 1, "Reward[0]": 1, "Inference[0]": 1}
+    check_books(job, 8)
+    assert killer.dead_letters == []
+
+
+def test_a_killed_rollout_worker_of_a_real_model_comes_back_with_the_newest_weights(
+    tiny: Job, killer: Killer
+) -> None:
+    killer.victims = {1: "Rollout[0]"}
+    summary = tiny.succeed(
+        *PROCESS,
+        "--data.verifier",
+        "tests.jobs.language.verifiers:letters",
+        "--evaluation.samples",
+        0,
+    )
+    assert summary.restarts == {"Rollout[0]": 1}
+    assert summary.staleness is not None
+    assert summary.staleness.max == 0
+    check_books(tiny, 4)
+
+
+def test_a_killed_actor_ends_the_run_with_its_name_and_the_run_can_be_resumed(
+    job: Job, killer: Killer
+) -> None:
+    killer.victims = {2: "Actor[0]"}
+    ended = job.train(*PROCESS)
+    assert ended.code == 1
+    assert ended.err.count("error:") == 1
+    assert "Actor[0] failed in its process" in ended.err
+    assert "killed by SIGKILL" in ended.err
+    assert "Traceback" not in ended.err
+    assert job.summary.outcome == "failed"
+    assert "Actor[0]" in str(job.summary.error)
+    job.succeed("--resume", "--cluster.backend", "local")
+    check_books(job, 4)
