@@ -87,6 +87,7 @@ async def bare(config: VllmEngineConfig, concurrent: int) -> dict[str, float]:
             seed=asked.seed if config.seeded else None,
         )
         prompt = {"prompt_token_ids": asked.prompt.token_ids.tolist()}
+        count = 0
         async with room:
             async for output in llm.generate(prompt, params, f"{asked.name}/{time.time_ns()}"):
                 count = len(output.outputs[0].token_ids)

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 import rlinf_async as ra
 from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.backends.vllm.engine import VllmEngine
-from rlinf_async.messages.language import Sampling
+from rlinf_async.messages.language import Generated, Request, Sampling
 from rlinf_async.weights import pack
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -48,6 +48,8 @@ async def measure(folder: str) -> dict[str, float]:
     llm: Any = engine._llm
     try:
         own, updates = [], []
+        asked: list[Request] = []
+        kept: list[Generated] = []
         for version in range(TIMES):
             start = time.perf_counter()
             await llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})

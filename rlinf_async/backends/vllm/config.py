@@ -10,7 +10,7 @@ import msgspec
 class VllmEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model folder, and how vLLM serves it."""
 
-    model: str
+    model: str = ""
     """folder with a Hugging Face config and tokenizer, and weights where they are asked for"""
     weights: Literal["update", "folder"] = "update"
     """``update``: the first `WeightUpdate` brings them; ``folder``: those there are version 0"""

@@ -22,6 +22,8 @@ def engine_config(config: LanguageConfig, model: Path) -> Any:
     rollout = config.rollout
     if rollout.backend == "toy":
         return rollout.toy
+    if rollout.backend == "vllm":
+        return msgspec.structs.replace(rollout.vllm, model=str(model))
     return msgspec.structs.replace(rollout.transformers, model=str(model))
 
 

@@ -10,6 +10,7 @@ from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, Lang
 from rlinf_async.backends.fsdp.config import OptimizerConfig, SchedulerConfig
 from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
+from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.config import ConfigError
 from rlinf_async.data import DataConfig
 from rlinf_async.messages.language import Sampling
@@ -46,10 +47,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What generates, and how samples are drawn."""
 
-    backend: Literal["transformers", "toy"] = "transformers"
+    backend: Literal["transformers", "vllm", "toy"] = "transformers"
     sampling: Sampling = Sampling()
     serving: LanguageRolloutConfig = LanguageRolloutConfig()
     transformers: TransformersEngineConfig = TransformersEngineConfig()
+    vllm: VllmEngineConfig = VllmEngineConfig()
     toy: ToyEngineConfig = ToyEngineConfig()
 
 
