@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from rlinf_async.messages.language import LanguageTrainReport, Prompt, Tokens
-from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.calls import GroupCall
+from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.language.backends import batches, engine_config, trainer_config
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
