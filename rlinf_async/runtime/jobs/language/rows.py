@@ -84,6 +84,9 @@ def row(
 ) -> dict[str, float]:
     """One row of the metrics. What a trainer reports is of the whole batch, equal on all ranks."""
     groups = sum(report.groups for report in reports)
+    trained = dict(reports[0].metrics)
+    if "tokens" in trained:  # of this iteration; the column of that name counts all, over the run
+        trained["trained_tokens"] = trained.pop("tokens")
     return {
         "iteration": float(iteration),
         "version": float(reached.version),
@@ -97,7 +100,7 @@ def row(
         "wait_seconds": max(report.wait_seconds for report in reports),
         "step_seconds": max(report.train_seconds for report in reports),
         **seen.metrics,
-        **reports[0].metrics,
+        **trained,
     }
 
 
