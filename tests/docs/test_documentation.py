@@ -13,17 +13,14 @@ import click
 import msgspec
 import pytest
 
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
 from rlinf_async.cli import commands
 from rlinf_async.config import Document
-from rlinf_async.data import DataConfig
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
-from rlinf_async.workers.reward import RewardConfig
+from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from tests.docs.pages import PAGES, ROOT, Block, Script, anchors, blocks, links, scripts, settings
 
 EVERY_BLOCK = [block for page in PAGES for block in blocks(page)]
 REQUIRED = "required"
-DATA_PARTS = ("data", "reward")
 README_WORKER = next(one.block for one in scripts() if one.block.page == ROOT / "README.md")
 
 
@@ -100,7 +97,8 @@ def test_every_python_block_is_python(block: Block) -> None:
     "block", [one for one in EVERY_BLOCK if one.language == "toml"], ids=lambda one: one.where
 )
 def test_every_configuration_shown_can_be_read(block: Block) -> None:
-    Document(block.where, block.text).to(EmbodiedConfig)
+    job: Any = LanguageConfig if 'job = "language_rl"' in block.text else EmbodiedConfig
+    Document(block.where, block.text).to(job)
 
 
 def test_the_table_of_settings_has_every_setting_and_its_default() -> None:
@@ -108,23 +106,9 @@ def test_the_table_of_settings_has_every_setting_and_its_default() -> None:
     assert {name: written(cell) for name, cell in page.items()} == defaults(EmbodiedConfig)
 
 
-@pytest.mark.parametrize(
-    ("section", "struct"),
-    [("actor.advantage", LanguageAdvantageConfig), ("actor.loss", LanguageLossConfig)],
-)
-def test_the_tables_of_advantages_and_losses_have_every_setting_and_its_default(
-    section: str, struct: Any
-) -> None:
+def test_the_tables_of_the_language_job_have_every_setting_and_its_default() -> None:
     page = settings(ROOT / "docs" / "language.md")
-    shown = {name: written(cell) for name, cell in page.items() if name.startswith(f"{section}.")}
-    assert shown == defaults(struct, f"{section}.")
-
-
-def test_the_tables_of_data_and_rewards_have_every_setting_and_its_default() -> None:
-    page = settings(ROOT / "docs" / "language.md")
-    known = defaults(DataConfig, "data.") | defaults(RewardConfig, "reward.")
-    parts = {name: cell for name, cell in page.items() if name.partition(".")[0] in DATA_PARTS}
-    assert {name: written(cell) for name, cell in parts.items()} == known
+    assert {name: written(cell) for name, cell in page.items()} == defaults(LanguageConfig)
 
 
 @pytest.mark.parametrize("name", sorted(commands.commands))

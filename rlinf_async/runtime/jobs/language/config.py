@@ -55,11 +55,21 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     toy: ToyEngineConfig = ToyEngineConfig()
 
 
+class LanguageOptimizerConfig(
+    OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """AdamW with what language models start from, whether the section is given or left out."""
+
+    lr: float = 1e-6
+    eps: float = 1e-8
+    max_grad_norm: float | None = 1.0
+
+
 class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What trains."""
 
     backend: Literal["fsdp", "toy"] = "fsdp"
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6, eps=1e-8, max_grad_norm=1.0)
+    optimizer: LanguageOptimizerConfig = LanguageOptimizerConfig()
     advantage: LanguageAdvantageConfig = LanguageAdvantageConfig()
     loss: LanguageLossConfig = LanguageLossConfig()
     pipelined: bool = True

@@ -73,9 +73,8 @@ def _context(config: LanguageConfig, model: Path) -> int | None:
         return rollout.toy.context
     described: dict[str, Any] = msgspec.json.decode((model / "config.json").read_bytes())
     text = described.get("text_config") or described
-    limits = [text.get("max_position_embeddings")]
-    if rollout.backend == "transformers":
-        limits.append(rollout.transformers.context)
+    engine = rollout.vllm if rollout.backend == "vllm" else rollout.transformers
+    limits = (text.get("max_position_embeddings"), engine.context)
     return min((one for one in limits if one), default=None)
 
 
