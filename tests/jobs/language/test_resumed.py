@@ -113,3 +113,22 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(job: Job, damage: str
     assert ended.code == 2
     assert "run.msgpack" in ended.err
     assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [("group_size", "group_size was 2"), ("prompts", "prompts was 4")],
+)
+def test_samples_under_way_are_not_mixed_with_groups_or_iterations_of_another_size(
+    job: Job, setting: str, message: str
+) -> None:
+    ahead = ("--training.max_staleness", 2, "--training.iterations", 8)
+    with pytest.MonkeyPatch.context() as patch:
+        die_after(patch, 5)
+        with pytest.raises(Killed):
+            job.train(*ahead)
+    ended = job.train(*ahead, "--resume", f"--training.{setting}", 8)
+    assert ended.code == 2
+    assert f"training.{message} when the checkpoint was written, and is 8" in ended.err
+    assert "Traceback" not in ended.err
+    assert job.succeed(*ahead, "--resume").samples == 64
