@@ -188,7 +188,9 @@ class Server:
         link = Link(handshake, self._handshake_timeout, lambda _: made[0])
         if len(self._strangers) >= MAX_STRANGERS:
             oldest = next(iter(self._strangers))
-            oldest.refuse(f"{MAX_STRANGERS} others came, and it has not proved anything yet")
+            oldest.turn_out(
+                f"{MAX_STRANGERS} others came, and it has not proved anything: turned out"
+            )
             self._strangers.pop(oldest, None)
         self._strangers[link] = None
         link.opened.add_done_callback(partial(self._known, link, made))

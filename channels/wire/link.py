@@ -81,6 +81,14 @@ class Link(asyncio.Protocol):
         if not self.opened.done():
             self._fail(self.handshake.refuse(reason))
 
+    def turn_out(self, reason: str) -> None:
+        """Close on who has not proved anything yet, without a refusal: an honest peer tries again.
+
+        A refusal is final, and a crowd of strangers must not end who comes back after a cut.
+        """
+        if not self.opened.done():
+            self._fail(ConnectionLost(reason))
+
     def hang_up(self, *, first: bool = False) -> None:
         """Close the socket once the peer took what was sent, or takes nothing any more.
 

@@ -163,8 +163,9 @@ async def test_strangers_who_prove_nothing_are_bounded_and_keep_nobody_out(
         mute = [await asyncio.open_unix_connection(owner.path) for _ in range(20)]
         friend = await owner.join("friend")
         assert len(owner.server._strangers) <= 5
-        assert b"5 others came, and it has not proved anything yet" in await mute[0][0].read()
+        assert b"others came" not in await mute[0][0].read()  # a refusal would be final
         assert len(rejected) >= 15
+        assert all("5 others came" in str(error) for error in rejected)
         friend.close()
         await friend.wait_closed()
         for _, writer in mute:
