@@ -8,7 +8,7 @@ import pathlib
 import subprocess
 import sys
 
-from rlinf_async.observe.summary import EmbodiedSummary, read_summary
+from rlinf_async.observe.summary import EmbodiedSummary, LanguageSummary, read_summary
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -71,3 +71,16 @@ def test_the_robot_arm_trains_and_is_filmed(tmp_path: pathlib.Path) -> None:
     assert (summary.outcome, summary.iterations, summary.env_steps) == ("fell short", 2, 1600)
     assert summary.extra == {}
     assert (tmp_path / "run" / "video.mp4").stat().st_size > 1000
+
+
+def test_the_language_model_is_warmed_up_and_trained(tmp_path: pathlib.Path) -> None:
+    done = run(
+        *("-m", "rlinf_async.cli", "train", EXAMPLES / "grpo_arithmetic.toml"),
+        *("--out", tmp_path / "run", "--warm_start.steps", 20, "--training.iterations", 2),
+    )
+    assert (done.returncode, done.stderr) == (1, "")  # two iterations do not reach the target
+    assert "warm start of 20 steps" in done.stdout
+    summary = read_summary(tmp_path / "run" / "summary.json", LanguageSummary)
+    assert (summary.outcome, summary.iterations, summary.samples) == ("fell short", 2, 512)
+    assert summary.eval_accuracy is not None
+    assert summary.outcomes == {"scored": 512}

@@ -287,10 +287,11 @@ def _micro_batches(batches: Batches, view: BlockingBatches[SampleGroup]) -> Iter
 
 
 def _means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the steps; of the gradient norm only over those that have one."""
+    """Means over the steps that measured it: one in which no sample had a gradient has less to
+    tell. Of the gradient norm only over those where it is finite, if there are any."""
     means = {}
-    for name in steps[0]:
-        numbers = [step[name] for step in steps]
+    for name in dict.fromkeys(name for step in steps for name in step):
+        numbers = [step[name] for step in steps if name in step]
         if name == "grad_norm":
             numbers = [number for number in numbers if math.isfinite(number)] or numbers
         means[name] = sum(numbers) / len(numbers)

@@ -317,3 +317,17 @@ async def test_a_log_prob_that_is_nan_never_passes_the_comparison(loop_kind: str
                 [(one.prompt_ids, one.response_ids)],
                 [broken],
             )
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+async def test_a_step_without_any_signal_is_reported_with_those_that_have_one(
+    silent: int, loop_kind: str
+) -> None:
+    work = groups(0)
+    for group in work[2 * silent : 2 * silent + 2]:  # the groups of one of the two steps
+        for one in group.samples:
+            one.reward = 0.0
+    [report], _ = await trained(LanguageTrainingPlan(iterations=1), [work])
+    assert report.steps == 2
+    assert report.groups_without_signal == 2
+    assert report.metrics["entropy"] > 0.0  # of the step that had a forward pass
