@@ -18,7 +18,7 @@ from rlinf_async.backends.vllm.config import VllmEngineConfig
 from tests.backends.vllm.kit import SMALL, Served
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Tied embeddings; weights come with updates."""
     folder = save_folder(tmp_path_factory.mktemp("tied"), qwen3())
@@ -26,13 +26,13 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def untied_model() -> nn.Module:
     """What `untied` serves."""
     return make_model(qwen3(tied=False), 11)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def untied(untied_model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Weights from a folder. A test kills it: that one comes last."""
     folder = tmp_path_factory.mktemp("untied")
