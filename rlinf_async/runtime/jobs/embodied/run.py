@@ -20,7 +20,6 @@ no step can be more than ``max_staleness`` versions old when it is trained.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping
 from typing import Literal
 
@@ -33,6 +32,7 @@ from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary, Staleness
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
+from rlinf_async.runtime.jobs.books import TrainingClock, how_it_ended, restarts_of
 from rlinf_async.runtime.jobs.embodied.collecting import Apart, Collectors, Together
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig, reseeded
 from rlinf_async.runtime.jobs.embodied.reached import Parts, Reached, keep, load_reached
@@ -158,7 +158,7 @@ class EmbodiedRun:
         )
         collecting = collectors.collect()
         parts = Parts(self.config.cluster.actors)
-        clock = _Clock(self.reached.train_seconds)
+        clock = TrainingClock(self.reached.train_seconds)
         # A restarted env worker may send a trajectory again when the actors are done already.
         with graph.trajectories.receiver:
             with graph.tickets.sender:
@@ -248,12 +248,7 @@ class EmbodiedRun:
                 max=reached.lag_max,
                 allowed=self.config.training.max_staleness,
             ),
-            restarts={
-                supervisor.name: supervisor.restarts
-                for group in cluster.groups.values()
-                for supervisor in group.supervisors
-                if supervisor.restarts
-            },
+            restarts=restarts_of(cluster),
             dropped={
                 "stale answers": sum(report.dropped_answers for report in self._env_reports),
                 "second trajectories": reached.duplicates,
@@ -281,27 +276,17 @@ def _mean_return(episodes: list[EvaluatedEpisode]) -> float:
     return sum(episode.episode_return for episode in episodes) / len(episodes)
 
 
-class _Clock:
-    """Seconds of training, those before a resume included."""
-
-    def __init__(self, before: float) -> None:
-        self._start = time.monotonic() - before
-
-    def __call__(self) -> float:
-        return time.monotonic() - self._start
-
-
 def failed_summary(
     config: EmbodiedConfig, reached: Reached, error: BaseException
 ) -> EmbodiedSummary:
     """What is left of a run that did not end by itself."""
-    stopped = isinstance(error, (KeyboardInterrupt, asyncio.CancelledError))
+    outcome, cause = how_it_ended(error)
     return EmbodiedSummary(
         run=config.name,
-        outcome="stopped" if stopped else "failed",
+        outcome=outcome,
         seed=config.seed,
         iterations=reached.version,
         env_steps=reached.env_steps,
         train_seconds=reached.train_seconds,
-        error=None if stopped else f"{type(error).__name__}: {error}",
+        error=cause,
     )

@@ -20,8 +20,6 @@ devices take turns (`turns.py`), others overlap.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -38,6 +36,7 @@ from rlinf_async.observe.progress import ProgressView
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import LanguageSummary, Staleness
 from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.jobs.books import TrainingClock, how_it_ended, restarts_of
 from rlinf_async.runtime.jobs.language.collector import Collector
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.evaluation import Evaluated, evaluate
@@ -201,7 +200,7 @@ class LanguageRun:
         live: Live,
         metrics: MetricsWriter,
     ) -> None:
-        clock = _Clock(self.reached.train_seconds)
+        clock = TrainingClock(self.reached.train_seconds)
         every = self.config.training.check_weights_every
         for iteration in range(self.reached.version, self.config.training.iterations):
             reports = await stations.train(partial(collector.whole, iteration))
@@ -306,12 +305,7 @@ class LanguageRun:
                 max=reached.lag_max,
                 allowed=self.config.training.max_staleness,
             ),
-            restarts={
-                supervisor.name: supervisor.restarts
-                for group in cluster.groups.values()
-                for supervisor in group.supervisors
-                if supervisor.restarts
-            },
+            restarts=restarts_of(cluster),
             dropped={"second samples": reached.duplicates},
         )
 
@@ -322,29 +316,19 @@ class LanguageRun:
         return "succeeded" if accuracy is not None and accuracy >= target else "fell short"
 
 
-class _Clock:
-    """Seconds of training, those before a resume included."""
-
-    def __init__(self, before: float) -> None:
-        self._start = time.monotonic() - before
-
-    def __call__(self) -> float:
-        return time.monotonic() - self._start
-
-
 def failed_summary(
     config: LanguageConfig, reached: Reached, error: BaseException
 ) -> LanguageSummary:
     """What is left of a run that did not end by itself."""
-    stopped = isinstance(error, (KeyboardInterrupt, asyncio.CancelledError))
+    outcome, cause = how_it_ended(error)
     return LanguageSummary(
         run=config.name,
-        outcome="stopped" if stopped else "failed",
+        outcome=outcome,
         seed=config.seed,
         iterations=reached.version,
         samples=reached.samples,
         train_seconds=reached.train_seconds,
         eval_accuracy_before=reached.eval_accuracy_before,
         outcomes=reached.outcomes,
-        error=None if stopped else f"{type(error).__name__}: {error}",
+        error=cause,
     )

@@ -54,8 +54,6 @@ class Stations:
         self._shared = config.cluster.placement == "collocated"
         self._rollouts_gave_way = False
         self._news = asyncio.Event()
-        self.load_seconds = 0.0
-        """that a rollout worker took last to serve new weights, once they had arrived"""
         self._inferring: GroupCall[list[InferenceReport]] | None = None
 
     async def launch(self, resume: str | None) -> None:
@@ -95,8 +93,7 @@ class Stations:
 
     async def _note_taken(self) -> None:
         """Take every word of a rollout worker that it serves new weights."""
-        async for taken in self._graph.taken.receiver:
-            self.load_seconds = taken.seconds
+        async for _ in self._graph.taken.receiver:
             self._news.set()
 
     async def finish(self) -> None:
