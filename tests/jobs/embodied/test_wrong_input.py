@@ -64,7 +64,7 @@ def said(job: Job, *arguments: object) -> str:
         ("cluster.heartbeat_limit", "0", "heartbeat_limit is 0.0; it must be above 0"),
         ("cluster.heartbeat_limit", "nan", "heartbeat_limit is nan; it must be above 0"),
         ("cluster.deadlock_after", "0", "deadlock_after is 0.0; it must be above 0, or 'none'"),
-        ("cluster.max_restarts", "-1", "max_restarts is -1; both must be at least 0"),
+        ("cluster.max_restarts", "-1", "max_restarts is -1; it must be at least 0"),
         ("actor.fsdp.optimizer.lr", "nan", "lr is nan; it must be above 0"),
         ("actor.fsdp.optimizer.eps", "nan", "eps is nan; it must be above 0"),
         ("actor.fsdp.optimizer.weight_decay", "nan", "weight_decay is nan"),

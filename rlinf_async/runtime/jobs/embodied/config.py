@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import msgspec
 import numpy as np
 
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.config import ConfigError
+from rlinf_async.runtime.jobs.host import HostConfig, check_counts
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.spaces import EnvSpec
 from rlinf_async.workers.rollout.config import RolloutConfig
@@ -33,20 +33,9 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """sinks beside ``metrics.csv``; others by the entry point group ``rlinf_async.metrics``"""
 
     def __post_init__(self) -> None:
-        positive = {
-            "total_steps": self.total_steps,
-            "steps_per_iteration": self.steps_per_iteration,
-            "keep_checkpoints": self.keep_checkpoints,
-            "return_window": self.return_window,
-        }
-        for name, value in positive.items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if self.max_staleness < 0 or self.checkpoint_every < 0:
-            raise ValueError(
-                f"max_staleness is {self.max_staleness}, checkpoint_every is "
-                f"{self.checkpoint_every}; both must be at least 0"
-            )
+        positive = ("total_steps", "steps_per_iteration", "keep_checkpoints", "return_window")
+        check_counts(self, least=1, names=positive)
+        check_counts(self, least=0, names=("max_staleness", "checkpoint_every"))
 
 
 class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,49 +66,18 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             )
 
 
-class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the workers run, and how many there are of each."""
 
-    backend: Literal["process", "local"] = "process"
     env_workers: int = 1
     rollout_workers: int = 1
     """0: each env worker runs the policy itself, which suits environments of short steps"""
     actors: int = 1
-    threads: int = 1
-    """of the arithmetic in each process (OMP_NUM_THREADS)"""
-    max_restarts: int = 3
-    """of each env and rollout worker within a minute, before its death ends the run"""
-    deadlock_after: float | None = 30.0
-    """seconds"""
-    heartbeat_limit: float = 60.0
-    """seconds after which a worker that does not answer is given up"""
 
     def __post_init__(self) -> None:
-        counts = {
-            "env_workers": self.env_workers,
-            "actors": self.actors,
-            "threads": self.threads,
-        }
-        for name, value in counts.items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if self.rollout_workers < 0 or self.max_restarts < 0:
-            raise ValueError(
-                f"rollout_workers is {self.rollout_workers}, max_restarts is {self.max_restarts}; "
-                "both must be at least 0"
-            )
-        if self.deadlock_after is not None and not self.deadlock_after > 0.0:
-            raise ValueError(
-                f"deadlock_after is {self.deadlock_after}; it must be above 0, or 'none' to wait "
-                "for ever"
-            )
-        if not self.heartbeat_limit > 0.0:
-            raise ValueError(f"heartbeat_limit is {self.heartbeat_limit}; it must be above 0")
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Environment variables of every worker's process."""
-        return {"OMP_NUM_THREADS": str(self.threads)}
+        super().__post_init__()
+        check_counts(self, least=1, names=("env_workers", "actors"))
+        check_counts(self, least=0, names=("rollout_workers",))
 
 
 class EmbodiedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

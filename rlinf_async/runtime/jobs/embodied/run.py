@@ -35,8 +35,10 @@ from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.books import TrainingClock, how_it_ended, restarts_of
 from rlinf_async.runtime.jobs.embodied.collecting import Apart, Collectors, Together
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig, reseeded
+from rlinf_async.runtime.jobs.embodied.pictures import pictures
 from rlinf_async.runtime.jobs.embodied.reached import Parts, Reached, keep, load_reached
 from rlinf_async.runtime.jobs.embodied.rows import headline, row
+from rlinf_async.runtime.jobs.in_folder import Draw
 from rlinf_async.runtime.jobs.live import Headline, Live
 from rlinf_async.runtime.jobs.lost import deliveries, ended_by_lost_items
 from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
@@ -87,16 +89,33 @@ class EmbodiedRun:
                     finally:
                         await live.leave_trace()
 
+    @property
+    def title(self) -> str:
+        """Of its pictures."""
+        return f"{self.config.name}: {self.config.env.name}"
+
+    def drawings(self) -> dict[str, Draw]:
+        """The pictures of a run that ended."""
+        return pictures(self.config, self.folder, self.title)
+
+    def failed_summary(self, error: BaseException) -> EmbodiedSummary:
+        """What is left of a run that did not end by itself."""
+        outcome, cause = how_it_ended(error)
+        return EmbodiedSummary(
+            run=self.config.name,
+            outcome=outcome,
+            seed=self.config.seed,
+            iterations=self.reached.version,
+            env_steps=self.reached.env_steps,
+            train_seconds=self.reached.train_seconds,
+            error=cause,
+        )
+
     def _headline(self) -> Headline:
         return headline(self.config, self.reached, self._last)
 
     def _cluster(self) -> Cluster:
-        config = self.config.cluster
-        if config.backend == "local":
-            return Cluster.local(deadlock_after=config.deadlock_after)
-        return Cluster.process(
-            heartbeat_limit=config.heartbeat_limit, deadlock_after=config.deadlock_after
-        )
+        return self.config.cluster.make_cluster()
 
     async def _run(self, cluster: Cluster, live: Live) -> EmbodiedSummary:
         live.note = "starting workers"
@@ -274,19 +293,3 @@ def _success_rate(episodes: list[EvaluatedEpisode]) -> float | None:
 
 def _mean_return(episodes: list[EvaluatedEpisode]) -> float:
     return sum(episode.episode_return for episode in episodes) / len(episodes)
-
-
-def failed_summary(
-    config: EmbodiedConfig, reached: Reached, error: BaseException
-) -> EmbodiedSummary:
-    """What is left of a run that did not end by itself."""
-    outcome, cause = how_it_ended(error)
-    return EmbodiedSummary(
-        run=config.name,
-        outcome=outcome,
-        seed=config.seed,
-        iterations=reached.version,
-        env_steps=reached.env_steps,
-        train_seconds=reached.train_seconds,
-        error=cause,
-    )

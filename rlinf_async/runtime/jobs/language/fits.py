@@ -18,8 +18,9 @@ import msgspec
 from rlinf_async.config import ConfigError, UsageError
 from rlinf_async.data import DataError, Prompts, load_tokenizer
 from rlinf_async.rewards import UnknownVerifier, load_verifier
-from rlinf_async.runtime.jobs.language.config import LanguageConfig, TrainingConfig
+from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.ledger import LedgerState
+from rlinf_async.runtime.jobs.language.sections import TrainingConfig
 
 
 def open_prompts(config: LanguageConfig, model: Path) -> Prompts:

@@ -18,7 +18,7 @@ from rlinf_async.config import ConfigError, MissingExtra
 from rlinf_async.data.arithmetic import save_arithmetic_tokenizer
 from rlinf_async.data.tokenizer import FILES as TOKENIZER_FILES
 from rlinf_async.observe.files import atomic_write
-from rlinf_async.runtime.jobs.language.config import ModelConfig
+from rlinf_async.runtime.jobs.language.sections import ModelConfig
 
 ARITHMETIC = "arithmetic"
 BESIDE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "merges.txt")

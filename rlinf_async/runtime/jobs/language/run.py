@@ -15,7 +15,7 @@
 
 `ledger.py` keeps the books: every admitted sample is trained exactly once, none more than
 ``max_staleness`` versions late. The graph is the same whatever the placement: workers that share
-devices take turns (`turns.py`), others overlap.
+devices take turns (`stations.py`), others overlap.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -34,9 +33,10 @@ from rlinf_async.messages.language import Prompt, Sampling
 from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.progress import ProgressView
 from rlinf_async.observe.run_folder import RunFolder
-from rlinf_async.observe.summary import LanguageSummary, Staleness
+from rlinf_async.observe.summary import LanguageSummary
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.jobs.books import TrainingClock, how_it_ended, restarts_of
+from rlinf_async.runtime.jobs.books import TrainingClock, restarts_of
+from rlinf_async.runtime.jobs.in_folder import Draw
 from rlinf_async.runtime.jobs.language.collector import Collector
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.evaluation import Evaluated, evaluate
@@ -51,13 +51,12 @@ from rlinf_async.runtime.jobs.language.reached import (
     load_reached,
     load_unfinished,
 )
+from rlinf_async.runtime.jobs.language.results import draw_curve, failed_summary, summary
 from rlinf_async.runtime.jobs.language.rows import book, headline, look, row
 from rlinf_async.runtime.jobs.language.source import Source
 from rlinf_async.runtime.jobs.language.stations import Stations
 from rlinf_async.runtime.jobs.live import Headline, Live
 from rlinf_async.runtime.jobs.lost import ended_by_lost_items
-
-Outcome = Literal["succeeded", "fell short", "finished"]
 
 
 class LanguageRun:
@@ -108,17 +107,25 @@ class LanguageRun:
                     finally:
                         await live.leave_trace()
 
+    @property
+    def title(self) -> str:
+        """Of its pictures."""
+        return f"{self.config.name}: {self.config.data.name}"
+
+    def drawings(self) -> dict[str, Draw]:
+        """The pictures of a run that ended."""
+        return {"learning curve": partial(draw_curve, self.config, self.folder, self.title)}
+
+    def failed_summary(self, error: BaseException) -> LanguageSummary:
+        """What is left of a run that did not end by itself."""
+        return failed_summary(self.config, self.reached, error)
+
     def _headline(self) -> Headline:
         run = f"{self.config.name} (seed {self.config.seed})"
         return headline(run, self.config.training.iterations, self.reached, self._last)
 
     def _cluster(self) -> Cluster:
-        config = self.config.cluster
-        if config.backend == "local":
-            return Cluster.local(deadlock_after=config.deadlock_after)
-        return Cluster.process(
-            heartbeat_limit=config.heartbeat_limit, deadlock_after=config.deadlock_after
-        )
+        return self.config.cluster.make_cluster()
 
     async def _run(self, cluster: Cluster, live: Live) -> LanguageSummary:
         live.note = "starting workers"
@@ -150,7 +157,7 @@ class LanguageRun:
                 collecting.cancel()
         await graph.weights.sender.close()
         await stations.finish()
-        return self._summary(cluster, found)
+        return summary(self.config, self.reached, found, restarts_of(cluster))
 
     @contextmanager
     def _held_open(self, graph: Graph) -> Iterator[None]:
@@ -282,53 +289,3 @@ class LanguageRun:
             "eval_accuracy": found.accuracy,
         }
         metrics.write(step, row)
-
-    def _summary(self, cluster: Cluster, found: Evaluated | None) -> LanguageSummary:
-        reached = self.reached
-        seconds = max(reached.train_seconds, 1e-9)
-        accuracy = found.accuracy if found else None
-        return LanguageSummary(
-            run=self.config.name,
-            outcome=self._outcome(accuracy),
-            seed=self.config.seed,
-            iterations=reached.version,
-            train_seconds=reached.train_seconds,
-            samples=reached.samples,
-            samples_per_second=reached.samples / seconds,
-            tokens_per_second=reached.tokens / seconds,
-            eval_accuracy_before=reached.eval_accuracy_before,
-            eval_accuracy=accuracy,
-            evaluation_samples=found.samples if found else None,
-            outcomes=reached.outcomes,
-            staleness=Staleness(
-                mean=reached.lag_mean,
-                max=reached.lag_max,
-                allowed=self.config.training.max_staleness,
-            ),
-            restarts=restarts_of(cluster),
-            dropped={"second samples": reached.duplicates},
-        )
-
-    def _outcome(self, accuracy: float | None) -> Outcome:
-        target = self.config.evaluation.target_accuracy
-        if target is None:
-            return "finished"
-        return "succeeded" if accuracy is not None and accuracy >= target else "fell short"
-
-
-def failed_summary(
-    config: LanguageConfig, reached: Reached, error: BaseException
-) -> LanguageSummary:
-    """What is left of a run that did not end by itself."""
-    outcome, cause = how_it_ended(error)
-    return LanguageSummary(
-        run=config.name,
-        outcome=outcome,
-        seed=config.seed,
-        iterations=reached.version,
-        samples=reached.samples,
-        train_seconds=reached.train_seconds,
-        eval_accuracy_before=reached.eval_accuracy_before,
-        outcomes=reached.outcomes,
-        error=cause,
-    )
