@@ -295,6 +295,7 @@ class Connection(Streams):
 
     def _close(self, reason: str) -> None:
         self._asking.flush_receipts()
+        self._sharing.hurry()
         self._outbox.flush_all()
         self._say_goodbye(reason)
 

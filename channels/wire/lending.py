@@ -22,7 +22,7 @@ from rlinf_async.channels.wire.memory_protocol import (
 )
 from rlinf_async.channels.wire.pool import Pool
 from rlinf_async.channels.wire.slab import Loan, Slab, View, view_of
-from rlinf_async.channels.wire.transfer import SHARE_BYTES
+from rlinf_async.channels.wire.transfer import LATER, SHARE_BYTES, Later
 
 MAX_DATA: Final = CHUNK_BYTES // 2
 """Of MessagePack, beside shared arrays: such a message is always one frame, not begun and left."""
@@ -43,12 +43,14 @@ class Lending:
         self._open: dict[int, bool] = {}
         self._ends: list[weakref.finalize[Any, Slab]] = []
         self.lent: dict[int, Loan] = {}
+        self.patient = True
+        """whether there is time to wait for what the peer says"""
         self.refused = ""
         """why the peer does not want any"""
 
-    def share(self, body: Encoded) -> tuple[Encoded | None, int]:
-        """The body as it travels, with its arrays lent; None if it is to travel as it is. And how
-        many bytes were copied for it.
+    def share(self, body: Encoded) -> tuple[Encoded | Later | None, int]:
+        """The body as it travels, with its arrays lent; None if it is to travel as it is, `LATER`
+        until the peer has said whether it can look at them. And how many bytes were copied for it.
 
         The body's own arrays are replaced by those in shared memory: who gets it next needs no
         copy.
@@ -59,8 +61,10 @@ class Lending:
         views = [view_of(buffer) for buffer in body.buffers]
         slabs = {view.loan.slab for view in views if view is not None}
         missing = [slab for slab in slabs if not self._is_open(slab)]
-        if copied is None or missing:
-            return None, copied or 0
+        if copied is None:
+            return None, 0
+        if missing:
+            return LATER if self.patient else None, copied
         beside = [buffer for buffer in body.buffers if view_of(buffer) is None]
         table, loans = self._table(views)
         size = len(body.data) + len(table) + sum(map(len, beside))

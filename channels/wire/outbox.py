@@ -207,6 +207,8 @@ class Outbox:
             if frame is None:
                 self._data.popleft()
                 continue
+            if not frame:  # it waits for a word of the peer; its turn comes when that is read
+                break
             batch += frame
             size += sum(map(len, frame))
         return self._count(batch, size)

@@ -25,8 +25,10 @@ a connection is cut, both live        by nobody       what was lent over it is s
 
 So an array may outlive its connection and its maker, and nothing needs to be cleaned up.
 
-Before a part of a slab is mentioned, the other side has said that it has the slab open; until then,
-and for what is small, refused, or finds no room, arrays go through the socket. A received array is
+Before a part of a slab is mentioned, the other side has said that it has the slab open: the first
+message that lies there waits for this, and all data behind it, which is once for each slab and much
+less than its bytes would take through the socket. What is small, refused, finds no room, or is sent
+when the connection closes, goes through the socket. A received array is
 writable and private: its pages are copied when they are written, and no one else sees it.
 
 Only elements of arrays lie here, never anything that is parsed: what a process writes into memory
@@ -68,7 +70,7 @@ from rlinf_async.channels.wire.memory_protocol import (
 from rlinf_async.channels.wire.outbox import Outbox
 from rlinf_async.channels.wire.pool import Pool
 from rlinf_async.channels.wire.slab import AVAILABLE
-from rlinf_async.channels.wire.transfer import SHARE_BYTES, Message
+from rlinf_async.channels.wire.transfer import LATER, SHARE_BYTES, Later, Message
 
 AT_ONCE = 4096
 """Parts that one frame releases."""
@@ -117,8 +119,8 @@ class Sharing:
         """Learn which process is at the other side: over TCP, none of this host."""
         self._pid = peer_pid(transport) if AVAILABLE else 0
 
-    def send(self, body: Encoded) -> Encoded | None:
-        """The body as it travels, with its large arrays lent; None: as it is."""
+    def send(self, body: Encoded) -> Encoded | Later | None:
+        """The body as it travels, with its large arrays lent; None: as it is; or not yet."""
         if not self._pid:
             self._sent_copied += 1
             return None
@@ -126,9 +128,13 @@ class Sharing:
         self._outbox.worked(copied)
         if shared is None:
             self._sent_copied += 1
-        else:
+        elif shared is not LATER:
             self._sent_shared += 1
         return shared
+
+    def hurry(self) -> None:
+        """Do not wait any more for what the peer says: the connection is about to close."""
+        self._lending.patient = False
 
     def receive(self, message: Message) -> Message:
         """The message with its arrays, wherever they lie.

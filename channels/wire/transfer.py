@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Final, NamedTuple
 
 from rlinf_async.channels.encoded import Encoded
@@ -25,7 +26,15 @@ _BODY, _MORE, _SHARED = int(Flag.BODY), int(Flag.MORE), int(Flag.SHARED)  # enum
 SHARE_BYTES: Final = 64 * 1024
 """Arrays of a message that take less together always go through the socket."""
 
-Share = Callable[[Encoded], Encoded | None]
+
+class Later(Enum):
+    """A body that cannot be sent yet: the peer is being asked whether it has the memory open."""
+
+    LATER = 0
+
+
+LATER: Final = Later.LATER
+Share = Callable[[Encoded], Encoded | Later | None]
 """The body as it travels if its arrays lie in shared memory; None if they cannot."""
 
 
@@ -52,9 +61,10 @@ class Outgoing:
         self._frames = frames
 
     def next_frame(self) -> list[Bytes] | None:
-        """The next frame's parts, or None when all were given."""
-        self.begun = True
-        return next(self._frames, None)
+        """The next frame's parts; none of them if it has to wait; None when all were given."""
+        frame = next(self._frames, None)
+        self.begun = self.begun or frame != []
+        return frame
 
 
 def outgoing(
@@ -99,7 +109,8 @@ def _shared(
     share: Share,
 ) -> Iterator[list[Bytes]]:
     """One frame, made when it is due: only what is sent at once is lent."""
-    travels = share(body)
+    while (travels := share(body)) is LATER:
+        yield []
     if travels is not None:
         flags |= _BODY | _SHARED
         size = len(travels.data) + sum(map(len, travels.buffers))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, Latest, Receiver, Sender
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.errors import MalformedFrame
+from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
 from rlinf_async.channels.wire import Connection
 from rlinf_async.channels.wire.borrowing import Borrowing
 from rlinf_async.channels.wire.lending import Lending
@@ -36,6 +36,7 @@ from rlinf_async.channels.wire.memory_protocol import (
 )
 from rlinf_async.channels.wire.pool import Pool
 from rlinf_async.channels.wire.slab import PAGE, TOKEN_BYTES, is_private, make_slab
+from rlinf_async.channels.wire.transfer import LATER
 from tests.channels.wire.harness import Wired, until, wired
 
 SIZE = 50_000
@@ -54,11 +55,11 @@ def item(value: float) -> Item:
 
 
 async def ready(sender: Sender[Item], receiver: Receiver[Item], owner: Wired) -> None:
-    """Let both sides open each other's memory: what is sent before that goes as a copy."""
+    """Let both sides open each other's memory."""
+    await sender.put(item(0))
+    await receiver.get()
     (theirs,) = owner.server.connections
-    while not theirs.memory.sent_shared:
-        await sender.put(item(0))
-        await receiver.get()
+    assert theirs.memory.sent_shared == 1
 
 
 @asynccontextmanager
@@ -76,6 +77,51 @@ async def edge(
         await connection.wait_closed()
 
 
+async def test_the_first_large_array_waits_until_the_peer_has_the_memory_open() -> None:
+    async with wired() as owner:
+        channel = Channel(Item, name="items", capacity=8)
+        connection = await owner.join()
+        sender, receiver = owner.sender(channel, connection), owner.receiver(channel, connection)
+        for value in range(3):
+            await sender.put(item(value))
+        assert [float((await receiver.get()).values[-1]) for _ in range(3)] == [0, 1, 2]
+        (theirs,) = owner.server.connections
+        assert connection.memory.sent_copied == theirs.memory.sent_copied == 0
+        assert connection.sent_bytes + theirs.sent_bytes < 4000
+
+
+async def test_what_waits_for_the_memory_may_be_cancelled() -> None:
+    async with wired() as owner:
+        channel = Channel(Item, name="items", capacity=8)
+        connection = await owner.join()
+        sender = owner.sender(channel, connection)
+        putting = asyncio.create_task(sender.put(item(1)))
+        said = connection.sent_bytes
+        await until(lambda: connection.sent_bytes > said)  # only about the memory
+        assert connection.unsent == 1
+        putting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await putting
+        assert connection.unsent == 0
+        await sender.put(item(2))
+        assert (channel.receiver.get_nowait().values == 2).all()
+
+
+async def test_a_connection_that_closes_does_not_wait_for_the_memory() -> None:
+    async with wired() as owner:
+        channel = Channel(Item, name="items", capacity=8)
+        connection = await owner.join()
+        sender = owner.sender(channel, connection)
+        putting = asyncio.create_task(sender.put(item(1)))
+        await until(lambda: connection.unsent)
+        connection.close()
+        with pytest.raises(ConnectionLost):
+            await putting
+        await owner.lost.get()
+        assert (channel.receiver.get_nowait().values == 1).all()
+        assert connection.memory.sent_copied == 1
+
+
 async def test_the_second_large_array_crosses_without_the_socket() -> None:
     async with edge() as (owner, connection, channel, sender, receiver):
         (theirs,) = owner.server.connections
@@ -89,8 +135,8 @@ async def test_the_second_large_array_crosses_without_the_socket() -> None:
         assert connection.memory.received_shared == use.received_shared + 1
         assert connection.memory.refused == ""
         seen = channel.statistics()
-        assert seen.copied == 1
-        assert seen.shared == seen.puts - 1
+        assert seen.copied == 0
+        assert seen.shared == seen.puts == 2
 
 
 async def test_small_arrays_never_do() -> None:
@@ -299,7 +345,7 @@ class Halves:
 
     def open(self) -> int:
         """The number of a slab that the borrower has opened."""
-        assert self.lending.share(self.body())[0] is None
+        assert self.lending.share(self.body())[0] is LATER
         announce = self.said.pop()
         assert isinstance(announce, Announce)
         self.borrowing.announced(announce, os.getpid())
@@ -316,7 +362,7 @@ def test_a_body_comes_out_as_it_went_in() -> None:
     halves = Halves()
     halves.open()
     travels, copied = halves.lending.share(halves.body())
-    assert travels is not None
+    assert isinstance(travels, Encoded)
     assert copied == 100_005
     assert travels.nbytes < 100
     found = halves.borrowing.restore(travels)
@@ -338,15 +384,15 @@ def test_a_forwarded_body_is_not_copied() -> None:
     first, second = Halves(), Halves()
     first.open()
     travels, _ = first.lending.share(first.body())
-    assert travels is not None
+    assert isinstance(travels, Encoded)
     forwarded = first.borrowing.restore(travels)
-    assert second.lending.share(forwarded) == (None, 0)  # its slab is announced first
+    assert second.lending.share(forwarded) == (LATER, 0)  # its slab is announced first
     announce = second.said.pop()
     assert isinstance(announce, Announce)
     second.borrowing.announced(announce, os.getpid())
     second.lending.opened(Opened(announce.slab))
     again, copied = second.lending.share(forwarded)
-    assert again is not None
+    assert isinstance(again, Encoded)
     assert copied == 0
     found = second.borrowing.restore(again)
     assert bytes(found.buffers[1]) == b"x" * 100_000
