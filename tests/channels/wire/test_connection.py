@@ -28,6 +28,7 @@ from rlinf_async.channels.wire import (
     serve,
 )
 from rlinf_async.channels.wire.framing import CHUNK_BYTES, FrameType, pack_small
+from rlinf_async.channels.wire.pool import Pool
 from rlinf_async.channels.wire.protocol import Nothing
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import SECRET, until
@@ -351,7 +352,8 @@ async def test_an_unknown_request_is_refused_and_the_connection_goes_on() -> Non
         assert await echo(two.client, "fine") == "fine"
 
 
-async def test_a_control_request_passes_a_64_mb_transfer() -> None:
+async def test_a_control_request_passes_a_64_mb_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pool, "lend", lambda self, buffers: None)  # all of it through the socket
     async with peers() as two:
         large = Encoded(b"", [bytearray(64 * 1024 * 1024)])
         order: list[str] = []
