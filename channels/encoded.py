@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 
-class Encoded:
+
+class Encoded(msgspec.Struct, eq=False, gc=False):
     """MessagePack bytes, and the large arrays that were left out of them.
 
     A queue carries an item that came from another process in this form until somebody here takes
-    it, so an item that is only forwarded is never decoded.
+    it, so an item that is only forwarded is never decoded. Not tracked by the garbage collector,
+    which would visit every one that is queued.
     """
 
-    __slots__ = ("buffers", "data")
-
-    def __init__(self, data: bytes, buffers: Sequence[memoryview | bytearray] = ()) -> None:
-        self.data = data
-        self.buffers = buffers
+    data: bytes
+    buffers: Sequence[memoryview | bytearray] = ()
 
     @property
     def nbytes(self) -> int:

@@ -29,6 +29,8 @@ _encode = msgspec.msgpack.Encoder().encode
 MAX_HELD_BYTES = 512 * 1024**2
 """Of requests that wait to be answered, such as puts for which there is no room; in this process's
 memory, for one peer."""
+_RECEIPT = int(Flag.RECEIPT)  # the enums are slow to ask
+_REQUEST, _REPLY, _ERROR = FrameType.REQUEST, FrameType.REPLY, FrameType.ERROR
 _decode_refused = msgspec.msgpack.Decoder(Refused).decode
 
 
@@ -38,7 +40,7 @@ class Answering:
     def __init__(self, connection: Connection, router: Router, outbox: Outbox) -> None:
         self._loop = asyncio.get_running_loop()
         self._connection = connection
-        self._router = router
+        self._routes = router.routes
         self._outbox = outbox
         self._asked: dict[int, Request[Any]] = {}
         self._tasks: dict[asyncio.Task[Reply], Request[Any]] = {}
@@ -58,11 +60,10 @@ class Answering:
         """
         head = message.head
         size = head[0] + 1 if head else 0
-        number = message.number if message.type == FrameType.REQUEST else 0
-        try:
-            kind = head[1:size].decode()
-        except UnicodeDecodeError as error:
-            raise MalformedFrame(f"the kind of a request: {error}") from error
+        number = message.number if message.type == _REQUEST else 0
+        begin = head[:size]
+        route = self._routes.get(begin) or self.own.routes.get(begin)
+        kind = _kind(begin) if route is None else route.kind
         request: Request[Any] = Request(
             self._connection, self, kind, number, message.lane, message.body
         )
@@ -70,7 +71,6 @@ class Answering:
             if number in self._asked or number in self._untaken:
                 raise MalformedFrame(f"request {number} was made twice")
             self._asked[number] = request
-        route = self._router.routes.get(kind) or self.own.routes.get(kind)
         if route is None:
             request.fail(ChannelError(f"nobody answers requests of kind {kind!r} here"))
             return
@@ -127,8 +127,8 @@ class Answering:
     ) -> None:
         """Use `Request.reply`."""
         if request.number and self._lost is None:
-            flags = 0 if undo is None else int(Flag.RECEIPT)
-            self._send(FrameType.REPLY, request, _encode(meta), body, flags)
+            flags = 0 if undo is None else _RECEIPT
+            self._send(_REPLY, request, _encode(meta), body, flags)
             if undo is not None:
                 self._untaken[request.number] = undo
         elif undo is not None:
@@ -140,7 +140,7 @@ class Answering:
         if not request.number:
             log.warning("notice %r of %s failed: %s", request.kind, self._peer, say(error))
         elif self._lost is None:
-            self._send(FrameType.ERROR, request, _encode(report(error)), None, 0)
+            self._send(_ERROR, request, _encode(report(error)), None, 0)
         self._forget(request)
 
     def _send(
@@ -149,7 +149,8 @@ class Answering:
         self._outbox.send(
             kind, request.number, head, body, request.lane, flags=flags, what=request.kind
         )
-        self._connection.answered()
+        if self._outbox.waiting:
+            self._connection.answered()
 
     # ---- inside
 
@@ -236,3 +237,15 @@ class Answering:
 
 def _cancel(task: asyncio.Task[Reply]) -> None:
     task.cancel()
+
+
+def _kind(begin: bytes) -> str:
+    """What a request that nobody answers asks for.
+
+    Raises:
+        MalformedFrame: it does not say so.
+    """
+    try:
+        return begin[1:].decode()
+    except UnicodeDecodeError as error:
+        raise MalformedFrame(f"the kind of a request: {error}") from error

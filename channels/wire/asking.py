@@ -20,10 +20,12 @@ from rlinf_async.channels.wire.transfer import Message
 
 R = TypeVar("R")
 
-_RECEIPT = int(Flag.RECEIPT)  # the enum is slow to ask
+_RECEIPT = int(Flag.RECEIPT)  # the enums are slow to ask
+_REQUEST, _ERROR = FrameType.REQUEST, FrameType.ERROR
 _encode = msgspec.msgpack.Encoder().encode
 _decode_report = msgspec.msgpack.Decoder(Report).decode
 _decoders: dict[Any, Callable[[bytes], Any]] = {}
+_begins: dict[str, bytes] = {}
 
 
 class Waiting(Protocol):
@@ -73,7 +75,7 @@ class Asking:
         """Send a request whose answer this one gets; the request's number."""
         self._last = number = self._last + 1
         head = head_of(kind, meta)
-        self._outbox.send(FrameType.REQUEST, number, head, body, lane, what=kind)
+        self._outbox.send(_REQUEST, number, head, body, lane, what=kind)
         self._pending[number] = waiting
         return number
 
@@ -109,7 +111,7 @@ class Asking:
         Raises:
             MalformedFrame, DecodeError: nobody asked for it, or it cannot be read.
         """
-        failed = message.type == FrameType.ERROR
+        failed = message.type == _ERROR
         error = rebuild(_decode_report(message.head)) if failed else None  # or who waits hangs
         future = self._pending.pop(message.number, None)
         if future is None:
@@ -131,8 +133,11 @@ class Asking:
 
 def head_of(kind: str, meta: Any) -> bytes:
     """The head of a request or a notice: how long the kind is, the kind, its arguments."""
-    name = kind.encode()
-    return bytes((len(name),)) + name + _encode(meta)
+    begin = _begins.get(kind)
+    if begin is None:
+        name = kind.encode()
+        begin = _begins[kind] = bytes((len(name),)) + name
+    return begin + _encode(meta)
 
 
 def reply_decoder(kind: Any) -> Callable[[bytes], Any]:

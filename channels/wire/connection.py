@@ -34,12 +34,13 @@ from rlinf_async.channels.wire.asking import Answer, Asking, Waiting, head_of, r
 from rlinf_async.channels.wire.failures import UNREADABLE
 from rlinf_async.channels.wire.framing import Flag, FrameType, pack_small
 from rlinf_async.channels.wire.heartbeat import Heartbeat
+from rlinf_async.channels.wire.incoming import MessageReader
 from rlinf_async.channels.wire.outbox import Outbox
 from rlinf_async.channels.wire.pool import process_pool
 from rlinf_async.channels.wire.router import Router
 from rlinf_async.channels.wire.shared_memory import MemoryUse, Sharing
 from rlinf_async.channels.wire.streams import Streams
-from rlinf_async.channels.wire.transfer import CONTROL, DATA, Message, MessageReader
+from rlinf_async.channels.wire.transfer import CONTROL, DATA, Message
 
 R = TypeVar("R")
 Closed = Callable[["Connection", str], None]
@@ -47,7 +48,8 @@ Redial = Callable[["Connection"], Coroutine[Any, Any, None]]
 """Connects again, until it works or the connection is given up."""
 
 log = logging.getLogger(__name__)
-_SHARED = int(Flag.SHARED)  # the enum is slow to ask
+_SHARED = int(Flag.SHARED)  # the enums are slow to ask
+_NOTICE = FrameType.NOTICE
 
 
 class Connection(Streams):
@@ -77,6 +79,7 @@ class Connection(Streams):
         self._asking = Asking(self._outbox)
         self._answering = Answering(self, router, self._outbox)
         self._outbox.share = self._sharing.send
+        self._hear = self._hearing()
         self._on_close: list[Closed] = []
         self._reason = ""
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -202,7 +205,7 @@ class Connection(Streams):
         """
         self._check_open()
         lane = CONTROL if control else DATA
-        self._outbox.send(FrameType.NOTICE, 0, head_of(kind, meta), body, lane, what=kind)
+        self._outbox.send(_NOTICE, 0, head_of(kind, meta), body, lane, what=kind)
 
     def on_close(self, callback: Closed, *, first: bool = False) -> None:
         """Call this once, with the reason, when the connection is closed or lost.
@@ -261,24 +264,29 @@ class Connection(Streams):
         return MalformedFrame(f"{self.peer}: {what}")
 
     def _receive(self, message: Message) -> None:
-        kind = message.type
-        if message.flags & _SHARED or (message.body is not None and message.body.buffers):
+        body = message.body
+        if message.flags & _SHARED or (body is not None and body.buffers):
             message = self._sharing.receive(message)
-        if kind in (FrameType.REQUEST, FrameType.NOTICE):
-            self._answering.handle(message)
-        elif kind in (FrameType.REPLY, FrameType.ERROR):
-            self._asking.resolve(message)
-        elif kind == FrameType.RECEIPTS:
-            self._answering.taken(message)
-        elif kind == FrameType.CANCEL:
-            self._reader.forget(message.number)
-            self._answering.cancelled(message.number, message.head)
-        elif kind == FrameType.PING:
-            self._outbox.arrived(message.number)
-        elif kind == FrameType.MEMORY:
-            self._sharing.told(message.head, self.peer)
-        elif kind == FrameType.GOODBYE:
-            self._leave(message.head.decode(errors="replace"))
+        self._hear[message.type](message)
+
+    def _cancelled(self, message: Message) -> None:
+        self._reader.forget(message.number)
+        self._answering.cancelled(message.number, message.head)
+
+    def _hearing(self) -> dict[int, Callable[[Message], None]]:
+        """What is done about each type of message; CHUNK is none."""
+        answering, asking = self._answering, self._asking
+        return {
+            FrameType.REQUEST: answering.handle,
+            FrameType.NOTICE: answering.handle,
+            FrameType.REPLY: asking.resolve,
+            FrameType.ERROR: asking.resolve,
+            FrameType.RECEIPTS: answering.taken,
+            FrameType.CANCEL: self._cancelled,
+            FrameType.PING: lambda message: self._outbox.arrived(message.number),
+            FrameType.MEMORY: lambda message: self._sharing.told(message.head, self.peer),
+            FrameType.GOODBYE: lambda message: self._leave(message.head.decode(errors="replace")),
+        }
 
     # ---- ending
 

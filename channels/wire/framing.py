@@ -24,9 +24,9 @@ behind a large array.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum, IntFlag
-from typing import Final, NamedTuple
+from typing import Final
 
 from rlinf_async.channels.errors import ItemTooLarge, MalformedFrame
 
@@ -79,19 +79,8 @@ class Flag(IntFlag):
 
 LAST_TYPE: Final = int(FrameType.MEMORY)
 ALL_FLAGS: Final = 15
-
-
-class Frame(NamedTuple):
-    """A frame as it came: a header that makes sense, and the bytes behind it."""
-
-    type: int
-    lane: int
-    flags: int
-    tables: int
-    head: int
-    data: int
-    number: int
-    payload: memoryview
+_BODY: Final = int(Flag.BODY)  # the enum is slow to ask
+_pack = HEADER.pack
 
 
 def pack_header(
@@ -114,6 +103,27 @@ def pack_small(kind: FrameType, number: int = 0, head: bytes = b"") -> bytes:
     return pack_header(len(head), kind, number, head=len(head)) + head
 
 
+def pack_message(
+    kind: int, number: int, head: bytes, data: bytes | None, lane: int, flags: int
+) -> bytes:
+    """The whole frame of a message without arrays beside it; ``data`` is its body's."""
+    size = len(head)
+    if data is None:
+        return _pack(size, PROTOCOL_VERSION, kind, lane, flags, 0, size, 0, number) + head
+    more = len(data)
+    return (
+        _pack(size + more, PROTOCOL_VERSION, kind, lane, flags | _BODY, 0, size, more, number)
+        + head
+        + data
+    )
+
+
+def is_request(frame: bytes, number: int) -> bool:
+    """Whether this frame, which `pack_message` made, is the request of this number."""
+    header = HEADER.unpack_from(frame)
+    return (header[2], header[-1]) == (FrameType.REQUEST, number)
+
+
 def check_sizes(head: int, data: int, buffers: Sequence[Bytes], what: str) -> int:
     """The bytes of a message's body.
 
@@ -134,49 +144,6 @@ def check_sizes(head: int, data: int, buffers: Sequence[Bytes], what: str) -> in
             "send it in parts"
         )
     return total
-
-
-class FrameReader:
-    """Finds the frames in a stream of bytes."""
-
-    def __init__(self) -> None:
-        self._rest = bytearray()
-        self._needed = HEADER.size
-
-    @property
-    def held(self) -> int:
-        """Bytes of a frame that is not complete yet."""
-        return len(self._rest)
-
-    def feed(self, received: bytes) -> Iterator[Frame]:
-        """The frames that these bytes complete.
-
-        Raises:
-            MalformedFrame: the bytes cannot be a frame of this protocol.
-        """
-        if self._rest:
-            self._rest += received
-            if len(self._rest) < self._needed:
-                return
-            received = bytes(self._rest)
-            self._rest.clear()
-        start, end = 0, len(received)
-        view = memoryview(received)
-        while end - start >= HEADER.size:
-            length, version, kind, lane, flags, tables, head, data, number = HEADER.unpack_from(
-                received, start
-            )
-            check_header(length, version, kind, lane, flags, tables, head)
-            stop = start + HEADER.size + length
-            if stop > end:
-                self._needed = stop - start
-                break
-            payload = view[start + HEADER.size : stop]
-            start = stop
-            yield Frame(kind, lane, flags, tables, head, data, number, payload)
-        else:
-            self._needed = HEADER.size
-        self._rest += view[start:]
 
 
 def check_header(

@@ -28,7 +28,8 @@ class Kept:
 
     def __init__(self) -> None:
         self._limit = MAX_KEPT_BYTES
-        self._batches: deque[tuple[int, list[Bytes]]] = deque()
+        self._batches: deque[list[Bytes] | bytes] = deque()
+        self._ends: deque[int] = deque()  # where each of them ends
         self.written = 0
         """bytes, since the connection began"""
         self.arrived = 0
@@ -42,7 +43,15 @@ class Kept:
     def add(self, batch: list[Bytes], size: int) -> None:
         """This was written. Its parts must not change as long as they are kept."""
         self.written += size
-        self._batches.append((self.written, batch))
+        self._batches.append(batch)
+        self._ends.append(self.written)
+
+    def add_frame(self, frame: bytes) -> None:
+        """As `add`, for what is most: one whole, small frame. The garbage collector sees nothing of
+        it."""
+        self.written += len(frame)
+        self._batches.append(frame)
+        self._ends.append(self.written)
 
     def forget(self, arrived: int) -> None:
         """The other side has so many bytes of the stream.
@@ -53,8 +62,9 @@ class Kept:
         if arrived > self.written:
             raise MalformedFrame(f"{arrived} bytes arrived, though {self.written} were sent")
         self.arrived = max(self.arrived, arrived)
-        batches = self._batches
-        while batches and batches[0][0] <= arrived:
+        ends, batches = self._ends, self._batches
+        while ends and ends[0] <= arrived:
+            ends.popleft()
             batches.popleft()
 
     def after(self, arrived: int) -> list[Bytes]:
@@ -66,7 +76,9 @@ class Kept:
         if arrived < self.arrived:
             raise MalformedFrame(f"{arrived} bytes arrived, though it was said to be more before")
         self.forget(arrived)
-        rest: list[Bytes] = [part for _, batch in self._batches for part in batch]
+        rest: list[Bytes] = []
+        for batch in self._batches:
+            rest += [batch] if isinstance(batch, bytes) else batch
         skipped = arrived - (self.written - sum(map(len, rest)))
         for index, part in enumerate(rest):
             if skipped < len(part):
@@ -77,3 +89,4 @@ class Kept:
     def clear(self) -> None:
         """Nothing will be written again."""
         self._batches.clear()
+        self._ends.clear()

@@ -1,5 +1,8 @@
 """What waits to be sent: two lanes, coalesced into one write for each turn of the loop.
 
+uvloop does that by itself: there, what is small and has nothing before it is given to the transport
+at once, which writes all that it was given when the turn of the loop ends.
+
 Control frames always go first; large messages are cut into chunks, so what is ahead of a control
 frame is never more than one batch and what the transport holds already.
 
@@ -15,9 +18,16 @@ from collections import deque
 from collections.abc import Callable
 
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.wire.framing import CHUNK_BYTES, Bytes, FrameType
+from rlinf_async.channels.wire.framing import (
+    CHUNK_BYTES,
+    MAX_HEAD_BYTES,
+    Bytes,
+    FrameType,
+    is_request,
+    pack_message,
+)
 from rlinf_async.channels.wire.kept import Kept
-from rlinf_async.channels.wire.transfer import DATA, Outgoing, Share, outgoing
+from rlinf_async.channels.wire.transfer import CONTROL, DATA, Outgoing, Share, outgoing
 
 BATCH_BYTES = CHUNK_BYTES
 HIGH_WATER = 256 * 1024
@@ -37,7 +47,8 @@ class Outbox:
         self._loop = loop
         self._transport: asyncio.WriteTransport | None = None
         self._control: deque[Bytes] = deque()
-        self._data: deque[Outgoing] = deque()
+        self._data: deque[Outgoing | bytes] = deque()
+        self._gathers = False  # the transport writes once for each turn, however often it is asked
         self._paused = False
         self._scheduled = False
         self._worked = 0
@@ -59,6 +70,7 @@ class Outbox:
         again = [] if self._kept is None else self._kept.after(arrived)
         transport.set_write_buffer_limits(high=HIGH_WATER, low=LOW_WATER)
         self._transport = transport
+        self._gathers = type(transport).__module__.startswith("uvloop")
         self._paused = False
         if again:
             transport.writelines(again)
@@ -113,6 +125,12 @@ class Outbox:
         """
         if self._due:
             self.say_due()
+        if len(head) <= MAX_HEAD_BYTES and (
+            body is None or (not body.buffers and len(body.data) <= CHUNK_BYTES)
+        ):
+            data = None if body is None else body.data
+            self._add(pack_message(kind, number, head, data, lane, flags), lane)
+            return
         message, small = outgoing(
             kind, number, head, body, lane, flags=flags, what=what, share=self.share
         )
@@ -122,9 +140,29 @@ class Outbox:
             self._control.extend(message.next_frame() or ())
         self._schedule()
 
-    def add_control(self, frame: Bytes) -> None:
+    def add_control(self, frame: bytes) -> None:
         """Send a small frame ahead of all data."""
-        self._control.append(frame)
+        self._add(frame, CONTROL)
+
+    def _add(self, frame: bytes, lane: int) -> None:
+        """Send a whole message; at once if that costs no write of its own."""
+        kept, transport = self._kept, self._transport
+        if (
+            self._gathers
+            and transport is not None
+            and not (self._paused or self._control or self._data)
+            and (kept is None or lane == CONTROL or not kept.full)
+        ):
+            self.sent_bytes += len(frame)
+            if kept is not None:
+                kept.add_frame(frame)
+            transport.write(frame)
+            self.last_sent = self._loop.time()
+            return
+        if lane == DATA:
+            self._data.append(frame)
+        else:
+            self._control.append(frame)
         self._schedule()
 
     def collect(self, say: Callable[[], None]) -> None:
@@ -141,7 +179,11 @@ class Outbox:
     def withdraw(self, number: int) -> bool:
         """Forget what was not sent of this request; whether none of it was."""
         for message in self._data:
-            if message.number == number and message.request:
+            if isinstance(message, bytes):
+                if is_request(message, number):
+                    self._data.remove(message)
+                    return True
+            elif message.number == number and message.request:
                 self._data.remove(message)
                 return not message.begun
         return False
@@ -155,12 +197,15 @@ class Outbox:
         self._paused = False
         self.flush()
 
-    def flush(self) -> None:
-        """Give the transport what it can take now."""
+    def end_turn(self) -> None:
+        """Say what was collected, and give the transport what it can take now."""
         if self._due:
-            self._scheduled = True  # this is the write that it needs
-            self.say_due()
+            self.say_due()  # this is the write that it needs: it is scheduled still
         self._scheduled = False
+        self.flush()
+
+    def flush(self) -> None:
+        """Give the transport what it can take now. What is collected has its turn yet."""
         self._worked = 0
         transport = self._transport
         while (
@@ -190,7 +235,7 @@ class Outbox:
     def _schedule(self) -> None:
         if not self._scheduled:
             self._scheduled = True
-            self._loop.call_soon(self.flush)
+            self._loop.call_soon(self.end_turn)
 
     def _batch(self) -> list[Bytes]:
         """The next frames, control first, of about `BATCH_BYTES`."""
@@ -203,7 +248,13 @@ class Outbox:
             return self._count(batch, size)
         control = size  # however much it is, data goes on too
         while self._data and size - control + self._worked - before < BATCH_BYTES:
-            frame = self._data[0].next_frame()
+            first = self._data[0]
+            if isinstance(first, bytes):
+                batch.append(first)
+                size += len(first)
+                self._data.popleft()
+                continue
+            frame = first.next_frame()
             if frame is None:
                 self._data.popleft()
                 continue

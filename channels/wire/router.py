@@ -91,6 +91,7 @@ class Request(Generic[M]):
 class Route(NamedTuple):
     """How one kind of request is read and answered."""
 
+    kind: str
     decode: Callable[[bytes], Any]
     answer: Callable[[Request[Any]], None] | None
     handle: Handler[Any] | None
@@ -100,7 +101,8 @@ class Router:
     """The kinds of requests that this process answers."""
 
     def __init__(self) -> None:
-        self.routes: dict[str, Route] = {}
+        self.routes: dict[bytes, Route] = {}
+        """by how a request begins: the length of the kind, and the kind"""
 
     def add(self, kind: str, meta_type: type[M] | None, handler: Handler[M]) -> None:
         """Answer this kind with a coroutine, which is cancelled when the asker cancels or dies.
@@ -109,17 +111,19 @@ class Router:
             kind: what askers call it.
             meta_type: of its arguments, a small msgspec Struct; None if it has none.
         """
-        self._add(kind, Route(msgspec.msgpack.Decoder(meta_type).decode, None, handler))
+        self._add(Route(kind, msgspec.msgpack.Decoder(meta_type).decode, None, handler))
 
     def add_sync(
         self, kind: str, meta_type: type[M] | None, handler: Callable[[Request[M]], None]
     ) -> None:
         """Answer this kind with a function that calls ``request.reply``, at once or later."""
-        self._add(kind, Route(msgspec.msgpack.Decoder(meta_type).decode, handler, None))
+        self._add(Route(kind, msgspec.msgpack.Decoder(meta_type).decode, handler, None))
 
-    def _add(self, kind: str, route: Route) -> None:
-        if kind in self.routes:
-            raise ValueError(f"requests of kind {kind!r} have a handler already")
-        if not 1 <= len(kind.encode()) <= 255:
-            raise ValueError(f"the kind of a request has 1 to 255 bytes, {kind!r} does not")
-        self.routes[kind] = route
+    def _add(self, route: Route) -> None:
+        name = route.kind.encode()
+        if not 1 <= len(name) <= 255:
+            raise ValueError(f"the kind of a request has 1 to 255 bytes, {route.kind!r} does not")
+        begin = bytes((len(name),)) + name
+        if begin in self.routes:
+            raise ValueError(f"requests of kind {route.kind!r} have a handler already")
+        self.routes[begin] = route

@@ -147,7 +147,7 @@ class Sharing:
             raise MalformedFrame("a message without a body cannot have shared arrays")
         if message.flags & Flag.SHARED:
             self._received_shared += 1
-            return message._replace(body=self._borrowing.restore(body))
+            return msgspec.structs.replace(message, body=self._borrowing.restore(body))
         if sum(map(len, body.buffers)) >= SHARE_BYTES:
             self._received_copied += 1
         return message

@@ -5,17 +5,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.errors import MalformedFrame
 from rlinf_async.channels.wire.framing import (
     CHUNK_BYTES,
-    MAX_MESSAGE_BYTES,
     Bytes,
     Flag,
-    Frame,
-    FrameReader,
     FrameType,
     check_sizes,
     pack_header,
@@ -38,7 +36,7 @@ Share = Callable[[Encoded], Encoded | Later | None]
 """The body as it travels if its arrays lie in shared memory; None if they cannot."""
 
 
-class Message(NamedTuple):
+class Message(msgspec.Struct, gc=False):
     """What arrived, complete."""
 
     type: int
@@ -165,138 +163,3 @@ def _chunked(
         for start in range(0, len(whole), CHUNK_BYTES):
             chunk = whole[start : start + CHUNK_BYTES]
             yield [pack_header(len(chunk), FrameType.CHUNK, number, lane=lane), chunk]
-
-
-class _Incoming:
-    """A message whose body has not arrived completely. Memory is taken as its bytes arrive."""
-
-    __slots__ = ("_index", "_sizes", "frame", "head", "missing", "parts")
-
-    def __init__(self, frame: Frame, head: bytes, sizes: tuple[int, ...]) -> None:
-        self.frame = frame
-        self.head = head
-        self._sizes = (frame.data, *sizes)
-        self.parts = [bytearray() for _ in self._sizes]
-        self.missing = sum(self._sizes)
-        self._index = 0
-
-    def fill(self, received: memoryview) -> None:
-        """Put the next bytes where they belong."""
-        if len(received) > self.missing:
-            raise MalformedFrame(
-                f"{len(received)} bytes arrived for message {self.frame.number}, of which only "
-                f"{self.missing} were missing"
-            )
-        self.missing -= len(received)
-        while received:
-            part, size = self.parts[self._index], self._sizes[self._index]
-            taken = min(size - len(part), len(received))
-            part += received[:taken]
-            received = received[taken:]
-            if len(part) == size:
-                self._index += 1
-
-    def message(self) -> Message:
-        frame = self.frame
-        body = Encoded(bytes(self.parts[0]), self.parts[1:])
-        return Message(frame.type, frame.number, frame.flags, frame.lane, self.head, body)
-
-
-class MessageReader:
-    """Finds the messages in a stream of bytes. At most one of them is incomplete at any time."""
-
-    def __init__(self, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        self._frames = FrameReader()
-        self._incoming: _Incoming | None = None
-        self._max_message_bytes = max_message_bytes
-
-    def feed(self, received: bytes) -> Iterator[Message]:
-        """The messages that these bytes complete.
-
-        Raises:
-            MalformedFrame: the bytes are not of this protocol.
-        """
-        for frame in self._frames.feed(received):
-            if frame.type == FrameType.CHUNK:
-                message = self._continue(frame)
-            elif frame.flags & _MORE:
-                message = self._begin(frame)
-            else:
-                message = _whole(frame)
-            if message is not None:
-                yield message
-
-    @property
-    def held(self) -> int:
-        """Bytes of an incomplete frame that are held back."""
-        return self._frames.held
-
-    def forget(self, number: int) -> None:
-        """The rest of this request will not come: its sender gave it up."""
-        incoming = self._incoming
-        if (
-            incoming
-            and incoming.frame.type == FrameType.REQUEST
-            and incoming.frame.number == number
-        ):
-            self._incoming = None
-
-    def _begin(self, frame: Frame) -> Message | None:
-        if self._incoming is not None:
-            raise MalformedFrame(
-                f"message {frame.number} begins in parts while {self._incoming.frame.number} is "
-                "incomplete"
-            )
-        sizes, head, rest = _split(frame)
-        total = frame.data + sum(sizes)
-        if total > self._max_message_bytes:
-            raise MalformedFrame(
-                f"a message of {total} bytes, at most {self._max_message_bytes} are allowed"
-            )
-        self._incoming = _Incoming(frame, head, sizes)
-        return self._take(rest)
-
-    def _continue(self, frame: Frame) -> Message | None:
-        if self._incoming is None or self._incoming.frame.number != frame.number:
-            raise MalformedFrame(f"a part of message {frame.number}, which was not begun")
-        return self._take(frame.payload)
-
-    def _take(self, received: memoryview) -> Message | None:
-        incoming = self._incoming
-        if incoming is None:
-            return None
-        incoming.fill(received)
-        if incoming.missing:
-            return None
-        self._incoming = None
-        return incoming.message()
-
-
-def _split(frame: Frame) -> tuple[tuple[int, ...], bytes, memoryview]:
-    """A frame's buffer sizes, its head, and the rest."""
-    payload, start = frame.payload, 8 * frame.tables
-    sizes = struct.unpack_from(f"<{frame.tables}Q", payload) if frame.tables else ()
-    stop = start + frame.head
-    return sizes, bytes(payload[start:stop]), payload[stop:]
-
-
-def _whole(frame: Frame) -> Message:
-    """The message of a frame that holds all of it."""
-    if not frame.flags & _BODY:
-        if len(frame.payload) != frame.head or frame.data or frame.tables:
-            raise MalformedFrame(
-                f"a frame without a body has {len(frame.payload)} bytes, its head {frame.head}"
-            )
-        head = bytes(frame.payload)
-        return Message(frame.type, frame.number, frame.flags, frame.lane, head, None)
-    sizes, head, rest = _split(frame)
-    if len(rest) != frame.data + sum(sizes):
-        raise MalformedFrame(
-            f"a body of {len(rest)} bytes was announced as {frame.data + sum(sizes)}"
-        )
-    buffers, start = [], frame.data
-    for size in sizes:
-        buffers.append(bytearray(rest[start : start + size]))
-        start += size
-    body = Encoded(bytes(rest[: frame.data]), buffers)
-    return Message(frame.type, frame.number, frame.flags, frame.lane, head, body)

@@ -44,7 +44,7 @@ class Live:
     def __init__(self) -> None:
         self.router = Router()
         self.channels = ChannelServer(self.router)
-        self.kinds = sorted(self.router.routes)
+        self.kinds = sorted(route.kind for route in self.router.routes.values())
         self._loop = asyncio.new_event_loop()
         self._folder = TemporaryDirectory(prefix="fuzz-")
         self._server: Server

@@ -23,9 +23,9 @@ from rlinf_async.channels.wire.borrowing import Borrowing
 from rlinf_async.channels.wire.codec import split
 from rlinf_async.channels.wire.failures import UNREADABLE
 from rlinf_async.channels.wire.framing import HEADER, MAX_FRAME_BYTES
+from rlinf_async.channels.wire.incoming import MessageReader
 from rlinf_async.channels.wire.memory_protocol import Announce, decode_notice
 from rlinf_async.channels.wire.slab import PAGE, Slab, make_slab
-from rlinf_async.channels.wire.transfer import MessageReader
 from tests.fuzz.pieces import Pieces
 
 SECRET: Final = bytes(range(32))

@@ -110,7 +110,7 @@ def memory() -> Iterator[bytes]:
 def live() -> Iterator[bytes]:
     router = Router()
     ChannelServer(router)
-    kinds = sorted(router.routes)
+    kinds = sorted(route.kind for route in router.routes.values())
     every = b""
     for number, (kind, rest) in enumerate(METAS, 1):
         which = kinds.index(kind)

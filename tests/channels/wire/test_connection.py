@@ -396,10 +396,10 @@ async def test_a_message_over_the_limit_is_refused_here_and_nothing_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with peers() as two:
-        monkeypatch.setattr("rlinf_async.channels.wire.framing.MAX_MESSAGE_BYTES", 1000)
+        monkeypatch.setattr("rlinf_async.channels.wire.framing.MAX_MESSAGE_BYTES", 300_000)
         before = two.client.sent_bytes
-        with pytest.raises(ItemTooLarge, match="echo: 2000 bytes encoded"):
-            await echo(two.client, "x", Encoded(bytes(2000)))
+        with pytest.raises(ItemTooLarge, match="echo: 400000 bytes encoded"):
+            await echo(two.client, "x", Encoded(bytes(400_000)))
         assert two.client.sent_bytes == before
         assert await echo(two.client, "fine") == "fine"
 

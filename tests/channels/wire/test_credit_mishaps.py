@@ -177,9 +177,9 @@ async def test_whoever_was_told_of_one_error_is_told_of_another_one(
         for _ in range(2):
             await sender.put(b"")
         await until(lambda: lent_here(sender))
-        monkeypatch.setattr("rlinf_async.channels.wire.framing.MAX_MESSAGE_BYTES", 100_000)
+        monkeypatch.setattr("rlinf_async.channels.wire.framing.MAX_MESSAGE_BYTES", 300_000)
         with pytest.raises(ItemTooLarge):
-            await sender.put(bytes(100_001))
+            await sender.put(bytes(300_001))
         await sender.put(b"")
         await cut(connection, owner)
         with pytest.raises(ConnectionLost, match="1 items of this sender were not confirmed"):

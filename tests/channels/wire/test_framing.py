@@ -21,7 +21,8 @@ from rlinf_async.channels.wire.framing import (
     pack_header,
 )
 from rlinf_async.channels.wire.framing import PROTOCOL_VERSION as VERSION
-from rlinf_async.channels.wire.transfer import CONTROL, DATA, Message, MessageReader, outgoing
+from rlinf_async.channels.wire.incoming import MessageReader
+from rlinf_async.channels.wire.transfer import CONTROL, DATA, Message, outgoing
 
 bodies = st.none() | st.builds(
     Encoded, st.binary(max_size=300), st.lists(st.builds(bytearray, st.binary(max_size=300)))

@@ -149,16 +149,16 @@ async def test_a_batch_that_is_too_large_stays_in_the_channel(
 ) -> None:
     channel = Channel(bytes, name="blobs")
     async with remote_pair(channel) as (_, receiver):
-        monkeypatch.setattr("rlinf_async.channels.wire.framing.MAX_MESSAGE_BYTES", 1500)
+        monkeypatch.setattr("rlinf_async.channels.wire.framing.MAX_MESSAGE_BYTES", 300_000)
         for _ in range(2):
-            await channel.sender.put(bytes(1000))
+            await channel.sender.put(bytes(200_000))
         with pytest.raises(ItemTooLarge, match=r"'blobs'.*smaller batch"):
             await receiver.get_batch(weight=2)
         with pytest.raises(ItemTooLarge, match=r"'blobs'.*smaller batch"):
             async with receiver.lease(weight=2):
                 pytest.fail("it was handed out")
         assert channel.statistics().leases_out == 0
-        assert len(await receiver.get()) == 1000
+        assert len(await receiver.get()) == 200_000
 
 
 @pytest.mark.parametrize("turns", range(14))
