@@ -47,9 +47,8 @@ class Exchange:
             self.sent += sum(buckets.bucket_bytes(runs, dtype_of) for runs in outgoing.values())
             _copy(islice(copies, share), old, new)
             for peer, bucket in self._transport.arrivals(now, incoming, dtype_of):
-                if not buckets.is_sound(bucket, now):
+                if not buckets.unpack(bucket, incoming[peer], new, dtype_of, now):
                     self.damaged.append(_damage(peer, now, incoming[peer]))
-                buckets.unpack(bucket, incoming[peer], new, dtype_of)
                 self.received += len(bucket)
         _copy(copies, old, new)
         self._transport.finish()

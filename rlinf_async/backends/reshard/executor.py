@@ -28,10 +28,13 @@ from torch import Tensor
 from rlinf_async.backends.reshard.buckets import DtypeOf
 from rlinf_async.backends.reshard.errors import BucketDamaged, BuffersDiffer
 from rlinf_async.backends.reshard.exchange import Exchange, most_sent, vote
-from rlinf_async.backends.reshard.transports import Collective, Transport, meet
+from rlinf_async.backends.reshard.memory import on_large_pages
+from rlinf_async.backends.reshard.shared_memory import meet
+from rlinf_async.backends.reshard.transports import Collective, Transport
 from rlinf_async.parallel import Buffer, Layout, Plan, RankPlan, Run, in_rounds
 
-DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
+DEFAULT_BUCKET_BYTES = 16 * 1024 * 1024
+"""small enough that a bucket is still in a cache when it is read"""
 DEFAULT_TIMEOUT = timedelta(seconds=120)
 
 
@@ -65,9 +68,7 @@ def allocate(
     ``dtype`` replaces that of the layout (float32 moments of bfloat16 weights).
     """
     return {
-        one.name: (torch.zeros if _is_padded(one) else torch.empty)(
-            one.shape, dtype=dtype or getattr(torch, one.dtype), device=device
-        )
+        one.name: _empty(one, device, dtype or getattr(torch, one.dtype))
         for one in layout.of_rank(rank)
     }
 
@@ -105,10 +106,13 @@ def reshard(
         transport = meet(group, room, timeout)
     transport = transport or Collective(group, device, timeout)
     exchange = Exchange(transport)
-    for mine, state, as_ in parts:
-        exchange.run(mine, state.old, state.new, as_)
-    damage = BucketDamaged("; ".join(exchange.damaged[:4])) if exchange.damaged else None
-    vote(damage, group, device, timeout)
+    try:
+        for mine, state, as_ in parts:
+            exchange.run(mine, state.old, state.new, as_)
+        damage = BucketDamaged("; ".join(exchange.damaged[:4])) if exchange.damaged else None
+        vote(damage, group, device, timeout)
+    finally:
+        transport.close()
     return Report(exchange.sent, exchange.received, exchange.rounds, transport.peak)
 
 
@@ -151,6 +155,11 @@ def _faults(plan: Plan, mine: RankPlan, state: State) -> Iterable[str]:
                 )
             elif not held[one.name].is_contiguous():
                 yield f"rank {mine.rank}: {side} buffer {one.name!r} is not contiguous"
+
+
+def _empty(one: Buffer, device: torch.device, dtype: torch.dtype) -> Tensor:
+    made = on_large_pages(torch.empty(one.shape, dtype=dtype, device=device))
+    return made.zero_() if _is_padded(one) else made
 
 
 def _is_padded(one: Buffer) -> bool:

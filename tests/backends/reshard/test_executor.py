@@ -187,8 +187,8 @@ def damaged(rank: int, shared_memory: bool) -> tuple[str, bool]:
     seal = buckets.seal
     if rank == 1:
 
-        def corrupt(bucket: torch.Tensor, now: int) -> None:
-            seal(bucket, now)
+        def corrupt(bucket: torch.Tensor, checksum: int, now: int) -> None:
+            seal(bucket, checksum, now)
             bucket[len(bucket) // 3] ^= 4
 
         buckets.seal = corrupt
@@ -244,17 +244,24 @@ def dying(rank: int, shared_memory: bool) -> tuple[str, bool]:
     seal = buckets.seal
     if rank == 1:
 
-        def die(bucket: torch.Tensor, now: int) -> None:
+        def die(bucket: torch.Tensor, checksum: int, now: int) -> None:
             if now == 2:
                 os._exit(0)
-            seal(bucket, now)
+            seal(bucket, checksum, now)
 
         buckets.seal = die
     held = filled(old, rank, 0)
     states = [State(held, allocate(new, rank, device=CPU))]
     limit = timedelta(seconds=20)
     said = outcome(
-        lambda: reshard(plan(old, new), states, device=CPU, bucket_bytes=BUCKET // 8, timeout=limit)
+        lambda: reshard(
+            plan(old, new),
+            states,
+            device=CPU,
+            bucket_bytes=BUCKET // 8,
+            shared_memory=shared_memory,
+            timeout=limit,
+        )
     )
     return said, equal(held, filled(old, rank, 0))
 
@@ -267,25 +274,5 @@ def test_a_rank_that_dies_in_the_middle_is_a_clear_error_everywhere(
     assert found[1] is None
     for rank in (0, 2, 3):
         text, untouched = found[rank]
-        assert text.startswith("PeerLost: "), text
+        assert text.startswith("PeerLost: rank 1 " if shared_memory else "PeerLost: "), text
         assert untouched
-
-
-@pytest.mark.parametrize("words", [1, 511, 512, 513, 5000, (1 << 18) + 700])
-def test_one_changed_bit_always_changes_the_checksum(words: int) -> None:
-    numbers = torch.Generator().manual_seed(words)
-    data = torch.randint(0, 255, (words * 8,), dtype=torch.uint8, generator=numbers)
-    sound = buckets.checksum(data).item()
-    for place in torch.randint(0, len(data), (50,), generator=numbers).tolist():
-        for bit in (1, 128):
-            data[place] ^= bit
-            assert buckets.checksum(data).item() != sound
-            data[place] ^= bit
-    assert buckets.checksum(data).item() == sound
-
-
-def test_words_in_another_order_change_the_checksum() -> None:
-    data = torch.randint(0, 255, (8 * 2000,), dtype=torch.uint8)
-    sound = buckets.checksum(data).item()
-    for shift in (8, 8 * 7, 8 * 512, 8 * 1025):
-        assert buckets.checksum(data.roll(shift)).item() != sound

@@ -1,0 +1,163 @@
+"""Buckets in memory that all ranks of one host see.
+
+::
+
+    sender     wait until the slot is read .. pack into it .. PLACE -->
+    receiver                                       <-- DONE .. check, unpack out of it
+
+A rank's memory has two slots, so that it packs a round while peers still read the one before. The
+memory has no name, and neither have the pipes, so a kill leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlinf_async.backends.reshard import buckets
+from rlinf_async.backends.reshard.buckets import DtypeOf
+from rlinf_async.backends.reshard.errors import PeerLost
+from rlinf_async.backends.reshard.signals import DONE, PLACE, Inboxes, Signals
+from rlinf_async.backends.reshard.transports import Runs
+
+SLOTS = 2
+
+
+class SharedMemory:
+    """A `Transport` through memory. Made by `meet`."""
+
+    def __init__(self, signals: Signals, mine: Tensor, peers: Mapping[int, Tensor]) -> None:
+        self._signals = signals
+        self._mine, self._peers = mine, peers
+        self._turn = 0
+        self._reading: list[list[int]] = [[] for _ in range(SLOTS)]
+        """of each slot: who has yet to say that its bucket is read"""
+        self.peak = len(mine)
+
+    def begin(
+        self, now: int, outgoing: Runs, incoming: Runs, old: Mapping[str, Tensor], as_: DtypeOf
+    ) -> None:
+        if not outgoing:
+            return
+        self._turn = (self._turn + 1) % SLOTS
+        self._wait_until_read(self._turn)
+        at = self._turn * (len(self._mine) // SLOTS)
+        for peer, runs in outgoing.items():
+            bucket = self._mine[at : at + buckets.bucket_bytes(runs, as_)]
+            buckets.seal(bucket, buckets.pack(bucket, runs, old, as_), now)
+            self._signals.say(peer, PLACE, at)
+            self._reading[self._turn].append(peer)
+            at += len(bucket)
+
+    def arrivals(self, now: int, incoming: Runs, as_: DtypeOf) -> Iterator[tuple[int, Tensor]]:
+        for peer, runs in incoming.items():
+            at = self._signals.wait(peer, PLACE)
+            yield peer, self._peers[peer][at : at + buckets.bucket_bytes(runs, as_)]
+            self._signals.say(peer, DONE, now)
+
+    def finish(self) -> None:
+        for slot in range(SLOTS):
+            self._wait_until_read(slot)
+
+    def close(self) -> None:
+        self._signals.close()
+
+    def _wait_until_read(self, slot: int) -> None:
+        for peer in self._reading[slot]:
+            self._signals.wait(peer, DONE)
+        self._reading[slot].clear()
+
+
+class _Card(NamedTuple):
+    """What a rank tells the others about itself."""
+
+    host: int
+    process: int
+    memory: int
+    """descriptor"""
+    size: int
+    """bytes"""
+    inboxes: tuple[int, ...]
+
+
+def meet(group: dist.ProcessGroup | None, room: int, timeout: timedelta) -> SharedMemory | None:
+    """Show the ranks of the group one another's memory; None unless all are on one host.
+    Collective.
+
+    ``room`` is what this rank sends in one round at most, in bytes.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    memory = os.memfd_create("reshard")
+    inboxes = Inboxes(rank, ranks)
+    made: SharedMemory | None = None
+    try:
+        size = max(SLOTS * (-(-room // mmap.PAGESIZE) * mmap.PAGESIZE), mmap.PAGESIZE)
+        os.ftruncate(memory, size)
+        mine = torch.tensor([_host(), os.getpid(), memory, size, *inboxes.numbers()])
+        told = (one.tolist() for one in _gathered(mine, ranks, group))
+        cards = [_Card(one[0], one[1], one[2], one[3], tuple(one[4:])) for one in told]
+        peers, writers = _mapped(cards), _opened(inboxes, cards, rank)
+        sees_all = torch.tensor([peers is not None and writers is not None])
+        if not all(bool(one) for one in _gathered(sees_all, ranks, group)):
+            for one in (writers or {}).values():
+                os.close(one)
+        elif peers is not None and writers is not None:
+            own = peers.pop(rank)
+            made = SharedMemory(Signals(inboxes.readers(), writers, timeout), own, peers)
+        return made
+    finally:
+        os.close(memory)
+        if made is None:
+            inboxes.close()
+
+
+def _gathered(mine: Tensor, ranks: int, group: dist.ProcessGroup | None) -> list[Tensor]:
+    found = [torch.empty_like(mine) for _ in range(ranks)]
+    try:
+        dist.all_gather(found, mine, group=group)
+    except RuntimeError as error:
+        raise PeerLost(f"a rank was lost before anything was sent: {error}") from error
+    return found
+
+
+def _host() -> int:
+    """A number that processes share which see each other's memory by process id."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    namespace = Path("/proc/self/ns/pid").stat().st_ino
+    return (int(boot.replace("-", ""), 16) ^ namespace) & ((1 << 62) - 1)
+
+
+def _opened(inboxes: Inboxes, cards: Sequence[_Card], rank: int) -> dict[int, int] | None:
+    if len({card.host for card in cards}) > 1:
+        return None
+    found = {peer: (card.process, card.inboxes) for peer, card in enumerate(cards) if peer != rank}
+    try:
+        return inboxes.open(found)
+    except OSError:
+        return None
+
+
+def _mapped(cards: Sequence[_Card]) -> dict[int, Tensor] | None:
+    if len({card.host for card in cards}) > 1:
+        return None
+    peers: dict[int, Tensor] = {}
+    for rank, card in enumerate(cards):
+        try:
+            opened = os.open(f"/proc/{card.process}/fd/{card.memory}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            # All pages at once: a fault for each would cost more than the copy into it.
+            mapped = mmap.mmap(opened, card.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            peers[rank] = torch.frombuffer(mapped, dtype=torch.uint8)
+        finally:
+            os.close(opened)
+    return peers
