@@ -45,6 +45,7 @@ RLINF_ALL = "items, arrays: RLinf"
 MONARCH_ALL = "calls, arrays: Monarch"
 KEYED = "keyed, 8 to 8: ours"
 MEMORY = "memory, slow consumer: ours"
+CABLES = {"good": "two hosts: ", "bad": "two hosts, 20 ms and 1 % loss: "}
 
 
 def _alone(name: str, queue: str, *requires: str) -> Case:
@@ -122,6 +123,11 @@ BENCH = Bench(
         _two(MP_ARRAYS, "of_multiprocessing.py", "arrays"),
         _two(KEYED, "keyed.py"),
         _two(MEMORY, "memory.py"),
+        *(
+            _two(f"{name}{side}", "hosts.py", what, cable)
+            for cable, name in CABLES.items()
+            for what, side in (("ours", "ours"), ("raw", "raw TCP (limit)"))
+        ),
     ),
     bars=(
         *_alone_bars("asyncio.Queue", 0.8),
@@ -181,5 +187,6 @@ BENCH = Bench(
         "ours in items and arrays: the slower of worker -> driver and driver -> worker",
         "arrays: float32; received, first and last element read, not copied out",
         "memcpy: one thread, between arrays of 2 GiB in all",
+        "two hosts: two network namespaces, each side on a core of its own; the slower direction",
     ),
 )

@@ -84,12 +84,12 @@ def blocking_rate(take: Callable[[], object], *, every: int = 16) -> float:
     return count / seconds
 
 
-async def latencies(call: Callable[[], Awaitable[object]]) -> dict[str, float]:
+async def latencies(call: Callable[[], Awaitable[object]], calls: int = CALLS) -> dict[str, float]:
     """Median and 99th percentile of calls that are made one after the other, in microseconds."""
-    for _ in range(CALLS // 10):
+    for _ in range(calls // 10):
         await call()
     seconds = []
-    for _ in range(CALLS):
+    for _ in range(calls):
         start = time.perf_counter()
         await call()
         seconds.append(time.perf_counter() - start)

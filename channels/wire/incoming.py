@@ -1,7 +1,9 @@
 """The messages in a stream of bytes, found again. Pure: no socket and no clock.
 
 A message that one frame holds, which almost every one is, is read in one step: its header is looked
-at once, and its parts are cut straight out of what arrived. Everything else goes the long way.
+at once, and its parts are cut straight out of what arrived. Everything else goes the long way; but
+a chunk of a large message is not held until it is complete: its bytes go where they belong as they
+arrive.
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ class MessageReader:
         self._rest = bytearray()
         self._needed = _HEADER_BYTES
         self._incoming: _Incoming | None = None
+        self._chunk = 0  # bytes of the last one that have not arrived
         self._max_message_bytes = max_message_bytes
 
     def feed(self, received: bytes) -> Iterator[Message]:
@@ -75,6 +78,12 @@ class MessageReader:
             self._rest.clear()
         start, end = 0, len(received)
         self._needed = _HEADER_BYTES
+        if self._chunk:
+            start = min(self._chunk, end)
+            self._chunk -= start
+            message = self._take(memoryview(received)[:start])
+            if message is not None:
+                yield message
         while end - start >= _HEADER_BYTES:
             length, word, tables, size, data, number = _QUICK.unpack_from(received, start)
             first = start + _HEADER_BYTES
@@ -96,8 +105,10 @@ class MessageReader:
                 continue
             frame = _frame(received, start)
             if stop > end:
-                self._needed = stop - start
-                break
+                if frame.type != _CHUNK:
+                    self._needed = stop - start
+                    break
+                self._chunk, stop = stop - end, end
             start = stop
             message = self._read(frame)
             if message is not None:

@@ -16,6 +16,8 @@ from rlinf_async.bench.results import Sample
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _TAIL = 400
 """characters of a failed command's last words that are shown"""
+SKIPPED = 77
+"""Exit code of a command that cannot run on this machine; its last words say why."""
 _GRACE = 10.0
 """seconds between asking a command to stop and killing it"""
 
@@ -24,8 +26,12 @@ class CaseFailed(Exception):
     """A case's command failed, hung, or printed no measurement."""
 
 
+class CaseSkipped(Exception):
+    """A case cannot run on this machine, and why."""
+
+
 def run_case(case: Case, *, python: str, here: pathlib.Path, repetition: int) -> Sample:
-    """One run of a case; `CaseFailed` says what went wrong."""
+    """One run of a case; `CaseFailed` says what went wrong, `CaseSkipped` what is missing here."""
     with tempfile.TemporaryDirectory(prefix="rlinf-bench-") as scratch:
         out = pathlib.Path(scratch) / "out"
         out.mkdir()
@@ -57,6 +63,8 @@ def _output_of(case: Case, command: list[str], cwd: str) -> str:
             stdout, stderr = process.communicate(timeout=case.timeout)
         except subprocess.TimeoutExpired:
             raise CaseFailed(f"not done after {case.timeout:.0f} s") from None
+    if process.returncode == SKIPPED:
+        raise CaseSkipped((stderr or stdout).strip()[-_TAIL:])
     if process.returncode != 0:
         last_words = (stderr or stdout).strip()[-_TAIL:]
         raise CaseFailed(f"exit code {process.returncode}: {last_words}")

@@ -7,7 +7,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Sequence
 
-from rlinf_async.bench.execute import CaseFailed, run_case
+from rlinf_async.bench.execute import CaseFailed, CaseSkipped, run_case
 from rlinf_async.bench.model import Bench, Case
 from rlinf_async.bench.peers import PeerMissing, PeerStore
 from rlinf_async.bench.results import Absence, Gap, Results
@@ -34,6 +34,8 @@ def measure(
             say(f"{case.name} ({repetition + 1} of {repetitions})")
             try:
                 sample = run_case(case, python=pythons[case.name], here=here, repetition=repetition)
+            except CaseSkipped as skipped:
+                results.drop(case.name, Gap(Absence.SKIPPED, str(skipped)))
             except CaseFailed as error:
                 results.drop(case.name, Gap(Absence.FAILED, str(error)))
             else:

@@ -14,6 +14,8 @@ class Absence(enum.Enum):
     """Its peer was not asked for: its bars are not measured."""
     MISSING = "peer missing"
     """Its peer could not be installed: its bars fell short."""
+    SKIPPED = "skipped"
+    """It cannot run on this machine: its bars are not measured."""
     FAILED = "failed"
     """Its command failed or printed no measurement: its bars fell short."""
 

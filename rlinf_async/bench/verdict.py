@@ -29,7 +29,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 def judge(bar: Bar, results: Results) -> Verdict:
     """The verdict on a bar. A case that should have run and did not makes it fall short."""
     gaps = [(case, results.gaps[case]) for case in bar.cases if case in results.gaps]
-    broken = [(case, gap) for case, gap in gaps if gap.absence is not Absence.NOT_ASKED]
+    harmless = (Absence.NOT_ASKED, Absence.SKIPPED)
+    broken = [(case, gap) for case, gap in gaps if gap.absence not in harmless]
     if broken:
         return _without_value(bar, FELL_SHORT, broken[0])
     if gaps:

@@ -17,6 +17,7 @@ import pytest
 from benchmarks.channels import kit, memory
 from rlinf_async.bench.command import run_bench
 from rlinf_async.bench.discover import BENCHMARKS, bench_named
+from rlinf_async.bench.execute import SKIPPED
 
 
 def test_the_small_message_has_64_bytes() -> None:
@@ -75,6 +76,25 @@ def test_our_cases_run_and_are_held_against_the_raw_socket(
         "round trip, p50 / raw socket echo",
         "round trip, p99 / p50",
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cable", ["good", "bad"])
+@pytest.mark.parametrize("what", ["ours", "raw"])
+def test_two_hosts_are_measured_or_it_is_said_why_not(what: str, cable: str) -> None:
+    root = BENCHMARKS.parent
+    command = [sys.executable, "benchmarks/channels/hosts.py", what, cable]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=90
+    )
+    if done.returncode == SKIPPED:
+        pytest.skip(done.stderr)
+    found = msgspec.json.decode(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert found["p50_us"] > (40_000 if cable == "bad" else 0)
+    assert found["items_per_s"] > 0
+    assert found["gb_per_s_256kb" if cable == "bad" else "gb_per_s_4mb"] > 0
 
 
 @pytest.mark.parametrize("script", sorted((BENCHMARKS / "channels").glob("of_*.py")))

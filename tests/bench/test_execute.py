@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from rlinf_async.bench import Case, Outcome
-from rlinf_async.bench.execute import CaseFailed, pinned, run_case
+from rlinf_async.bench.execute import SKIPPED, CaseFailed, CaseSkipped, pinned, run_case
 from tests.bench.conftest import printing
 
 
@@ -61,6 +61,11 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: pathlib.Path
     with pytest.raises(CaseFailed, match="not done after 1 s"):
         run(dataclasses.replace(printing("stuck", program), timeout=1.0))
     assert not _is_running(int(file.read_text()))
+
+
+def test_a_command_that_cannot_run_on_this_machine_says_why() -> None:
+    with pytest.raises(CaseSkipped, match=r"^no network here$"):
+        run(printing("far", f"import sys; print('no network here'); sys.exit({SKIPPED})"))
 
 
 def test_a_command_that_cannot_be_started_is_named() -> None:

@@ -17,9 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-import pytest
-
-from tests.net.hosts import OWNER, WORKER, Hosts, enter, ip
+from tests.net.hosts import OWNER, WORKER, Hosts, NotAllowed, enter, ip
 
 TUNSETIFF: Final = 0x400454CA
 IFF_TUN, IFF_NO_PI = 0x0001, 0x1000
@@ -71,7 +69,11 @@ def open_tun(namespace: str) -> int:
 
 @contextmanager
 def bad_cable(hosts: Hosts, seconds: float, loss: float, seed: int = 0) -> Iterator[Cable]:
-    """A cable on which every packet takes so many seconds one way, and some are lost."""
+    """A cable on which every packet takes so many seconds one way, and some are lost.
+
+    Raises:
+        NotAllowed: there are no tun devices here.
+    """
     cable = Cable(seconds, loss, seed)
     ends: list[int] = []
 
@@ -86,7 +88,7 @@ def bad_cable(hosts: Hosts, seconds: float, loss: float, seed: int = 0) -> Itera
     thread.start()
     thread.join()
     if failed:
-        pytest.skip(f"tun devices are not allowed here: {failed[0]}")
+        raise NotAllowed(f"tun devices: {failed[0]}")
     for name, here, there in ((hosts.owner, OWNER, WORKER), (hosts.worker, WORKER, OWNER)):
         ip("-n", name, "address", "add", here, "peer", there, "dev", "far")
         ip("-n", name, "link", "set", "far", "up")

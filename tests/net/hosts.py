@@ -1,6 +1,7 @@
 """Two hosts on one machine: network namespaces, and a cable between them.
 
-The cable is a veth pair; for a bad one, with delay and loss, see `badcable`.
+The cable is a veth pair, with delay and loss where the kernel has ``netem``; where it has not, see
+`badcable`.
 """
 
 from __future__ import annotations
@@ -15,25 +16,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-import pytest
-
 ROOT: Final = Path(__file__).parents[2]
 OWNER, WORKER = "10.77.0.1", "10.77.0.2"
 CLONE_NEWNET: Final = 0x40000000
 
 
-def ip(*arguments: str) -> None:
-    """Run ``ip``.
+class NotAllowed(Exception):
+    """Two hosts cannot be made here, and why."""
+
+
+def ip(*arguments: str, program: str = "ip") -> None:
+    """Run ``ip``, or another program of iproute2.
 
     Raises:
-        PermissionError: it refused; the message says why.
+        NotAllowed: it refused; the message says why.
     """
     try:
-        done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise PermissionError("there is no 'ip' (iproute2)") from None
+        raise NotAllowed(f"there is no {program!r} (iproute2)") from None
     if done.returncode:
-        raise PermissionError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+        raise NotAllowed(f"{program} {' '.join(arguments)}: {done.stderr.strip()}")
 
 
 class Hosts:
@@ -45,7 +48,7 @@ class Hosts:
     def run(self, *command: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
         """Run Python in the worker's namespace; it finds that of the owner in its environment."""
         return subprocess.run(
-            ["ip", "netns", "exec", self.worker, sys.executable, *command],
+            python_in(self.worker, *command),
             cwd=ROOT,
             env={**os.environ, "OWNER_NAMESPACE": self.owner, "PYTHONPATH": str(ROOT)},
             capture_output=True,
@@ -55,31 +58,52 @@ class Hosts:
         )
 
 
+def python_in(namespace: str, *arguments: str) -> list[str]:
+    """The command that runs Python there."""
+    return ["ip", "netns", "exec", namespace, sys.executable, *arguments]
+
+
 @contextmanager
 def two_hosts() -> Iterator[Hosts]:
-    """Two hosts that cannot reach each other yet; skips the test where that is not allowed."""
+    """Two hosts that cannot reach each other yet.
+
+    Raises:
+        NotAllowed: they cannot be made here.
+    """
     made = Hosts()
     try:
-        try:
-            for name in (made.owner, made.worker):
-                ip("netns", "add", name)
-                ip("-n", name, "link", "set", "lo", "up")
-        except PermissionError as error:
-            pytest.skip(f"network namespaces are not allowed here: {error}")
+        for name in (made.owner, made.worker):
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
         yield made
     finally:
         for name in (made.owner, made.worker):
-            with contextlib.suppress(PermissionError):
+            with contextlib.suppress(NotAllowed):
                 ip("netns", "delete", name)
 
 
 def good_cable(hosts: Hosts) -> None:
-    """A veth pair."""
+    """A veth pair.
+
+    Raises:
+        NotAllowed: the kernel has none.
+    """
     ip("-n", hosts.owner, "link", "add", "far", "type", "veth", "peer", "name", "far", "netns",
        hosts.worker)  # fmt: skip
     for name, address in ((hosts.owner, OWNER), (hosts.worker, WORKER)):
         ip("-n", name, "address", "add", f"{address}/24", "dev", "far")
         ip("-n", name, "link", "set", "far", "up")
+
+
+def slow_cable(hosts: Hosts, seconds: float, loss: float) -> None:
+    """The veth pair, once it is there: each packet takes so long one way, and some are lost.
+
+    Raises:
+        NotAllowed: the kernel has no ``netem``.
+    """
+    for name in (hosts.owner, hosts.worker):
+        ip("-n", name, "qdisc", "add", "dev", "far", "root", "netem", "delay",
+           f"{seconds * 1000:g}ms", "loss", f"{loss * 100:g}%", program="tc")  # fmt: skip
 
 
 def enter(namespace: str) -> None:

@@ -84,6 +84,15 @@ def test_a_large_message_is_put_together_from_its_chunks(
     assert same(found.body, body)
 
 
+def test_what_arrived_of_a_chunk_goes_to_its_message_at_once() -> None:
+    body = Encoded(b"", [bytearray(b"x" * 2 * CHUNK_BYTES)])
+    stream = b"".join(frames(FrameType.REQUEST, 7, b"head", body))
+    reader = MessageReader()
+    for start in range(0, len(stream), 10_000):
+        list(reader.feed(stream[start : start + 10_000]))
+        assert reader.held < HEADER.size
+
+
 def test_no_frame_is_longer_than_the_limit_and_chunks_are_short() -> None:
     body = Encoded(b"d", [bytearray(10 * CHUNK_BYTES)])
     for frame in frames(FrameType.REQUEST, 1, b"h" * 1000, body):

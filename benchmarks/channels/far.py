@@ -1,0 +1,210 @@
+"""What the two hosts of `hosts` do: one owns channels, or raw sockets; the other measures.
+
+    python -m benchmarks.channels.far  ours | raw  good | bad  owner | worker
+
+Both directions are measured, by whoever receives; the slower one counts. Over
+the bad cable round trips are fewer, and arrays are of 256 KiB, at most two in their channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import uvloop
+
+import rlinf_async as ra
+from benchmarks.channels import kit, ours, raw
+from rlinf_async.channels.wire import (
+    ChannelClient,
+    ChannelServer,
+    EndRef,
+    Request,
+    Router,
+    connect,
+    load_secret,
+    serve,
+)
+from tests.net.hosts import OWNER
+
+PORTS = {"ours": 7000, "echo": 7001, "items": 7002, "stream": 7003}
+CALLS = {"good": kit.CALLS, "bad": 40}
+ELEMENTS = {"good": kit.ARRAYS["4mb"], "bad": 1 << 16}
+"""of the arrays: 4 MiB, and where that would take seconds, 256 KiB"""
+ARRAY_CAPACITY = {"good": kit.ARRAY_CAPACITY, "bad": 2}
+SIZE = {"good": "4mb", "bad": "256kb"}
+
+
+class Wanted(msgspec.Struct):
+    """worker -> owner: what are my ends?"""
+
+
+class Ends(msgspec.Struct):
+    """owner -> worker: these, by name."""
+
+    refs: dict[str, EndRef]
+
+
+def secret() -> bytes:
+    """The one that `hosts` drew for both sides."""
+    found = load_secret()
+    if found is None:
+        raise SystemExit("run hosts.py: it gives both sides a secret")
+    return found
+
+
+class Channels:
+    """All that both sides talk over."""
+
+    def __init__(self, cable: str) -> None:
+        arrays = ARRAY_CAPACITY[cable]
+        self.into = ra.Channel(kit.Item, name="into", capacity=kit.CAPACITY)
+        self.out = ra.Channel(kit.Item, name="out", capacity=kit.CAPACITY)
+        self.pings = ra.Channel(kit.Item, name="pings")
+        self.pongs = ra.Channel(kit.Item, name="pongs")
+        self.blocks_into = ra.Channel(kit.Block, name="blocks into", capacity=arrays)
+        self.blocks_out = ra.Channel(kit.Block, name="blocks out", capacity=arrays)
+        self.found = ra.Channel(dict[str, float], name="found")
+
+    def ends(self, server: ChannelServer) -> dict[str, EndRef]:
+        """The worker's."""
+        senders = (self.into, self.pings, self.blocks_into)
+        receivers = (self.out, self.pongs, self.blocks_out, self.found)
+        every: list[Any] = [channel.sender for channel in senders]
+        every += [channel.receiver for channel in receivers]
+        return {end.channel_name: server.end_ref(end, "worker") for end in every}
+
+
+async def own(cable: str) -> None:
+    """Own the channels, and be the other side of each case, in turn."""
+    router, channels = Router(), Channels(cable)
+    server = ChannelServer(router)
+
+    def ends(request: Request[Wanted]) -> None:
+        request.reply(Ends(channels.ends(server)))
+
+    router.add_sync("ends", Wanted, ends)
+    async with await serve(f"tcp://{OWNER}:{PORTS['ours']}", secret(), router=router, name="owner"):
+        print("ready", flush=True)
+        found = {"items_to_owner": await ours.items_per_s(channels.into.receiver)}
+        await ours.put_items(channels.out.sender)
+        with channels.pongs.sender as pongs:
+            async for ping in channels.pings.receiver:
+                await pongs.put(ping)
+        elements = ELEMENTS[cable]
+        blocks = await ours.blocks_per_s(channels.blocks_into.receiver)
+        found["gb_per_s_to_owner"] = kit.gb_per_s(blocks, elements)
+        await ours.put_blocks(channels.blocks_out.sender, elements)
+        await channels.found.sender.put(found)
+        await asyncio.Event().wait()  # until it is killed
+
+
+async def visit(cable: str) -> dict[str, float]:
+    """Be the worker."""
+    connection = await connect(
+        f"tcp://{OWNER}:{PORTS['ours']}", secret(), name="worker", router=Router()
+    )
+    refs = (await connection.request("ends", Wanted(), reply=Ends))[0].refs
+    client = ChannelClient(connection)
+
+    def end(name: str, item_type: Any) -> Any:
+        return client.end(refs[name], item_type)
+
+    await ours.put_items(end("into", kit.Item))
+    items = await ours.items_per_s(end("out", kit.Item))
+    with end("pings", kit.Item) as pings, end("pongs", kit.Item) as pongs:
+
+        async def there_and_back() -> None:
+            await pings.put(kit.ITEM)
+            await pongs.get()
+
+        measured = await kit.latencies(there_and_back, CALLS[cable])
+    elements = ELEMENTS[cable]
+    await ours.put_blocks(end("blocks into", kit.Block), elements)
+    blocks = await ours.blocks_per_s(end("blocks out", kit.Block))
+    found = await end("found", dict[str, float]).get()
+    connection.close()
+    await connection.wait_closed()
+    from_owner = kit.gb_per_s(blocks, elements)
+    return {
+        "items_per_s": min(items, found["items_to_owner"]),
+        "items_from_owner": items,
+        **measured,
+        f"gb_per_s_{SIZE[cable]}": min(from_owner, found["gb_per_s_to_owner"]),
+        "gb_per_s_from_owner": from_owner,
+        **found,
+    }
+
+
+class Streaming(raw.Writing):
+    """Writes bytes for as long as somebody reads."""
+
+    block = bytes(1 << 18)
+
+    def write(self) -> None:
+        if self.paused or self.transport.is_closing():
+            return
+        self.transport.write(self.block)
+        asyncio.get_running_loop().call_soon(self.write)
+
+
+class Counting(asyncio.Protocol):
+    """Counts bytes."""
+
+    count = 0
+
+    def data_received(self, data: bytes) -> None:
+        self.count += len(data)
+
+
+async def own_raw(cable: str) -> None:
+    """Serve the raw sockets."""
+    loop = asyncio.get_running_loop()
+    for name, protocol in (("echo", raw.Echo), ("items", raw.Writing), ("stream", Streaming)):
+        await loop.create_server(protocol, OWNER, PORTS[name])
+    print("ready", flush=True)
+    await asyncio.Event().wait()  # until it is killed
+
+
+async def visit_raw(cable: str) -> dict[str, float]:
+    """Measure them."""
+    loop = asyncio.get_running_loop()
+    _, asking = await loop.create_connection(raw.Asking, OWNER, PORTS["echo"])
+    question = b"x" * 64
+    measured = await kit.latencies(lambda: asking.ask(question), CALLS[cable])
+
+    counted: list[int] = []
+    reading, _ = await loop.create_connection(
+        lambda: raw.Reading(counted.append), OWNER, PORTS["items"]
+    )
+    measured["items_per_s"] = await per_second(lambda: sum(counted))
+    reading.abort()
+    streaming, stream = await loop.create_connection(Counting, OWNER, PORTS["stream"])
+    measured[f"gb_per_s_{SIZE[cable]}"] = await per_second(lambda: stream.count) / 1e9
+    streaming.abort()
+    return measured
+
+
+async def per_second(count: Callable[[], int]) -> float:
+    """How much more it is after a second."""
+    await asyncio.sleep(kit.WARM_UP)
+    before, start = count(), asyncio.get_running_loop().time()
+    await asyncio.sleep(kit.SECONDS)
+    return (count() - before) / (asyncio.get_running_loop().time() - start)
+
+
+async def main(what: str, cable: str, side: str) -> None:
+    kit.own_core(1 if side == "owner" else 0)
+    owning: Callable[[str], Awaitable[None]] = own if what == "ours" else own_raw
+    visiting = visit if what == "ours" else visit_raw
+    if side == "owner":
+        await owning(cable)
+    else:
+        kit.done(**await visiting(cable))
+
+
+if __name__ == "__main__":
+    uvloop.run(main(*sys.argv[1:]))
