@@ -155,7 +155,7 @@ class MessageReader:
     def _take(self, received: memoryview) -> Message | None:
         incoming = self._incoming
         if incoming is None:
-            return None
+            raise MalformedFrame(f"{len(received)} bytes more than the message that they are for")
         incoming.fill(received)
         if incoming.missing:
             return None

@@ -93,6 +93,16 @@ def test_what_arrived_of_a_chunk_goes_to_its_message_at_once() -> None:
         assert reader.held < HEADER.size
 
 
+@pytest.mark.parametrize("step", [7, 100, 1000, 10 * CHUNK_BYTES])
+def test_a_chunk_with_more_than_its_message_is_refused_wherever_it_is_cut(step: int) -> None:
+    *begun, last = frames(FrameType.REQUEST, 1, b"h", Encoded(b"d" * (CHUNK_BYTES + 90)))
+    stream = b"".join([*begun, struct.pack("<I", 90 + len(b"extra")), last[4:], b"extra"])
+    reader = MessageReader()
+    with pytest.raises(MalformedFrame, match="more than the message|arrived for message"):
+        for start in range(0, len(stream), step):
+            list(reader.feed(stream[start : start + step]))
+
+
 def test_no_frame_is_longer_than_the_limit_and_chunks_are_short() -> None:
     body = Encoded(b"d", [bytearray(10 * CHUNK_BYTES)])
     for frame in frames(FrameType.REQUEST, 1, b"h" * 1000, body):
