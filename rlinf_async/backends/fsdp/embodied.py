@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -24,24 +25,35 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from rlinf_async.algorithms.advantages import AdvantageInputs, compute_advantages
 from rlinf_async.backends.building import building
 from rlinf_async.backends.fsdp import ranks
-from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
+from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, PPOConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.minibatch import FlatBatch
 from rlinf_async.backends.fsdp.ppo_update import ppo_epochs
+from rlinf_async.backends.fsdp.rescale import RescaleReport
 from rlinf_async.backends.policies.base import Policy
 from rlinf_async.backends.policies.moments import batch_moments, discounted_returns
 from rlinf_async.messages.embodied import Floats, Trajectory, stage_key
 from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.parallel import check_batch
 from rlinf_async.weights import pack
 
 
-class _Carry(NamedTuple):
+class _Carry(msgspec.Struct, frozen=True):
     """Discounted returns of the episodes that go on into a stage's next trajectory."""
 
     incarnation: int
     """of the env worker: another life does not go on with these episodes"""
-    running: Floats
-    """``[E]``"""
+    running: list[float]
+    """``[E]``, float32"""
+    version: int
+    """that was trained with the trajectory before: the newest carry of a stage is the right one"""
+
+
+class _Luggage(msgspec.Struct, frozen=True):
+    """What goes along when the number of ranks changes, besides what the manager knows of."""
+
+    version: int
+    carry: dict[str, _Carry]
 
 
 class EmbodiedTrainer:
@@ -56,7 +68,6 @@ class EmbodiedTrainer:
         # Other workers may live in this process: their random numbers stay as they were.
         with building(config.seed):
             self.manager.setup_model_and_optimizer()
-        self._policy = _policy_of(self.manager.model)
         self._generator = torch.Generator().manual_seed(config.seed + rank)
         self._carry: dict[str, _Carry] = {}
         self._version = 0
@@ -65,6 +76,10 @@ class EmbodiedTrainer:
     def version(self) -> int:
         """How many iterations were trained."""
         return self._version
+
+    @property
+    def _policy(self) -> Policy:
+        return _policy_of(self.manager.model)
 
     def train(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
         """Train on one iteration, update the normalisers, count the version up; return metrics.
@@ -79,11 +94,38 @@ class EmbodiedTrainer:
                 "iteration needs at least one, and all of the same length"
             )
         batch = self._flat_batch(ordered)
-        metrics = ppo_epochs(self.manager, batch, self.config.ppo, self._generator)
+        metrics = ppo_epochs(self.manager, batch, self.ppo, self._generator)
         metrics |= _value_fit(batch)
         self._update_normalizers(ordered)
         self._version += 1
         return metrics
+
+    @property
+    def ppo(self) -> PPOConfig:
+        """How a batch is used at the present number of ranks: minibatches of all ranks together
+        stay as large as they are with all launched ones."""
+        return rank_share_of(self.config.ppo, self.manager.groups.launched, self.manager.world_size)
+
+    def rescale(self, world_size: int, *, timeout: float, bucket_bytes: int) -> RescaleReport:
+        """Let the first ``world_size`` ranks train from now on; see `ShardedModelManager.rescale`.
+
+        Raises `StrategyError` for a size that does not divide the minibatches.
+        """
+        rank_share_of(self.config.ppo, self.manager.groups.launched, world_size)
+        luggage = _Luggage(self._version, self._carry)
+        report = self.manager.rescale(
+            world_size,
+            timeout=timeout,
+            bucket_bytes=bucket_bytes,
+            extra=msgspec.msgpack.encode(luggage),
+        )
+        brought = [msgspec.msgpack.decode(one, type=_Luggage) for one in report.extras]
+        self._version = brought[0].version
+        newest = sorted(
+            (carry.version, key, carry) for one in brought for key, carry in one.carry.items()
+        )
+        self._carry = {key: carry for _, key, carry in newest} if report.active else {}
+        return report
 
     def publish(self) -> WeightUpdate:
         """Return weights and normalisers of the present version; empty buckets but on rank 0."""
@@ -157,12 +199,25 @@ class EmbodiedTrainer:
         key = stage_key(one.env_rank, one.stage)
         carry = self._carry.get(key)
         if carry is None or carry.incarnation != one.incarnation:
-            carry = _Carry(one.incarnation, np.zeros(one.reward.shape[1:], np.float32))
+            carry = _Carry(one.incarnation, [0.0] * one.reward.shape[1], self._version)
         ended = one.terminated | one.truncated
         gamma = self.config.advantage.gamma
-        returns, running = discounted_returns(one.reward, ended, carry.running, gamma)
-        self._carry[key] = _Carry(one.incarnation, running)
+        before = np.array(carry.running, np.float32)
+        returns, running = discounted_returns(one.reward, ended, before, gamma)
+        self._carry[key] = _Carry(one.incarnation, running.tolist(), self._version)
         return returns
+
+
+def rank_share_of(config: PPOConfig, configured: int, ranks: int) -> PPOConfig:
+    """Return how each of ``ranks`` ranks uses its batch, as minibatches for ``configured`` ranks
+    say.
+
+    Raises `StrategyError` where they do not divide, with the nearest numbers that do.
+    """
+    whole = config.minibatch_size * configured
+    # A rank's minibatch is whole micro-batches.
+    check_batch(whole // (config.micro_batch_size or 1), ranks)
+    return msgspec.structs.replace(config, minibatch_size=whole // ranks)
 
 
 def _policy_of(model: nn.Module) -> Policy:

@@ -4,7 +4,9 @@
 
     FSDPError
     ├── CheckpointError     a checkpoint could not be written, or does not fit the model
-    └── OffloadedError      the model is asked to compute while it is offloaded
+    ├── OffloadedError      the model is asked to compute while it is offloaded
+    ├── IdleRank            a rank outside the active world size is asked to train
+    └── RescaleError        another number of ranks was refused or failed; all is as it was
 """
 
 from __future__ import annotations
@@ -20,3 +22,14 @@ class CheckpointError(FSDPError):
 
 class OffloadedError(FSDPError):
     """Call `load_param_and_grad` and `load_optimizer` first."""
+
+
+class IdleRank(FSDPError):
+    """It holds no part of the model: only the active ranks train."""
+
+
+class RescaleError(FSDPError):
+    """The message names the stage, the rank, and what failed there; every rank trains on as before.
+
+    A rank that was lost is a `reshard.PeerLost` instead.
+    """

@@ -16,18 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rlinf_async.backends.fsdp import offload, persistence, ranks
 from rlinf_async.backends.fsdp.config import FSDPConfig, ShardingConfig
-from rlinf_async.backends.fsdp.errors import OffloadedError
+from rlinf_async.backends.fsdp.errors import IdleRank, OffloadedError
 from rlinf_async.backends.fsdp.gradients import GradientBuffer
+from rlinf_async.backends.fsdp.groups import Groups
 from rlinf_async.backends.fsdp.optim import LossScaler, lr_factor, parameter_groups
 from rlinf_async.backends.fsdp.pretrained import load_pretrained
+from rlinf_async.backends.fsdp.rescale import Rescale, RescaleReport
 from rlinf_async.backends.fsdp.sharding import clip_gradients, gradient_sync, shard
+from rlinf_async.backends.fsdp.skeleton import skeleton_of
 from rlinf_async.backends.fsdp.state import full_model_state
 from rlinf_async.backends.policies.base import policies
+from rlinf_async.backends.reshard.executor import DEFAULT_BUCKET_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +50,8 @@ class ShardedModelManager:
     optimizer: torch.optim.AdamW
     lr_scheduler: LambdaLR
     grad_scaler: LossScaler
+    skeleton: nn.Module
+    """the model without numbers, where the number of ranks can change; that of an idle rank"""
 
     def __init__(self, cfg: ShardingConfig, world_size: int, rank: int) -> None:
         """Keep the settings; `setup_model_and_optimizer` builds. torch.distributed is up already.
@@ -55,7 +62,13 @@ class ShardedModelManager:
             raise ValueError(f"rank is {rank}; with world_size {world_size} it must lie below that")
         self.cfg = cfg
         self.world_size = world_size
+        """of the active ranks, which share the model: 0 .. world_size - 1"""
         self.rank = rank
+        self.group: dist.ProcessGroup | None = None
+        """of the active ranks; None is torch's default group"""
+        self.groups = Groups(world_size)
+        self.kept: dict[str, dict[str, Tensor]] = {}
+        """other weights (the reference's): this rank's shards, on the CPU, by parameter name"""
         self.device = offload.existing_device(offload.rank_device(cfg.device, world_size, rank))
         self.steps = 0
         """optimizer steps taken"""
@@ -64,6 +77,49 @@ class ShardedModelManager:
         self.param_offloaded = False
         self.optimizer_offloaded = False
         self._buffers: dict[str, GradientBuffer] = {}
+
+    @property
+    def active(self) -> bool:
+        """This rank holds a part of the model, and trains."""
+        return self.rank < self.world_size
+
+    def check_active(self, doing: str) -> None:
+        """Raise `IdleRank` on a rank that is not active."""
+        if not self.active:
+            raise IdleRank(
+                f"{doing} on rank {self.rank}, which is idle: {self.world_size} of "
+                f"{self.groups.launched} ranks are active"
+            )
+
+    def rescale(
+        self,
+        world_size: int,
+        *,
+        timeout: float = 120.0,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        extra: bytes = b"",
+    ) -> RescaleReport:
+        """Let the first ``world_size`` of the launched ranks train from now on.
+
+        Weights, moments, learning rate, loss scaler and counters go on as they are. Called by all
+        launched ranks, between two optimizer steps; ``extra`` of the old active ranks comes to all
+        of them in the report. The others are idle then and hold no memory of the model.
+
+        Raises `ValueError` for a size that was not launched, `RescaleError` when a rank failed, and
+        `reshard.PeerLost` when one died or needed more than ``timeout`` seconds. Whatever it is,
+        every rank that lives is as it was.
+        """
+        launched = self.groups.launched
+        if not 1 <= world_size <= launched:
+            raise ValueError(
+                f"world_size is {world_size}; {launched} ranks were launched, so it must lie "
+                f"between 1 and {launched}"
+            )
+        if launched == 1:
+            return RescaleReport(1, 1, True, 0.0, 0, 0, 0, (extra,))
+        return Rescale(
+            self, world_size, timeout=timeout, bucket_bytes=bucket_bytes, extra=extra
+        ).run()
 
     def model_provider_func(self) -> nn.Module:
         """Return a new model, on the CPU."""
@@ -76,6 +132,8 @@ class ShardedModelManager:
         """
         module = self.model_provider_func().to(self.device)
         ranks.broadcast_module(module, self.world_size)
+        if self.world_size > 1 and self.cfg.strategy == "fsdp2":
+            self.skeleton = skeleton_of(module)
         self._value_names: set[str] = getattr(module, "value_parameter_names", set)()
         self.model = shard(module, self.cfg.strategy, self.world_size, self.device)
         self.optimizer = self.build_optimizer(self.model, self.cfg.critic_warmup_steps > 0)
@@ -137,6 +195,17 @@ class ShardedModelManager:
                 buffer = self._buffers[group["name"]] = GradientBuffer(group["params"])
             buffer.attach()
 
+    def has_gradients(self) -> bool:
+        """Whether gradients were added up since they were zeroed."""
+        if self.world_size > 1:
+            return any(parameter.grad is not None for parameter in self.model.parameters())
+        return any(bool(buffer.flat.any()) for buffer in self._buffers.values())
+
+    def drop_gradients(self) -> None:
+        """Give the gradients' memory back; `zero_grad` before the next backward pass."""
+        self._buffers.clear()
+        self.optimizer.zero_grad(set_to_none=True)
+
     def optimizer_step(self, gradient_factor: float = 1.0) -> tuple[float, list[float]]:
         """Unscale, clip, step, schedule, and zero the gradients. Collective.
 
@@ -147,6 +216,7 @@ class ShardedModelManager:
         with. A norm that is not finite skips the step, logs a warning and counts in
         ``skipped_steps``. Raises `OffloadedError` while offloaded.
         """
+        self.check_active("optimizer_step()")
         if self.param_offloaded or self.optimizer_offloaded:
             raise OffloadedError(
                 "optimizer_step() while model or optimizer is offloaded: call "
@@ -223,10 +293,12 @@ class ShardedModelManager:
                 group["frozen"] = False
 
     def get_model_state_dict(self, everywhere: bool = False) -> dict[str, Tensor]:
-        """Return the full state dict, on rank 0 or ``everywhere``, else ``{}``. Collective.
+        """Return the full state dict, on rank 0 or on all active ones, else ``{}``. Collective.
 
         The tensors may be the live ones: copy what must not change (`weights.pack` copies).
         """
+        if not self.active:
+            return {}
         state = full_model_state(self.model)
         return state if everywhere or self.rank == 0 else {}
 
@@ -281,7 +353,8 @@ class ShardedModelManager:
         `load_checkpoint`. The folder appears when it is complete. Raises the `OSError` of this
         rank, or `CheckpointError` naming the rank that failed; then the folder before is kept.
         """
-        persistence.save(self, Path(path), extra or {})
+        if self.active:
+            persistence.save(self, Path(path), extra or {})
 
     def load_checkpoint(
         self, path: str | Path, *, restore_rng: bool = False
@@ -293,6 +366,7 @@ class ShardedModelManager:
         that draws from them (dropout), alone in its process. Raises `CheckpointError` when the
         folder is damaged or of another model.
         """
+        self.check_active("load_checkpoint()")
         return persistence.load(self, Path(path), restore_rng=restore_rng)
 
 

@@ -25,6 +25,9 @@ class Rank(Protocol):
 
     rank: int
     world_size: int
+    """of the active ranks"""
+    group: dist.ProcessGroup | None
+    """theirs; None is torch's default group"""
     device: torch.device
 
 
@@ -41,8 +44,22 @@ def all_gather(member: Rank, tensor: Tensor) -> list[Tensor]:
         return [tensor]
     local = tensor.to(member.device).contiguous()
     gathered = [torch.empty_like(local) for _ in range(member.world_size)]
-    dist.all_gather(gathered, local)
+    dist.all_gather(gathered, local, group=member.group)
     return [one.to(tensor.device) for one in gathered]
+
+
+def all_reduce(
+    member: Rank, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """Replace the tensor, on the member's device, by the sum (or so) over all ranks."""
+    if member.world_size > 1:
+        dist.all_reduce(tensor, operation, group=member.group)
+
+
+def wait_for_all(member: Rank) -> None:
+    """Return when every rank is here."""
+    if member.world_size > 1:
+        dist.barrier(member.group)
 
 
 def merged_moments(member: Rank, moments: Moments) -> Moments:

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -22,15 +23,19 @@ def shard(
     strategy: Literal["fsdp1", "fsdp2"],
     world_size: int,
     device: torch.device,
+    group: dist.ProcessGroup | None = None,
 ) -> nn.Module:
-    """Return the model, sharded over ``world_size`` ranks of the default process group.
+    """Return the model, sharded over the ``world_size`` ranks of a group (torch's default one).
 
     Every block of a transformer (the longest ModuleList) is a unit of its own, so that no more than
     two blocks are whole at a time.
     """
     if world_size == 1:
         return model
-    mesh = init_device_mesh(device.type, (world_size,))
+    if group is None:
+        mesh = init_device_mesh(device.type, (world_size,))
+    else:
+        mesh = DeviceMesh.from_group(group, device.type)
     if strategy == "fsdp1":
         return FullyShardedDataParallel(
             model, use_orig_params=True, device_mesh=mesh, device_id=device

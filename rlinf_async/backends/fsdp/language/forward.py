@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.language.manager import LanguageModelManager
 from rlinf_async.backends.fsdp.language.packing import (
     Packed,
@@ -26,10 +27,8 @@ from rlinf_async.messages.language import TrainingSample
 
 def largest(manager: LanguageModelManager, count: int) -> int:
     """Return the largest count of all ranks. Collective."""
-    if manager.world_size == 1:
-        return count
     found = torch.tensor([count], device=manager.device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
+    ranks.all_reduce(manager, found, dist.ReduceOp.MAX)
     return int(found)
 
 

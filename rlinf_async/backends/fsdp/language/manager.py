@@ -58,7 +58,8 @@ class LanguageModelManager(ShardedModelManager):
         return inner
 
     def check_loaded(self, doing: str) -> None:
-        """Raise `OffloadedError` while the weights are offloaded."""
+        """Raise `OffloadedError` while the weights are offloaded, `IdleRank` where none are."""
+        self.check_active(doing)
         if self.param_offloaded:
             raise OffloadedError(f"{doing} while the model is offloaded: call onload() first")
 

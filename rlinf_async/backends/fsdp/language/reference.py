@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from rlinf_async.backends.fsdp.manager import ShardedModelManager
 from rlinf_async.backends.fsdp.sharding import local_shard
+
+REFERENCE = "reference"
 
 
 class KeptWeights:
-    """A copy of a model's weights as they are now, this rank's part of them."""
+    """A copy of a model's weights as they are now, this rank's part of them.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._kept = [local_shard(one).detach().cpu().clone() for one in model.parameters()]
+    The manager keeps it, so that it goes along when the number of ranks changes.
+    """
+
+    def __init__(self, manager: ShardedModelManager) -> None:
+        self._manager = manager
+        manager.kept[REFERENCE] = _copies(self._live())
 
     @contextmanager
-    def in_place_of(self, model: nn.Module) -> Iterator[None]:
+    def in_place(self) -> Iterator[None]:
         """The model has the kept weights while the block runs, and its own again after it."""
-        live = [local_shard(one).detach() for one in model.parameters()]
-        own = [one.cpu().clone() for one in live]
-        _copy(self._kept, live)
+        live = self._live()
+        own = _copies(live)
+        _copy(self._manager.kept[REFERENCE], live)
         try:
             yield
         finally:
             _copy(own, live)
 
+    def _live(self) -> dict[str, Tensor]:
+        parameters = self._manager.model.named_parameters()
+        return {name: local_shard(one).detach() for name, one in parameters}
 
-def _copy(source: list[Tensor], target: list[Tensor]) -> None:
+
+def _copies(shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: one.cpu().clone() for name, one in shards.items()}
+
+
+def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
-        for one, other in zip(source, target, strict=True):
-            other.copy_(one)
+        for name, one in target.items():
+            one.copy_(source[name])

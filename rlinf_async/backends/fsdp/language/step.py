@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlinf_async.backends.base import TrainingDiverged
+from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.language.manager import LanguageModelManager
 from rlinf_async.backends.language import MicroBatch
 
@@ -71,7 +71,7 @@ class _Totals:
         names = sorted(self.sums)
         counts = torch.tensor([self.units, self.tokens], dtype=torch.float64, device=manager.device)
         row = torch.cat([counts, torch.stack([self.sums[name] for name in names])])
-        dist.all_reduce(row)
+        ranks.all_reduce(manager, row)
         self.units, self.tokens = row[:2].tolist()
         self.sums = dict(zip(names, row[2:], strict=True))
 

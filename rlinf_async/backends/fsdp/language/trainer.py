@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from rlinf_async.algorithms.language.advantages import (
 from rlinf_async.algorithms.language.aggregation import share_of
 from rlinf_async.algorithms.language.config import LanguageLossConfig
 from rlinf_async.algorithms.language.losses import TokenLossInputs, token_loss
+from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.errors import FSDPError
 from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.forward import largest, token_answers
@@ -35,6 +36,7 @@ from rlinf_async.backends.fsdp.language.publishing import (
 from rlinf_async.backends.fsdp.language.reference import KeptWeights
 from rlinf_async.backends.fsdp.language.step import NothingToDo, Part, optimizer_step
 from rlinf_async.backends.fsdp.manager import DTYPES
+from rlinf_async.backends.fsdp.rescale import RescaleReport
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
@@ -77,7 +79,7 @@ class LanguageTrainerBase:
         moments = advantage_moments(samples)
         if self.manager.world_size > 1:
             row = torch.tensor(moments, dtype=torch.float64, device=self.manager.device)
-            dist.all_reduce(row)
+            ranks.all_reduce(self.manager, row)
             moments = AdvantageMoments(*row.tolist())
         return whitened(samples, moments)
 
@@ -95,6 +97,20 @@ class LanguageTrainerBase:
     def end_iteration(self) -> None:
         """Count the version up."""
         self._version += 1
+
+    def rescale(self, world_size: int, *, timeout: float, bucket_bytes: int) -> RescaleReport:
+        """Let the first ``world_size`` ranks train from now on; see `ShardedModelManager.rescale`.
+
+        Reference weights go along. Collective over all launched ranks.
+        """
+        report = self.manager.rescale(
+            world_size,
+            timeout=timeout,
+            bucket_bytes=bucket_bytes,
+            extra=msgspec.msgpack.encode(self._version),
+        )
+        self._version = msgspec.msgpack.decode(report.extras[0], type=int)
+        return report
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Move optimizer state and weights to the CPU, and drop the gradients."""
@@ -143,7 +159,7 @@ class PolicyTrainer(LanguageTrainerBase):
 
     def __init__(self, config: LanguageTrainerConfig, world_size: int, rank: int) -> None:
         super().__init__(config, world_size, rank)
-        self._reference = KeptWeights(self.manager.model) if config.reference else None
+        self._reference = KeptWeights(self.manager) if config.reference else None
 
     def supervised_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
         """Make one optimizer step on the cross-entropy of the responses. Collective."""
@@ -243,7 +259,7 @@ class PolicyTrainer(LanguageTrainerBase):
                 "reference = true in the trainer's configuration"
             )
         self.manager.check_loaded("reference log-probs")
-        with self._reference.in_place_of(self.manager.model):
+        with self._reference.in_place():
             return token_answers(self.manager, samples, limit, answer)
 
     def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
@@ -253,7 +269,7 @@ class PolicyTrainer(LanguageTrainerBase):
     def publish(self) -> WeightUpdate:
         """Return the weights of the present version; no buckets but on rank 0. Collective."""
         dtype = DTYPES[self.config.publish_precision]
-        state = hugging_face_state(self.manager, dtype)
+        state = hugging_face_state(self.manager, dtype) if self.manager.active else {}
         return pack(state, self._version, self.config.bucket_bytes)
 
     def load(self, update: WeightUpdate) -> None:
@@ -263,11 +279,12 @@ class PolicyTrainer(LanguageTrainerBase):
 
     def save_pretrained(self, folder: Path) -> None:
         """Write config and weights as Hugging Face does, from rank 0. Collective."""
+        if not self.manager.active:
+            return
         state = hugging_face_state(self.manager)
         if self.manager.rank == 0:
             cast(Any, self.manager.language).save_pretrained(folder, state_dict=state)
-        if self.manager.world_size > 1:
-            dist.barrier()
+        ranks.wait_for_all(self.manager)
 
 
 def token_weights(

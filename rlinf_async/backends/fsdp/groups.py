@@ -1,0 +1,76 @@
+"""The process groups of one rank: of all that were launched, and of the first n that are active.
+
+Every rank makes every group, at the same place of the program, also those it is not in: torch
+counts them. They are kept, because making one costs connections.
+
+The group in which state travels is none of those in which the model computes. A rank that was
+waited for in vain breaks the connections of the group in which that happened: training must not
+depend on it.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+TRAINING_LIMIT = timedelta(minutes=5)
+"""of one collective of the model"""
+
+
+class Groups:
+    """Groups of the first n of ``launched`` ranks. None stands for torch's default group."""
+
+    def __init__(self, launched: int) -> None:
+        self.launched = launched
+        self._active: dict[int, dist.ProcessGroup | None] = {1: None, launched: None}
+        self._transfer: dist.ProcessGroup | None = None
+        self._limit = timedelta(0)
+
+    def prepare(self, size: int, limit: timedelta) -> None:
+        """Make what a move to ``size`` ranks needs, if it is not there. Collective.
+
+        Raises the `RuntimeError` of torch when a rank cannot be reached; call `forget` then, on all
+        ranks.
+        """
+        failed: RuntimeError | None = None
+        if size not in self._active:
+            self._active[size], failed = _made(list(range(size)), TRAINING_LIMIT)
+        if self._transfer is None or self._limit != limit:
+            self.forget()
+            self._transfer, second = _made(list(range(self.launched)), limit)
+            self._limit, failed = limit, failed or second
+        if failed is not None:
+            self._active.pop(size)
+            raise failed
+
+    def active(self, size: int) -> dist.ProcessGroup | None:
+        """Return the group of the first ``size`` ranks, which was prepared."""
+        return self._active[size]
+
+    @property
+    def transfer(self) -> dist.ProcessGroup | None:
+        """The group of all launched ranks in which state travels."""
+        return self._transfer
+
+    def forget(self, size: int | None = None) -> None:
+        """Make the transfer's group anew next time, for it may be broken; and that of a size."""
+        broken = [self._transfer]
+        self._transfer = None
+        if size not in (None, 1, self.launched):
+            broken.append(self._active.pop(size, None))
+        for group in broken:
+            if isinstance(
+                group, dist.ProcessGroup
+            ):  # not a number, as where this rank is not in it
+                dist.destroy_process_group(group)
+
+
+def _made(
+    ranks: list[int], limit: timedelta
+) -> tuple[dist.ProcessGroup | None, RuntimeError | None]:
+    # A failure is kept for later: all ranks have to ask for the same number of groups.
+    try:
+        return dist.new_group(ranks, timeout=limit), None
+    except RuntimeError as error:
+        return None, error
