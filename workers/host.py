@@ -50,12 +50,11 @@ Ended = Callable[[Any, BaseException | None], None]
 class Invocation:
     """A call that runs."""
 
-    __slots__ = ("_ended", "_task", "arguments", "cancelled", "error", "method", "value")
+    __slots__ = ("_ended", "_task", "arguments", "cancelled", "error", "method")
 
     def __init__(self, method: str, arguments: dict[str, Any], ended: Ended) -> None:
         self.method = method
         self.arguments = arguments
-        self.value: Any = None
         self.error: BaseException | None = None
         self.cancelled = False
         """its caller does not want it any more"""
@@ -72,12 +71,16 @@ class Invocation:
         if self._task is not None:
             self._task.cancel()
 
+    def returned(self, value: Any) -> None:
+        """Its method has returned. Nothing but the end of its task is left, nobody waits for it."""
+        self._ended(value, None)
+
     def over(self, task: asyncio.Task[None]) -> None:
-        """Nothing of it runs any more, or ever did."""
+        """Nothing of it runs any more, or ever did, and it has not returned."""
         if self.cancelled or task.cancelled():
             self._ended(None, asyncio.CancelledError())
         else:
-            self._ended(self.value, self.error)
+            self._ended(None, self.error)
 
 
 class WorkerHost:
@@ -137,7 +140,7 @@ class WorkerHost:
         label = self._labels.get(method)
         if label is None:
             label = self._labels[method] = f"{self.info.name}.{method}"
-        task = asyncio.create_task(self._run(invocation, label), name=label)
+        task = asyncio.get_running_loop().create_task(self._run(invocation, label), name=label)
         invocation.runs_in(task)
         self.calls[task] = invocation
         task.add_done_callback(self._forget)
@@ -172,9 +175,7 @@ class WorkerHost:
     async def _run(self, invocation: Invocation, label: str) -> None:
         current_party.set(label)
         try:
-            invocation.value = await getattr(self._worker, invocation.method)(
-                **invocation.arguments
-            )
+            value = await getattr(self._worker, invocation.method)(**invocation.arguments)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -184,6 +185,11 @@ class WorkerHost:
             self._fail(invocation, inside)
         except Exception as error:
             self._fail(invocation, error)
+        else:
+            task = asyncio.current_task()
+            if task is not None and not invocation.cancelled:
+                del self.calls[task]
+                invocation.returned(value)
 
     def _fail(self, invocation: Invocation, error: Exception) -> None:
         failure = self.wrap(error, invocation.method)
@@ -192,7 +198,9 @@ class WorkerHost:
         invocation.error = failure
 
     def _forget(self, task: asyncio.Task[None]) -> None:
-        self.calls.pop(task).over(task)
+        invocation = self.calls.pop(task, None)
+        if invocation is not None:
+            invocation.over(task)
 
     def wrap(self, error: BaseException, method: str) -> WorkerError:
         """The error as one of this worker's."""

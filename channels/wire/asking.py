@@ -71,10 +71,9 @@ class Asking:
         self._pending: dict[int, Waiting] = {}
         self._taken: list[int] = []
 
-    def ask(self, waiting: Waiting, kind: str, meta: Any, body: Encoded | None, lane: int) -> int:
+    def ask(self, waiting: Waiting, kind: str, head: bytes, body: Encoded | None, lane: int) -> int:
         """Send a request whose answer this one gets; the request's number."""
         self._last = number = self._last + 1
-        head = head_of(kind, meta)
         self._outbox.send(_REQUEST, number, head, body, lane, what=kind)
         self._pending[number] = waiting
         return number

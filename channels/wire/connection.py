@@ -164,7 +164,8 @@ class Connection(Streams):
         future: asyncio.Future[Message] = (
             WaitFuture(loop=self._loop) if on_channel else self._loop.create_future()
         )
-        number = self._asking.ask(future, kind, meta, body, CONTROL if control else DATA)
+        head = head_of(kind, meta)
+        number = self._asking.ask(future, kind, head, body, CONTROL if control else DATA)
         try:
             message = await future
         except (asyncio.CancelledError, GeneratorExit):
@@ -177,13 +178,15 @@ class Connection(Streams):
             raise self._malformed(f"the answer to {kind!r}: {error}") from error
         return Answer(found, message, self._asking)
 
-    def post(self, waiting: Waiting, kind: str, meta: Any, body: Encoded | None = None) -> int:
+    def post(self, waiting: Waiting, kind: str, head: bytes, body: Encoded | None = None) -> int:
         """As `ask`, for one who is told the answer as soon as it arrives; the request's number.
+        ``head`` is what `head_of` makes of its kind and its arguments.
 
         An answer that cannot be read is told as such, and raised on: the connection ends by it.
         """
-        self._check_open()
-        return self._asking.ask(waiting, kind, meta, body, DATA)
+        if self.closed:
+            raise self._lost()
+        return self._asking.ask(waiting, kind, head, body, DATA)
 
     def give_up(self, number: int) -> None:
         """The answer to this `post` is wanted no more; the peer's handler is cancelled."""

@@ -29,6 +29,7 @@ from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
 from rlinf_async.channels.saying import say
 from rlinf_async.channels.waitfor import WaitFuture, current_party
+from rlinf_async.channels.wire.asking import head_of
 from rlinf_async.channels.wire.codec import split
 from rlinf_async.channels.wire.protocol import Back, Get, More, Taken, Took, Wanted
 from rlinf_async.channels.wire.transfer import Message
@@ -281,7 +282,7 @@ class Windows:
 
     def ask(self, kind: str, meta: Any, pending: Any) -> int:
         """Ask the owner; the request's number."""
-        return self.connection.post(pending, kind, meta)
+        return self.connection.post(pending, kind, head_of(kind, meta))
 
     def give_up(self, number: int) -> None:
         """Nobody wants this answer."""

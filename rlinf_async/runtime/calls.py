@@ -84,14 +84,15 @@ class GroupCall(Generic[R]):
     def __await__(self) -> Generator[Any, None, R]:
         if not self._done:
             mine = WorkFuture()  # one for each: being cancelled here must not end the others' wait
-            self._waiters = (*self._waiters, mine)
+            self._waiters = (*self._waiters, mine) if self._waiters else (mine,)
             try:
                 yield from mine
             except asyncio.CancelledError:
                 self.cancel()
                 raise
             finally:
-                self._waiters = tuple(one for one in self._waiters if one is not mine)
+                if not self._done:
+                    self._waiters = tuple(one for one in self._waiters if one is not mine)
         return self._outcome()
 
     async def finished(self, within: float) -> None:
@@ -143,16 +144,21 @@ class GroupCall(Generic[R]):
 
     def _settle(self) -> None:
         self._done = True
-        self._error = _first_error(self.failures) if self.failures else None
-        if self._error is None:
-            self._cancelled = self._cancelled or any(part.cancelled for part in self._parts)
-            if self._single:
-                self._value = self._parts[0].value
-            else:
-                self._value = [part.value for part in self._parts]
-        self._parts = ()
+        parts, self._parts = self._parts, ()
+        if self.failures:
+            self._error = _first_error(self.failures)
+        elif self._single:
+            self._cancelled = self._cancelled or parts[0].cancelled
+            self._value = parts[0].value
+        else:
+            self._cancelled = self._cancelled or any(part.cancelled for part in parts)
+            self._value = [part.value for part in parts]
         self._on_end(self)
-        for waiter in (*self._waiters, *self._enders):
+        waiters, self._waiters = self._waiters, ()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        for waiter in self._enders:
             if not waiter.done():
                 waiter.set_result(None)
 
@@ -238,7 +244,7 @@ class Part:
             asyncio.get_running_loop().call_soon(self._ended, None, error)
 
     def _ended(self, value: Any, error: BaseException | None) -> None:
-        if not isinstance(error, WorkerDied) or self._supervisor.stopping:
+        if error is None or not isinstance(error, WorkerDied) or self._supervisor.stopping:
             self._end(value, error)
         elif self.cancelled:
             self._end(None, asyncio.CancelledError())

@@ -28,9 +28,14 @@ from rlinf_async.channels.wire import (
 from rlinf_async.channels.wire.protocol import Nothing
 from rlinf_async.observe.trace import SpanRecorder
 from rlinf_async.runtime.backend import Activity, WorkerSpec
-from rlinf_async.runtime.codecs import arguments_codec, encode_result, encode_spans
+from rlinf_async.runtime.codecs import (
+    ArgumentsCodec,
+    arguments_codec,
+    encode_result,
+    encode_spans,
+)
 from rlinf_async.runtime.loop import run
-from rlinf_async.runtime.protocol import Call, Outcome
+from rlinf_async.runtime.protocol import CALL, Call, Outcome
 from rlinf_async.runtime.stall import all_blocked, current_is_internal, internal
 from rlinf_async.workers.errors import WorkerError
 from rlinf_async.workers.host import WorkerHost
@@ -114,6 +119,7 @@ class Child:
         self._stopped = asyncio.Event()
         self._told = False
         self._flushing: set[asyncio.Task[None]] = set()
+        self._codecs: dict[tuple[str, tuple[str, ...]], ArgumentsCodec] = {}
 
     async def serve(self) -> bool:
         """Connect, answer, and return once told to stop (True) or cut off (False)."""
@@ -137,7 +143,7 @@ class Child:
     def _router(self) -> Router:
         router = Router()
         router.add("worker.start", Nothing, self._start)
-        router.add_sync("worker.call", Call, self._call)
+        router.add_sync(CALL, Call, self._call)
         router.add("worker.activity", Nothing, self._activity)
         router.add("worker.spans", Nothing, self._spans)
         router.add("worker.stop", Nothing, self._stop)
@@ -154,13 +160,12 @@ class Child:
 
     def _call(self, request: Request[Call]) -> None:
         call, body, request.body = request.meta, request.body, None
-        cls = self._boot.spec.cls
         client = ChannelClient(request.connection)
         try:
-            method = method_of(cls, getattr(cls, call.method))
-            arguments = arguments_codec(method, call.names).decode(body, client.end)
+            codec = self._codecs.get((call.method, call.names)) or self._codec(call)
+            arguments = codec.decode(body, client.end)
             running = self._host.begin(
-                method.name, arguments, partial(self._returned, request, method, client)
+                call.method, arguments, partial(self._returned, request, codec.method, client)
             )
         except WorkerError as error:
             request.reply(Outcome(error.failure))
@@ -168,6 +173,13 @@ class Child:
             request.reply(Outcome(self._host.wrap(error, call.method).failure))
         else:
             request.abandon = running.cancel
+
+    def _codec(self, call: Call) -> ArgumentsCodec:
+        """That of this method, for every call of it that is to come."""
+        cls = self._boot.spec.cls
+        method = method_of(cls, getattr(cls, call.method))
+        found = self._codecs[call.method, call.names] = arguments_codec(method, call.names)
+        return found
 
     def _returned(
         self,
@@ -177,10 +189,11 @@ class Child:
         value: Any,
         error: BaseException | None,
     ) -> None:
-        if isinstance(error, asyncio.CancelledError):
-            request.fail(ChannelError(f"{method.label} was cancelled"))
-        elif isinstance(error, WorkerError):
-            request.reply(Outcome(error.failure))
+        if error is not None:
+            if isinstance(error, WorkerError):
+                request.reply(Outcome(error.failure))
+            else:
+                request.fail(ChannelError(f"{method.label} was cancelled"))
         elif client.has_senders:
             flushing = internal(asyncio.create_task(self._flush(request, method, client, value)))
             self._flushing.add(flushing)

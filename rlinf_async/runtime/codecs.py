@@ -14,17 +14,21 @@ from rlinf_async.channels.wire import (
     EndRef,
     encode,
 )
+from rlinf_async.channels.wire.asking import head_of
 from rlinf_async.channels.wire.codec import DecodeEnd
 from rlinf_async.observe.trace import Span
+from rlinf_async.runtime.protocol import CALL, Call
 from rlinf_async.workers.errors import BuildError
 from rlinf_async.workers.methods import Method
 
 
 class ArgumentsCodec:
-    """The arguments of one method, given under these names. For one thread."""
+    """The arguments of one method, given under these names, and its result. For one thread."""
 
     def __init__(self, method: Method, names: tuple[str, ...]) -> None:
-        self._method = method
+        self.method = method
+        self.head = head_of(CALL, Call(method.name, names))
+        """of a call of this method with these arguments"""
         self._names = names
         types: Any = tuple[tuple(method.types[name] for name in names)]  # type: ignore[misc]
         self._encoder = Encoder(self._lend)
@@ -37,6 +41,12 @@ class ArgumentsCodec:
             raise BuildError(
                 f"{method.label} cannot be called in another process: {error}"
             ) from error
+        try:
+            self._result = Decoder(method.returns)
+        except TypeError as error:
+            raise BuildError(
+                f"{method.label} cannot be called in another process: what it returns: {error}"
+            ) from error
 
     def encode(self, arguments: dict[str, Any], server: ChannelServer, lent: list[int]) -> Encoded:
         """The arguments. Channel ends among them are lent; their numbers are added to ``lent``."""
@@ -44,20 +54,26 @@ class ArgumentsCodec:
         try:
             return self._encoder.encode(tuple(arguments.values()))
         except TypeError as error:
-            raise BuildError(f"an argument of {self._method.label}: {error}") from error
+            raise BuildError(f"an argument of {self.method.label}: {error}") from error
         finally:
             self._server, self._lent = None, []
 
     def decode(self, body: Encoded | None, ends: DecodeEnd) -> dict[str, Any]:
         """The arguments; channel ends are made by ``ends``."""
         if body is None:
-            raise MalformedFrame(f"a call of {self._method.label} came without its arguments")
+            raise MalformedFrame(f"a call of {self.method.label} came without its arguments")
         self._ends = ends
         try:
             values = self._decoder.decode(body)
         finally:
             self._ends = _refuse
         return dict(zip(self._names, values, strict=True))
+
+    def decode_result(self, body: Encoded | None) -> Any:
+        """What the method returned, by its return annotation."""
+        if body is None:
+            raise MalformedFrame(f"the result of {self.method.label} is missing")
+        return self._result.decode(body)
 
     def _lend(self, end: Any) -> EndRef:
         if self._server is None:
@@ -72,7 +88,6 @@ class _Made(threading.local):
 
     def __init__(self) -> None:
         self.arguments: dict[tuple[Method, tuple[str, ...]], ArgumentsCodec] = {}
-        self.results: dict[Method, Decoder] = {}
         self.encode_result = Encoder().encode
 
 
@@ -81,10 +96,10 @@ _spans = Decoder(list[Span])
 
 
 def arguments_codec(method: Method, names: tuple[str, ...]) -> ArgumentsCodec:
-    """The codec of a method's arguments; made once.
+    """The codec of a method; made once.
 
     Raises:
-        BuildError: an annotation names a type that cannot travel.
+        BuildError: an annotation names a type that cannot travel; it says which.
     """
     codecs = _made.arguments
     found = codecs.get((method, names))
@@ -103,32 +118,6 @@ def encode_result(method: Method, value: Any) -> Encoded:
         return _made.encode_result(value)
     except TypeError as error:
         raise TypeError(f"what {method.label} returned cannot travel: {error}") from error
-
-
-def decode_result(method: Method, body: Encoded | None) -> Any:
-    """What a method returned, by its return annotation."""
-    decoder = _made.results.get(method)
-    if decoder is None:
-        decoder = _made.results[method] = Decoder(method.returns)
-    if body is None:
-        raise MalformedFrame(f"the result of {method.label} is missing")
-    return decoder.decode(body)
-
-
-def check_result_type(method: Method) -> None:
-    """Refuse a return annotation that cannot travel, before the call.
-
-    Raises:
-        BuildError: naming the annotation.
-    """
-    if method in _made.results:
-        return
-    try:
-        _made.results[method] = Decoder(method.returns)
-    except TypeError as error:
-        raise BuildError(
-            f"{method.label} cannot be called in another process: what it returns: {error}"
-        ) from error
 
 
 def encode_spans(spans: list[Span]) -> Encoded:

@@ -81,7 +81,7 @@ class WorkerGroup(Generic[W_co]):
         self, rank: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> GroupCall[Any]:
         """A call on one rank whose result is the value itself."""
-        return self._issue([rank], function, args, kwargs, single=True)
+        return self._issue((rank,), function, args, kwargs, single=True)
 
     def _issue(
         self,

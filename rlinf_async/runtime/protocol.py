@@ -12,9 +12,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from rlinf_async.workers.errors import Failure
+
+CALL: Final = "worker.call"
 
 
 class Call(msgspec.Struct, array_like=True, frozen=True):

@@ -11,8 +11,8 @@ from rlinf_async.channels import ConnectionLost, MalformedFrame
 from rlinf_async.channels.wire import ChannelServer, Connection
 from rlinf_async.channels.wire.failures import UNREADABLE
 from rlinf_async.channels.wire.transfer import Message
-from rlinf_async.runtime.codecs import arguments_codec, check_result_type, decode_result
-from rlinf_async.runtime.protocol import Call, Outcome
+from rlinf_async.runtime.codecs import ArgumentsCodec, arguments_codec
+from rlinf_async.runtime.protocol import CALL, Outcome
 from rlinf_async.workers.errors import WorkerDied, WorkerError
 from rlinf_async.workers.host import Ended
 from rlinf_async.workers.methods import Method
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     Death = asyncio.Future[WorkerDied]
 
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+_RETURNED = msgspec.msgpack.encode(Outcome())
 
 
 class RemoteCall:
@@ -31,6 +32,7 @@ class RemoteCall:
     """
 
     __slots__ = (
+        "_codec",
         "_connection",
         "_death",
         "_ended",
@@ -53,6 +55,7 @@ class RemoteCall:
         self._server = server
         self._death = death
         self._method = method
+        self._codec: ArgumentsCodec
         self._ended = ended
         self._lent: list[int] = []
         self._number = 0
@@ -65,13 +68,10 @@ class RemoteCall:
             BuildError, ItemTooLarge: what is given or returned cannot travel; nothing was sent.
             ConnectionLost: the worker is cut off for good.
         """
-        method, names = self._method, tuple(arguments)
-        check_result_type(method)
-        codec = arguments_codec(method, names)
+        self._codec = codec = arguments_codec(self._method, tuple(arguments))
         try:
             body = codec.encode(arguments, self._server, self._lent)
-            call = Call(method.name, names)
-            self._number = self._connection.post(self, "worker.call", call, body)
+            self._number = self._connection.post(self, CALL, codec.head, body)
         except ConnectionLost:
             self._wait_for_death()
         except BaseException:
@@ -92,16 +92,10 @@ class RemoteCall:
 
     def set_result(self, message: Message, /) -> None:
         """The worker answered."""
-        try:
-            outcome = _decode_outcome(message.head)
-        except UNREADABLE as error:
-            self._fail(MalformedFrame(f"the answer to a call of {self._method.label}: {error}"))
-            raise
-        if outcome.failure is not None:
-            self._fail(WorkerError(outcome.failure))
+        if message.head != _RETURNED and self._failed(message.head):
             return
         try:
-            value = decode_result(self._method, message.body)
+            value = self._codec.decode_result(message.body)
         except Exception as error:
             self._fail(error)
             return
@@ -118,6 +112,17 @@ class RemoteCall:
             self._fail(error)
 
     # ---- inside
+
+    def _failed(self, head: bytes) -> bool:
+        """Whether the answer says that the method failed; then so has the call."""
+        try:
+            outcome = _decode_outcome(head)
+        except UNREADABLE as error:
+            self._fail(MalformedFrame(f"the answer to a call of {self._method.label}: {error}"))
+            raise
+        if outcome.failure is not None:
+            self._fail(WorkerError(outcome.failure))
+        return outcome.failure is not None
 
     def _wait_for_death(self) -> None:
         self._death.add_done_callback(self._died)

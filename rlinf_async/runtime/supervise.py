@@ -65,6 +65,7 @@ class Supervisor:
         self._on_idle_death = on_idle_death
         self._restarts: deque[float] = deque()
         self._handle: asyncio.Future[WorkerHandle] | None = None
+        self._live: WorkerHandle | None = None  # what it gives, if anything
         self._restarting: asyncio.Task[None] | None = None
         self.calls = 0
         """calls that run or wait on this rank"""
@@ -92,10 +93,7 @@ class Supervisor:
 
     def handle_nowait(self) -> WorkerHandle | None:
         """The live worker, or None while there is none."""
-        ready = self._handle
-        if ready is None or not ready.done() or ready.cancelled() or ready.exception():
-            return None
-        return ready.result()
+        return self._live
 
     async def stop(self, grace: float) -> None:
         """End the rank for good."""
@@ -111,6 +109,7 @@ class Supervisor:
         if self._handle is None or self._handle.done():
             self._handle = WorkFuture()
         self._handle.set_result(handle)
+        self._live = handle
         handle.died.add_done_callback(partial(self._on_death, handle))
 
     def _on_death(self, worker: WorkerHandle, died: asyncio.Future[WorkerDied]) -> None:
@@ -119,8 +118,9 @@ class Supervisor:
 
     def lost(self, worker: WorkerHandle, death: WorkerDied) -> None:
         """This life is over: begin the next, or give up. Whoever learns of it says so."""
-        if self.stopping or self.handle_nowait() is not worker:
+        if self.stopping or self._live is not worker:
             return
+        self._live = None
         self._handle = WorkFuture()
         self._handle.add_done_callback(_retrieve)
         self._after(death)
