@@ -8,6 +8,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 from rlinf_async.observe.summary import EmbodiedSummary, LanguageSummary, read_summary
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -73,9 +75,10 @@ def test_the_robot_arm_trains_and_is_filmed(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "run" / "video.mp4").stat().st_size > 1000
 
 
-def test_the_language_model_is_warmed_up_and_trained(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("example", ["grpo_arithmetic.toml", "ppo_arithmetic.toml"])
+def test_the_language_model_is_warmed_up_and_trained(tmp_path: pathlib.Path, example: str) -> None:
     done = run(
-        *("-m", "rlinf_async.cli", "train", EXAMPLES / "grpo_arithmetic.toml"),
+        *("-m", "rlinf_async.cli", "train", EXAMPLES / example),
         *("--out", tmp_path / "run", "--warm_start.steps", 20, "--training.iterations", 2),
     )
     assert (done.returncode, done.stderr) == (1, "")  # two iterations do not reach the target

@@ -18,6 +18,8 @@ class LanguageBatches(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """samples of one prompt, which stay on one rank"""
     optimizer_steps: int = 1
     """global batches of an iteration"""
+    epochs: int = 1
+    """times that an iteration is gone through; ``optimizer_steps`` are of each"""
     micro_batch_size: int | None = None
     """samples of one forward and backward pass"""
     max_tokens_per_micro_batch: int | None = None
@@ -25,6 +27,10 @@ class LanguageBatches(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     balance_window: int | None = None
     """samples over which token-limited micro-batches are balanced: the global batch if left out,
     and training then begins when that is complete"""
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise ValueError(f"epochs is {self.epochs}; it must be at least 1")
 
     def of_rank(self, world_size: int) -> BatchSizes:
         """The sizes of one rank; raises `BatchSizeError` where they do not divide."""

@@ -2,20 +2,28 @@
 
 ::
 
-    Sample --> [ values ] --> Sample        on its way to the reward workers, one by one
-    SampleGroup --by rank--> [ returns -> micro-batches -> steps ] --> report
+    SampleGroup --by rank--> [ values ] --> SampleGroup, by rank, at once: the actor of this rank
+                                 |
+                                 +--> [ returns -> micro-batches -> steps ] --> report
 
-The collector sends every group to the actor's rank and to the critic's rank of the same number;
-both find the same advantages and returns from the values in the samples.
+                      waits for                            unblocked by
+    value_and_train   a group of its share                 the collector
+                      room for the group                   the actor of its rank
+                      the other ranks, group by group      they value equally many
+
+Actor and critic are paired rank by rank: what an actor trains has come through the critic of its
+number, and both find the same advantages and returns from the values in it. Values are always of
+the version that the iteration begins with: only when its whole share has them does a critic learn.
 """
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Any
 
 from rlinf_async.channels import Receiver, Sender
-from rlinf_async.messages.language import Sample
+from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGroup
 from rlinf_async.workers.actor.config import LanguageBatches
 from rlinf_async.workers.actor.language_training import LanguageTrainingWorker
 from rlinf_async.workers.errors import BuildError
@@ -55,6 +63,37 @@ class FSDPCritic(LanguageTrainingWorker):
         super().__init__(
             trainer, batches, backend=backend, resume=resume, max_staleness=max_staleness
         )
+
+    async def value_and_train(
+        self, input_channel: Receiver[SampleGroup], output_channel: Sender[SampleGroup]
+    ) -> LanguageTrainReport:
+        """Give this rank's share of one iteration its values, then learn from it.
+
+        Each group goes on to the actor of this rank as soon as it has its values. Raises what
+        `run_training` does.
+        """
+        await self.onload()
+        began = asyncio.get_running_loop().time()
+        valued: list[SampleGroup] = []
+        missing = self._sizes.total_batch_size
+        while missing > 0:
+            groups = await self._next_groups(input_channel, missing)
+            samples = [sample for group in groups for sample in group.samples]
+            with self.span("values", samples=len(samples)):
+                found = await self.compute(self._trainer.values, samples)
+            for sample, value in zip(samples, found, strict=True):
+                sample.value = value
+            for group in groups:
+                await output_channel.put(group, key=self.rank)
+            valued += groups
+            missing -= len(samples)
+        return await self.train_on(valued, asyncio.get_running_loop().time() - began)
+
+    async def _next_groups(self, channel: Receiver[SampleGroup], missing: int) -> list[SampleGroup]:
+        """What is ready, of the samples that are missing. The ranks of a sharded model compute
+        together: there it is one group each time."""
+        most = 1 if self.world_size > 1 else -(-missing // self._group_size)
+        return await channel.get_batch(weight=most, at_least=1, key=self.rank)
 
     async def run_inference(
         self, input_channel: Receiver[Sample], output_channel: Sender[Sample]

@@ -76,8 +76,6 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     early_stop_ratio: float | None = None
     """a sample whose mean ratio is above it is multiplied by 0: it trains no more, and every rank
     goes on through the same collectives"""
-    value_clip: float | None = None
-    """critic: new values are held this near to the old ones"""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.clip_low < 1.0:
@@ -87,7 +85,6 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             "off_policy_cap": (self.off_policy_cap, 0.0),
             "dual_clip": (self.dual_clip, 1.0),
             "early_stop_ratio": (self.early_stop_ratio, 0.0),
-            "value_clip": (self.value_clip, 0.0),
         }
         for name, (number, limit) in above.items():
             if number is not None and not number > limit:

@@ -246,7 +246,6 @@ def test_reference_log_probs_that_are_missing_are_an_error_that_says_what_to_do(
         ("dual_clip", 1.0),
         ("off_policy_cap", 0.0),
         ("early_stop_ratio", 0.0),
-        ("value_clip", -1.0),
         ("kl_coefficient", math.inf),
         ("entropy_coefficient", -0.1),
     ],

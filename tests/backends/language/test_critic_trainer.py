@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.algorithms.language.config import LanguageAdvantageConfig
 from rlinf_async.backends.fsdp.errors import FSDPError
 from rlinf_async.backends.fsdp.language.critic import CriticTrainer
 from rlinf_async.messages.language import TrainingSample
@@ -18,10 +18,8 @@ from tests.backends.language.kit import QWEN3, UNTIED, micro_batches, samples, t
 GAE = LanguageAdvantageConfig(name="gae", gae_lambda=0.9)
 
 
-def critic(model: dict[str, Any] | None = None, **loss: Any) -> CriticTrainer:
-    return CriticTrainer(
-        trainer_config(model, advantage=GAE, loss=LanguageLossConfig(**loss)), 1, 0
-    )
+def critic(model: dict[str, Any] | None = None, **fields: Any) -> CriticTrainer:
+    return CriticTrainer(trainer_config(model, advantage=GAE, **fields), 1, 0)
 
 
 def ready(trainer: CriticTrainer) -> list[TrainingSample]:

@@ -72,17 +72,19 @@ def test_a_killed_rollout_worker_of_a_real_model_comes_back_with_the_newest_weig
     check_books(tiny, 4)
 
 
-def test_a_killed_actor_ends_the_run_with_its_name_and_the_run_can_be_resumed(
-    job: Job, killer: Killer
+@pytest.mark.parametrize("victim", ["Actor[0]", "Critic[0]"])
+def test_a_killed_learner_ends_the_run_with_its_name_and_the_run_can_be_resumed(
+    job: Job, killer: Killer, victim: str
 ) -> None:
-    killer.victims = {2: "Actor[0]"}
-    ended = job.train(*PROCESS)
+    killer.victims = {2: victim}
+    gae = ("--actor.advantage.name", "gae", "--cluster.critics", 1)
+    ended = job.train(*PROCESS, *gae)
     assert ended.code == 1
     assert ended.err.count("error:") == 1
-    assert "Actor[0] failed in its process" in ended.err
+    assert f"{victim} failed in its process" in ended.err
     assert "killed by SIGKILL" in ended.err
     assert "Traceback" not in ended.err
     assert job.summary.outcome == "failed"
-    assert "Actor[0]" in str(job.summary.error)
-    job.succeed("--resume", "--cluster.backend", "local")
+    assert victim in str(job.summary.error)
+    job.succeed("--resume", "--cluster.backend", "local", *gae)
     check_books(job, 4)

@@ -37,7 +37,10 @@ def said(job: Job, *arguments: object) -> str:
     [
         ("actor.loss.name", "pppo", "no loss of a language model is called 'pppo'; did you mean"),
         ("actor.advantage.name", "grop", "no advantage of a language model is called 'grop'; did"),
-        ("actor.advantage.name", "gae", "gae needs the values of a critic"),
+        ("actor.advantage.name", "gae", "gae needs the values of a critic: set cluster.critics to"),
+        ("cluster.critics", "1", "grpo does not look at values: set cluster.critics to 0"),
+        ("critic.warmup_iterations", "2", "there is no critic to warm up"),
+        ("actor.epochs", "0", "epochs is 0; it must be at least 1"),
         ("actor.global_batches", "3", "an actor gets 4 groups of 2 samples in an iteration (4 "),
         ("actor.micro_batch_size", "3", "8 samples on each actor, which micro_batch_size = 3 does"),
         ("actor.backend", "fsdp", "toys have no weights, so both are 'toy' or none is"),
@@ -70,6 +73,11 @@ def test_prompts_that_cannot_be_divided_among_actors_are_refused_with_what_would
     two = ("--cluster.actors", 2, "--cluster.backend", "process")
     line = said(job, *two, "--training.prompts", 5)
     assert "5 prompts cannot be divided among 2 actors: use 4 or 6" in line
+
+
+def test_critics_that_cannot_be_paired_with_the_actors_are_refused(job: Job) -> None:
+    line = said(job, "--actor.advantage.name", "gae", "--cluster.critics", 2)
+    assert "2 critics cannot be paired with 1 actors, each with the one of its rank: set it" in line
 
 
 def test_fewer_prompts_than_the_run_needs_are_found_before_it(job: Job) -> None:

@@ -57,6 +57,8 @@ class LanguageTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     fsdp: LanguageFSDPConfig
     advantage: LanguageAdvantageConfig = LanguageAdvantageConfig()
     loss: LanguageLossConfig = LanguageLossConfig()
+    value_clip: float | None = None
+    """critic: new values are held this near to the old ones"""
     reference: bool = False
     """keep the first weights on the CPU, for reference log-probs"""
     skip_silent: bool = True
@@ -76,6 +78,8 @@ class LanguageTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_un
         for name in ("max_tokens_per_forward", "logit_chunk_bytes", "bucket_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.value_clip is not None and not self.value_clip > 0.0:
+            raise ValueError(f"value_clip is {self.value_clip}; it must be above 0, or left out")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; it must be at least 0")
 

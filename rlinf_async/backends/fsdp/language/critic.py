@@ -58,7 +58,7 @@ class CriticTrainer(LanguageTrainerBase):
         with self.manager.autocast():
             value: Tensor = self.manager.model(packed)
         returns = column("returns")
-        losses = token_value_loss(value, column("value"), returns, config.value_clip)
+        losses = token_value_loss(value, column("value"), returns, self.config.value_clip)
         total = (losses * token_weights(masks, config, losses.device)).sum()
         error = (value.detach() - returns).square()
         metrics = {"value": value.detach().sum(), "value_error": error.sum()}

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from rlinf_async.algorithms.language.config import LanguageLossConfig
 from rlinf_async.backends.fsdp.language.config import (
     LanguageFSDPConfig,
     LanguageModelConfig,
@@ -54,6 +55,33 @@ def trainer_config(config: LanguageConfig, model: Path) -> Any:
     )
 
 
+def critic_config(config: LanguageConfig, model: Path) -> Any:
+    """The critics' trainer's own configuration: the actor's, but for what ``[critic]`` says."""
+    actor, critic = config.actor, config.critic
+    if actor.backend == "toy":
+        return actor.toy
+    folder = Path(critic.path).expanduser() if critic.path else model
+    described = LanguageModelConfig(
+        path=str(folder),
+        random=not has_weights(folder),
+        activation_checkpointing=actor.activation_checkpointing,
+    )
+    return LanguageTrainerConfig(
+        fsdp=LanguageFSDPConfig(
+            model=described,
+            device=critic.device or actor.device,
+            precision=critic.precision or actor.precision,
+            strategy=actor.strategy,
+            optimizer=critic.optimizer,
+            scheduler=critic.scheduler,
+        ),
+        advantage=actor.advantage,
+        loss=LanguageLossConfig(aggregation=actor.loss.aggregation),
+        value_clip=critic.value_clip,
+        seed=config.seed,
+    )
+
+
 def batches(config: LanguageConfig) -> LanguageBatches:
     """How an iteration is cut up."""
     actor = config.actor
@@ -61,6 +89,7 @@ def batches(config: LanguageConfig) -> LanguageBatches:
         samples=config.iteration_samples,
         group_size=config.training.group_size,
         optimizer_steps=actor.global_batches,
+        epochs=actor.epochs,
         micro_batch_size=actor.micro_batch_size,
         max_tokens_per_micro_batch=actor.max_tokens,
         balance_window=actor.balance_window,

@@ -9,6 +9,7 @@ from rlinf_async.data import DataConfig
 from rlinf_async.runtime.jobs.language.sections import (
     ActorConfig,
     ClusterConfig,
+    CriticConfig,
     EvaluationConfig,
     ModelConfig,
     RolloutConfig,
@@ -32,6 +33,7 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     actor: ActorConfig = ActorConfig()
+    critic: CriticConfig = CriticConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -54,6 +56,11 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def needs_inference(self) -> bool:
         """Samples pass through inference workers on their way to the reward."""
         return self.cluster.inference_workers > 0
+
+    @property
+    def has_critic(self) -> bool:
+        """Sample groups pass through critics on their way to the actors."""
+        return self.cluster.critics > 0
 
     @property
     def collective(self) -> str | None:

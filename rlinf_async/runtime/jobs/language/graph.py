@@ -2,10 +2,10 @@
 
 ::
 
-    this process --Request--> rollout --Sample--> [inference, critic] --Sample--> reward
-         ^                                                                          |
-         +------------------------------ScoredSample--------------------------------+
-    this process --SampleGroup, by key of the DP rank--> actor [, critic]
+    this process --Request--> rollout --Sample--> [inference] --Sample--> reward
+         ^                                                                  |
+         +--------------------------ScoredSample----------------------------+
+    this process --SampleGroup, by key of the DP rank--> [critic] --SampleGroup--> actor
     actor --WeightUpdate, `Latest`--> rollout --WeightsTaken--> this process
 """
 
@@ -68,6 +68,12 @@ class Graph:
         self.groups: Channel[SampleGroup] = cluster.channel(
             SampleGroup, name="groups", capacity=training.prompts * ahead
         )
+        self.to_train: Channel[SampleGroup] = self.groups
+        """with values; the same channel where there is no critic"""
+        if config.has_critic:
+            self.to_train = cluster.channel(
+                SampleGroup, name="valued groups", capacity=training.prompts * ahead
+            )
         self.weights: Latest[WeightUpdate] = cluster.latest(WeightUpdate, name="weights")
         self.taken: Channel[WeightsTaken] = cluster.channel(
             WeightsTaken, name="weights taken", capacity=16 * counts.rollout_workers

@@ -6,10 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rlinf_async.messages.language import LanguageTrainReport, Scored, ScoredSample
+from rlinf_async.messages.language import Scored, ScoredSample
 from rlinf_async.observe.progress import figure
+from rlinf_async.runtime.jobs.language.learners import Trained
 from rlinf_async.runtime.jobs.language.reached import Reached
 from rlinf_async.runtime.jobs.live import Headline
+
+OF_THE_CRITIC = ("loss", "value", "value_error", "grad_norm", "lr")
+"""what a critic reports that becomes a column, ``critic_loss`` and so on"""
 
 Groups = Sequence[Sequence[ScoredSample]]
 
@@ -79,14 +83,16 @@ def book(reached: Reached, iteration: Iteration, version: int, seconds: float) -
     reached.outcomes = dict(Counter(reached.outcomes) + iteration.outcomes)
 
 
-def row(
-    reached: Reached, iteration: int, seen: Iteration, reports: Sequence[LanguageTrainReport]
-) -> dict[str, float]:
+def row(reached: Reached, iteration: int, seen: Iteration, trained: Trained) -> dict[str, float]:
     """One row of the metrics. What a trainer reports is of the whole batch, equal on all ranks."""
+    reports = trained.actors
     groups = sum(report.groups for report in reports)
-    trained = dict(reports[0].metrics)
-    if "tokens" in trained:  # of this iteration; the column of that name counts all, over the run
-        trained["trained_tokens"] = trained.pop("tokens")
+    learnt = dict(reports[0].metrics)
+    if "tokens" in learnt:  # of this iteration; the column of that name counts all, over the run
+        learnt["trained_tokens"] = learnt.pop("tokens")
+    if trained.critics:
+        values = trained.critics[0].metrics
+        learnt |= {f"critic_{name}": values[name] for name in OF_THE_CRITIC if name in values}
     return {
         "iteration": float(iteration),
         "version": float(reached.version),
@@ -100,7 +106,7 @@ def row(
         "wait_seconds": max(report.wait_seconds for report in reports),
         "step_seconds": max(report.train_seconds for report in reports),
         **seen.metrics,
-        **trained,
+        **learnt,
     }
 
 

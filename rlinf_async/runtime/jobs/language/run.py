@@ -43,6 +43,7 @@ from rlinf_async.runtime.jobs.language.evaluation import Evaluated, evaluate
 from rlinf_async.runtime.jobs.language.failures import beside, look_at_failures
 from rlinf_async.runtime.jobs.language.fits import check_unfinished
 from rlinf_async.runtime.jobs.language.graph import Graph
+from rlinf_async.runtime.jobs.language.learners import check_resumed_critic
 from rlinf_async.runtime.jobs.language.ledger import Ledger
 from rlinf_async.runtime.jobs.language.reached import (
     Reached,
@@ -85,6 +86,7 @@ class LanguageRun:
             unfinished = load_unfinished(folder.checkpoints, self.reached)
             prompts.restore(msgspec.json.decode(unfinished.data, type=DataState))
             check_unfinished(unfinished.ledger, config.training)
+            check_resumed_critic(config, folder.checkpoints / self.reached.checkpoint)
         training = config.training
         self._ledger = Ledger(
             prompts=training.prompts,
@@ -166,6 +168,8 @@ class LanguageRun:
             ends.enter_context(graph.scored.receiver)
             ends.enter_context(graph.groups.sender)
             ends.enter_context(graph.groups.receiver)
+            ends.enter_context(graph.to_train.receiver)  # the same where there is no critic
+            ends.enter_context(graph.to_train.sender)
             with graph.requests.sender:
                 yield
 
@@ -210,7 +214,7 @@ class LanguageRun:
         clock = TrainingClock(self.reached.train_seconds)
         every = self.config.training.check_weights_every
         for iteration in range(self.reached.version, self.config.training.iterations):
-            reports = await stations.train(partial(collector.whole, iteration))
+            trained = await stations.train(iteration, partial(collector.whole, iteration))
             version = iteration + 1
             await stations.publish()
             source.trained(version)
@@ -220,7 +224,7 @@ class LanguageRun:
             look_at_failures(self.config.name, iteration, groups, told=told)
             book(self.reached, seen, version, clock())
             self.reached.duplicates += self._ledger.take_duplicates()
-            self._last = row(self.reached, iteration, seen, reports)
+            self._last = row(self.reached, iteration, seen, trained)
             metrics.write(self.reached.samples, self._last)
             if every and version % every == 0:
                 await stations.check_weights(self._held_out(4), version)
@@ -233,17 +237,17 @@ class LanguageRun:
         if not (due or version == training.iterations):
             return
         name = f"version-{version:06d}"
-        await stations.save(self.folder.checkpoints / name)
+        await stations.learners.save(self.folder.checkpoints / name)
         self.reached.checkpoint = name
         unfinished = Unfinished(
             ledger=self._ledger.state(), data=msgspec.json.encode(self._prompts.state())
         )
         keep(self.folder.checkpoints, self.reached, unfinished, training.keep_checkpoints)
 
-    def _resume_path(self) -> str | None:
+    def _resume_path(self) -> Path | None:
         if not self.reached.version:
             return None
-        return str(self.folder.checkpoints / self.reached.checkpoint)
+        return self.folder.checkpoints / self.reached.checkpoint
 
     def _next_prompts(self, count: int) -> Sequence[Prompt]:
         found = list(islice(self._prompts, count))

@@ -74,7 +74,9 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pipelined: bool = True
     """train on the first micro-batch that is there; False: collect the whole iteration first"""
     global_batches: int = 1
-    """optimizer steps of one iteration"""
+    """optimizer steps of one iteration, or of one epoch where there are several"""
+    epochs: int = 1
+    """times that the samples of an iteration are gone through, shuffled from the second on"""
     micro_batch_size: int | None = None
     """samples of one forward and backward pass; left out: ``max_tokens`` says"""
     max_tokens: int | None = None
@@ -89,6 +91,40 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     activation_checkpointing: bool = False
     publish_precision: Literal["float32", "bfloat16", "float16"] = "float32"
     toy: ToyTrainerConfig = ToyTrainerConfig()
+
+    def __post_init__(self) -> None:
+        check_counts(self, least=1, names=("global_batches", "epochs"))
+
+
+class CriticOptimizerConfig(
+    LanguageOptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """A critic's head begins at 0, and its model knows nothing of values: it takes larger steps."""
+
+    lr: float = 1e-5
+
+
+class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What gives values: as many workers as ``cluster.critics`` says, on the actor's terms where
+    nothing else is said here."""
+
+    path: str = ""
+    """folder of the model that it begins with; the actor's when left out"""
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    warmup_iterations: int = 0
+    """for so many iterations the critic learns alone, and the actor stays as it is"""
+    value_clip: float | None = None
+    """new values are held this near to the old ones"""
+    device: str | None = None
+    """the actor's when left out"""
+    precision: Literal["float32", "bfloat16"] | None = None
+    """the actor's when left out"""
+
+    def __post_init__(self) -> None:
+        check_counts(self, least=0, names=("warmup_iterations",))
+        if self.value_clip is not None and not self.value_clip > 0.0:
+            raise ValueError(f"value_clip is {self.value_clip}; it must be above 0, or left out")
 
 
 class WarmStartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -173,13 +209,15 @@ class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields
     inference_workers: int = 0
     """that recompute log-probs by the actor's forward; 0: the sampled ones are used"""
     actors: int = 1
+    critics: int = 0
+    """that give values, for ``gae``: as many as actors; 0: there are none"""
     deadlock_after: float | None = 60.0
     """seconds"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self, least=1, names=("rollout_workers", "reward_workers", "actors"))
-        check_counts(self, least=0, names=("inference_workers",))
+        check_counts(self, least=0, names=("inference_workers", "critics"))
 
     @property
     def environment(self) -> dict[str, str]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from rlinf_async.config import ConfigError
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 
+WITHOUT_VALUES = frozenset({"grpo", "rloo", "reinforce++", "reinforce++_baseline"})
+"""built-in advantages that no critic helps; a user's own may look at values"""
+
 
 def check_sizes(config: LanguageConfig) -> None:
     """Refuse what could only fail later.
@@ -59,16 +62,45 @@ def check_sizes(config: LanguageConfig) -> None:
             "there is a target but no evaluation: set evaluation.samples",
             path=("evaluation", "target_accuracy"),
         )
-    if actor.advantage.name == "gae":
+    if actor.epochs > 1 and actor.loss.proximal == "current":
         raise ConfigError(
-            "gae needs the values of a critic, which this job does not run: use grpo, rloo, "
-            "reinforce++ or reinforce++_baseline",
-            path=("actor", "advantage", "name"),
+            f"with {actor.epochs} epochs the samples become older than the weights, but 'current' "
+            "compares with the weights as they are: use 'auto' or 'behaviour', or one epoch",
+            path=("actor", "loss", "proximal"),
         )
+    _check_critics(config)
     if config.needs_reference and not cluster.inference_workers:
         raise ConfigError(
             "a KL to the reference needs reference log-probs: set cluster.inference_workers",
             path=("cluster", "inference_workers"),
+        )
+
+
+def _check_critics(config: LanguageConfig) -> None:
+    critics, actors = config.cluster.critics, config.cluster.actors
+    advantage = config.actor.advantage.name
+    if advantage == "gae" and not critics:
+        raise ConfigError(
+            f"gae needs the values of a critic: set cluster.critics to {actors}, or use an "
+            "advantage without one (grpo, rloo, reinforce++, reinforce++_baseline)",
+            path=("actor", "advantage", "name"),
+        )
+    if critics and advantage in WITHOUT_VALUES:
+        raise ConfigError(
+            f"{advantage} does not look at values: set cluster.critics to 0, or "
+            "actor.advantage.name to 'gae'",
+            path=("cluster", "critics"),
+        )
+    if critics not in (0, actors):
+        raise ConfigError(
+            f"{critics} critics cannot be paired with {actors} actors, each with the one of its "
+            f"rank: set it to {actors}",
+            path=("cluster", "critics"),
+        )
+    if config.critic.warmup_iterations and not critics:
+        raise ConfigError(
+            "there is no critic to warm up: set cluster.critics, or leave it out",
+            path=("critic", "warmup_iterations"),
         )
 
 

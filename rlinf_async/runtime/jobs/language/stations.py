@@ -5,7 +5,7 @@
     rollout      serve       from start to end; takes turns with the actors where they share devices
     inference    run         from start to end
     reward       run         from start to end
-    actor        train, publish, save, compare: by turns
+    learners     train, publish, save, compare: by turns (`learners.py`)
 
 Rollout, inference and reward workers are restarted when they die: what they held comes back. An
 actor's death ends the run, which can be resumed.
@@ -19,15 +19,15 @@ from pathlib import Path
 
 import numpy as np
 
-from rlinf_async.messages.language import LanguageTrainReport, Prompt, Tokens
+from rlinf_async.messages.language import Prompt, Tokens
 from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
-from rlinf_async.runtime.jobs.language.backends import batches, engine_config, trainer_config
+from rlinf_async.runtime.jobs.language.backends import engine_config, trainer_config
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.graph import Graph
+from rlinf_async.runtime.jobs.language.learners import Learners, Trained
 from rlinf_async.runtime.supervise import Restart
-from rlinf_async.workers.actor import FSDPActor
 from rlinf_async.workers.inference import InferenceConfig, InferenceReport, InferenceWorker
 from rlinf_async.workers.reward import RewardReport, RewardWorker
 from rlinf_async.workers.rollout.language import LanguageRolloutReport, LanguageRolloutWorker
@@ -47,6 +47,7 @@ class Stations:
     """
 
     def __init__(self, cluster: Cluster, config: LanguageConfig, graph: Graph, model: Path) -> None:
+        self.learners = Learners(cluster, config, graph, model)
         self._cluster = cluster
         self._config = config
         self._graph = graph
@@ -56,16 +57,21 @@ class Stations:
         self._news = asyncio.Event()
         self._inferring: GroupCall[list[InferenceReport]] | None = None
 
-    async def launch(self, resume: str | None) -> None:
+    async def launch(self, resume: Path | None) -> None:
         """Start all workers, each in a process of its own where there are processes."""
+        learners = self.learners
         if self._config.cluster.backend == "process" and not self._shared:
             await asyncio.gather(
-                self._launch_actors(resume), self._launch_rollouts(), self._launch_others()
+                learners.launch_actors(resume),
+                learners.launch_critics(resume),
+                self._launch_rollouts(),
+                self._launch_others(),
             )
             return
         # Threads of one process share torch's random numbers, and roles that share a device its
         # memory: one after the other.
-        await self._launch_actors(resume)
+        await learners.launch_actors(resume)
+        await learners.launch_critics(resume)
         await self._launch_rollouts()
         await self._launch_others()
 
@@ -104,33 +110,30 @@ class Stations:
             await self._inferring
         await self._scoring
 
-    async def train(self, whole: Callable[[], Awaitable[None]]) -> list[LanguageTrainReport]:
-        """Train the next iteration; one report of each rank.
+    async def train(self, iteration: int, whole: Callable[[], Awaitable[None]]) -> Trained:
+        """Train the next iteration.
 
         Args:
+            iteration: which.
             whole: waits until all of its samples are there. Roles that share devices train only
                 then, others on what is there.
         """
-        method = FSDPActor.run_training_pipeline
         if self._shared:
             await whole()
             await self._rollouts.call(LanguageRolloutWorker.offload)
             self._rollouts_gave_way = True
-        if self._shared or not self._config.actor.pipelined:
-            method = FSDPActor.run_training
-        return await self._actors.call(method, self._graph.groups.receiver)
+        pipelined = self._config.actor.pipelined and not self._shared
+        return await self.learners.train(iteration, pipelined=pipelined, in_turns=self._shared)
 
     async def publish(self) -> int:
         """Publish the actors' weights; the version. Gives shared devices back to the rollout."""
-        versions = await self._actors.call(
-            FSDPActor.sync_model_to_rollout, self._graph.weights.sender
-        )
+        version = await self.learners.publish()
         if self._shared:
-            await self._actors.call(FSDPActor.offload)
+            await self.learners.offload()
         if self._rollouts_gave_way:
             await self._rollouts.call(LanguageRolloutWorker.onload)
             self._rollouts_gave_way = False
-        return versions[0]
+        return version
 
     async def check_weights(self, prompts: Sequence[Prompt], version: int) -> float | None:
         """Compare every engine's log-probs with the actors', once it serves this version.
@@ -146,39 +149,13 @@ class Stations:
         sequences = [_sequence(one.token_ids) for one in prompts]
         await self._taken(version)
         answers = await self._rollouts.call(LanguageRolloutWorker.log_probs, sequences)
-        tolerance = self._config.training.check_weights_tolerance
-        worst = 0.0
-        for answer in answers:
-            found = await self._actors.call(
-                FSDPActor.check_weight_update_equal, sequences, answer, tolerance
-            )
-            worst = max(worst, *found)
-        return worst
+        return max([await self.learners.compare(sequences, answer) for answer in answers])
 
     async def _taken(self, version: int) -> None:
         """Wait until every rollout worker serves this version."""
         while min(await self._rollouts.call(LanguageRolloutWorker.version)) < version:
             self._news.clear()
             await self._news.wait()
-
-    async def save(self, path: Path) -> None:
-        """Write the actors' checkpoint."""
-        await self._actors.call(FSDPActor.save_checkpoint, str(path))
-
-    async def _launch_actors(self, resume: str | None) -> None:
-        config, counts = self._config, self._config.cluster
-        self._actors: WorkerGroup[FSDPActor] = await self._cluster.launch(
-            FSDPActor,
-            trainer_config(config, self._model),
-            batches(config),
-            backend=config.actor.backend,
-            resume=resume,
-            max_staleness=config.training.max_staleness,
-            count=counts.actors,
-            name="Actor",
-            collective=config.collective,
-            env_vars=counts.environment,
-        )
 
     async def _launch_rollouts(self) -> None:
         config, counts = self._config, self._config.cluster

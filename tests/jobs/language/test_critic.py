@@ -1,0 +1,89 @@
+"""PPO with a critic: values stream to the groups, actor and critic learn side by side."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+
+import pytest
+
+from tests.jobs.language.kit import TINY, Job
+from tests.jobs.language.test_resumed import Killed, die_after
+
+LETTERS = ("--data.verifier", "tests.jobs.language.verifiers:letters")
+GAE = ("--actor.advantage.name", "gae", "--cluster.critics", 1, "--critic.optimizer.lr", 1e-2)
+PROCESS = ("--cluster.backend", "process")
+
+
+def column(job: Job, name: str) -> list[float]:
+    return [float(row[name]) for row in job.iterations if row.get(name)]
+
+
+@pytest.mark.parametrize("placement", ["disaggregated", "collocated"])
+def test_a_critic_learns_from_what_its_actor_learns_from(tiny: Job, placement: str) -> None:
+    summary = tiny.succeed(*GAE, *LETTERS, "--cluster.placement", placement)
+    assert summary.samples == 32
+    values = column(tiny, "critic_value")
+    assert values[0] == 0.0  # its head begins there
+    assert values[-1] > 0.0  # every reward is above 0
+    for row in tiny.iterations:
+        assert math.isfinite(float(row["policy_loss"]))
+        assert float(row["critic_loss"]) == pytest.approx(float(row["critic_value_error"]) / 2)
+    assert summary.staleness is not None
+    assert summary.staleness.max == 0
+
+
+def test_actors_and_critics_of_several_processes_are_paired_by_rank(tiny: Job) -> None:
+    two = ("--cluster.actors", 2, "--actor.micro_batch_size", 2, "--actor.epochs", 2)
+    summary = tiny.succeed(
+        *GAE, *LETTERS, *PROCESS, *two, "--cluster.critics", 2, "--training.iterations", 2
+    )
+    assert summary.samples == 16
+    assert len(column(tiny, "critic_loss")) == 2
+
+
+def test_while_the_critic_warms_up_the_actor_stays_as_it_is(tiny: Job) -> None:
+    tiny.succeed(*GAE, *LETTERS, "--critic.warmup_iterations", 2, "--actor.optimizer.lr", 1e-2)
+    assert len(column(tiny, "critic_loss")) == 4
+    assert len(column(tiny, "policy_loss")) == 2
+    assert [row["version"] for row in tiny.iterations] == ["1", "2", "3", "4"]
+    assert [row["staleness_max"] for row in tiny.iterations] == ["0"] * 4
+
+
+def test_the_kl_to_the_reference_is_part_of_the_reward(tiny: Job) -> None:
+    settings = (*GAE, *LETTERS, "--cluster.inference_workers", 1, "--training.iterations", 3)
+    tiny.succeed(*settings, "--actor.advantage.kl_coefficient", 10.0, "--actor.optimizer.lr", 3e-2)
+    # The policy runs away from the reference: what that costs makes the returns, which the critic
+    # learns, smaller than any reward.
+    assert column(tiny, "critic_value_error")[-1] > 1.0
+
+
+def test_a_resumed_run_has_the_critic_that_it_had(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = (*GAE, *LETTERS, "--training.iterations", 5, "--critic.value_clip", 0.2)
+    runs = []
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        runs.append(Job(tmp_path / name, capsys, TINY))
+    whole, killed = runs
+    whole.succeed(*settings)
+    with pytest.MonkeyPatch.context() as patch:
+        die_after(patch, 3)
+        with pytest.raises(Killed):
+            killed.train(*settings)
+    killed.succeed(*settings, "--resume")
+    for name in ("critic_loss", "critic_value", "critic_grad_norm", "policy_loss", "reward"):
+        assert column(killed, name) == pytest.approx(column(whole, name), abs=1e-6), name
+
+
+def test_a_checkpoint_without_a_critic_is_not_gone_on_from_with_one(tiny: Job) -> None:
+    tiny.succeed("--training.iterations", 2, *LETTERS)
+    ended = tiny.train("--resume", "--training.iterations", 4, *GAE, *LETTERS)
+    assert ended.code == 2
+    assert "was written by a run without a critic" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_toys_pass_groups_through_a_critic_too(job: Job) -> None:
+    assert job.succeed(*GAE, "--training.max_staleness", 1).samples == 32
