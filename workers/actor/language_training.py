@@ -63,10 +63,12 @@ class LanguageTrainingWorker(TrainerWorker):
     ) -> LanguageTrainReport:
         """Train on this rank's whole share of one iteration; raises what `run_training` does.
 
-        ``waited``: seconds that it took to come, for the report.
+        In the order of the groups' numbers: which of them make one optimizer step does not depend
+        on which came first. ``waited``: seconds that it took to come, for the report.
         """
         tally = self._tally()
-        batches = self._batches(_channel_of(collected, f"{self.name} collected").receiver, tally)
+        inside = sorted(collected, key=lambda group: group.group)
+        batches = self._batches(_channel_of(inside, f"{self.name} collected").receiver, tally)
         return await self._iteration(batches, tally, waited)
 
     async def skip_training(self, input_channel: Receiver[SampleGroup]) -> LanguageTrainReport:
