@@ -224,9 +224,13 @@ class Connection(Streams):
         """Send what waits to be sent, tell the peer, and close.
 
         A peer that takes nothing for `GRACE_SECONDS` is cut off. Where something must be confirmed
-        first (`linger`), the peer has so long for that, too.
+        first (`linger`), the peer has so long for that, too; and so long to come back where the
+        connection is cut just now.
         """
-        if self.closed or (self.linger is not None and self.linger(partial(self.close, reason))):
+        again = partial(self.close, reason)
+        if self.closed or (self.linger is not None and self.linger(again)):
+            return
+        if self.once_found(again):
             return
         self._close(reason)
 

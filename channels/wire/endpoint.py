@@ -152,10 +152,14 @@ class Server:
 
     async def close(self) -> None:
         """Close every connection and remove the socket."""
-        if self._listener is None:
+        listener, self._listener = self._listener, None
+        if listener is None:
             return
-        self._listener.close()
-        self._listener = None
+        cut = [connection for connection in self.connections if connection.reconnecting]
+        for connection in cut:  # it can come back only while somebody listens
+            connection.close("the server was closed")
+        await asyncio.gather(*(connection.wait_closed() for connection in cut))
+        listener.close()
         if isinstance(self._address, UnixAddress):
             with contextlib.suppress(FileNotFoundError):
                 self._address.path.unlink()

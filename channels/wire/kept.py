@@ -36,6 +36,11 @@ class Kept:
         """of them, as far as is known"""
 
     @property
+    def unsure(self) -> bool:
+        """Whether anything may have to be written again."""
+        return self.written > self.arrived
+
+    @property
     def full(self) -> bool:
         """Whether no more data should be written."""
         return self.written - self.arrived >= self._limit

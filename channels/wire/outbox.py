@@ -103,6 +103,12 @@ class Outbox:
         self._due.clear()
 
     @property
+    def all_arrived(self) -> bool:
+        """Whether the peer is known to have all that was said here."""
+        unsure = self._kept is not None and self._kept.unsure
+        return not (unsure or self._control or self._data or self._due)
+
+    @property
     def waiting(self) -> int:
         """Messages that have not been given to the transport."""
         return len(self._control) + len(self._data)

@@ -15,7 +15,7 @@ from rlinf_async.channels.wire.life import DeathWatch
 
 PATIENCE: Final = 10.0
 """Seconds for which a cut connection is kept, unless said otherwise."""
-
+ENDED: Final = "its process has ended"
 
 Again = Callable[[], Coroutine[Any, Any, None]]
 
@@ -120,7 +120,7 @@ class Reach:
 
     def _died(self) -> None:
         self._death.stop()
-        self.give_up("its process has ended")
+        self.give_up(ENDED)
 
     def _stop_watching(self) -> None:
         self._death.stop()

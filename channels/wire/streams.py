@@ -14,15 +14,17 @@ from __future__ import annotations
 import abc
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Final
 
 from rlinf_async.channels.errors import MalformedFrame
 from rlinf_async.channels.wire.framing import FrameType, pack_small
+from rlinf_async.channels.wire.hangup import GRACE_SECONDS
 from rlinf_async.channels.wire.heartbeat import Heartbeat, Pulse
 from rlinf_async.channels.wire.life import can_watch, is_local, is_stopped, peer_pid
 from rlinf_async.channels.wire.link import Link
 from rlinf_async.channels.wire.outbox import Outbox
-from rlinf_async.channels.wire.reach import Again, Reach
+from rlinf_async.channels.wire.reach import ENDED, Again, Reach
 
 MAX_UNSENT_MESSAGES: Final = 65_536
 """A peer that asks but does not read the answers is not read any more from here on."""
@@ -56,6 +58,10 @@ class Streams(abc.ABC):
         self._pulse = Pulse(heartbeat, self._beat, self._silent)
         self._patient = redial is not None
         self._deaf = False
+        self._peer_ended = False
+        self._when_found: Callable[[], None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._end_timer: asyncio.TimerHandle | None = None
         self.closed = False
         self.received_bytes = 0
         self._said_arrived = 0
@@ -64,6 +70,17 @@ class Streams(abc.ABC):
     def reconnecting(self) -> bool:
         """Whether it is cut now: what is asked waits until it goes on, or is lost."""
         return self.reach.cut
+
+    def peer_ended(self) -> None:
+        """Whoever started the peer's process says that it has ended: do not wait for it after a
+        cut. What it sent before is read."""
+        if self.closed or self._peer_ended:
+            return
+        self._peer_ended = True
+        if self.reconnecting:
+            self.reach.give_up(ENDED)
+        else:
+            self._expect_the_end()
 
     @abc.abstractmethod
     def abort(self, reason: str) -> None:
@@ -104,6 +121,10 @@ class Streams(abc.ABC):
             self._outbox.attach(link.transport, arrived)
         except MalformedFrame as error:
             self._malformed(str(error))
+            return
+        if self._when_found is not None:
+            self._loop.call_soon(self._when_found)
+            self._forget_when_found()
 
     def cut(self, link: Link, reason: str) -> None:
         """This socket is gone. Not the one in use: that was known."""
@@ -114,6 +135,9 @@ class Streams(abc.ABC):
         self._outbox.cut()
         if not self.reach.patience or self._blind:  # it has died, most likely: others wait for that
             self._lose(reason)
+            return
+        if self._peer_ended:
+            self._lose(f"{reason}; {ENDED}")
             return
         log.info("the connection to %s was cut (%s): connecting again", self.peer, reason)
         self.reach.was_cut(reason, self._pid)
@@ -153,7 +177,42 @@ class Streams(abc.ABC):
             self._deaf = True
             self._transport.pause_reading()
 
+    def once_found(self, then: Callable[[], None]) -> bool:
+        """Whether it is cut while the peer may miss something of what was said to it. Then this is
+        called when it goes on; a peer that does not come back for `GRACE_SECONDS` is given up."""
+        if not self.reconnecting or self._outbox.all_arrived:
+            return False
+        if self._when_found is None:
+            self._when_found = then
+            self._timer = self._loop.call_later(GRACE_SECONDS, self._not_found)
+        return True
+
     # ---- inside
+
+    def _not_found(self) -> None:
+        why = f"it was cut when it was closed, and not taken up again within {GRACE_SECONDS:g} s"
+        log.warning("what was said last to %s may be lost: %s", self.peer, why)
+        self.abort(why)
+
+    def _forget_when_found(self) -> None:
+        self._when_found = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expect_the_end(self) -> None:
+        """The system says by a cut that all was read; a network that is gone says nothing."""
+        self._end_timer = self._loop.call_later(
+            GRACE_SECONDS, self._look_for_the_end, self.received_bytes
+        )
+
+    def _look_for_the_end(self, received: int) -> None:
+        if self.closed:
+            return
+        if self.received_bytes == received:
+            self.abort(ENDED)
+        else:
+            self._expect_the_end()
 
     @property
     def _transport(self) -> asyncio.Transport | None:
@@ -184,5 +243,8 @@ class Streams(abc.ABC):
     def _stop(self) -> None:
         """It is lost: send and try nothing more."""
         self._pulse.stop()
+        self._forget_when_found()
+        if self._end_timer is not None:
+            self._end_timer.cancel()
         self.reach.stop()
         self._outbox.detach()

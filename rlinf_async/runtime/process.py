@@ -172,6 +172,8 @@ class ProcessWorker:
         self._process.close()
         if self._kill_timer is not None:
             self._kill_timer.cancel()
+        if self._connection is not None:
+            self._connection.peer_ended()
         if not self.died.done():
             self.died.set_result(self._death(code))
         if not self.exited.done():

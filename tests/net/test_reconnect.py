@@ -217,6 +217,82 @@ async def test_closing_while_it_is_cut_leaves_no_task_and_no_socket() -> None:
         assert not one.connection.reconnecting
 
 
+@pytest.mark.parametrize("tcp", [False, True])
+async def test_what_was_said_before_a_connection_closed_while_it_was_cut_arrives(tcp: bool) -> None:
+    channel = Channel(int, name="numbers")
+    async with far(tcp=tcp) as one:
+        sender = one.owner.sender(channel, one.connection)
+        await sender.put(1)
+        await cut(one)
+        sender.close()
+        one.connection.close("it has done its work")
+        await wait_all_blocked()
+        assert not one.connection.closed
+        one.net.refuse = False
+        await one.connection.wait_closed()
+        assert await one.owner.lost.get() == ("worker", "worker closed it: it has done its work")
+        channel.sender.close()
+        assert [number async for number in channel.receiver] == [1]
+
+
+async def test_a_server_that_closes_says_so_to_who_is_cut_off_just_now() -> None:
+    async with far(tcp=True) as one:
+        await small_talk(one)
+        await cut(one)
+        closing = asyncio.create_task(one.owner.server.close())
+        await wait_all_blocked()
+        one.net.refuse = False
+        await closing
+        await one.connection.wait_closed()
+        with pytest.raises(ConnectionLost, match="owner closed it: the server was closed"):
+            one.connection.notify("anything", None)
+
+
+async def test_who_does_not_come_back_to_a_closed_connection_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rlinf_async.channels.wire.streams.GRACE_SECONDS", 0.1)
+    async with far(tcp=True) as one:
+        await cut(one)
+        one.connection.notify("anything", None)
+        one.connection.close()
+        await one.connection.wait_closed()
+        with pytest.raises(ConnectionLost, match=r"not taken up again within 0\.1 s"):
+            one.connection.notify("anything", None)
+    assert "what was said last to owner may be lost" in caplog.text
+
+
+@pytest.mark.parametrize("known_first", [False, True])
+async def test_a_peer_whose_process_is_known_to_have_ended_is_not_waited_for(
+    known_first: bool,
+) -> None:
+    async with far(tcp=True, patience=1000.0) as one:
+        await until(lambda: one.owner.server.connections)
+        [server_side] = one.owner.server.connections
+        one.net.refuse = True
+        if known_first:
+            server_side.peer_ended()
+        one.net.cut_all()
+        await until(lambda: one.connection.reconnecting)
+        if not known_first:
+            await until(lambda: server_side.reconnecting)
+            server_side.peer_ended()
+        _, reason = await one.owner.lost.get()
+        assert reason == "the other process closed it or died; its process has ended"
+        one.connection.abort("a test")
+
+
+async def test_a_peer_that_has_ended_is_lost_though_the_network_does_not_say_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rlinf_async.channels.wire.streams.GRACE_SECONDS", 0.1)
+    async with far(tcp=True) as one:
+        await until(lambda: one.owner.server.connections)
+        [server_side] = one.owner.server.connections
+        server_side.peer_ended()
+        assert await one.owner.lost.get() == ("worker", "its process has ended")
+
+
 @pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
 async def test_a_patience_that_is_no_time_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="patience is a number of seconds, 0 or more"):
