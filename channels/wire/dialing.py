@@ -11,9 +11,8 @@ from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed
 from rlinf_async.channels.wire.address import Address, UnixAddress
 from rlinf_async.channels.wire.auth import Handshake, Terms
 from rlinf_async.channels.wire.connection import Connection
-from rlinf_async.channels.wire.heartbeat import Heartbeat
 from rlinf_async.channels.wire.link import HandshakeLate, Link
-from rlinf_async.channels.wire.router import Router
+from rlinf_async.channels.wire.side import Side
 
 FIRST_PAUSE: Final = 0.02
 LONGEST_PAUSE: Final = 1.0
@@ -27,24 +26,9 @@ class NobodyThere(ConnectionLost):
 class Dialer:
     """Makes a connection to one address, and finds it again after a cut."""
 
-    def __init__(
-        self,
-        address: Address,
-        secret: bytes,
-        name: str,
-        *,
-        router: Router,
-        heartbeat: Heartbeat,
-        handshake_timeout: float,
-        patience: float,
-    ) -> None:
+    def __init__(self, address: Address, side: Side) -> None:
         self._address = address
-        self._secret = secret
-        self._name = name
-        self._router = router
-        self._heartbeat = heartbeat
-        self._handshake_timeout = handshake_timeout
-        self._patience = patience
+        self._side = side
 
     async def connect(self) -> Connection:
         """A new connection.
@@ -53,30 +37,21 @@ class Dialer:
             ConnectionLost: nobody serves it, or it was cut.
             HandshakeFailed: the secret, or the protocol's version, differs.
         """
-        made: list[Connection] = []
+        side, made = self._side, list[Connection]()
 
         def greeted(link: Link) -> Connection:
             terms = link.handshake.terms
-            made.append(
-                Connection(
-                    self._router,
-                    self._heartbeat,
-                    peer=link.peer,
-                    number=terms.number,
-                    patience=lower(self._patience, terms.patience),
-                    redial=self._redial,
-                )
-            )
+            made.append(side.connection(link.peer, terms.number, terms.patience, self._redial))
             return made[0]
 
-        await self._dial(Terms(patience=self._patience), greeted, self._handshake_timeout)
+        await self._dial(Terms(patience=side.patience), greeted, side.handshake_timeout)
         return made[0]
 
     async def _redial(self, connection: Connection) -> None:
         pause = FIRST_PAUSE
         while connection.reconnecting:
             terms = Terms(connection.number, connection.received_bytes, connection.reach.patience)
-            timeout = max(min(self._handshake_timeout, connection.reach.left), FIRST_PAUSE)
+            timeout = max(min(self._side.handshake_timeout, connection.reach.left), FIRST_PAUSE)
             try:
                 await self._dial(terms, partial(_as_before, connection), timeout)
             except HandshakeLate:
@@ -90,7 +65,7 @@ class Dialer:
     async def _dial(
         self, terms: Terms, greeted: Callable[[Link], Connection], timeout: float
     ) -> None:
-        handshake = Handshake("client", self._secret, self._name, terms=terms)
+        handshake = Handshake("client", self._side.secret, self._side.name, terms=terms)
         link = Link(handshake, timeout, greeted)
         try:
             async with asyncio.timeout(timeout):
@@ -121,8 +96,3 @@ class Dialer:
 
 def _as_before(connection: Connection, link: Link) -> Connection:
     return connection
-
-
-def lower(ours: float, theirs: float) -> float:
-    """The patience of both sides, whatever the other says."""
-    return min(ours, theirs) if theirs > 0 else 0.0

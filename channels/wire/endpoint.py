@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, Unpack
 
 from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError
 from rlinf_async.channels.wire.address import (
@@ -25,15 +25,13 @@ from rlinf_async.channels.wire.address import (
     bind_unix,
     parse,
 )
-from rlinf_async.channels.wire.auth import NEW, Handshake, Terms, check_secret
+from rlinf_async.channels.wire.auth import NEW, Handshake, Terms
 from rlinf_async.channels.wire.connection import Closed, Connection
-from rlinf_async.channels.wire.dialing import Dialer, lower
-from rlinf_async.channels.wire.heartbeat import HEARTBEAT_LIMIT, Heartbeat
+from rlinf_async.channels.wire.dialing import Dialer
 from rlinf_async.channels.wire.link import Link
-from rlinf_async.channels.wire.reach import PATIENCE, check_patience
 from rlinf_async.channels.wire.router import Router
+from rlinf_async.channels.wire.side import Side, Times
 
-HANDSHAKE_SECONDS: Final = 10.0
 MAX_STRANGERS: Final = 128
 """Sockets whose other side has not proved anything yet; the oldest makes room for one more."""
 NUMBER_BYTES: Final = len(NEW)
@@ -49,38 +47,24 @@ async def connect(
     *,
     name: str,
     router: Router,
-    heartbeat_interval: float | None = None,
-    heartbeat_limit: float = HEARTBEAT_LIMIT,
-    handshake_timeout: float = HANDSHAKE_SECONDS,
-    patience: float = PATIENCE,
     on_disconnect: Closed | None = None,
+    **times: Unpack[Times],
 ) -> Connection:
     """Connect to the process that serves this address, and prove that we belong to its cluster.
 
     Args:
         address: the path of a Unix socket, or ``tcp://host:port``.
         name: who we are, in the peer's errors and reports.
-        heartbeat_interval: seconds between signs of life; by default as the limit needs it.
-        heartbeat_limit: seconds without one after which the peer is given up.
-        patience: seconds for which the connection is kept when it is cut, while we connect again;
-            what the peer says counts too, if it is less. 0: a cut ends it.
+        times: see `Times`.
 
     Raises:
+        ValueError: a time makes no sense.
         WireError: the address is none, or no socket, or too long.
         ConnectionLost: nobody serves it, or it was cut.
         HandshakeFailed: the secret, or the protocol's version, differs.
     """
-    check_patience(patience)
-    dialer = Dialer(
-        parse(address),
-        secret,
-        name,
-        router=router,
-        heartbeat=Heartbeat.of(heartbeat_limit, heartbeat_interval),
-        handshake_timeout=handshake_timeout,
-        patience=patience,
-    )
-    connection = await dialer.connect()
+    side = Side.of(secret, name, router, **times)
+    connection = await Dialer(parse(address), side).connect()
     if on_disconnect is not None:
         connection.on_close(on_disconnect)
     return connection
@@ -91,13 +75,8 @@ class Server:
 
     def __init__(
         self,
-        secret: bytes,
-        name: str,
+        side: Side,
         *,
-        router: Router,
-        heartbeat: Heartbeat,
-        handshake_timeout: float,
-        patience: float,
         on_connect: Opened | None,
         on_disconnect: Closed | None,
         on_reject: Rejected | None,
@@ -106,12 +85,7 @@ class Server:
         """those that were made and not lost; some may be cut just now"""
         self._by_number: dict[bytes, Connection] = {}
         self._strangers: dict[Link, None] = {}
-        self._secret = secret
-        self._name = name
-        self._router = router
-        self._heartbeat = heartbeat
-        self._handshake_timeout = handshake_timeout
-        self._patience = patience
+        self._side = side
         self._on_connect = on_connect
         self._on_disconnect = on_disconnect
         self._on_reject = on_reject
@@ -186,10 +160,9 @@ class Server:
 
     def _accept(self) -> Link:
         made: list[Connection] = []
-        handshake = Handshake(
-            "server", self._secret, self._name, settle=partial(self._settle, made)
-        )
-        link = Link(handshake, self._handshake_timeout, lambda _: made[0])
+        side = self._side
+        handshake = Handshake("server", side.secret, side.name, settle=partial(self._settle, made))
+        link = Link(handshake, side.handshake_timeout, lambda _: made[0])
         if len(self._strangers) >= MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             oldest.turn_out(
@@ -204,10 +177,8 @@ class Server:
         """The connection that this peer is to have: a new one, or its own again."""
         asked = handshake.terms
         if asked.number == NEW:
-            number, patience = os.urandom(NUMBER_BYTES), lower(self._patience, asked.patience)
-            connection = Connection(
-                self._router, self._heartbeat, peer=handshake.peer, number=number, patience=patience
-            )
+            number = os.urandom(NUMBER_BYTES)
+            connection = self._side.connection(handshake.peer, number, asked.patience)
         else:
             number = asked.number
             found = self._by_number.get(number)
@@ -216,7 +187,7 @@ class Server:
             connection = found
             connection.make_way()
         made.append(connection)
-        return Terms(number, connection.received_bytes, self._patience)
+        return Terms(number, connection.received_bytes, self._side.patience)
 
     def _known(self, link: Link, made: list[Connection], opened: asyncio.Future[None]) -> None:
         self._strangers.pop(link, None)
@@ -258,10 +229,7 @@ async def serve(
     on_connect: Opened | None = None,
     on_disconnect: Closed | None = None,
     on_reject: Rejected | None = None,
-    heartbeat_interval: float | None = None,
-    heartbeat_limit: float = HEARTBEAT_LIMIT,
-    handshake_timeout: float = HANDSHAKE_SECONDS,
-    patience: float = PATIENCE,
+    **times: Unpack[Times],
 ) -> Server:
     """Serve a Unix socket that only this user can reach, or a port of one of this host's addresses.
 
@@ -271,21 +239,14 @@ async def serve(
         on_connect: called with each connection once it has proved the secret.
         on_disconnect: called with it, and the reason, when it is closed or lost.
         on_reject: called when somebody could not prove it (always logged).
-        handshake_timeout: seconds that a stranger has to prove the secret.
-        patience: seconds for which a connection is kept when it is cut; see `connect`.
+        times: see `Times`.
 
     Raises:
+        ValueError: the secret is too short, or a time makes no sense.
         WireError: the address is none, or in use, or cannot be made, or others can reach it.
     """
-    check_secret(secret)
-    check_patience(patience)
     server = Server(
-        secret,
-        name,
-        router=router,
-        heartbeat=Heartbeat.of(heartbeat_limit, heartbeat_interval),
-        handshake_timeout=handshake_timeout,
-        patience=patience,
+        Side.of(secret, name, router, **times),
         on_connect=on_connect,
         on_disconnect=on_disconnect,
         on_reject=on_reject,
