@@ -1,0 +1,61 @@
+"""GRPO against TRL's: the same model, prompts, algorithm and number of samples, two cores each.
+
+Both start from the same 5 M-parameter model and train it 16 on-policy steps of 16 prompts x 8
+samples, whose lengths are long-tailed and end by themselves. Seconds are those of training: neither
+side's imports, start or end count. TRL generates with the Hugging Face library, its default; ours
+with the transformers engine.
+"""
+
+from __future__ import annotations
+
+from rlinf_async.bench import Bar, Bench, Case, Peer, Results, ratio
+
+OURS, THEIRS = "ours", "trl, 2 threads"
+SPEED, REWARD = "samples_per_second", "reward"
+
+TRL = Peer(
+    name="trl",
+    requirements=(
+        ("torch==2.13.0",),
+        ("trl==1.16.0", "transformers==5.19.0", "accelerate==1.15.0", "datasets==5.2.0"),
+    ),
+)
+
+
+def _lowest_reward(results: Results) -> float:
+    return min(results.values(THEIRS, REWARD))
+
+
+BENCH = Bench(
+    name="grpo",
+    summary="GRPO on a 5 M-parameter language model against TRL's GRPOTrainer",
+    cases=(
+        Case(
+            OURS,
+            ("{python}", "{here}/ours.py", "--seed", "{repetition}", "--out", "{out}"),
+            requires=("transformers",),
+            cores=2,
+        ),
+        Case(
+            THEIRS,
+            ("{python}", "{here}/trl_grpo.py", "--seed", "{repetition}", "--threads", "2"),
+            peer=TRL,
+            cores=2,
+            threads=2,
+        ),
+    ),
+    bars=(
+        ratio("samples/s / TRL's", metric=SPEED, ours=OURS, theirs=THEIRS, at_least=1.3),
+        Bar(
+            name="median reward of the last 4 steps / lowest of theirs over the seeds",
+            cases=(OURS, THEIRS),
+            value=lambda results: results.median(OURS, REWARD),
+            target=_lowest_reward,
+        ),
+    ),
+    repetitions=3,
+    notes=(
+        "two cores each; seeds 0, 1, 2; on-policy, one optimizer step for 128 samples; float32",
+        "reward: of the samples of the last 4 of 16 steps, by the same prompts on both sides",
+    ),
+)
