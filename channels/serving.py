@@ -206,7 +206,8 @@ class Serving:
             EndOfChannel, ChannelFailed: nothing will come.
             ValueError: ``target`` or ``at_least`` is not positive.
         """
-        check_key_and_weight(self.name, key, 1)
+        if key is not None:
+            check_key_and_weight(self.name, key, 1)
         least = target if at_least is None else at_least
         if not 1 <= least <= target:
             raise ValueError(
@@ -218,7 +219,8 @@ class Serving:
         lane = self._lane(key)
         wait = GetWait(lane, target, least, party or current_party.get(), end, owner)
         lane.getters.append(wait)
-        self._serve(lane)
+        if lane.entries or lane.putters or self.ended:  # else nobody could be served
+            self._serve(lane)
         if wait.future.done():
             lane.handed.discard(wait)
             self._forget(lane)
@@ -243,9 +245,10 @@ class Serving:
         self.get_wait_seconds += now() - wait.since
         lane = wait.lane
         lane.handed.discard(wait)
-        if self.ended and lane.getters:  # they can see the end now
+        if lane.getters and self.ended:  # they can see the end now
             self._serve(lane)
-        self._forget(lane)
+        if lane.key is not None:
+            self._forget(lane)
 
     def return_entries(self, key: Key | None, entries: list[Entry]) -> None:
         """Put entries that were taken back at the head, before what is being collected."""
@@ -304,14 +307,15 @@ class Serving:
 
     def _serve(self, lane: Lane) -> None:
         """Hand items to those who wait, in order, and fill the room that this makes."""
-        self._admit(lane)
+        if lane.putters:
+            self._admit(lane)
         while lane.getters:
             wait = lane.getters[0]
             if wait.future.done():  # cancelled; its task has not run yet
                 lane.getters.popleft()
                 lane.push_back(wait.give_back())
                 continue
-            if any(reader.end != wait.end for reader in lane.readers):
+            if lane.readers and any(reader.end != wait.end for reader in lane.readers):
                 break  # what was sent ahead is older, and on its way back
             full = wait.collect()
             while not full and lane.putters and self._admit(lane):  # lent room is no room
@@ -320,7 +324,8 @@ class Serving:
                 break
             lane.getters.popleft()
             self._deliver(wait)
-            self._admit(lane)
+            if lane.putters:
+                self._admit(lane)
         if lane.hunger:
             self._feed(lane)
 

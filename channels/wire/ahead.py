@@ -22,7 +22,7 @@ from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.wire.codec import Encoder, join
 from rlinf_async.channels.wire.connection import Connection
 from rlinf_async.channels.wire.framing import CHUNK_BYTES
-from rlinf_async.channels.wire.protocol import Back, Get, More, Taken, Took, Wanted
+from rlinf_async.channels.wire.protocol import Back, Get, More, Taken, Wanted
 from rlinf_async.channels.wire.router import Refused, Request
 
 MAX_BYTES: Final = CHUNK_BYTES // 2
@@ -35,10 +35,11 @@ _encode = Encoder().encode
 
 
 class Sent:
-    """What was sent to one receiver under one key, and is not known to have been taken."""
+    """What was sent to one receiver under one key, and is not known to have been taken. It is there
+    while that is anything, or a get waits."""
 
-    __slots__ = ("_aheads", "_connection", "_number", "_recalled", "ahead", "asked", "end", "key",
-                 "queue")  # fmt: skip
+    __slots__ = ("_aheads", "_connection", "_number", "_reads", "_recalled", "ahead", "asked",
+                 "end", "key", "queue", "waiting")  # fmt: skip
 
     def __init__(
         self, aheads: Aheads, number: int, key: Key | None, queue: Queue, end: int
@@ -47,6 +48,9 @@ class Sent:
         self._connection = aheads.connection
         self._number = number
         self._recalled = False
+        self._reads = False  # the lane knows of it
+        self.waiting = 0
+        """gets that wait"""
         self.key = key
         self.queue = queue
         self.end = end
@@ -62,10 +66,11 @@ class Sent:
             WrongItemType, ItemTooLarge: it cannot travel; none is lost.
         """
         bodies = [self._encoded(entry) for entry in asked]
-        ahead = self._more(limit, bodies) if limit else []
+        ahead = self._more(limit, bodies) if limit else ()
         number = self._aheads.number(len(bodies))
         self.asked.update(enumerate(asked, number))
-        self._hold(ahead, number + len(asked))
+        if ahead:
+            self._hold(ahead, number + len(asked))
         sizes, body = join(bodies)
         undo = partial(self.undo, number, len(bodies))
         try:
@@ -119,20 +124,27 @@ class Sent:
         return found
 
     def _hold(self, entries: list[Entry], number: int) -> None:
-        if entries:
-            if not self.ahead:
-                self.queue.add_reader(self.key, self)
-            self.ahead.update(enumerate(entries, number))
-            self.queue.send_ahead(self.key, entries)
+        if not self._reads:
+            self._reads = True
+            self.queue.add_reader(self.key, self)
+        self.ahead.update(enumerate(entries, number))
+        self.queue.send_ahead(self.key, entries)
 
     # ---- what becomes of it
 
     def took(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Somebody has these."""
-        taken = [entry for _, entry, ahead in self._pop(ranges) if ahead]
-        if taken:
-            self.queue.took_ahead(self.key, taken)
-        self._forget()
+        """Somebody has these. Whoever says so calls `forget`, or uses it again."""
+        if self.ahead:
+            taken = [entry for _, entry, ahead in self._pop(ranges) if ahead]
+            if taken:
+                self.queue.took_ahead(self.key, taken)
+        else:
+            for first, length in ranges:
+                for index in range(first, first + length):
+                    self.asked.pop(index, None)
+            return
+        if self._reads and not self.ahead:
+            self._read_all()
 
     def back(self, ranges: Iterable[tuple[int, int]], error: str | None) -> None:
         """These were not taken: they go back; with an error they are buried."""
@@ -151,7 +163,7 @@ class Sent:
         """The receiver is closed: what was sent ahead will not be taken."""
         ahead, self.ahead = self.ahead, {}
         self._restore(list(ahead.values()))
-        self._forget()
+        self.forget()
 
     def lost(self) -> None:
         """The process is gone."""
@@ -191,17 +203,24 @@ class Sent:
             if asked:
                 self.queue.return_entries(self.key, asked)
             self._restore(ahead)
-        self._forget()
+        self.forget()
 
     def _restore(self, entries: list[Entry]) -> None:
         if entries:
             self.queue.restore_ahead(self.key, entries)
 
-    def _forget(self) -> None:
+    def _read_all(self) -> None:
+        """Nothing is under way that was not asked for."""
+        self._reads = False
+        self.queue.remove_reader(self.key, self)
+
+    def forget(self) -> None:
+        """It may have nothing any more."""
         if not self.ahead:
             self._recalled = False
-            self.queue.remove_reader(self.key, self)
-            if not self.asked:
+            if self._reads:
+                self._read_all()
+            if not (self.asked or self.waiting):
                 self._aheads.forget(self._number, self.key)
 
 
@@ -234,52 +253,60 @@ class Aheads:
     def get(self, request: Request[Get], queue: Queue, end: int) -> None:
         """Answer with one item, now or when there is one."""
         get = request.meta
+        sent = self._find(get.end, get.key, queue, end)
+        if get.ranges:
+            sent.took(get.ranges)
         entry = queue.take_one(get.key)
         if entry is not None:
-            self._deliver(request, queue, end, [entry])
+            self._deliver(request, sent, [entry])
             return
-        taken = queue.start_get(get.key, 1, None, get.party, end)
+        try:
+            taken = queue.start_get(get.key, 1, None, get.party, end)
+        except BaseException:
+            sent.forget()
+            raise
         if not isinstance(taken, GetWait):
-            self._deliver(request, queue, end, taken)
+            self._deliver(request, sent, taken)
             return
-        request.abandon = partial(_abandon, queue, taken)
-        taken.future.add_done_callback(partial(self._collected, request, queue, end, taken))
+        sent.waiting += 1
+        request.abandon = partial(_abandon, sent, taken)
+        taken.future.add_done_callback(partial(self._collected, request, sent, taken))
 
     def _collected(
         self,
         request: Request[Get],
-        queue: Queue,
-        end: int,
+        sent: Sent,
         wait: GetWait,
         future: asyncio.Future[list[Entry]],
     ) -> None:
         if not request.open:
             return  # abandoned meanwhile
+        sent.waiting -= 1
         try:
-            self._deliver(request, queue, end, future.result())
+            self._deliver(request, sent, future.result())
         except Exception as error:
             request.fail(error)
+            sent.forget()
         finally:  # only now may others be told that all was taken: it may go back
-            queue.finish_get(wait)
+            sent.queue.finish_get(wait)
 
-    def _deliver(self, request: Request[Get], queue: Queue, end: int, entries: list[Entry]) -> None:
-        get = request.meta
-        sent = self._find(get.end, get.key, queue, end)
+    def _deliver(self, request: Request[Get], sent: Sent, entries: list[Entry]) -> None:
         try:
-            sent.send(request, entries, get.ahead or 0)
+            sent.send(request, entries, request.meta.ahead or 0)
         finally:
             if not sent.asked:  # it failed
-                sent.took(())
+                sent.forget()
 
     def more(self, request: Request[More], queue: Queue, end: int) -> None:
         """Answer with what is there now."""
         more = request.meta
         self._find(more.end, more.key, queue, end).send(request, [], more.ahead)
 
-    def took(self, took: Took) -> None:
+    def took(self, number: int, key: Key | None, ranges: Iterable[tuple[int, int]]) -> None:
         """Items were taken."""
-        if (sent := self._sent.get((took.end, took.key))) is not None:
-            sent.took(took.ranges)
+        if (sent := self._sent.get((number, key))) is not None:
+            sent.took(ranges)
+            sent.forget()
 
     def back(self, back: Back) -> None:
         """Items were not taken."""
@@ -293,6 +320,8 @@ class Aheads:
         self._sent.clear()
 
 
-def _abandon(queue: Queue, wait: GetWait) -> None:
-    queue.abandon_get(wait)
-    queue.finish_get(wait)
+def _abandon(sent: Sent, wait: GetWait) -> None:
+    sent.waiting -= 1
+    sent.queue.abandon_get(wait)
+    sent.queue.finish_get(wait)
+    sent.forget()

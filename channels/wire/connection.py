@@ -240,7 +240,7 @@ class Connection(Streams):
             if self._link is not None:
                 self._link.drop()
             return
-        self._outbox.clear()
+        self._outbox.drop()
         self._say_goodbye(reason)
 
     async def wait_closed(self) -> None:

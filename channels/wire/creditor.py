@@ -194,10 +194,15 @@ class Creditor:
             MalformedFrame: they do not fit what was lent, or the body.
         """
         data, sizes = body.data, puts.sizes
-        if sum(sizes) != len(data) or sum(run.count for run in puts.runs) != len(sizes):
+        count = 0
+        for run in puts.runs:
+            if run.count < 0 or run.weight < 1:
+                raise MalformedFrame("items came in negative numbers or weights")
+            count += run.count
+        if sum(sizes) != len(data) or count != len(sizes):
             raise MalformedFrame(f"{len(sizes)} items of {sum(sizes)} bytes came in {len(data)}")
-        if any(run.count < 0 or run.weight < 1 for run in puts.runs) or min(sizes, default=0) < 0:
-            raise MalformedFrame("items came in negative numbers, sizes or weights")
+        if sizes and min(sizes) < 0:
+            raise MalformedFrame("items came in negative sizes")
         index = start = 0
         for run in puts.runs:
             items: list[Encoded] = []
@@ -207,21 +212,22 @@ class Creditor:
                 items.append(Encoded(data[start:stop]))
                 start = stop
             index += run.count
-            self._put(run, items, refusal.get(run.end))
-            if (lent := self._lent.get((run.queue, run.key))) is not None:
+            lent = self._put(run, items, refusal.get(run.end))
+            if lent is not None:
                 edges = lent.queue.edges
                 edges.put_many(holders.get(run.end, ""), run.count, start - first)
         self._handled += len(sizes)
         self._handled_bytes += len(data)
         self._confirm_later()
 
-    def _put(self, run: Run, items: list[Encoded], refused: ChannelError | None) -> None:
+    def _put(self, run: Run, items: list[Encoded], refused: ChannelError | None) -> Lent | None:
+        """Put them where room was lent; there."""
         lent = self._lent.get((run.queue, run.key))
         if lent is None:  # its channel was withdrawn
             if refused is None:
                 raise MalformedFrame(f"{run.count} items came for a key that has lent no room")
             self._refuse(run, refused)
-            return
+            return None
         lent.spend(run.count, run.weight)
         try:
             lent.queue.put_reserved(lent.lane, items, run.weight, refused)
@@ -230,6 +236,7 @@ class Creditor:
             self._refuse(run, error)
         if lent.wanted:
             self._hungry[lent] = None
+        return lent
 
     def _refuse(self, run: Run, error: ChannelError) -> None:
         self._refused.append(Untaken(run.end, run.count, report(error)))

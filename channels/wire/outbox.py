@@ -92,11 +92,11 @@ class Outbox:
     def detach(self) -> None:
         """Send no more, and hold nothing."""
         self._transport = None
-        self.clear()
+        self.drop()
         if self._kept is not None:
             self._kept.clear()
 
-    def clear(self) -> None:
+    def drop(self) -> None:
         """Forget what was not sent."""
         self._control.clear()
         self._data.clear()
@@ -150,6 +150,17 @@ class Outbox:
         """Send a small frame ahead of all data."""
         self._add(frame, CONTROL)
 
+    @property
+    def clear(self) -> bool:
+        """Whether a small message that is sent now is written at once, and cannot be withdrawn."""
+        kept = self._kept
+        return (
+            self._gathers
+            and self._transport is not None
+            and not (self._paused or self._control or self._data)
+            and (kept is None or not kept.full)
+        )
+
     def _add(self, frame: bytes, lane: int) -> None:
         """Send a whole message; at once if that costs no write of its own."""
         kept, transport = self._kept, self._transport
@@ -178,9 +189,10 @@ class Outbox:
 
     def say_due(self) -> None:
         """What was collected goes first."""
-        due, self._due = self._due, []
-        for say in due:
-            say()
+        while self._due:
+            due, self._due = self._due, []
+            for say in due:
+                say()
 
     def withdraw(self, number: int) -> bool:
         """Forget what was not sent of this request; whether none of it was."""

@@ -101,6 +101,9 @@ class Get(msgspec.Struct, array_like=True, frozen=True):
     lease: bool = False
     ahead: int | None = None
     """how many more items may come ahead of the next gets; None for a batch or a lease"""
+    ranges: list[tuple[int, int]] = []
+    answers: list[int] = []
+    """as of `Took`, which this saves"""
 
 
 class More(msgspec.Struct, array_like=True, frozen=True):

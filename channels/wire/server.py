@@ -10,8 +10,6 @@ Who closes an end that another process uses:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -221,21 +219,16 @@ class ChannelServer:
             except ChannelError as error:
                 refused[run.end] = error
         body = request.body or Encoded(b"")
-        with self._refusing(connection):
+        try:
             self._peer(connection).creditor.take(request.meta, body, refused, holders)
+        except MalformedFrame as error:
+            _hang_up(connection, error)
 
     def _return(self, request: Request[protocol.Room]) -> None:
-        with self._refusing(request.connection):
-            self._peer(request.connection).creditor.returned(request.meta)
-
-    @contextmanager
-    def _refusing(self, connection: Connection) -> Iterator[None]:
-        """A process that breaks the rules is not listened to any more."""
         try:
-            yield
+            self._peer(request.connection).creditor.returned(request.meta)
         except MalformedFrame as error:
-            log.error("connection to %s is closed: %s", connection.peer, error)
-            connection.close(str(error))
+            _hang_up(request.connection, error)
 
     def _flush(self, request: Request[protocol.Flush]) -> None:
         self._confirm(request)
@@ -245,19 +238,26 @@ class ChannelServer:
         self._peer(request.connection).creditor.say()
 
     def _get(self, request: Request[protocol.Get]) -> None:
-        end = self._queue_end(request, "receiver")
-        if request.meta.ahead is not None:
-            self._peer(request.connection).aheads.get(request, end.queue, end.number)
+        get, peer = request.meta, self._peer(request.connection)
+        request.connection.arrived(get.answers)
+        try:
+            end = self._queue_end(request, "receiver")
+        except ChannelError:
+            peer.aheads.took(get.end, get.key, get.ranges)
+            raise
+        if get.ahead is not None:
+            peer.aheads.get(request, end.queue, end.number)
             return
-        answer_get(request, end.queue, self._peer(request.connection).leases, end.number)
+        answer_get(request, end.queue, peer.leases, end.number)
 
     def _more(self, request: Request[protocol.More]) -> None:
         end = self._queue_end(request, "receiver")
         self._peer(request.connection).aheads.more(request, end.queue, end.number)
 
     def _took(self, request: Request[protocol.Took]) -> None:
-        request.connection.arrived(request.meta.answers)
-        self._peer(request.connection).aheads.took(request.meta)
+        took = request.meta
+        request.connection.arrived(took.answers)
+        self._peer(request.connection).aheads.took(took.end, took.key, took.ranges)
 
     def _back(self, request: Request[protocol.Back]) -> None:
         self._peer(request.connection).aheads.back(request.meta)
@@ -323,3 +323,9 @@ class ChannelServer:
         if known is None or known[0] != version:
             known = self._newest[latest] = version, self._encode(value)
         return known[1]
+
+
+def _hang_up(connection: Connection, error: MalformedFrame) -> None:
+    """A process that breaks the rules is not listened to any more."""
+    log.error("connection to %s is closed: %s", connection.peer, error)
+    connection.close(str(error))

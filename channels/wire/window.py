@@ -48,6 +48,8 @@ TURN_ITEMS: Final = 128
 MAX_KEYS: Final = 256
 _decode_taken = msgspec.msgpack.Decoder(Taken).decode
 
+Said = tuple[list[tuple[int, int]], list[int]]
+"""As in `Took`: what was taken, and which answers have arrived."""
 Part = tuple[int, Encoded]
 """An item, and the number by which it is taken or given back."""
 
@@ -126,7 +128,9 @@ class Window:
         windows = self._windows
         ahead = 0 if self.waiting or self.asks_more else self._ahead()
         get = _Get(self)
-        question = Get(self.end, self.key, 1, None, current_party.get(), ahead=ahead)
+        ranges, answers = windows.say_with(self)
+        party = current_party.get()
+        question = Get(self.end, self.key, 1, None, party, False, ahead, ranges, answers)
         get.number = windows.ask("channel.get", question, get)
         self.waiting.append(get)
         try:
@@ -164,7 +168,6 @@ class Window:
 
     def arrived(self, message: Message, get: _Get) -> None:
         """An answer to this get."""
-        self._windows.answered(self, message.number)
         parts = self._parts(message)
         if self.closed:  # what came ahead was taken back
             del parts[1:]
@@ -175,18 +178,18 @@ class Window:
         if len(parts) > 1:
             self._low = len(parts) // 2
         self._serve()
+        self._windows.answered(self, message.number)  # once those that it serves have had a turn
 
     def more_arrived(self, message: Message) -> None:
         """An answer to the request for more."""
         self.asks_more = False
-        self._windows.answered(self, message.number)
         parts = self._parts(message)
-        if self.closed:
-            return
-        self.items.extend(parts)
-        if 2 * len(parts) >= self._size:
-            self._low = len(self.items) // 2
-        self._serve()
+        if not self.closed:
+            self.items.extend(parts)
+            if 2 * len(parts) >= self._size:
+                self._low = len(self.items) // 2
+            self._serve()
+        self._windows.answered(self, message.number)
 
     # ---- inside
 
@@ -243,7 +246,7 @@ class Windows:
         self.connection = connection
         self.now = asyncio.get_running_loop().time
         self._all: dict[tuple[int, Key | None], Window] = {}
-        self._took: dict[Window, tuple[list[tuple[int, int]], list[int]]] = {}
+        self._took: dict[Window, Said] = {}
         connection.answers.add_sync("channel.wanted", Wanted, self._wanted)
         connection.on_close(self._lost, first=True)
 
@@ -306,9 +309,24 @@ class Windows:
         """This request's answer arrived: it cannot be undone as a whole any more."""
         self._said_of(window)[1].append(number)
 
+    def say_with(self, window: Window) -> Said:
+        """What there is to say of this window, for the request that is made now to say it.
+
+        Only if nothing waits to be sent: a request may be withdrawn until it is sent.
+        """
+        said = self._took.pop(window, None)
+        outbox = self.connection.outbox
+        outbox.say_due()
+        if said is None:
+            return [], []
+        if not outbox.clear:
+            self.notify("channel.took", Took(window.end, window.key, *said))
+            return [], []
+        return said
+
     # ---- inside
 
-    def _said_of(self, window: Window) -> tuple[list[tuple[int, int]], list[int]]:
+    def _said_of(self, window: Window) -> Said:
         said = self._took.get(window)
         if said is None:
             if not self._took:
