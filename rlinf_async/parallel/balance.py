@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlinf_async.parallel.boxes import volume
-from rlinf_async.parallel.columns import Floats, Ints, ordered_by, spread
+from rlinf_async.parallel.columns import Floats, Ints, ordered_by, rows_of, spread
 
 SWEEPS = 50
 SETTLED = 1e-3
@@ -111,18 +111,21 @@ def assign(items: Items, pools: list[Ints], forced: Floats) -> Assigned:
     owner, number = spread(last - first + 1)
     segment = first[owner] + number
     row_start, row_size, dim = _rows(items, order)
-    begin = np.where(number == 0, 0, _row_at(cuts[segment] - start[owner], size, row_size, owner))
-    ends = np.append(cuts[1:], demand.sum())[segment]
-    end = np.where(
-        segment == last[owner], row_size[owner], _row_at(ends - start[owner], size, row_size, owner)
-    )
-    keep = end > begin
-    owner, segment, begin, end = owner[keep], segment[keep], begin[keep], end[keep]
+    begin, end = np.zeros(len(owner), np.int64), row_size[owner]
+    for side, rows in ((begin, number > 0), (end, segment < last[owner])):
+        cut = np.flatnonzero(rows)
+        at = cuts[segment[cut] + (side is end)] - start[owner[cut]]
+        side[cut] = _row_at(at, size, row_size, owner[cut])
+    empty = end <= begin
+    if empty.any():
+        keep = np.flatnonzero(~empty)
+        owner, segment, begin, end = owner[keep], segment[keep], begin[keep], end[keep]
     item = order[owner]
-    box_start, box_size = items.start[item].copy(), items.size[item].copy()
-    each = np.arange(len(item))
-    box_start[each, dim[owner]] = row_start[owner] + begin
-    box_size[each, dim[owner]] = end - begin
+    box_start, box_size = rows_of(items.start, item), rows_of(items.size, item)
+    cut = np.flatnonzero(end - begin < row_size[owner])
+    along, begin, end = dim[owner[cut]], begin[cut], end[cut]
+    box_start[cut, along] = row_start[owner[cut]] + begin
+    box_size[cut, along] = end - begin
     return Assigned(item, member[segment], box_start, box_size)
 
 
@@ -157,11 +160,22 @@ def _busiest(pools: list[Ints], shares: list[Floats], forced: Floats) -> float:
 
 def _rows(items: Items, order: Ints) -> tuple[Ints, Ints, Ints]:
     """Return first row, rows, and the dimension along which each item can be cut."""
-    size = items.size[order]
-    fine = size >= FINE
-    dim = np.where(fine.any(axis=1), np.argmax(fine, axis=1), np.argmax(size, axis=1))
+    size, start = rows_of(items.size, order), rows_of(items.start, order)
+    dim = _longest(size)
+    for place in reversed(range(size.shape[1])):
+        dim[size[:, place] >= FINE] = place
     each = np.arange(len(order))
-    return items.start[order][each, dim], size[each, dim], dim
+    return start[each, dim], size[each, dim], dim
+
+
+def _longest(size: Ints) -> Ints:
+    """Return the first of the largest extents of each row."""
+    dim, most = np.zeros(len(size), np.int64), size[:, 0].copy()
+    for place in range(1, size.shape[1]):
+        longer = size[:, place] > most
+        dim[longer] = place
+        np.maximum(most, size[:, place], out=most)
+    return dim
 
 
 def _row_at(distance: Ints, size: Ints, rows: Ints, owner: Ints) -> Ints:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlinf_async.parallel.columns import Ints, distinct, ordered_by, spread
+from rlinf_async.parallel.columns import Ints, distinct, in_order, ordered_by, rows_of, spread
 
 
 class Boxes(NamedTuple):
@@ -22,7 +22,7 @@ class Boxes(NamedTuple):
 
     def take(self, rows: Ints) -> Boxes:
         """Return some of the rows."""
-        return Boxes(self.tensor[rows], self.start[rows], self.size[rows])
+        return Boxes(self.tensor[rows], rows_of(self.start, rows), rows_of(self.size, rows))
 
     @property
     def volume(self) -> Ints:
@@ -32,7 +32,9 @@ class Boxes(NamedTuple):
 
 def volume(size: Ints) -> Ints:
     """Return the elements of boxes of these sizes ``[n, D]``."""
-    product: Ints = np.prod(size, axis=1, dtype=np.int64)
+    product = np.ones(len(size), np.int64)
+    for extent in size.T:
+        product *= extent
     return product
 
 
@@ -109,7 +111,7 @@ def overlaps(old: Boxes, new: Boxes, tensors: int) -> tuple[Ints, Ints]:
     first_old = np.searchsorted(points, old_start)
     owner, number = spread(np.searchsorted(points, old_start + old_size) - first_old)
     slot = first_old[owner] + number
-    by_slot = np.argsort(slot, kind="stable")
+    by_slot = in_order(slot)
     members, slot = owner[by_slot], slot[by_slot]
     first_of = np.searchsorted(slot, np.arange(len(points) + 1))
     first_new = np.maximum(np.searchsorted(points, new_start, "right") - 1, 0)
@@ -122,8 +124,8 @@ def overlaps(old: Boxes, new: Boxes, tensors: int) -> tuple[Ints, Ints]:
     keep = wanted_slot[meeting] == np.maximum(first_old[a], first_new[b])
     keep &= old.tensor[a] == new.tensor[b]
     for dim in range(old.start.shape[1]):
-        keep &= old.start[a, dim] < new.start[b, dim] + new.size[b, dim]
-        keep &= new.start[b, dim] < old.start[a, dim] + old.size[a, dim]
+        keep &= old.start[:, dim][a] < (new.start[:, dim] + new.size[:, dim])[b]
+        keep &= new.start[:, dim][b] < (old.start[:, dim] + old.size[:, dim])[a]
     a, b = a[keep], b[keep]
     order = ordered_by([b, a])
     return a[order], b[order]
@@ -131,8 +133,8 @@ def overlaps(old: Boxes, new: Boxes, tensors: int) -> tuple[Ints, Ints]:
 
 def common(old: Boxes, new: Boxes, a: Ints, b: Ints) -> tuple[Ints, Ints]:
     """Return start and size of what pairs of boxes share."""
-    start = np.maximum(old.start[a], new.start[b])
-    stop = np.minimum(old.start[a] + old.size[a], new.start[b] + new.size[b])
+    start = np.maximum(rows_of(old.start, a), rows_of(new.start, b))
+    stop = np.minimum(rows_of(old.start + old.size, a), rows_of(new.start + new.size, b))
     return start, stop - start
 
 

@@ -21,6 +21,34 @@ def spread(counts: Ints) -> tuple[Ints, Ints]:
     return owner, np.arange(len(owner)) - first[owner]
 
 
+def in_order(keys: Ints) -> Ints:
+    """Return the order of rows by non-negative numbers; rows of equal ones stay as they are.
+
+    Sorting key and row number as one word is several times as fast as a stable argsort."""
+    bits = len(keys).bit_length()
+    if int(keys.max(initial=0)) >> (62 - bits):
+        wide: Ints = np.argsort(keys, kind="stable")
+        return wide
+    words = (keys << bits) | np.arange(len(keys))
+    words.sort()
+    words &= (1 << bits) - 1
+    return words
+
+
+def rows_of(table: Ints, rows: Ints) -> Ints:
+    """Return some rows of a table ``[n, D]`` (indexing takes four times as long)."""
+    found: Ints = np.take(table, rows, axis=0, mode="clip")
+    return found
+
+
+def any_of(table: Flags) -> Flags:
+    """Return for each row whether any of its few columns is set (`np.any` goes row by row)."""
+    found = np.zeros(len(table), bool)
+    for column in table.T:
+        found |= column
+    return found
+
+
 def distinct(values: Ints) -> Ints:
     """Return the values in order, each once (faster than `np.unique` on millions)."""
     ordered = np.sort(values)
@@ -28,6 +56,16 @@ def distinct(values: Ints) -> Ints:
     new[1:] = ordered[1:] != ordered[:-1]
     kept: Ints = ordered[new]
     return kept
+
+
+def numbered(values: Ints, below: int) -> tuple[Ints, Ints]:
+    """Return the distinct values in order, and for each value which of them it is.
+
+    Values are in ``0 .. below``; nothing is sorted."""
+    there = np.zeros(below, bool)
+    there[values] = True
+    number = np.cumsum(there) - 1
+    return np.flatnonzero(there), number[values]
 
 
 def ordered_by(keys: Sequence[Ints]) -> Ints:
@@ -46,7 +84,6 @@ def ordered_by(keys: Sequence[Ints]) -> Ints:
             words.append(key)
             room = extent
     if len(words) == 1:
-        only: Ints = np.argsort(words[0], kind="stable")
-        return only
+        return in_order(words[0])
     several: Ints = np.lexsort(words[::-1])
     return several

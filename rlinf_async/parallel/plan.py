@@ -27,7 +27,7 @@ import numpy as np
 
 from rlinf_async.parallel.balance import Items, assign, pools_of
 from rlinf_async.parallel.boxes import Boxes, common, overlaps, volume
-from rlinf_async.parallel.columns import Flags, Ints, spread
+from rlinf_async.parallel.columns import Flags, Ints, in_order, numbered, rows_of, spread
 from rlinf_async.parallel.errors import ModelMismatch, NotHeld, PlanTooLarge, nearest_names
 from rlinf_async.parallel.groups import widened
 from rlinf_async.parallel.layout import Layout
@@ -133,11 +133,11 @@ def plan(old: Layout, new: Layout) -> Plan:
     overlap, number = spread(wanted.copies[b])
     target_piece = wanted.holders[wanted.first[b[overlap]] + number]
     demand = Demand(
-        Boxes(wanted.boxes.tensor[b[overlap]], start[overlap], size[overlap]),
+        Boxes(wanted.boxes.tensor[b[overlap]], rows_of(start, overlap), rows_of(size, overlap)),
         a[overlap],
         target_piece,
     )
-    return _ordered(_moves(old, new, source, target, regions, demand))
+    return _moves(old, new, source, target, regions, demand)
 
 
 class Demand(NamedTuple):
@@ -163,13 +163,15 @@ def _moves(
     item_bytes = _item_bytes(new.tensors)
     forced = np.bincount(
         source.rank[sender[only]],
-        demand.boxes.take(only).volume * item_bytes[demand.boxes.tensor[only]],
+        volume(rows_of(demand.boxes.size, only)) * item_bytes[demand.boxes.tensor[only]],
         int(source.rank.max(initial=0)) + 1,
     ).astype(np.float64)
     open_rows = np.flatnonzero(sender < 0)
     if len(open_rows) == 0:
-        return Plan(old, new, source, target, demand.boxes, sender, demand.target_piece)
-    asked, region = np.unique(demand.region[open_rows], return_inverse=True)
+        order = _order(source.rank[sender], target.rank[demand.target_piece])
+        made = demand.take(order)
+        return Plan(old, new, source, target, made.boxes, sender[order], made.target_piece)
+    asked, region = numbered(demand.region[open_rows], len(regions.copies))
     some = regions.take(asked)
     pool, pools = pools_of(some.first, source.rank[some.holders])
     chosen = demand.take(open_rows)
@@ -191,18 +193,14 @@ def _moves(
         [sender[fixed], some.holders[some.first[region[sent.item]] + sent.member]]
     )
     targets = np.concatenate([demand.target_piece[fixed], made.target_piece])
-    in_order = np.argsort(np.concatenate([fixed, open_rows[sent.item]]), kind="stable")
-    return Plan(
-        old, new, source, target, boxes.take(in_order), senders[in_order], targets[in_order]
-    )
+    order = in_order(np.concatenate([fixed, open_rows[sent.item]]))
+    order = order[_order(source.rank[senders[order]], target.rank[targets[order]])]
+    return Plan(old, new, source, target, boxes.take(order), senders[order], targets[order])
 
 
-def _ordered(made: Plan) -> Plan:
-    """Order the moves by source and destination; within these they are ordered by tensor and
-    box."""
-    width = int(made.to_rank.max(initial=0)) + 1
-    order = np.argsort(made.from_rank * width + made.to_rank, kind="stable")
-    return made.take(order)
+def _order(from_rank: Ints, to_rank: Ints) -> Ints:
+    """Order moves that are ordered by tensor and box by source and destination first."""
+    return in_order(from_rank * (int(to_rank.max(initial=0)) + 1) + to_rank)
 
 
 def _on_common_tensors(old: Layout, new: Layout) -> tuple[Pieces, Pieces, Ints]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlinf_async.parallel.boxes import Boxes, overlaps, strides
-from rlinf_async.parallel.columns import Flags, Ints, distinct, ordered_by, spread
+from rlinf_async.parallel.columns import Flags, Ints, any_of, distinct, ordered_by, rows_of, spread
 
 
 class Pieces(NamedTuple):
@@ -77,7 +77,7 @@ def flat_tensors(boxes: Boxes, shapes: Ints) -> Ints:
     wide = boxes.size > 1
     broken = np.zeros(len(boxes.tensor), bool)
     for dim in range(shapes.shape[1] - 1):
-        broken |= wide[:, dim] & partial[:, dim + 1 :].any(axis=1)
+        broken |= wide[:, dim] & any_of(partial[:, dim + 1 :])
     flat = np.ones(len(shapes), bool)
     flat[boxes.tensor[broken]] = False
     return flat
@@ -89,7 +89,9 @@ def flattened(pieces: Pieces, shapes: Ints, flat: Flags) -> Pieces:
     mine = flat[pieces.boxes.tensor]
     tensor = pieces.boxes.tensor
     start, size = pieces.boxes.start.copy(), pieces.boxes.size.copy()
-    at = (pieces.boxes.start * strides(shapes)[tensor]).sum(axis=1)
+    at = np.zeros(len(tensor), np.int64)
+    for place, step in zip(pieces.boxes.start.T, strides(shapes).T, strict=True):
+        at += place * step[tensor]
     length = pieces.boxes.volume
     start[mine], size[mine] = 0, 1
     start[mine, 0], size[mine, 0] = at[mine], length[mine]
@@ -137,10 +139,11 @@ def _put_together(boxes: Boxes, holders: Ints, rank: Ints) -> Regions:
     """Group rows of equal boxes; order the regions by tensor and first element."""
     tensor, start, size = boxes
     order = ordered_by([tensor, *start.T, *size.T, rank])
-    tensor, start, size = tensor[order], start[order], size[order]
+    tensor, start, size = tensor[order], rows_of(start, order), rows_of(size, order)
     new = np.ones(len(order), bool)
-    same = (tensor[1:] == tensor[:-1]) & (start[1:] == start[:-1]).all(axis=1)
-    new[1:] = ~(same & (size[1:] == size[:-1]).all(axis=1))
+    new[1:] = tensor[1:] != tensor[:-1]
+    for column in (*start.T, *size.T):
+        new[1:] |= column[1:] != column[:-1]
     heads = np.flatnonzero(new)
     first = np.append(heads, len(order))
     return Regions(Boxes(tensor[heads], start[heads], size[heads]), first, holders[order])
@@ -148,7 +151,7 @@ def _put_together(boxes: Boxes, holders: Ints, rank: Ints) -> Regions:
 
 def _overlapping_pairs(boxes: Boxes, tensors: int) -> tuple[Ints, Ints]:
     """Pairs of different regions that share elements. Boxes are ordered by tensor and start."""
-    lines = (boxes.size[:, 1:] == 1).all(axis=1) & (boxes.start[:, 1:] == 0).all(axis=1)
+    lines = ~any_of(boxes.size[:, 1:] != 1) & ~any_of(boxes.start[:, 1:] != 0)
     only_lines = np.ones(tensors, bool)
     only_lines[boxes.tensor[~lines]] = False
     tensor, low = boxes.tensor, boxes.start[:, 0]

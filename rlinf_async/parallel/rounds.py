@@ -14,7 +14,7 @@ import dataclasses
 import numpy as np
 
 from rlinf_async.parallel.boxes import Boxes
-from rlinf_async.parallel.columns import Flags, Ints, spread
+from rlinf_async.parallel.columns import Flags, Ints, in_order, spread
 from rlinf_async.parallel.plan import Plan
 
 
@@ -26,8 +26,7 @@ def in_rounds(plan: Plan, bucket_bytes: int) -> Plan:
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes is {bucket_bytes}; it must be at least 1")
     cut = _cut(plan, bucket_bytes)
-    by_tensor = np.argsort(cut.boxes.tensor, kind="stable")
-    cut = cut.take(by_tensor)
+    cut = cut.take(in_order(cut.boxes.tensor))
     when = _rounds(cut, bucket_bytes)
     made = dataclasses.replace(cut, round=when)
     width = int(made.to_rank.max(initial=0)) + 1

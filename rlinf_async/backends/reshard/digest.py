@@ -27,7 +27,7 @@ class Digest:
     def __init__(self, payload: Tensor) -> None:
         self._payload = payload
         self._state = xxhash.xxh3_64() if payload.device.type == "cpu" else None
-        self._bytes = memoryview(payload.numpy()) if self._state else None
+        self._bytes = payload.numpy().data if self._state else None
         self._done = 0
 
     def reach(self, end: int) -> None:
