@@ -26,6 +26,11 @@ class Entry(msgspec.Struct, eq=False, gc=False):
 class Borrower(Protocol):
     """Whoever was lent room, to put into without asking."""
 
+    items: int
+    """room that it has and did not use"""
+    holder: str
+    """the party that asked for it"""
+
     def recall(self) -> None:
         """Somebody waits for this room: give back what is not used yet."""
 
@@ -37,6 +42,10 @@ class Reader(Protocol):
     """Whoever was sent items ahead of asking for them."""
 
     end: int
+
+    @property
+    def holder(self) -> str:
+        """The party that has its end."""
 
     def recall(self, end: int) -> None:
         """Somebody waits for an item, on the end with this number: give back what is not taken."""

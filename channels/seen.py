@@ -16,14 +16,18 @@ if TYPE_CHECKING:
 def waits_of(queue: Queue) -> list[Wait]:
     """Everybody who waits on this channel, the longest first."""
     found: list[Wait] = []
+    at = now()  # once: those who began in the same moment stay in the order in which they came
     for lane in queue.every_lane():
-        found += _describe(queue, lane.putters, "put")
-        found += _describe(queue, lane.getters, "get")
+        found += _describe(queue, lane.putters, "put", at)
+        found += _describe(queue, lane.getters, "get", at)
     return sorted(found, key=lambda wait: -wait.seconds)
 
 
 def _describe(
-    queue: Queue, waits: Iterable[PutWait | GetWait], operation: Literal["put", "get"]
+    queue: Queue,
+    waits: Iterable[PutWait | GetWait],
+    operation: Literal["put", "get"],
+    at: float,
 ) -> list[Wait]:
     return [
         Wait(
@@ -31,8 +35,9 @@ def _describe(
             operation=operation,
             channel=queue.name,
             key=None if wait.lane.key is None else str(wait.lane.key),
-            seconds=now() - wait.since,
+            seconds=at - wait.since,
             unblockers=_unblockers(queue, wait, operation),
+            held_by=_held_by(wait),
         )
         for wait in waits
     ]
@@ -46,6 +51,15 @@ def _unblockers(
     if not others and operation == "get":
         others = [one.holder for one in queue.leases.values() if one.key == wait.lane.key]
     return tuple(dict.fromkeys(others))
+
+
+def _held_by(wait: PutWait | GetWait) -> tuple[str, ...]:
+    """The parties that have room, or items, which were not asked for."""
+    if isinstance(wait, PutWait):
+        found = [one.holder for one in wait.lane.borrowers if one.items]
+    else:
+        found = [one.holder for one in wait.lane.readers if one.end != wait.end]
+    return tuple(dict.fromkeys(found))
 
 
 def statistics_of(queue: Queue) -> Statistics:

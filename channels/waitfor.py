@@ -38,6 +38,9 @@ class Wait(msgspec.Struct, frozen=True):
     """The parties that hold the other end: only they can end this wait."""
     reconnecting: tuple[str, ...] = ()
     """those of all these whose connection is cut now, and may be found again"""
+    held_by: tuple[str, ...] = ()
+    """the parties that were lent room, or sent items ahead, which this wait could use: they were
+    asked to give it back, and their processes do so by themselves"""
 
     def __str__(self) -> str:
         key = "" if self.key is None else f" (key {self.key})"
@@ -48,6 +51,9 @@ class Wait(msgspec.Struct, frozen=True):
         )
         if self.unblockers:
             on = "only " + ", ".join(self.unblockers) + " can end this wait"
+        if self.held_by:
+            what = "room is lent" if self.operation == "put" else "items were sent ahead"
+            on += f"; {what} to {', '.join(self.held_by)}, and asked back"
         if self.reconnecting:
             on += f"; {', '.join(self.reconnecting)}: cut off, reconnecting"
         return (
@@ -60,7 +66,7 @@ def mark_cut_off(wait: Wait, prefixes: tuple[str, ...]) -> Wait:
     """The wait, with those of its parties named that begin so: their connection is cut."""
     if not prefixes:
         return wait
-    parties = dict.fromkeys((wait.party, *wait.unblockers))
+    parties = dict.fromkeys((wait.party, *wait.unblockers, *wait.held_by))
     cut = tuple(party for party in parties if party.startswith(prefixes))
     return msgspec.structs.replace(wait, reconnecting=cut)
 
@@ -79,7 +85,7 @@ def find_cycle(waits: Iterable[Wait]) -> tuple[Wait, ...]:
     while changed:  # a party is free if one of its waits can be ended by a party that is free
         changed = False
         for party, of in list(stuck.items()):
-            if any(other not in stuck for wait in of for other in wait.unblockers):
+            if any(wait.held_by or not stuck.keys() >= {*wait.unblockers} for wait in of):
                 del stuck[party]
                 changed = True
     if not stuck:

@@ -57,6 +57,10 @@ class Sent:
         self.asked: dict[int, Entry] = {}
         self.ahead: dict[int, Entry] = {}
 
+    @property
+    def holder(self) -> str:
+        return self.queue.receivers.get(self.end, self._connection.peer)
+
     # ---- sending
 
     def send(self, request: Request[Get] | Request[More], asked: list[Entry], limit: int) -> None:

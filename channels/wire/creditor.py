@@ -29,13 +29,16 @@ CONFIRM_BYTES: Final = 256 * 1024
 class Lent:
     """Room under one key that one process has."""
 
-    __slots__ = ("_creditor", "items", "key", "lane", "number", "queue", "recalled", "weight")
+    __slots__ = (
+        "_creditor", "holder", "items", "key", "lane", "number", "queue", "recalled", "weight"
+    )  # fmt: skip
 
     def __init__(self, creditor: Creditor, number: int, queue: Queue, key: Key | None) -> None:
         self._creditor = creditor
         self.number = number
         self.queue = queue
         self.key = key
+        self.holder = ""
         self.items = 0
         self.weight = 0
         self.recalled = False
@@ -138,6 +141,7 @@ class Creditor:
         elif queue.capacity >= MIN_CAPACITY and queue.open:
             found = self._lent[number, key] = Lent(self, number, queue, key)
         if found is not None:
+            found.holder = holder
             self.look_at(found)
 
     def look_at(self, lent: Lent) -> None:

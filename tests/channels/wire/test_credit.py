@@ -10,6 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
+import msgspec
 import pytest
 
 from rlinf_async.channels import (
@@ -21,6 +22,7 @@ from rlinf_async.channels import (
     EndOfChannel,
     NoReceivers,
     Sender,
+    find_cycle,
 )
 from rlinf_async.channels.wire import ChannelClient, Connection, Encoded, promises, protocol
 from rlinf_async.channels.wire.promises import Promises
@@ -78,6 +80,21 @@ async def test_at_most_half_of_the_free_room_is_lent() -> None:
         await put_all(sender, range(2))
         await until(lambda: channel.queue.lent)
         assert channel.statistics().lent == (64 - 2) // 2
+
+
+async def test_a_wait_for_lent_room_names_who_has_it_and_is_no_deadlock() -> None:
+    channel = Channel(int, name="numbers", capacity=8)
+    async with remote_pair(channel) as (sender, _):
+        await with_credit(sender, channel)
+        putting = asyncio.create_task(put_all(channel.sender, range(8)))
+        await asyncio.sleep(0)
+        [wait] = channel.waits()
+        assert wait.held_by == ("w",)
+        assert str(wait).endswith("can end this wait; room is lent to w, and asked back")
+        alone = msgspec.structs.replace(wait, unblockers=())
+        assert find_cycle([alone]) == ()
+        assert find_cycle([msgspec.structs.replace(alone, held_by=())]) != ()
+        await putting
 
 
 async def test_lent_room_is_asked_back_when_another_putter_waits_for_it() -> None:
