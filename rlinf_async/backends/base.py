@@ -12,6 +12,7 @@ A backend is loaded by name with `rlinf_async.backends.registry.load_policy_back
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -81,6 +82,14 @@ class TrainerBackend(Protocol):
 
     def save_checkpoint(self, path: Path) -> None:
         """Write a checkpoint folder, atomically. Collective over ranks."""
+        ...
+
+    def begin_checkpoint(self, path: Path) -> Future[Path]:
+        """Start writing what `save_checkpoint` writes, and go on. Collective over ranks.
+
+        Waits for the one before. The future ends when this rank's part is on the disk, or has its
+        error; when all ranks' parts are, the folder is there.
+        """
         ...
 
     def load_checkpoint(self, path: Path) -> None:

@@ -11,6 +11,7 @@ Backends are loaded by name (`rlinf_async.backends.registry`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -191,6 +192,16 @@ class LanguageTrainer(Protocol):
 
     def save_checkpoint(self, path: Path, extra: Mapping[str, object] | None = None) -> None:
         """Write a checkpoint folder, atomically. Collective."""
+        ...
+
+    def begin_checkpoint(
+        self, path: Path, extra: Mapping[str, object] | None = None
+    ) -> Future[Path]:
+        """Start writing what `save_checkpoint` writes, and go on. Collective.
+
+        Waits for the one before. The future ends when this rank's part is on the disk, or has its
+        error; when all ranks' parts are, the folder is there.
+        """
         ...
 
     def load_checkpoint(self, path: Path) -> list[dict[str, object]]:

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 import torch
 
-from rlinf_async.backends.fsdp import checkpoint
+from rlinf_async.backends.checkpoint import folders, metadata, reading, tensor_file
+from rlinf_async.backends.fsdp.checkpoint import check_fits
 from rlinf_async.backends.fsdp.config import FSDPConfig, SchedulerConfig
 from rlinf_async.backends.fsdp.errors import CheckpointError
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
@@ -68,13 +69,13 @@ def test_a_save_that_fails_keeps_the_checkpoint_before(
     manager = trained()
     manager.save_checkpoint(tmp_path / "checkpoint")
 
-    def full(*_: object) -> None:
+    def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     train_steps(manager, range(3, 4))
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(tensor_file.os, "write", full)
     manager.offload_param_and_grad()
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=r"No space left.*rank_0_of_1\.safetensors"):
         manager.save_checkpoint(tmp_path / "checkpoint")
     assert manager.param_offloaded
     resumed = set_up(CONFIG)
@@ -110,14 +111,14 @@ def test_what_was_offloaded_stays_offloaded(tmp_path: Path) -> None:
 
 
 def flip_a_bit(folder: Path) -> None:
-    target = folder / "rank_0_of_1.pt"
+    target = folder / "rank_0_of_1.safetensors"
     content = bytearray(target.read_bytes())
     content[len(content) // 2] ^= 1
     target.write_bytes(content)
 
 
 def cut_short(folder: Path) -> None:
-    target = folder / "rank_0_of_1.pt"
+    target = folder / "rank_0_of_1.safetensors"
     target.write_bytes(target.read_bytes()[:-10])
 
 
@@ -141,8 +142,8 @@ def come_from_the_future(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (flip_a_bit, r"rank_0_of_1\.pt is damaged"),
-        (cut_short, r"rank_0_of_1\.pt is damaged"),
+        (flip_a_bit, r"rank_0_of_1\.safetensors is damaged: its checksum"),
+        (cut_short, r"rank_0_of_1\.safetensors is damaged: it has \d+ bytes"),
         (lose_a_file, r"rank_0_of_1\.pt is missing"),
         (lose_the_metadata, r"is not a checkpoint: it has no metadata\.json"),
         (spoil_the_metadata, r"metadata\.json cannot be read"),
@@ -164,7 +165,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_loaded(
 @pytest.mark.parametrize(
     ("hidden", "message"),
     [
-        ((7,), r"of another model: unexpected 'actor\.4\.weight'"),
+        ((7,), r"of another model: unexpected 'actor\.4\.bias'"),
         ((7, 6, 6), r"of another model: missing 'actor\.6\.weight'"),
         ((7, 5), r"'actor\.2\.weight' is \[6, 7\] in the checkpoint, \[5, 7\] in the model"),
     ],
@@ -180,21 +181,70 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    record = checkpoint.write_file(folder, "rank_0_of_1.pt", {"state": Path("anything")})
-    metadata = checkpoint.Metadata(format=1, world_size=1, files=(record,))
-    (folder / "metadata.json").write_bytes(msgspec.json.encode(metadata))
+    trained().save_checkpoint(folder)
+    torch.save({"progress": Path("anything")}, folder / "rank_0_of_1.pt")
+    size = (folder / "rank_0_of_1.pt").stat().st_size
+    record = metadata.FileRecord(
+        "rank_0_of_1.pt", size, tensor_file.checksum(folder / "rank_0_of_1.pt")
+    )
+    known = metadata.read_metadata(folder)
+    assert isinstance(known, metadata.Metadata)
+    changed = msgspec.structs.replace(known, own=(record,))
+    (folder / "metadata.json").write_bytes(metadata.encode(changed))
     with pytest.raises(CheckpointError, match="holds more than tensors and plain values"):
         set_up(CONFIG).load_checkpoint(folder)
 
 
-def test_rows_that_are_in_no_file_are_counted() -> None:
-    piece = checkpoint.Slice(torch.zeros(2, 3), start=0, rows=5)
-    with pytest.raises(CheckpointError, match="'w': 3 of 5 rows are in no file"):
-        checkpoint.check_slices(torch.zeros(5, 3), [piece], "w")
+def write_format_1(manager: FSDPModelManager, folder: Path) -> None:
+    """A folder as the version before this one wrote it, by two ranks."""
+    manager.save_checkpoint(folder)
+    saved = reading.read_checkpoint(folder)
+    files = []
+    for rank in range(2):
+        state = {}
+        for name, tensor in saved.tensors.items():
+            whole = tensor.whole().clone()
+            if whole.ndim == 0 or name.endswith("_moments"):
+                if rank == 0:
+                    state[name] = {"data": whole, "start": 0, "rows": -1}
+                continue
+            start = rank * -(-len(whole) // 2)
+            rows = whole[start : start + -(-len(whole) // 2)].clone()
+            state[name] = {"data": rows, "start": start, "rows": len(whole)}
+        target = folder / f"rank_{rank}_of_2.pt"
+        torch.save({"state": state, **saved.own[0]}, target)
+        files.append(
+            {
+                "name": target.name,
+                "size": target.stat().st_size,
+                "checksum": tensor_file.checksum(target),
+            }
+        )
+    note = {"format": 1, "world_size": 2, "files": files}
+    (folder / "metadata.json").write_bytes(msgspec.json.encode(note))
+
+
+def test_a_folder_of_format_1_can_still_be_loaded(tmp_path: Path) -> None:
+    manager, resumed = trained(), set_up(CONFIG)
+    write_format_1(manager, tmp_path / "checkpoint")
+    resumed.load_checkpoint(tmp_path / "checkpoint")
+    assert train_steps(resumed, range(3, 6)) == train_steps(manager, range(3, 6))
+
+
+def test_elements_that_are_in_no_file_are_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    box = tensor_file.Box("w", (0, 0), (2, 3), 0)
+    entry = tensor_file.Entry("w", torch.float32, (2, 3), (box,))
+    content = tensor_file.header([entry], {"w": (5, 3)}) + bytes(24)
+    tensors = tensor_file.write_file(folder, "rank_0_of_1.safetensors", content)
+    note = metadata.Metadata(strategy=metadata.Strategy(), tensors=(tensors,), own=())
+    folders.write_whole(folder / "metadata.json", metadata.encode(note))
+    with pytest.raises(CheckpointError, match="'w': 9 of its 15 elements are in no file"):
+        reading.read_checkpoint(folder)
 
 
 def test_another_dtype_is_refused() -> None:
-    piece = checkpoint.Slice(torch.zeros(2, dtype=torch.float64), start=0, rows=-1)
+    saved = reading.SavedTensor("w", (2,), torch.float64)
     with pytest.raises(CheckpointError, match=r"torch\.float64 in the checkpoint"):
-        checkpoint.check_slices(torch.zeros(2), [piece], "w")
+        check_fits(torch.zeros(2), saved, "w")

@@ -12,6 +12,7 @@ the version that is being trained, and the statistics change together with the v
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +135,14 @@ class EmbodiedTrainer:
 
     def save_checkpoint(self, path: Path) -> None:
         """Write a checkpoint folder, atomically."""
-        extra = {"version": self._version, "shuffle": self._generator.get_state()}
-        self.manager.save_checkpoint(path, extra)
+        self.manager.save_checkpoint(path, self._extra())
+
+    def begin_checkpoint(self, path: Path) -> Future[Path]:
+        """Start writing what `save_checkpoint` writes, and go on."""
+        return self.manager.begin_checkpoint(path, self._extra())
+
+    def _extra(self) -> dict[str, object]:
+        return {"version": self._version, "shuffle": self._generator.get_state()}
 
     def load_checkpoint(self, path: Path) -> None:
         """Go on where the checkpoint was written, under any world size.

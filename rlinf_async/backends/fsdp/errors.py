@@ -3,21 +3,20 @@
 ::
 
     FSDPError
-    ├── CheckpointError     a checkpoint could not be written, or does not fit the model
     ├── OffloadedError      the model is asked to compute while it is offloaded
     ├── IdleRank            a rank outside the active world size is asked to train
     └── RescaleError        another number of ranks was refused or failed; all is as it was
+
+`CheckpointError` is that of `rlinf_async.backends.checkpoint`.
 """
 
 from __future__ import annotations
 
+from rlinf_async.backends.checkpoint.errors import CheckpointError as CheckpointError
+
 
 class FSDPError(Exception):
     """Base of the errors of this backend."""
-
-
-class CheckpointError(FSDPError):
-    """The message names the file, the tensor, and what differs."""
 
 
 class OffloadedError(FSDPError):

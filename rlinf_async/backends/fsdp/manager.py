@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from rlinf_async.backends.fsdp.rescale import Rescale, RescaleReport
 from rlinf_async.backends.fsdp.sharding import clip_gradients, gradient_sync, shard
 from rlinf_async.backends.fsdp.skeleton import skeleton_of
 from rlinf_async.backends.fsdp.state import full_model_state
+from rlinf_async.backends.fsdp.writer import CheckpointWriter, ModelFiles
 from rlinf_async.backends.policies.base import policies
 from rlinf_async.backends.reshard.executor import DEFAULT_BUCKET_BYTES
 
@@ -76,6 +78,7 @@ class ShardedModelManager:
         """optimizer steps left out because the gradient norm was not finite"""
         self.param_offloaded = False
         self.optimizer_offloaded = False
+        self.checkpoints = CheckpointWriter()
         self._buffers: dict[str, GradientBuffer] = {}
 
     @property
@@ -306,6 +309,7 @@ class ShardedModelManager:
         """Move parameters and buffers to the CPU; gradients follow, or are dropped."""
         if self.param_offloaded:
             return
+        self.settle_checkpoint()
         offload.check_strategy(self.cfg.strategy, self.world_size, self.device)
         if not offload_grad:
             self.optimizer.zero_grad(set_to_none=True)
@@ -332,6 +336,7 @@ class ShardedModelManager:
     def offload_optimizer(self) -> None:
         """Move the optimizer's moments to the CPU; nothing happens when there are none yet."""
         if not self.optimizer_offloaded and self.optimizer.state:
+            self.settle_checkpoint()
             offload.move_optimizer(self.optimizer, torch.device("cpu"))
             self.optimizer_offloaded = True
 
@@ -346,6 +351,10 @@ class ShardedModelManager:
             return self.device
         return torch.device(device_id)
 
+    def model_files(self) -> ModelFiles:
+        """Return the files that a checkpoint keeps beside the tensors, to be exported from."""
+        return {}
+
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint folder, each rank its own shard, also while offloaded. Collective.
 
@@ -355,6 +364,24 @@ class ShardedModelManager:
         """
         if self.active:
             persistence.save(self, Path(path), extra or {})
+
+    def begin_checkpoint(
+        self, path: str | Path, extra: Mapping[str, Any] | None = None
+    ) -> Future[Path]:
+        """Start writing what `save_checkpoint` writes, as it is now, and go on. Collective.
+
+        Waits for the checkpoint before, if it is still being written, and raises its error. The
+        future ends, or has the error, when this rank's part is on the disk; when all ranks' are,
+        the folder is there. Optimizer steps wait for the copy by themselves; before changing
+        parameters in another way, call `settle_checkpoint`.
+        """
+        if self.active:
+            return persistence.begin(self, Path(path), extra or {})
+        return self.checkpoints.idle(Path(path))
+
+    def settle_checkpoint(self) -> None:
+        """Wait until parameters and moments are copied, if a checkpoint is being written."""
+        self.checkpoints.settle()
 
     def load_checkpoint(
         self, path: str | Path, *, restore_rng: bool = False

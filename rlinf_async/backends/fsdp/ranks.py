@@ -6,16 +6,13 @@ Everything here does nothing, or works locally, at world size 1.
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlinf_async.backends.fsdp.checkpoint import FileRecord
 from rlinf_async.backends.fsdp.errors import CheckpointError
 from rlinf_async.backends.policies.moments import Moments, merge_moments
 
@@ -98,19 +95,3 @@ def together(member: Rank, doing: str) -> Iterator[None]:
     culprits = [rank for rank, flag in enumerate(flags) if flag.item()]
     if culprits:
         raise CheckpointError(f"{doing} failed on rank {culprits}; see that rank's error")
-
-
-def exchange_records(member: Rank, record: FileRecord) -> tuple[FileRecord, ...]:
-    """Return the file records of all ranks."""
-    mine = torch.tensor([record.size, record.checksum], dtype=torch.int64)
-    return tuple(
-        FileRecord(f"rank_{rank}_of_{member.world_size}.pt", int(size), int(checksum))
-        for rank, (size, checksum) in enumerate(all_gather(member, mine))
-    )
-
-
-def fresh_folder(folder: Path) -> None:
-    """Make an empty folder, dropping what an earlier attempt left there."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)

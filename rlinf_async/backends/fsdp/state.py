@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from rlinf_async.backends.fsdp.checkpoint import Slice, check_slices, fill
+from rlinf_async.backends.checkpoint.reading import Saved, SavedTensor
+from rlinf_async.backends.fsdp.checkpoint import check_fits, fill
 from rlinf_async.backends.fsdp.errors import CheckpointError
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -30,10 +31,23 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers, sharded as they are."""
+    """Return parameters and buffers, sharded as they are; tied ones once (but for FSDP1)."""
     if isinstance(model, FullyShardedDataParallel):
         return _tensors(get_model_state_dict(model))
-    return _tensors(model.state_dict())
+    tied = tied_names(model)
+    return {name: one for name, one in _tensors(model.state_dict()).items() if name not in tied}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return the further names of parameters that have several: name -> the first of its names."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first.setdefault(id(parameter), name)
+    return {
+        name: first[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first[id(parameter)] != name
+    }
 
 
 def full_model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -55,14 +69,12 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     }
 
 
-def load_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Mapping[str, list[Slice]]
-) -> None:
-    """Make the slices the state of model and optimizer, under the sharding there is now.
+def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Saved) -> None:
+    """Make a checkpoint the state of model and optimizer, under the sharding there is now.
 
     Collective for FSDP1. Call `check_state` first.
     """
-    weights, moments = _part(saved, MODEL), _part(saved, OPTIMIZER)
+    weights, moments = _weights(model, saved), _part(saved, OPTIMIZER)
     present = model_state(model)
     for name, tensor in present.items():
         fill(tensor, weights[name])
@@ -73,9 +85,9 @@ def load_state(
         _load_moments(model, optimizer, moments)
 
 
-def check_state(model: nn.Module, saved: Mapping[str, list[Slice]]) -> None:
+def check_state(model: nn.Module, saved: Saved) -> None:
     """Raise `CheckpointError` unless names, shapes and dtypes fit the model; nothing is written."""
-    weights, moments = _part(saved, MODEL), _part(saved, OPTIMIZER)
+    weights, moments = _weights(model, saved), _part(saved, OPTIMIZER)
     present = model_state(model)
     faults = [f"missing {name!r}" for name in present if name not in weights]
     faults += [f"unexpected {name!r}" for name in weights if name not in present]
@@ -85,25 +97,37 @@ def check_state(model: nn.Module, saved: Mapping[str, list[Slice]]) -> None:
             "it was written with"
         )
     for name, tensor in present.items():
-        check_slices(tensor, weights[name], name)
+        check_fits(tensor, weights[name], name)
         for key in MOMENTS:
             if f"{name}.{key}" in moments:
-                check_slices(tensor, moments[f"{name}.{key}"], f"{name}.{key}")
+                check_fits(tensor, moments[f"{name}.{key}"], f"{name}.{key}")
 
 
-def _part(saved: Mapping[str, list[Slice]], prefix: str) -> dict[str, list[Slice]]:
-    return {k.removeprefix(prefix): v for k, v in saved.items() if k.startswith(prefix)}
+def _part(saved: Saved, prefix: str) -> dict[str, SavedTensor]:
+    found = saved.tensors
+    return {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
+
+
+def _weights(model: nn.Module, saved: Saved) -> dict[str, SavedTensor]:
+    """The saved weights by the names of this model's state, where FSDP1 has tied ones twice."""
+    whole = saved.tensors
+    again = {name: whole[first] for name, first in saved.aliases.items() if name not in whole}
+    weights = _part(saved._replace(tensors=whole | again), MODEL)
+    if isinstance(model, FullyShardedDataParallel):
+        return weights
+    tied = tied_names(model)
+    return {name: one for name, one in weights.items() if name not in tied}
 
 
 def _load_moments(
-    model: nn.Module, optimizer: torch.optim.Optimizer, moments: Mapping[str, list[Slice]]
+    model: nn.Module, optimizer: torch.optim.Optimizer, moments: Mapping[str, SavedTensor]
 ) -> None:
     optimizer.state.clear()
     for name, parameter in model.named_parameters():
         if f"{name}.step" not in moments:
             continue
         # The fused optimizer keeps the step beside its parameter.
-        step = moments[f"{name}.step"][0].data.clone().to(parameter.device)
+        step = moments[f"{name}.step"].whole().clone().to(parameter.device)
         optimizer.state[parameter]["step"] = step
         for key in MOMENTS:
             moment = torch.zeros_like(parameter, requires_grad=False)
@@ -112,7 +136,7 @@ def _load_moments(
 
 
 def _load_moments_fsdp1(
-    model: nn.Module, optimizer: torch.optim.Optimizer, moments: Mapping[str, list[Slice]]
+    model: nn.Module, optimizer: torch.optim.Optimizer, moments: Mapping[str, SavedTensor]
 ) -> None:
     if not moments:
         optimizer.state.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -127,6 +128,13 @@ class LanguageTrainerBase:
         """Write a checkpoint folder, atomically; ``extra`` is this rank's own. Collective."""
         content = {"version": self._version, "extra": dict(extra or {})}
         self.manager.save_checkpoint(path, content)
+
+    def begin_checkpoint(
+        self, path: Path, extra: Mapping[str, object] | None = None
+    ) -> Future[Path]:
+        """Start writing what `save_checkpoint` writes, and go on. Collective."""
+        content = {"version": self._version, "extra": dict(extra or {})}
+        return self.manager.begin_checkpoint(path, content)
 
     def load_checkpoint(self, path: Path) -> list[dict[str, object]]:
         """Go on where the checkpoint was written; the extras of its ranks. Collective."""
@@ -259,6 +267,7 @@ class PolicyTrainer(LanguageTrainerBase):
                 "reference = true in the trainer's configuration"
             )
         self.manager.check_loaded("reference log-probs")
+        self.manager.settle_checkpoint()
         with self._reference.in_place():
             return token_answers(self.manager, samples, limit, answer)
 
@@ -274,6 +283,7 @@ class PolicyTrainer(LanguageTrainerBase):
 
     def load(self, update: WeightUpdate) -> None:
         """Take published weights and their version; for a rank on its own."""
+        self.manager.settle_checkpoint()
         load_hugging_face_state(self.manager, update)
         self._version = update.version
 

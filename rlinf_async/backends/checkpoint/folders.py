@@ -1,0 +1,225 @@
+"""Checkpoint folders: complete or not there, kept or removed, whatever is killed when.
+
+::
+
+    .NAME.partial/     being written        --commit, by whichever rank is done last--> NAME/
+    NAME/              complete
+    .NAME.previous/    what NAME was, for the moment between two renames
+
+Invariants: a folder called NAME is complete. A folder that somebody reads is not removed: readers
+hold a shared lock on it, whoever removes it an exclusive one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from rlinf_async.backends.checkpoint.errors import CheckpointError
+from rlinf_async.backends.checkpoint.metadata import (
+    METADATA,
+    Metadata,
+    RankRecord,
+    encode,
+    of_ranks,
+)
+
+LATEST = "latest.json"
+"""beside a run's checkpoints: which of them the run goes on from"""
+
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<what>partial|previous)")
+
+
+def staging_folder(path: Path) -> Path:
+    """Return where a checkpoint is put together before it is renamed to ``path``."""
+    return path.parent / f".{path.name}.partial"
+
+
+def previous_folder(path: Path) -> Path:
+    """Return where the folder that is replaced is for a moment."""
+    return path.parent / f".{path.name}.previous"
+
+
+def fresh_staging(path: Path) -> Path:
+    """Make an empty staging folder for ``path``, dropping what an earlier attempt left there."""
+    folder = staging_folder(path)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def tensor_file(rank: int, ranks: int) -> str:
+    """Return the name of a rank's tensors."""
+    return f"rank_{rank}_of_{ranks}.safetensors"
+
+
+def own_file(rank: int, ranks: int) -> str:
+    """Return the name of what a rank keeps besides tensors."""
+    return f"rank_{rank}_of_{ranks}.pt"
+
+
+def _record_file(rank: int, ranks: int) -> str:
+    return f"rank_{rank}_of_{ranks}.json"
+
+
+def rank_done(path: Path, rank: int, ranks: int, record: RankRecord) -> bool:
+    """Note that a rank's files are on the disk; the last of the ranks gives the folder its name.
+
+    Returns whether it was this one. Every rank notes first and looks then, so the last one sees
+    all; where two see all, only one can take rank 0's note away.
+    """
+    staging = staging_folder(path)
+    write_whole(staging / _record_file(rank, ranks), encode(record))
+    notes = [staging / _record_file(one, ranks) for one in range(ranks)]
+    if not all(note.exists() for note in notes):
+        return False
+    claimed = staging / "claimed.json"
+    try:
+        os.rename(notes[0], claimed)
+    except FileNotFoundError:
+        return False
+    notes[0] = claimed
+    records = [msgspec.json.decode(note.read_bytes(), type=RankRecord) for note in notes]
+    for note in notes:
+        note.unlink()
+    commit(path, of_ranks(records))
+    return True
+
+
+def commit(path: Path, metadata: Metadata) -> None:
+    """Give the staging folder its metadata and its name."""
+    staging, previous = staging_folder(path), previous_folder(path)
+    write_whole(staging / METADATA, encode(metadata))
+    shutil.rmtree(previous, ignore_errors=True)
+    if path.exists():
+        os.rename(path, previous)
+    os.rename(staging, path)
+    sync(path.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a small file that is either not there or whole, and on the disk."""
+    partial = path.with_name(f".{path.name}")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(partial, path)
+    sync(path.parent)
+
+
+def sync(folder: Path) -> None:
+    """Wait until the entries of a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the complete folder for ``path``; raises `CheckpointError` when there is none."""
+    for folder in (path, previous_folder(path)):
+        if (folder / METADATA).is_file():
+            return folder
+    raise CheckpointError(f"{path} is not a checkpoint: it has no {METADATA}")
+
+
+def newest_of_run(path: Path) -> Path:
+    """Return ``path``, or where it is a run's folder, or its checkpoints', the one it goes on from.
+
+    Raises `CheckpointError` when the run's note cannot be read.
+    """
+    for folder in (path, path / "checkpoints"):
+        note = folder / LATEST
+        if note.is_file() and not (folder / METADATA).exists():
+            try:
+                return folder / msgspec.json.decode(note.read_bytes(), type=_Note).checkpoint
+            except (OSError, msgspec.DecodeError) as error:
+                raise CheckpointError(f"{note} cannot be read: {error}") from error
+    return path
+
+
+class _Note(msgspec.Struct):
+    checkpoint: str
+
+
+@contextlib.contextmanager
+def being_read(folder: Path) -> Iterator[None]:
+    """Keep a complete folder from being removed meanwhile. Raises `CheckpointError` if it is gone.
+
+    Holds for all processes that lock files together: those of one host, and most network disks.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is gone") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        if not (folder / METADATA).is_file():
+            raise CheckpointError(f"{folder} was removed before it could be read")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def remove(folder: Path) -> bool:
+    """Remove a checkpoint unless somebody reads it; whether it is gone."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Killed in the middle, what is left must not look complete.
+        (folder / METADATA).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return not folder.exists()
+
+
+def keep_newest(checkpoints: Path, newest: str, count: int) -> None:
+    """Keep ``newest`` and the ``count - 1`` before it, by name; remove those that are older.
+
+    Later ones are left alone: they may be on their way to become the newest. One that is being read
+    stays until the next time.
+    """
+    so_far = sorted(
+        path for path in checkpoints.iterdir() if path.is_dir() and _is_numbered(path.name)
+    )
+    for path in [path for path in so_far if path.name <= newest][:-count]:
+        remove(path)
+
+
+def clean(checkpoints: Path) -> None:
+    """Remove what a killed run has left half-written, and finish what it was about to rename.
+
+    Call it while nobody writes there.
+    """
+    if not checkpoints.is_dir():
+        return
+    for path in sorted(checkpoints.iterdir()):
+        found = _HIDDEN.fullmatch(path.name)
+        if found is None or not path.is_dir():
+            continue
+        target = checkpoints / found["name"]
+        if found["what"] == "previous" and not target.exists() and (path / METADATA).is_file():
+            os.rename(path, target)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_numbered(name: str) -> bool:
+    return name.startswith("version-")

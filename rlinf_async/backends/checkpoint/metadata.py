@@ -1,0 +1,127 @@
+"""What ``metadata.json`` says of a checkpoint folder, and what each rank notes before it is there.
+
+::
+
+    rank_0_of_2.json   `RankRecord`: written last by each rank, so that one of them can see that all
+                       are done; gone in a complete folder
+    metadata.json      `Metadata`: a folder that has it is complete
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from rlinf_async.backends.checkpoint.errors import CheckpointError
+
+FORMAT = 2
+METADATA = "metadata.json"
+MODEL_FOLDER = "model"
+"""inside a checkpoint: configuration and tokenizer of a language model, no weights"""
+
+
+class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of the folder, as it was written."""
+
+    name: str
+    """relative to the folder"""
+    size: int
+    """bytes"""
+    checksum: int
+    """crc32"""
+
+
+class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the tensors are cut: by tensor-parallel rank, and each part by FSDP2's rows.
+
+    Ranks are numbered as in `rlinf_async.parallel`: ``rank = tp_rank + tp * dp_rank``.
+    """
+
+    dp: int = 1
+    tp: int = 1
+
+    def __str__(self) -> str:
+        return f"dp={self.dp} tp={self.tp}"
+
+
+class RankRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one rank has written."""
+
+    tensors: FileRecord
+    own: FileRecord
+    model: tuple[FileRecord, ...] = ()
+    """rank 0 only"""
+    aliases: dict[str, str] = {}
+
+
+class Metadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ``metadata.json`` holds."""
+
+    format: int = FORMAT
+    strategy: Strategy
+    tensors: tuple[FileRecord, ...]
+    """``rank_R_of_N.safetensors``, by rank"""
+    own: tuple[FileRecord, ...]
+    """``rank_R_of_N.pt``: what each rank of the run kept of its own. Their number is that of the
+    run's ranks; that of the tensors' files is the strategy's"""
+    model: tuple[FileRecord, ...] = ()
+    aliases: dict[str, str] = {}
+    """tied tensors, which are stored once: name -> the name that is stored"""
+
+
+class FileRecordV1(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rank's file of format 1."""
+
+    name: str
+    size: int
+    checksum: int
+
+
+class MetadataV1(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Format 1: rows of tensors and the rank's own in one ``rank_R_of_N.pt`` each."""
+
+    format: int
+    world_size: int
+    files: tuple[FileRecordV1, ...]
+
+
+AnyMetadata: TypeAlias = Metadata | MetadataV1
+
+
+class _Any(msgspec.Struct):
+    format: int
+
+
+def of_ranks(records: list[RankRecord]) -> Metadata:
+    """Return the metadata of what ranks 0, 1, ... of a data-parallel run have written."""
+    return Metadata(
+        strategy=Strategy(dp=len(records)),
+        tensors=tuple(one.tensors for one in records),
+        own=tuple(one.own for one in records),
+        model=records[0].model,
+        aliases=records[0].aliases,
+    )
+
+
+def encode(record: Metadata | RankRecord) -> bytes:
+    """Return indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
+
+
+def read_metadata(folder: Path) -> AnyMetadata:
+    """Return what the folder says of itself. Raises `CheckpointError`."""
+    path = folder / METADATA
+    try:
+        content = path.read_bytes()
+        version = msgspec.json.decode(content, type=_Any).format
+        if version == 1:
+            return msgspec.json.decode(content, type=MetadataV1)
+        if version == FORMAT:
+            return msgspec.json.decode(content, type=Metadata)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    raise CheckpointError(
+        f"{folder} has format {version}; this version of rlinf_async reads formats 1 and {FORMAT}"
+    )

@@ -1,0 +1,179 @@
+"""One file of tensors, written in one pass: safetensors, and the boxes that its tensors are.
+
+::
+
+    8 bytes: length | header, JSON: dtype, shape, place of each tensor | the tensors' bytes
+
+The safetensors library reads it, and checks it; it writes only what is whole in memory, twice, and
+without a checksum, so the writing is here. In the header's ``__metadata__`` stand the global shapes
+and, for each tensor of the file, which boxes of which global tensors it is made of: a file explains
+itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import msgspec
+import torch
+
+from rlinf_async.backends.checkpoint.metadata import FileRecord
+
+CHUNK_BYTES = 16 * 1024 * 1024
+LAYOUT = "rlinf_async.layout"
+
+DTYPES: Mapping[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+
+
+class Box(NamedTuple):
+    """A box of a global tensor, row-major and without gaps inside a tensor of the file."""
+
+    tensor: str
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    offset: int
+    """elements before it"""
+
+    @property
+    def elements(self) -> int:
+        """How many it has."""
+        return math.prod(self.size)
+
+
+class Entry(NamedTuple):
+    """A tensor of the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """What ``__metadata__`` says."""
+
+    shapes: dict[str, tuple[int, ...]]
+    """of the global tensors"""
+    boxes: dict[str, tuple[Box, ...]]
+    """of each tensor of the file"""
+
+
+def in_file_order(entries: Iterable[Entry]) -> list[Entry]:
+    """Widest dtype first, so that every tensor is aligned without gaps between them."""
+    return sorted(entries, key=lambda one: (-one.dtype.itemsize, one.name))
+
+
+def header(
+    entries: Sequence[Entry],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    about: Mapping[str, str] | None = None,
+) -> bytes:
+    """Return the header, its length included, for tensors that follow in this order.
+
+    ``shapes`` of the global tensors are given where the entries have boxes; ``about``: other texts
+    for ``__metadata__``.
+    """
+    texts = dict(about or {})
+    if shapes is not None:
+        boxes = {one.name: one.boxes for one in entries}
+        texts[LAYOUT] = msgspec.json.encode(Layout(dict(shapes), boxes)).decode()
+    fields: dict[str, Any] = {"__metadata__": texts}
+    at = 0
+    for one in entries:
+        fields[one.name] = {
+            "dtype": DTYPES[one.dtype],
+            "shape": one.shape,
+            "data_offsets": (at, at + one.nbytes),
+        }
+        at += one.nbytes
+    encoded = msgspec.json.encode(fields)
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+class ChecksummedFile:
+    """A new file, written from front to back; when the block ends it is on the disk.
+
+    The interpreter is free for other threads while bytes are summed and written.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._path = folder / name
+        self._name = name
+        self._size = 0
+        self._checksum = 0
+
+    def __enter__(self) -> Self:
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        return self
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Add bytes. An `OSError` names the file."""
+        rest = memoryview(data).cast("B")
+        while rest:
+            chunk = rest[:CHUNK_BYTES]
+            try:
+                written = os.write(self._descriptor, chunk)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._path)) from None
+            self._checksum = zlib.crc32(chunk[:written], self._checksum)
+            self._size += written
+            rest = rest[written:]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+    @property
+    def record(self) -> FileRecord:
+        """Name, size and checksum, once it is written."""
+        return FileRecord(self._name, self._size, self._checksum)
+
+
+def write_file(folder: Path, name: str, content: bytes | memoryview) -> FileRecord:
+    """Write a file whose bytes are there."""
+    with ChecksummedFile(folder, name) as file:
+        file.write(content)
+    return file.record
+
+
+def checksum(path: Path) -> int:
+    """Return the crc32 of a file."""
+    found = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            found = zlib.crc32(chunk, found)
+    return found
