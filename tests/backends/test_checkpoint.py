@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def test_a_save_that_fails_keeps_the_checkpoint_before(
         raise OSError(28, "No space left on device")
 
     train_steps(manager, range(3, 4))
-    monkeypatch.setattr(tensor_file.os, "write", full)
+    monkeypatch.setattr(os, "write", full)
     manager.offload_param_and_grad()
     with pytest.raises(OSError, match=r"No space left.*rank_0_of_1\.safetensors"):
         manager.save_checkpoint(tmp_path / "checkpoint")

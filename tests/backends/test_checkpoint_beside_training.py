@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlinf_async.backends.checkpoint import folders, tensor_file
+from rlinf_async.backends.checkpoint import folders
 from rlinf_async.backends.fsdp import snapshot
 from rlinf_async.backends.fsdp.config import FSDPConfig
 from rlinf_async.backends.fsdp.errors import CheckpointError
@@ -65,7 +65,7 @@ def test_steps_are_taken_while_the_disk_is_written(
 ) -> None:
     whole = set_up(CONFIG)
     expected = train_steps(whole, range(8))
-    with held(monkeypatch, tensor_file.os, "fsync") as disk:
+    with held(monkeypatch, os, "fsync") as disk:
         flight = manager.begin_checkpoint(tmp_path / "checkpoint")
         after = train_steps(manager, range(3, 6))
         assert disk.reached.wait(60)
@@ -131,7 +131,7 @@ def test_the_next_checkpoint_waits_for_the_one_in_flight(
     manager: FSDPModelManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second: list[Future[Path]] = []
-    with held(monkeypatch, folders.os, "rename") as disk:
+    with held(monkeypatch, os, "rename") as disk:
         first = manager.begin_checkpoint(tmp_path / "first")
         assert disk.reached.wait(60)
         asking = threading.Thread(
@@ -153,7 +153,7 @@ def test_the_next_checkpoint_raises_the_error_of_the_one_before(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tensor_file.os, "write", full)
+        patch.setattr(os, "write", full)
         flight = manager.begin_checkpoint(tmp_path / "first")
         assert isinstance(flight.exception(60), OSError)
     with pytest.raises(OSError, match=r"No space left on device.*rank_0_of_1\.safetensors"):
