@@ -10,12 +10,16 @@ Moves are taken tensor by tensor, so what has left the old layout early can be f
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
 from rlinf_async.parallel.boxes import Boxes
-from rlinf_async.parallel.columns import Flags, Ints, in_order, spread
+from rlinf_async.parallel.columns import Flags, Ints, distinct, in_order, ordered_by, spread
 from rlinf_async.parallel.plan import Plan
+
+PASSES = 4
+"""how often the moves that did not fit are tried again in the same round"""
 
 
 def in_rounds(plan: Plan, bucket_bytes: int) -> Plan:
@@ -30,7 +34,7 @@ def in_rounds(plan: Plan, bucket_bytes: int) -> Plan:
     when = _rounds(cut, bucket_bytes)
     made = dataclasses.replace(cut, round=when)
     width = int(made.to_rank.max(initial=0)) + 1
-    return made.take(np.lexsort((made.from_rank * width + made.to_rank, when)))
+    return made.take(ordered_by([when, made.from_rank * width + made.to_rank]))
 
 
 def _cut(plan: Plan, bucket_bytes: int) -> Plan:
@@ -51,46 +55,71 @@ def _cut(plan: Plan, bucket_bytes: int) -> Plan:
     return dataclasses.replace(made, boxes=boxes)
 
 
+class _Moves(NamedTuple):
+    """What rounds are made from; each ``[moves]``."""
+
+    from_rank: Ints
+    to_rank: Ints
+    amount: Ints
+    """bytes"""
+
+    def take(self, rows: Ints) -> _Moves:
+        """Return some of the rows."""
+        return _Moves(*(column[rows] for column in self))
+
+
 def _rounds(plan: Plan, bucket_bytes: int) -> Ints:
-    """Number the rounds: a new one wherever the next moves would overfill a rank's bucket."""
-    ranks = max(int(plan.from_rank.max(initial=0)), int(plan.to_rank.max(initial=0))) + 1
-    amount = np.where(plan.is_local, 0, plan.bytes)
-    when = np.zeros(len(amount), np.int64)
-    filled = np.zeros((2, ranks), np.int64)
-    now = 0
-    starts = np.flatnonzero(np.diff(plan.boxes.tensor, prepend=-1))
-    for low, high in zip(starts, np.append(starts[1:], len(amount)), strict=True):
-        rows = np.arange(low, high)
-        while len(rows):
-            fits = _fits(plan, amount, rows, filled, bucket_bytes)
-            if not fits.any() and filled.any():
-                now, filled[:] = now + 1, 0
-                continue
-            if not fits.any():
-                fits[0] = True
-            taken = rows[fits]
-            when[taken] = now
-            np.add.at(filled[0], plan.from_rank[taken], amount[taken])
-            np.add.at(filled[1], plan.to_rank[taken], amount[taken])
-            rows = rows[~fits]
+    """Number the rounds. Each looks only at so many of the moves as could fill all buckets."""
+    when = np.zeros(len(plan.bytes), np.int64)
+    away = np.flatnonzero(~plan.is_local)
+    if not len(away):
+        return when
+    moves = _Moves(plan.from_rank, plan.to_rank, plan.bytes)
+    least = min(len(distinct(moves.from_rank[away])), len(distinct(moves.to_rank[away])))
+    before = np.concatenate([[0], np.cumsum(moves.amount[away])])
+    waiting, at, now = away[:0], 0, 0
+    while at < len(away) or len(waiting):
+        room = least * bucket_bytes - int(moves.amount[waiting].sum())
+        stop = int(np.searchsorted(before, before[at] + max(0, room), "right")) - 1
+        stop = max(stop, at if len(waiting) else at + 1)
+        waiting, at = np.concatenate([waiting, away[at:stop]]), stop
+        taken = _filling(moves.take(waiting), bucket_bytes)
+        when[waiting[taken]] = now
+        waiting, now = waiting[~taken], now + 1
     return when
 
 
-def _fits(plan: Plan, amount: Ints, rows: Ints, filled: Ints, bucket_bytes: int) -> Flags:
-    """Which of the rows go in this round: those before their ranks' buckets are full."""
-    sent = _running(plan.from_rank[rows], amount[rows]) + filled[0][plan.from_rank[rows]]
-    received = _running(plan.to_rank[rows], amount[rows]) + filled[1][plan.to_rank[rows]]
-    fits: Flags = np.logical_and(sent <= bucket_bytes, received <= bucket_bytes)
-    return fits
+def _filling(moves: _Moves, bucket_bytes: int) -> Flags:
+    """Which moves go into one round: in order, as long as their ranks' buckets have room."""
+    ranks = max(int(moves.from_rank.max()), int(moves.to_rank.max())) + 1
+    filled = np.zeros((2, ranks), np.int64)
+    taken = np.zeros(len(moves.amount), bool)
+    rows = np.arange(len(taken))
+    for _ in range(PASSES):
+        some = moves.take(rows)
+        sent = _running(some.from_rank, some.amount) + filled[0][some.from_rank]
+        received = _running(some.to_rank, some.amount) + filled[1][some.to_rank]
+        fits = np.logical_and(sent <= bucket_bytes, received <= bucket_bytes)
+        if not fits.any():
+            break
+        taken[rows[fits]] = True
+        for side, rank in zip(filled, (some.from_rank, some.to_rank), strict=True):
+            side += np.bincount(rank[fits], some.amount[fits], ranks).astype(np.int64)
+        rows = rows[~fits]
+        if not len(rows):
+            break
+    if not taken.any():
+        taken[0] = True  # a row that is larger than a bucket goes alone
+    return taken
 
 
 def _running(rank: Ints, amount: Ints) -> Ints:
     """Return for each row the sum of the amounts of its rank up to and with it."""
-    order = np.argsort(rank, kind="stable")
+    order = in_order(rank)
     total = np.cumsum(amount[order])
     ordered = rank[order]
-    first = np.searchsorted(ordered, ordered)
-    before = np.concatenate([[0], total])[first]
+    heads = np.flatnonzero(np.diff(ordered, prepend=-1))
+    before = np.repeat(total[heads] - amount[order[heads]], np.diff(heads, append=len(rank)))
     running = np.empty_like(amount)
     running[order] = total - before
     return running

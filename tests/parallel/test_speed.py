@@ -10,6 +10,7 @@ from rlinf_async.parallel import (
     FSDP2,
     DistributedOptimizer,
     Strategy,
+    in_rounds,
     layout,
     plan,
 )
@@ -59,3 +60,13 @@ def test_a_thousand_ranks_and_tensors_are_planned_in_two_seconds_of_cpu(
     assert sum(sent.values()) == sum(made.received().values()) > 0
     # Two seconds on an idle core; neighbours who share its caches and its clock may double that.
     assert seconds < 4.0
+
+
+def test_a_million_moves_are_put_in_rounds_in_a_second_of_cpu() -> None:
+    model = huggingface(DECODER)
+    made = plan(layout(model, sharded(dp=1024)), layout(model, sharded(dp=512)))
+    begin = time.process_time()
+    rounds = in_rounds(made, 8 << 20)
+    seconds = time.process_time() - begin
+    assert len(rounds.bytes) >= len(made.bytes) > 1_000_000
+    assert seconds < 2.0

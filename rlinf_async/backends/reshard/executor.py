@@ -95,10 +95,11 @@ def reshard(
     faults = [fault for state in states for fault in _faults(plan, whole, state)]
     # A rank that cannot begin says so before others wait for its buckets.
     vote(BuffersDiffer("; ".join(faults[:4])) if faults else None, group, device, timeout)
+    limits = [_limit(plan, state, bucket_bytes) for state in states]
+    rounds = {limit: in_rounds(plan, limit).of_rank(rank) for limit in dict.fromkeys(limits)}
     parts = [
-        (in_rounds(plan, _limit(plan, state, bucket_bytes)).of_rank(rank), state, as_)
-        for state in states
-        for as_ in [_travels_as(plan, state)]
+        (rounds[limit], state, _travels_as(plan, state))
+        for limit, state in zip(limits, states, strict=True)
     ]
     transport: Transport | None = None
     if shared_memory and device.type == "cpu":
