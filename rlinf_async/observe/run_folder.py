@@ -8,6 +8,7 @@
       metrics.csv         one row per iteration
       tensorboard/        the same for TensorBoard
       checkpoints/        what --resume goes on from
+      trained/            the trained model, of a run that came to its end
       learning_curve.png  video.mp4  trace.json  timeline.png  summary.json      written at the end
 
 Invariant: a folder belongs to one run, and to one process at a time. A fresh run never writes into
@@ -108,6 +109,11 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def trained(self) -> Path:
+        """The trained model, where the job leaves one."""
+        return self.path / "trained"
 
     @property
     def summary(self) -> Path:

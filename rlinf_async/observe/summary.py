@@ -140,6 +140,7 @@ def last_line(folder: RunFolder, summary: Summary) -> str:
         folder.trace,
         folder.timeline,
         folder.checkpoints,
+        folder.trained,
     )
     names = [path.name + "/" * path.is_dir() for path in left if _holds_something(path)]
     what = ", ".join(names) or "nothing was written"

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from rlinf_async.observe.summary import EmbodiedSummary, LanguageSummary, read_summary
+from tests.jobs.language.checkpoints import save_checkpoint
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -87,3 +88,17 @@ def test_the_language_model_is_warmed_up_and_trained(tmp_path: pathlib.Path, exa
     assert (summary.outcome, summary.iterations, summary.samples) == ("fell short", 2, 512)
     assert summary.eval_accuracy is not None
     assert summary.outcomes == {"scored": 512}
+
+
+def test_a_checkpoint_of_ones_own_is_trained(tmp_path: pathlib.Path) -> None:
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", "qwen3", max_position_embeddings=2048)
+    done = run(
+        *("-m", "rlinf_async.cli", "train", EXAMPLES / "grpo_hf_checkpoint.toml"),
+        *("--model.path", checkpoint, "--out", tmp_path / "run", "--training.iterations", 2),
+        *("--training.prompts", 4, "--training.group_size", 2, "--evaluation.samples", 4),
+        *("--rollout.sampling.max_tokens", 8),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    summary = read_summary(tmp_path / "run" / "summary.json", LanguageSummary)
+    assert (summary.outcome, summary.iterations, summary.samples) == ("finished", 2, 16)
+    assert (tmp_path / "run" / "trained" / "model.safetensors").is_file()

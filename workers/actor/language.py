@@ -112,6 +112,13 @@ class FSDPActor(LanguageTrainingWorker):
                 await weights.publish(update)
         return update.version
 
+    async def save_pretrained(self, path: str) -> str:
+        """Write the model as Hugging Face does, from rank 0: config and weights, no tokenizer."""
+        await self.onload()
+        with self.span("export"):
+            await self.compute(self._trainer.save_pretrained, Path(path))
+        return path
+
     async def get_model_state_and_offload(self) -> WeightUpdate:
         """Return the weights (in buckets, on rank 0) and give all of the device's memory back.
 

@@ -21,6 +21,7 @@ from rlinf_async.rewards import UnknownVerifier, load_verifier
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.ledger import LedgerState
 from rlinf_async.runtime.jobs.language.sections import TrainingConfig
+from rlinf_async.runtime.jobs.language.warm_start import has_weights
 
 
 def open_prompts(config: LanguageConfig, model: Path) -> Prompts:
@@ -52,6 +53,39 @@ def open_prompts(config: LanguageConfig, model: Path) -> Prompts:
     return prompts
 
 
+def check_critic(config: LanguageConfig, model: Path) -> None:
+    """Refuse a folder for the critic that lacks something, or reads other tokens than the actor.
+
+    Raises:
+        ConfigError: with the folder, and what is the matter.
+    """
+    if not config.critic.path:
+        return
+    folder, where = Path(config.critic.path).expanduser(), ("critic", "path")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} has no config.json: give a Hugging Face checkpoint on this disk, or leave "
+            "it out for the actor's own",
+            path=where,
+        )
+    if not has_weights(folder):
+        raise ConfigError(f"{folder} has no weights (*.safetensors)", path=where)
+    own, actors = _described(folder).get("vocab_size"), _described(model).get("vocab_size")
+    if own != actors:
+        raise ConfigError(
+            f"the model in {folder} knows {own} tokens, the actor's knows {actors}: a critic reads "
+            "what the actor wrote, so it needs the same tokenizer",
+            path=where,
+        )
+
+
+def _described(model: Path) -> dict[str, Any]:
+    """The configuration of the text model."""
+    described: dict[str, Any] = msgspec.json.decode((model / "config.json").read_bytes())
+    text: dict[str, Any] = described.get("text_config") or described
+    return text
+
+
 def _room(config: LanguageConfig, model: Path) -> tuple[int | None, str]:
     """Tokens that a prompt may have, and why; None where the model names no limit."""
     context, longest = _context(config, model), config.rollout.sampling.max_tokens
@@ -72,10 +106,8 @@ def _context(config: LanguageConfig, model: Path) -> int | None:
     rollout = config.rollout
     if rollout.backend == "toy":
         return rollout.toy.context
-    described: dict[str, Any] = msgspec.json.decode((model / "config.json").read_bytes())
-    text = described.get("text_config") or described
     engine = rollout.vllm if rollout.backend == "vllm" else rollout.transformers
-    limits = (text.get("max_position_embeddings"), engine.context)
+    limits = (_described(model).get("max_position_embeddings"), engine.context)
     return min((one for one in limits if one), default=None)
 
 

@@ -16,7 +16,7 @@ from rlinf_async.runtime.jobs.checks import check_device, check_sinks
 from rlinf_async.runtime.jobs.in_folder import run_in_folder
 from rlinf_async.runtime.jobs.language.checks import check_backends
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.fits import open_prompts
+from rlinf_async.runtime.jobs.language.fits import check_critic, open_prompts
 from rlinf_async.runtime.jobs.language.model_folder import checkpoint_folder, make_model_folder
 from rlinf_async.runtime.jobs.language.run import LanguageRun
 from rlinf_async.runtime.jobs.language.sizes import check_sizes
@@ -55,6 +55,7 @@ class LanguageRL:
         model = make_model_folder(config.model, folder.path / "model")
         try:
             prompts = open_prompts(config, model)
+            check_critic(config, model)
             if config.warm_start.steps and not has_weights(model):
                 _warm_start(config, model)
             return LanguageRun(config, prompts, folder, model)

@@ -154,6 +154,10 @@ class Learners:
         if self._config.has_critic:
             await self._critics.call(FSDPCritic.save_checkpoint, str(path / CRITIC))
 
+    async def export(self, path: Path) -> None:
+        """Write the model as a Hugging Face folder, without its tokenizer."""
+        await self._actors.call(FSDPActor.save_pretrained, str(path))
+
     async def compare(
         self, sequences: list[tuple[Tokens, Tokens]], log_probs: list[Floats]
     ) -> float:

@@ -76,7 +76,12 @@ def make_model_folder(model: ModelConfig, into: Path) -> Path:
     if model.tokenizer == ARITHMETIC:
         save_arithmetic_tokenizer(into)
     else:
-        _copy_tokenizer(Path(model.tokenizer).expanduser(), into)
+        folder = Path(model.tokenizer).expanduser()
+        if not copy_tokenizer(folder, into):
+            raise ConfigError(
+                f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there",
+                path=("model", "tokenizer"),
+            )
     if source is not None:
         for path in source.iterdir():
             if path.is_file() and not (into / path.name).exists():
@@ -86,15 +91,12 @@ def make_model_folder(model: ModelConfig, into: Path) -> Path:
     return into
 
 
-def _copy_tokenizer(folder: Path, into: Path) -> None:
+def copy_tokenizer(folder: Path, into: Path) -> bool:
+    """Copy the tokenizer's files; whether there were any."""
     found = [folder / name for name in (*TOKENIZER_FILES, *BESIDE) if (folder / name).is_file()]
-    if not any(path.name in TOKENIZER_FILES for path in found):
-        raise ConfigError(
-            f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there",
-            path=("model", "tokenizer"),
-        )
     for path in found:
         shutil.copy2(path, into / path.name)
+    return any(path.name in TOKENIZER_FILES for path in found)
 
 
 def _config_json(model: ModelConfig, folder: Path) -> bytes:

@@ -56,6 +56,7 @@ from rlinf_async.runtime.jobs.language.results import draw_curve, failed_summary
 from rlinf_async.runtime.jobs.language.rows import book, headline, look, row
 from rlinf_async.runtime.jobs.language.source import Source
 from rlinf_async.runtime.jobs.language.stations import Stations
+from rlinf_async.runtime.jobs.language.trained import export
 from rlinf_async.runtime.jobs.live import Headline, Live
 from rlinf_async.runtime.jobs.lost import ended_by_lost_items
 
@@ -200,6 +201,9 @@ class LanguageRun:
         live.note = "evaluating"
         found = await self._evaluate(graph, collector, self.reached.version)
         self._write_evaluation(metrics, found, self.reached.samples + 1)
+        if self.config.training.export and self.config.actor.backend != "toy":
+            live.note = "exporting"
+            await export(stations.export, self.model, self.folder.trained)
         live.note = ""
         return found
 

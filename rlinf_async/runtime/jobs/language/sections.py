@@ -165,6 +165,8 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     checkpoint_every: int = 10
     """iterations; there is always one at the end"""
     keep_checkpoints: int = 2
+    export: bool = True
+    """at the end the model is written as a Hugging Face folder, ``trained/`` in the run's own"""
     metrics: tuple[str, ...] = ("tensorboard",)
     """sinks beside ``metrics.csv``; others by the entry point group ``rlinf_async.metrics``"""
 

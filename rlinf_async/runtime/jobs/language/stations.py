@@ -135,6 +135,12 @@ class Stations:
             self._rollouts_gave_way = False
         return version
 
+    async def export(self, path: Path) -> None:
+        """Write the model at the end of the run: nothing is generated any more."""
+        if self._shared:
+            await self._rollouts.call(LanguageRolloutWorker.offload)
+        await self.learners.export(path)
+
     async def check_weights(self, prompts: Sequence[Prompt], version: int) -> float | None:
         """Compare every engine's log-probs with the actors', once it serves this version.
 
