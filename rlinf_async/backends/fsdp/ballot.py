@@ -91,6 +91,12 @@ class Ballot:
             time.sleep(nap)
         return [words[rank].content for rank in range(self._ranks)]
 
+    def heard(self, stage: str) -> list[bytes]:
+        """Return the content of every rank's word in a stage that all have passed."""
+        words: dict[int, Word] = {}
+        self._hear(stage, words)
+        return [words[rank].content for rank in range(self._ranks)]
+
     def decide(self) -> None:
         """Decide to go on, unless a rank gave up; raises `RescaleError` with its reason then."""
         decided = self._write(GO_ON)

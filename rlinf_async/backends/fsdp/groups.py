@@ -27,21 +27,27 @@ class Groups:
         self._transfer: dist.ProcessGroup | None = None
         self._limit = timedelta(0)
 
-    def prepare(self, size: int, limit: timedelta) -> None:
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes for which this rank is ready."""
+        return list(self._active)
+
+    def prepare(self, size: int, limit: timedelta, *, known: bool) -> None:
         """Make what a move to ``size`` ranks needs, if it is not there. Collective.
 
-        Raises the `RuntimeError` of torch when a rank cannot be reached; call `forget` then, on all
-        ranks.
+        ``known``: all ranks have that size in `sizes`. Raises the `RuntimeError` of torch when a
+        rank cannot be reached; another attempt may be made.
         """
         failed: RuntimeError | None = None
-        if size not in self._active:
+        if not known:
             self._active[size], failed = _made(list(range(size)), TRAINING_LIMIT)
         if self._transfer is None or self._limit != limit:
-            self.forget()
+            self.forget_transfer()
             self._transfer, second = _made(list(range(self.launched)), limit)
             self._limit, failed = limit, failed or second
         if failed is not None:
-            self._active.pop(size)
+            if not known:
+                del self._active[size]
             raise failed
 
     def active(self, size: int) -> dist.ProcessGroup | None:
@@ -53,17 +59,15 @@ class Groups:
         """The group of all launched ranks in which state travels."""
         return self._transfer
 
-    def forget(self, size: int | None = None) -> None:
-        """Make the transfer's group anew next time, for it may be broken; and that of a size."""
-        broken = [self._transfer]
-        self._transfer = None
-        if size not in (None, 1, self.launched):
-            broken.append(self._active.pop(size, None))
-        for group in broken:
-            if isinstance(
-                group, dist.ProcessGroup
-            ):  # not a number, as where this rank is not in it
-                dist.destroy_process_group(group)
+    def forget_transfer(self) -> None:
+        """Make the transfer's group anew next time, for it may be broken; on all ranks.
+
+        Groups in which models compute are never made anew: torch remembers for meshes of the same
+        ranks which group was theirs.
+        """
+        broken, self._transfer = self._transfer, None
+        if broken is not None:
+            dist.destroy_process_group(broken)
 
 
 def _made(

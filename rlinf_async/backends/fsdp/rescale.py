@@ -71,6 +71,8 @@ class Proposal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     world_size: int
     bucket_bytes: int
+    groups: list[int]
+    """the sizes for which it has a process group"""
     progress: Progress | None
     """None from an idle rank"""
     extra: bytes
@@ -131,7 +133,9 @@ class Rescale:
         except BaseException as error:
             if self._give_up(error):
                 self._roll_back()
-                raise
+                if isinstance(error, RescaleError | PeerLost) or not isinstance(error, Exception):
+                    raise
+                raise RescaleError(f"on this rank ({self._manager.rank}): {error!r}") from error
         self._commit()
         return self._report()
 
@@ -151,12 +155,15 @@ class Rescale:
                 "load_optimizer() first"
             )
         progress = progress_of(manager) if manager.active else None
-        proposal = Proposal(self._new, self._bucket_bytes, progress, self._extra)
+        groups = manager.groups.sizes
+        proposal = Proposal(self._new, self._bucket_bytes, groups, progress, self._extra)
         return msgspec.msgpack.encode(proposal)
 
     def connect(self) -> None:
         """Make the process groups. Every rank comes here if any does: torch counts groups."""
-        self._manager.groups.prepare(self._new, timedelta(seconds=self._timeout))
+        known = all(self._new in one.groups for one in self._proposals)
+        limit = timedelta(seconds=self._timeout)
+        self._manager.groups.prepare(self._new, limit, known=known)
 
     def drain(self) -> None:
         """Leave no gradient, and no parameter whole."""
@@ -228,13 +235,15 @@ class Rescale:
 
     def _meet(self) -> None:
         """Agree on what is asked for; after this every rank comes to `connect`."""
-        contents = self._through("propose", self.propose)
-        self._proposals = [msgspec.msgpack.decode(one, type=Proposal) for one in contents]
+        self._take_in(self._through("propose", self.propose))
         for field in ("world_size", "bucket_bytes"):
             asked = [getattr(one, field) for one in self._proposals]
             if len(set(asked)) > 1:
                 raise RescaleError(f"the ranks were asked for different {field}: {asked}")
         self._ballot.decide()
+
+    def _take_in(self, contents: list[bytes]) -> None:
+        self._proposals = [msgspec.msgpack.decode(one, type=Proposal) for one in contents]
 
     def _through(self, name: str, stage: Callable[[], bytes | None]) -> list[bytes]:
         try:
@@ -260,6 +269,7 @@ class Rescale:
                 return False
             # The others go on to make process groups, and will hear that this rank does not.
             self._ballot.decide()
+            self._take_in(self._ballot.heard("propose"))
             self.connect()
             return self._ballot.abort(error)
         except RuntimeError:  # the store, or a rank, is gone: nobody can commit without this one
@@ -271,7 +281,7 @@ class Rescale:
         if manager.active and not manager.param_offloaded and not manager.has_gradients():
             manager.zero_grad()
         if self._ballot.decisions:
-            manager.groups.forget(self._new)
+            manager.groups.forget_transfer()
 
     def _commit(self) -> None:
         standing, progress, manager = self._standing, self._agreed, self._manager

@@ -1,0 +1,216 @@
+"""One rank of four breaks, is late or dies at each stage of a rescale; nobody is fooled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from rlinf_async.backends.fsdp.errors import RescaleError
+from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
+from rlinf_async.backends.fsdp.rescale import Rescale
+from rlinf_async.backends.reshard import PeerLost, buckets
+from tests.backends.fsdp_helpers import in_processes, save_result
+from tests.backends.rescale.kit import BUCKET, LIMIT, Numbers, language_step, language_trainer
+
+pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
+
+STAGES = ("propose", "connect", "drain", "build", "move", "verify", "decide")
+FAULTS = [
+    # (how, stage, rank, from so many ranks, to so many)
+    *(("raises", stage, at % 4, 2, 4) for at, stage in enumerate(STAGES)),
+    ("raises", "move", 3, 4, 1),
+    ("raises", "decide", 0, 4, 3),
+    ("damages", "move", 0, 2, 4),
+    ("late", "drain", 3, 2, 4),
+    ("late", "move", 1, 2, 4),
+]
+IMPATIENT = 4.0
+"""seconds; the ranks that are not late need much less, most of the time"""
+
+
+class Injected(Exception):
+    """What the broken rank raises."""
+
+
+def break_it(how: str, stage: str) -> Callable[[], None]:
+    """Make this rank's next rescale fail at a stage; returns what mends it."""
+    whole, seal = getattr(Rescale, stage), cast(Any, buckets.seal)
+
+    def raises(_: Rescale) -> None:
+        raise Injected("as the test wants it")
+
+    def late(attempt: Rescale) -> Any:
+        # Goes on as soon as another rank has given up: the worst moment.
+        attempt._ballot._store.wait(["decision/1"], timedelta(seconds=LIMIT))
+        return whole(attempt)
+
+    def damages(bucket: torch.Tensor, *checksum_and_round: int) -> None:
+        seal(bucket, *checksum_and_round)
+        bucket[len(bucket) // 3] ^= 4
+
+    if how == "damages":
+        cast(Any, buckets).seal = damages
+    else:
+        setattr(Rescale, stage, raises if how == "raises" else late)
+
+    def mend() -> None:
+        cast(Any, buckets).seal = seal
+        setattr(Rescale, stage, whole)
+
+    return mend
+
+
+def nothing_to_mend() -> None:
+    pass
+
+
+def faults(rank: int, world_size: int, folder: Path) -> None:
+    """A fault, an optimizer step, the next fault, ...; then a rescale that goes well."""
+    trainer = language_trainer(world_size, rank)
+    outcomes: list[tuple[str, str, int]] = []
+    numbers: list[Numbers] = []
+    for how, stage, culprit, old, new in FAULTS:
+        if trainer.manager.world_size != old:
+            trainer.rescale(old, timeout=LIMIT, bucket_bytes=BUCKET)
+        mend = nothing_to_mend
+        if rank == culprit:
+            mend = break_it(how, stage)
+        elif stage == "decide":
+            # Who decides first decides for all: let it be the one that fails.
+            mend = break_it("late", stage)
+        outcomes.append(attempt(trainer, new, IMPATIENT if how == "late" else LIMIT))
+        mend()
+        numbers.append(step(trainer, len(numbers)))
+    trainer.rescale(3, timeout=LIMIT, bucket_bytes=BUCKET)
+    numbers.append(step(trainer, len(numbers)))
+    save_result(folder, rank, {"outcomes": outcomes, "numbers": numbers})
+
+
+def attempt(trainer: PolicyTrainer, size: int, timeout: float) -> tuple[str, str, int]:
+    """What a rescale raises, and how many ranks train after it."""
+    try:
+        trainer.rescale(size, timeout=timeout, bucket_bytes=BUCKET)
+    except (RescaleError, PeerLost) as error:
+        return type(error).__name__, str(error), trainer.manager.world_size
+    return "", "", trainer.manager.world_size
+
+
+def step(trainer: PolicyTrainer, at: int) -> Numbers:
+    return language_step(trainer, at) if trainer.manager.active else []
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return in_processes(faults, 4, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("at", range(len(FAULTS)), ids=lambda at: "-".join(map(str, FAULTS[at])))
+def test_a_fault_on_one_rank_leaves_all_ranks_on_the_old_strategy(
+    ranks: list[dict[str, Any]], at: int
+) -> None:
+    how, stage, culprit, old, _ = FAULTS[at]
+    outcomes = [result["outcomes"][at] for result in ranks]
+    assert [size for _, _, size in outcomes] == [old] * 4
+    assert all(kind for kind, _, _ in outcomes)
+    for rank, (kind, text, _) in enumerate(outcomes):
+        if how == "late":
+            assert kind == "PeerLost" or rank == culprit
+            assert "did not finish stage" in text or "lost" in text
+        elif how == "damages":
+            assert kind == "RescaleError"
+            assert "BucketDamaged: the bucket of round" in text
+        elif stage == "decide":
+            assert "as the test wants it" in text
+        else:
+            assert kind == "RescaleError"
+            who = f"this rank ({rank})" if rank == culprit else f"rank {culprit}"
+            assert who in text
+            assert f"stage {stage!r}" in text
+            assert "Injected: as the test wants it" in text
+
+
+def test_losses_after_all_faults_are_those_of_a_run_without(
+    ranks: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = language_trainer(1, 0)
+    expected = torch.tensor([language_step(alone, at) for at in range(len(FAULTS) + 1)])
+    difference = (torch.tensor(ranks[0]["numbers"]) - expected).abs()
+    with capsys.disabled():
+        print(f"\nloss after faults differs by at most {difference[:, 0].max().item()}", end="")
+    assert difference[:, 0].max() < 1e-6
+
+
+def committed(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 1 fails after the others have committed: it is too late to go back."""
+    trainer = language_trainer(world_size, rank)
+    mend = nothing_to_mend
+    if rank == 1:
+        whole = Rescale.decide
+
+        def fails(one: Rescale) -> None:
+            one._ballot._store.wait(["decision/1"], timedelta(seconds=LIMIT))
+            raise Injected("too late")
+
+        setattr(Rescale, "decide", fails)  # noqa: B010
+        mend = partial(setattr, Rescale, "decide", whole)
+    outcome = attempt(trainer, 2, LIMIT)
+    mend()
+    save_result(folder, rank, {"outcome": outcome, "numbers": step(trainer, 0)})
+
+
+def dying(rank: int, folder: str) -> None:
+    """Rank 2 dies in the middle of the move, with some of its buckets sent."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=4,
+        timeout=timedelta(seconds=60),
+    )
+    trainer = language_trainer(4, rank)
+    step(trainer, 0)
+    trainer.save_checkpoint(Path(folder) / "checkpoint")
+    seal, sealed = cast(Any, buckets.seal), []
+
+    def die(bucket: torch.Tensor, *checksum_and_round: int) -> None:
+        sealed.append(len(bucket))
+        if len(sealed) == 2:
+            os._exit(0)
+        seal(bucket, *checksum_and_round)
+
+    if rank == 2:
+        cast(Any, buckets).seal = die
+    save_result(Path(folder), rank, attempt(trainer, 2, LIMIT))
+    os._exit(0)  # the group is broken
+
+
+def test_a_rank_that_dies_in_the_move_is_named_and_the_checkpoint_is_intact(
+    tmp_path: Path,
+) -> None:
+    spawn(dying, (str(tmp_path),), nprocs=4)  # type: ignore[no-untyped-call]
+    assert not (tmp_path / "result_2.pt").exists()
+    for rank in (0, 1, 3):
+        kind, text, size = torch.load(tmp_path / f"result_{rank}.pt", weights_only=True)
+        assert (kind, size) == ("PeerLost", 4), text
+        assert "rank 2 did not finish stage 'move'" in text
+    alone = language_trainer(1, 0)
+    alone.load_checkpoint(tmp_path / "checkpoint")
+    expected = language_trainer(1, 0)
+    language_step(expected, 0)
+    assert language_step(alone, 1) == pytest.approx(language_step(expected, 1), abs=1e-5)
+
+
+def test_a_rank_that_fails_after_the_others_have_committed_commits_too(tmp_path: Path) -> None:
+    results = in_processes(committed, 3, tmp_path)
+    assert [result["outcome"] for result in results] == [("", "", 2)] * 3
+    assert [len(result["numbers"]) for result in results] == [3, 3, 0]
