@@ -65,17 +65,22 @@ class Reserving(Serving):
             ChannelClosed, ChannelFailed, NoReceivers: nobody will take them; or what is given as
                 ``refused``.
         """
-        self._use(lane, len(items), each * len(items) if self.max_weight is not None else None)
+        count = len(items)
+        self.lent -= count
+        lane.held -= count
+        if self.max_weight is not None:
+            lane.held_weight -= each * count
         if refused is not None:
             self._serve(lane)
             raise refused
-        self._check_put(lane.key, each)
+        if not self.open or self.deserted or each != 1:
+            self._check_put(lane.key, each)
         seq, push = self._seq, lane.entries.append
         for item in items:
             seq += 1
             push(Entry(item, each, seq))
         self._seq = seq
-        lane.weight += each * len(items)
+        lane.weight += each * count
         if lane.getters:
             self._serve(lane)
 

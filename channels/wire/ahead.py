@@ -64,19 +64,22 @@ class Sent:
     # ---- sending
 
     def send(self, request: Request[Get] | Request[More], asked: list[Entry], limit: int) -> None:
-        """Answer with what was asked for, and with at most ``limit`` items ahead.
+        """Answer with what was asked for, one item or none, and with at most ``limit`` ahead.
 
         Raises:
             WrongItemType, ItemTooLarge: it cannot travel; none is lost.
         """
         bodies = [self._encoded(entry) for entry in asked]
         ahead = self._more(limit, bodies) if limit else ()
-        number = self._aheads.number(len(bodies))
-        self.asked.update(enumerate(asked, number))
+        count = len(bodies)
+        number = self._aheads.number(count)
         if ahead:
+            self.asked.update(enumerate(asked, number))
             self._hold(ahead, number + len(asked))
+        elif asked:
+            self.asked[number] = asked[0]
         sizes, body = join(bodies)
-        undo = partial(self.undo, number, len(bodies))
+        undo = partial(self.undo, number, count)
         try:
             request.reply(Taken(sizes, first=number), body, undo=undo)
         except Exception as error:
@@ -104,7 +107,9 @@ class Sent:
         """Items to send ahead, small ones. Their bodies are added."""
         queue = self.queue
         lane = queue.lane_of(self.key)
-        if lane is None or lane.getters or self._recalled or not queue.can_send_ahead:
+        if lane is None or not lane.entries or lane.getters:
+            return []
+        if self._recalled or not queue.can_send_ahead:
             return []
         others = any(reader is not self for reader in lane.readers)
         if others or now() - lane.contested < ALONE_SECONDS:

@@ -78,11 +78,14 @@ class Asking:
         self._pending[number] = waiting
         return number
 
-    def cancel(self, number: int) -> None:
-        """Nobody wants this answer, or took it though it may have come."""
+    def cancel(self, number: int) -> bool:
+        """Nobody wants this answer, or took it though it may have come. Whether it was not even
+        asked for yet."""
         self._pending.pop(number, None)
-        if not self._outbox.withdraw(number):
+        withdrawn = self._outbox.withdraw(number)
+        if not withdrawn:
             self._outbox.add_control(pack_small(FrameType.CANCEL, number))
+        return withdrawn
 
     def refuse(self, number: int, refused: Refused) -> None:
         """A part of this answer cannot be used: nothing of it was taken."""

@@ -232,7 +232,7 @@ def split(sizes: Sequence[tuple[int, int]], body: Encoded | None) -> list[Encode
     Raises:
         MalformedFrame: the sizes do not fit the body.
     """
-    whole = body or Encoded(b"")
+    whole = body if body is not None else Encoded(b"")
     if len(sizes) == 1 and sizes[0] == (len(whole.data), len(whole.buffers)):
         return [whole]
     parts: list[Encoded] = []

@@ -188,10 +188,10 @@ class Connection(Streams):
             raise self._lost()
         return self._asking.ask(waiting, kind, head, body, DATA)
 
-    def give_up(self, number: int) -> None:
-        """The answer to this `post` is wanted no more; the peer's handler is cancelled."""
-        if not self.closed:
-            self._asking.cancel(number)
+    def give_up(self, number: int) -> bool:
+        """The answer to this `post` is wanted no more; the peer's handler is cancelled. Whether the
+        peer never heard of it."""
+        return not self.closed and self._asking.cancel(number)
 
     def arrived(self, answers: Iterable[int]) -> None:
         """The peer has got these answers, and says by itself what becomes of them."""

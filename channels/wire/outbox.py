@@ -1,7 +1,8 @@
 """What waits to be sent: two lanes, coalesced into one write for each turn of the loop.
 
-uvloop does that by itself: there, what is small and has nothing before it is given to the transport
-at once, which writes all that it was given when the turn of the loop ends.
+The first small message of a turn is written at once, with all that was collected before it; what
+follows in the same turn waits for its end, and what answers what was read waits until all of that
+was read. So a lone question or answer does not wait for a turn, and a crowd of them is one write.
 
 Control frames always go first; large messages are cut into chunks, so what is ahead of a control
 frame is never more than one batch and what the transport holds already.
@@ -32,6 +33,8 @@ from rlinf_async.channels.wire.transfer import CONTROL, DATA, Outgoing, Share, o
 BATCH_BYTES = CHUNK_BYTES
 HIGH_WATER = 256 * 1024
 LOW_WATER = 64 * 1024
+JOIN_BYTES = 64 * 1024
+"""Copying so few is quicker than writing them as they lie."""
 TURN_BYTES = 8 * 1024**2
 """How much is copied to shared memory before others in this loop have a turn."""
 
@@ -48,7 +51,8 @@ class Outbox:
         self._transport: asyncio.WriteTransport | None = None
         self._control: deque[Bytes] = deque()
         self._data: deque[Outgoing | bytes] = deque()
-        self._gathers = False  # the transport writes once for each turn, however often it is asked
+        self._fresh = True  # nothing was written at once since the last turn
+        self._held = False  # what is sent now is about to be written together
         self._paused = False
         self._scheduled = False
         self._worked = 0
@@ -70,7 +74,6 @@ class Outbox:
         again = [] if self._kept is None else self._kept.after(arrived)
         transport.set_write_buffer_limits(high=HIGH_WATER, low=LOW_WATER)
         self._transport = transport
-        self._gathers = type(transport).__module__.startswith("uvloop")
         self._paused = False
         if again:
             transport.writelines(again)
@@ -130,7 +133,7 @@ class Outbox:
             ItemTooLarge: it is over a limit; nothing of it is sent.
         """
         if self._due:
-            self.say_due()
+            self._say_together()
         if len(head) <= MAX_HEAD_BYTES and (
             body is None or (not body.buffers and len(body.data) <= CHUNK_BYTES)
         ):
@@ -150,26 +153,17 @@ class Outbox:
         """Send a small frame ahead of all data."""
         self._add(frame, CONTROL)
 
-    @property
-    def clear(self) -> bool:
-        """Whether a small message that is sent now is written at once, and cannot be withdrawn."""
-        kept = self._kept
-        return (
-            self._gathers
-            and self._transport is not None
-            and not (self._paused or self._control or self._data)
-            and (kept is None or not kept.full)
-        )
-
     def _add(self, frame: bytes, lane: int) -> None:
-        """Send a whole message; at once if that costs no write of its own."""
-        kept, transport = self._kept, self._transport
+        """Send a whole message, at once if it is the first of this turn."""
+        at_once = self._fresh and not self._held
+        transport, kept = self._transport, self._kept
         if (
-            self._gathers
+            at_once
             and transport is not None
             and not (self._paused or self._control or self._data)
             and (kept is None or lane == CONTROL or not kept.full)
         ):
+            self._fresh = False
             self.sent_bytes += len(frame)
             if kept is not None:
                 kept.add_frame(frame)
@@ -180,7 +174,11 @@ class Outbox:
             self._data.append(frame)
         else:
             self._control.append(frame)
-        self._schedule()
+        if at_once:
+            self._fresh = False
+            self.flush()
+        elif not self._held:
+            self._schedule()
 
     def collect(self, say: Callable[[], None]) -> None:
         """Let this send what it collects: with the next write, and before anything else."""
@@ -193,6 +191,19 @@ class Outbox:
             due, self._due = self._due, []
             for say in due:
                 say()
+
+    def speak(self) -> None:
+        """Write what was collected: whoever did so is about to wait for what comes of it."""
+        if self._due and not self._held:
+            self._say_together()
+            self.flush()
+
+    def _say_together(self) -> None:
+        held, self._held = self._held, True
+        try:
+            self.say_due()
+        finally:
+            self._held = held
 
     def withdraw(self, number: int) -> bool:
         """Forget what was not sent of this request; whether none of it was."""
@@ -217,13 +228,27 @@ class Outbox:
 
     def end_turn(self) -> None:
         """Say what was collected, and give the transport what it can take now."""
-        if self._due:
-            self.say_due()  # this is the write that it needs: it is scheduled still
-        self._scheduled = False
-        self.flush()
+        self._held = True
+        try:
+            self.say_due()
+        finally:
+            self._scheduled = False
+            self.release()
+
+    def hold(self) -> None:
+        """What is sent until `release` goes in one write."""
+        self._held = True
+
+    def release(self) -> None:
+        """Write it. What was collected meanwhile has its turn yet."""
+        self._held = False
+        self._fresh = True
+        if self._data or self._control:
+            self.flush()
 
     def flush(self) -> None:
-        """Give the transport what it can take now. What is collected has its turn yet."""
+        """Give the transport what it can take now."""
+        fresh, self._fresh = self._fresh, False  # what is said of memory meanwhile is scheduled
         self._worked = 0
         transport = self._transport
         while (
@@ -232,14 +257,19 @@ class Outbox:
             and not self._paused
             and (batch := self._batch())
         ):
-            transport.writelines(batch)
+            if len(batch) == 1:
+                transport.write(batch[0])
+            else:
+                transport.writelines(batch)
             self.last_sent = self._loop.time()
             if self._worked >= TURN_BYTES:
                 self._schedule()
                 break
+        self._fresh = fresh
 
     def flush_all(self) -> None:
         """Give the transport everything, though it may hold much: it is about to close."""
+        self._fresh = False
         self._due += self.last
         self.say_due()
         self._kept = None
@@ -283,8 +313,15 @@ class Outbox:
         return self._count(batch, size)
 
     def _count(self, batch: list[Bytes], size: int) -> list[Bytes]:
-        if batch:
-            self.sent_bytes += size
+        """What is written now; small frames as one."""
+        if not batch:
+            return batch
+        self.sent_bytes += size
+        if size <= JOIN_BYTES:
+            joined = b"".join(batch)
             if self._kept is not None:
-                self._kept.add(batch, size)
+                self._kept.add_frame(joined)
+            return [joined]
+        if self._kept is not None:
+            self._kept.add(batch, size)
         return batch

@@ -22,8 +22,10 @@ import atexit
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
+
+import msgspec
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key
@@ -92,12 +94,12 @@ class Purse:
         return room
 
 
-class _Frame(NamedTuple):
+class _Frame(msgspec.Struct, gc=False):
     """Items that were sent together and are not confirmed."""
 
     items: int
     size: int
-    by_end: Counter[int]
+    by_end: dict[int, int]
 
 
 class Promises:
@@ -206,17 +208,18 @@ class Promises:
             return
         data, runs, counts = self._data, self._runs, self._counts
         self._data, self._runs, self._counts = [], [], []
-        by_end: Counter[int] = Counter()
+        by_end: dict[int, int] = {}
         found: list[Run] = []
         for (purse, end, weight), count in zip(runs, counts, strict=True):
             found.append(Run(purse.queue, end, purse.key, weight, count))
-            by_end[end] += count
-        body = b"".join(data)
+            by_end[end] = by_end.get(end, 0) + count
+        body = b"".join(data) if len(data) > 1 else data[0]
         self._size = 0
+        if not self._under_way:
+            _unconfirmed.add(self)
         self._under_way.append(_Frame(len(data), len(body), by_end))
         self._under_way_bytes += len(body)
-        _unconfirmed.add(self)
-        puts = Puts(found, [len(one) for one in data])
+        puts = Puts(found, [*map(len, data)])
         self._connection.notify("channel.puts", puts, Encoded(body), control=True)
 
     # ---- what comes in

@@ -152,12 +152,15 @@ class Streams(abc.ABC):
     def data_received(self, data: bytes) -> None:
         self._pulse.heard()
         self.received_bytes += len(data)
-        if not self.closed:
+        if self.closed:
+            return
+        self._outbox.hold()
+        try:
             self._read(data)
-        if not self.closed:
-            if self.received_bytes - self._said_arrived >= SAY_ARRIVED_BYTES:
+            if self.received_bytes - self._said_arrived >= SAY_ARRIVED_BYTES and not self.closed:
                 self._say_arrived()
-            self._outbox.flush()
+        finally:
+            self._outbox.release()
 
     def pause_writing(self) -> None:
         self._outbox.pause()

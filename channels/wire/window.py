@@ -62,6 +62,8 @@ class _Get(WaitFuture):
         self.window = window
         self.number = 0
         """of its request; 0 when that was answered"""
+        self.said: Said = [], []
+        """what its request says beside"""
 
     def set_result(self, message: Message) -> None:
         """Its request was answered: that serves those who wait, oldest first."""
@@ -128,7 +130,8 @@ class Window:
         windows = self._windows
         ahead = 0 if self.waiting or self.asks_more else self._ahead()
         get = _Get(self)
-        ranges, answers = windows.say_with(self)
+        ranges, answers = get.said = windows.to_say(self)
+        windows.connection.outbox.speak()
         party = current_party.get()
         question = Get(self.end, self.key, 1, None, party, False, ahead, ranges, answers)
         get.number = windows.ask("channel.get", question, get)
@@ -196,7 +199,10 @@ class Window:
     def _parts(self, message: Message) -> list[Part]:
         try:
             taken = _decode_taken(message.head)
-            return list(enumerate(split(taken.sizes, message.body), taken.first))
+            parts = split(taken.sizes, message.body)
+            return (
+                [(taken.first, parts[0])] if len(parts) == 1 else [*enumerate(parts, taken.first)]
+            )
         except msgspec.DecodeError as error:
             raise MalformedFrame(f"the answer to a get: {error}") from error
 
@@ -204,8 +210,7 @@ class Window:
         while self.waiting and self.items:
             get = self.waiting.popleft()
             if get.number:
-                self._windows.give_up(get.number)
-                get.number = 0
+                self._windows.give_up(get)
             if not get.done():
                 get.serve(self.items.popleft())
 
@@ -214,7 +219,7 @@ class Window:
             self.waiting.remove(get)
         if not get.done() or get.cancelled():
             if get.number:
-                self._windows.give_up(get.number)
+                self._windows.give_up(get)
         elif get.exception() is None and not self._windows.connection.closed:
             self.items.appendleft(get.result())
             self.give_back()
@@ -287,10 +292,12 @@ class Windows:
         """Ask the owner; the request's number."""
         return self.connection.post(pending, kind, head_of(kind, meta))
 
-    def give_up(self, number: int) -> None:
-        """Nobody wants this answer."""
-        if not self.connection.closed:
-            self.connection.give_up(number)
+    def give_up(self, get: _Get) -> None:
+        """Nobody wants the answer to its request."""
+        number, get.number = get.number, 0
+        if not self.connection.closed and self.connection.give_up(number):
+            ranges, answers = self._said_of(get.window)  # then nothing of it was said
+            ranges[:0], answers[:0] = get.said
 
     def notify(self, kind: str, meta: Any) -> None:
         """Tell the owner, after all that was told before; to a lost one there is nothing to say."""
@@ -309,20 +316,9 @@ class Windows:
         """This request's answer arrived: it cannot be undone as a whole any more."""
         self._said_of(window)[1].append(number)
 
-    def say_with(self, window: Window) -> Said:
-        """What there is to say of this window, for the request that is made now to say it.
-
-        Only if nothing waits to be sent: a request may be withdrawn until it is sent.
-        """
-        said = self._took.pop(window, None)
-        outbox = self.connection.outbox
-        outbox.say_due()
-        if said is None:
-            return [], []
-        if not outbox.clear:
-            self.notify("channel.took", Took(window.end, window.key, *said))
-            return [], []
-        return said
+    def to_say(self, window: Window) -> Said:
+        """What there is to say of this window, for the request that says it in passing."""
+        return self._took.pop(window, None) or ([], [])
 
     # ---- inside
 
