@@ -1,0 +1,64 @@
+"""Live rescales against save, restart and load; moving shards against memcpy; planning."""
+
+from __future__ import annotations
+
+from rlinf_async.bench import Bench, Case, bound, quotient
+
+LIVE, MEMORY, RESTART = "live rescale", "memory of a live rescale", "save, restart, load"
+PAIR, PLAN = "one rank to another", "plan"
+
+
+def _case(name: str, script: str, *more: str, cores: int = 2) -> Case:
+    command = ("{python}", "{here}/" + script, "{out}", *more)
+    return Case(name, command, cores=cores, timeout=900)
+
+
+BENCH = Bench(
+    name="reshard",
+    summary="live rescale of 200 M parameters with Adam against a checkpoint and a restart",
+    cases=(
+        _case(LIVE, "live.py"),
+        _case(RESTART, "restart.py"),
+        _case(PAIR, "pair.py"),
+        _case(MEMORY, "live.py", "--memory"),
+        Case(PLAN, ("{python}", "{here}/planning.py")),
+    ),
+    bars=(
+        quotient(
+            "seconds of save, restart, load / of live rescale",
+            (RESTART, "seconds"),
+            (LIVE, "seconds"),
+            at_least=10.0,
+        ),
+        quotient(
+            "bytes/s of one rank to another / memcpy's",
+            (PAIR, "bytes_per_second"),
+            (PAIR, "memcpy_bytes_per_second"),
+            at_least=0.3,
+        ),
+        bound(
+            "memory beside old and new shards, 2 -> 4, by rank",
+            (MEMORY, "buckets_per_rank_to_4"),
+            at_most=1.0,
+            unit=" buckets",
+        ),
+        bound(
+            "memory beside old and new shards, 4 -> 2, by rank",
+            (MEMORY, "buckets_per_rank_to_2"),
+            at_most=1.0,
+            unit=" buckets",
+        ),
+        bound(
+            "slowest plan, 1,024 ranks and 1,011 tensors, seconds of a core",
+            (PLAN, "slowest_seconds"),
+            at_most=2.0,
+            unit=" s",
+        ),
+    ),
+    repetitions=3,
+    notes=(
+        "2.4 GB of weights and moments, dp 2 -> 4 -> 2, on two cores; a bucket is 16 MiB",
+        "a restart is from the start of new processes until all ranks have loaded",
+        "memcpy: both ranks at once, a core each",
+    ),
+)
