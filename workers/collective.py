@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 from rlinf_async.workers.context import WorkerContext
 from rlinf_async.workers.errors import BuildError
@@ -32,6 +33,27 @@ def join(context: WorkerContext) -> None:
         timeout=JOIN_LIMIT,
     )
     context.joined = True
+
+
+class Board:
+    """Words that one rank leaves for the others of its group, in the store in which they met.
+
+    ``topic`` keeps them apart from other words. The group has been joined.
+    """
+
+    def __init__(self, topic: str) -> None:
+        from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+        self._store = PrefixStore(topic, _get_default_store())
+
+    def write(self, key: str, word: bytes) -> None:
+        """Leave a word, once for each key."""
+        content: Any = word  # bytes are as good as the str in its signature
+        self._store.set(key, content)
+
+    def read(self, key: str) -> bytes | None:
+        """Return the word, or None while it is not there."""
+        return self._store.get(key) if self._store.check([key]) else None
 
 
 def leave(context: WorkerContext) -> None:

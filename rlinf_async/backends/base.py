@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from rlinf_async.messages.embodied import Floats, Ints, Trajectory
 from rlinf_async.messages.weights import WeightUpdate
@@ -94,4 +94,48 @@ class TrainerBackend(Protocol):
 
     def load_checkpoint(self, path: Path) -> None:
         """Go on where the checkpoint was written, under any world size. Collective over ranks."""
+        ...
+
+
+class RescaleReport(NamedTuple):
+    """What came of it on this rank."""
+
+    old_world_size: int
+    new_world_size: int
+    active: bool
+    """this rank trains now"""
+    seconds: float
+    """from the call to the commit, waiting for other ranks included"""
+    sent_bytes: int
+    received_bytes: int
+    peak_bytes: int
+    """the most that buckets took at one time, beside old and new shards"""
+    extras: tuple[bytes, ...]
+    """what each of the old active ranks gave as ``extra``"""
+
+
+@runtime_checkable
+class Rescalable(Protocol):
+    """A trainer whose number of training ranks can change while it trains."""
+
+    def check_ranks(self, world_size: int, /) -> None:
+        """Raise `StrategyError` unless the trainer's own sizes divide over so many ranks."""
+        ...
+
+    def rescale(
+        self, world_size: int, *, timeout: float, bucket_bytes: int, objection: str = ""
+    ) -> RescaleReport:
+        """Let the first ``world_size`` ranks train from now on. Collective over launched ranks.
+
+        Args:
+            timeout: seconds, waiting for other ranks included.
+            bucket_bytes: memory for what travels.
+            objection: a reason of this rank's own not to; no rank changes then.
+
+        Raises when it failed; then every rank is as it was.
+        """
+        ...
+
+    def sit_out(self) -> None:
+        """Count an iteration that the active ranks train; for an idle one."""
         ...

@@ -37,6 +37,8 @@ class Collect(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     min_version: int
     """The oldest weights that may act: ``iteration - max_staleness``, at least 0."""
+    actor_ranks: int | None = None
+    """that share the trajectories of this iteration, where it is not always the same number"""
 
 
 class Observations(msgspec.Struct, kw_only=True):
@@ -130,3 +132,5 @@ class TrainReport(msgspec.Struct, kw_only=True):
     episode_success: list[bool] = []
     checkpoint: str | None = None
     """folder of the checkpoint that was written after this iteration"""
+    ranks: int = 1
+    """that train the next iteration, and share its data: 0 .. ranks - 1"""

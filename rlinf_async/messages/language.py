@@ -243,3 +243,5 @@ class LanguageTrainReport(msgspec.Struct, kw_only=True):
     train_seconds: float
     checkpoint: str | None = None
     """folder of the checkpoint that was written after this iteration"""
+    ranks: int = 1
+    """that train the next iteration, and share its data: 0 .. ranks - 1"""

@@ -4,8 +4,10 @@ from rlinf_async.workers.actor.config import LanguageBatches
 from rlinf_async.workers.actor.embodied import EmbodiedFSDPActor, TrainingPlan
 from rlinf_async.workers.actor.errors import IncompleteShare, WeightsDisagree
 from rlinf_async.workers.actor.language import FSDPActor, LanguageTrainingPlan
+from rlinf_async.workers.actor.rescaling import AppliedStrategy
 
 __all__ = [
+    "AppliedStrategy",
     "EmbodiedFSDPActor",
     "FSDPActor",
     "IncompleteShare",

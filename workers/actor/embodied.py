@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rlinf_async.backends.base import Rescalable
 from rlinf_async.channels import LatestSender, Receiver, Sender
 from rlinf_async.messages.embodied import TrainReport, Trajectory
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.observe.files import explaining
-from rlinf_async.workers.base import Worker
+from rlinf_async.parallel import StrategyError
+from rlinf_async.workers.actor.rescaling import Rescaling
 
 if TYPE_CHECKING:
     from rlinf_async.backends.base import TrainerBackend
@@ -43,7 +45,7 @@ class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
     """the folder they go into; None: none are written"""
 
 
-class EmbodiedFSDPActor(Worker):
+class EmbodiedFSDPActor(Rescaling):
     """One rank of the actor group.
 
     Args:
@@ -60,6 +62,8 @@ class EmbodiedFSDPActor(Worker):
         self.duplicates = 0
         """second trajectories that were left out"""
         self._reported = 0
+        self._trajectories = 0
+        """of each iteration, over all ranks; 0 before training"""
 
     async def setup(self) -> None:
         if self.world_size > 1:
@@ -86,22 +90,67 @@ class EmbodiedFSDPActor(Worker):
     ) -> int:
         """Publish the present version, then train one iteration after the other.
 
-        Every rank trains on its own share, taken under its rank as the key, and reports on it;
+        Every active rank trains on its own share, taken under its rank as the key; all report, and
         rank 0 publishes. Returns the last version.
 
         Raises:
             RuntimeError: a trajectory is more than ``plan.max_staleness`` versions old.
+            StrategyError: the ranks do not divide the trajectories.
         """
-        await self._publish(weights)
-        for iteration in range(self._trainer.version, plan.iterations):
-            batch = await self.recv_rollout_batch(trajectories, iteration, plan)
-            lags = self._lags(batch, plan.max_staleness)
-            with self.span("train", iteration=iteration):
-                metrics = await self.compute(self._trainer.train, batch)
+        self._trajectories = plan.trajectories
+        if self._dp:
+            self.check_share(self._dp)
+        async with self.training():
             await self._publish(weights)
-            checkpoint = await self._save(plan)
-            await reports.put(self._report(iteration, batch, metrics, lags, checkpoint))
+            for iteration in range(self._trainer.version, plan.iterations):
+                batch, metrics, lags = await self._train(trajectories, iteration, plan)
+                await self.scheduler_scale_sync()
+                await self._publish(weights)
+                checkpoint = await self._save(plan)
+                await reports.put(self._report(iteration, batch, metrics, lags, checkpoint))
         return self._trainer.version
+
+    async def _train(
+        self, trajectories: Receiver[Trajectory], iteration: int, plan: TrainingPlan
+    ) -> tuple[list[Trajectory], Mapping[str, float], tuple[float, int]]:
+        """One iteration; an idle rank has no part in it."""
+        if not self.active:
+            await self.compute(self.rescalable().sit_out)
+            return [], {}, (0.0, 0)
+        batch = await self.recv_rollout_batch(trajectories, iteration, plan)
+        lags = self._lags(batch, plan.max_staleness)
+        with self.span("train", iteration=iteration):
+            return batch, await self.compute(self._trainer.train, batch), lags
+
+    def rescalable(self) -> Rescalable:
+        """The trainer; raises `StrategyError` where its backend cannot change its ranks."""
+        if not isinstance(self._trainer, Rescalable):
+            raise StrategyError(
+                [f"backend {self._backend_name!r} cannot change its ranks while it trains"]
+            )
+        return self._trainer
+
+    def check_share(self, dp: int) -> None:
+        """Raise `StrategyError` unless ``dp`` ranks can share minibatches and trajectories."""
+        self.rescalable().check_ranks(dp)
+        if self._trajectories % dp:
+            share = [one for one in range(1, self.world_size + 1) if not self._trajectories % one]
+            raise StrategyError(
+                [f"dp={dp} does not divide {self._trajectories} trajectories; these do: {share}"]
+            )
+
+    def take_share(self, dp: int) -> None:
+        """The trainer cuts its minibatches itself."""
+
+    def objection(self) -> str:
+        """Trajectories that are here for later iterations lie where the old strategy wants them."""
+        early = sum(len(batch) for batch in self._early.values())
+        if not early:
+            return ""
+        return (
+            f"{early} trajectories of later iterations are on {self.name} already: they were sent "
+            "by the old strategy. Send an iteration's trajectories after the strategy was applied"
+        )
 
     async def recv_rollout_batch(
         self, trajectories: Receiver[Trajectory], iteration: int, plan: TrainingPlan
@@ -110,7 +159,7 @@ class EmbodiedFSDPActor(Worker):
 
         Trajectories of later iterations that arrive meanwhile are kept for their turn.
         """
-        share = plan.trajectories // self.world_size
+        share = plan.trajectories // self.active_world_size
         with self.span("wait trajectories", iteration=iteration):
             while len(self._early.get(iteration, {})) < share:
                 self._keep(await trajectories.get(key=self.rank), iteration)
@@ -178,4 +227,5 @@ class EmbodiedFSDPActor(Worker):
             episode_length=[value for one in batch for value in one.episode_length],
             episode_success=[value for one in batch for value in one.episode_success],
             checkpoint=checkpoint,
+            ranks=self.active_world_size,
         )

@@ -12,6 +12,7 @@ What it waits for: see `LanguageTrainingWorker`; publishing waits for nobody.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rlinf_async.backends.base import Rescalable
 from rlinf_async.channels import LatestSender, Receiver, Sender
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGroup, Tokens
 from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.parallel import StrategyError, check_batch
 from rlinf_async.workers.actor.config import LanguageBatches
 from rlinf_async.workers.actor.errors import WeightsDisagree
 from rlinf_async.workers.actor.language_training import LanguageTrainingWorker
+from rlinf_async.workers.actor.rescaling import Rescaling
 from rlinf_async.workers.inference.answers import bare_sample, with_log_probs
 
 
@@ -42,7 +46,7 @@ class LanguageTrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
     """the folder they go into; None: none are written"""
 
 
-class FSDPActor(LanguageTrainingWorker):
+class FSDPActor(Rescaling, LanguageTrainingWorker):
     """One rank of the actor group.
 
     Args:
@@ -66,6 +70,74 @@ class FSDPActor(LanguageTrainingWorker):
         super().__init__(
             trainer, batches, backend=backend, resume=resume, max_staleness=max_staleness
         )
+        self._shares = batches
+
+    async def run_training(self, input_channel: Receiver[SampleGroup]) -> LanguageTrainReport:
+        """Collect this rank's whole share of one iteration, then train on it.
+
+        The model is onloaded only after the data is there; an idle rank takes none. Raises:
+
+            TrainingDiverged: the loss was not finite, or no step's gradient was.
+            RuntimeError: a token is older than ``max_staleness``.
+            BatchingError: groups do not make up the share.
+        """
+        return await self._trained(super().run_training, input_channel)
+
+    async def run_training_pipeline(
+        self, input_channel: Receiver[SampleGroup]
+    ) -> LanguageTrainReport:
+        """Train on one iteration while it arrives: micro-batch after micro-batch.
+
+        The compute thread waits for each next one, so nothing else is computed here meanwhile: ask
+        an inference worker for log-probs. Raises what `run_training` does.
+        """
+        return await self._trained(super().run_training_pipeline, input_channel)
+
+    async def skip_training(self, input_channel: Receiver[SampleGroup]) -> LanguageTrainReport:
+        """Take this rank's share of one iteration and count the version up, without training.
+
+        For an actor whose critic is still warming up.
+        """
+        return await self._trained(super().skip_training, input_channel)
+
+    async def _trained(
+        self,
+        train: Callable[[Receiver[SampleGroup]], Awaitable[LanguageTrainReport]],
+        input_channel: Receiver[SampleGroup],
+    ) -> LanguageTrainReport:
+        """One iteration, and the strategies that are due after it."""
+        async with self.training():
+            if self.active:
+                report = await train(input_channel)
+            else:
+                tally = self._tally()
+                await self.compute(self.rescalable().sit_out)
+                report = self._report(tally, [], waited=0.0, seconds=0.0)
+            await self.scheduler_scale_sync()
+            report.ranks = self.active_world_size
+            return report
+
+    def rescalable(self) -> Rescalable:
+        """The trainer; raises `StrategyError` where its backend cannot change its ranks."""
+        if not isinstance(self._trainer, Rescalable):
+            raise StrategyError(
+                [f"backend {self._backend_name!r} cannot change its ranks while it trains"]
+            )
+        return self._trainer
+
+    def check_share(self, dp: int) -> None:
+        """Raise `ValueError` unless ``dp`` ranks can share a global batch in whole groups."""
+        shares = self._shares
+        check_batch(shares.samples // shares.optimizer_steps, dp, group_size=shares.group_size)
+        shares.of_rank(dp)
+
+    def take_share(self, dp: int) -> None:
+        """Use the batch sizes of one of ``dp`` ranks."""
+        self._sizes = self._shares.of_rank(dp)
+
+    async def make_ready(self) -> None:
+        """Take the model back to the device."""
+        await self.onload()
 
     async def train(
         self,
@@ -79,6 +151,16 @@ class FSDPActor(LanguageTrainingWorker):
         The same as `run_training` (or its pipeline form) and `sync_model_to_rollout` by turns.
         Returns the last version. Raises what `run_training` does.
         """
+        async with self.training():
+            return await self._train_all(plan, groups, weights, reports)
+
+    async def _train_all(
+        self,
+        plan: LanguageTrainingPlan,
+        groups: Receiver[SampleGroup],
+        weights: LatestSender[WeightUpdate],
+        reports: Sender[LanguageTrainReport],
+    ) -> int:
         await self.sync_model_to_rollout(weights)
         while (version := self._trainer.version) < plan.iterations:
             run = self.run_training_pipeline if plan.pipeline else self.run_training
@@ -99,8 +181,11 @@ class FSDPActor(LanguageTrainingWorker):
     ) -> int:
         """Add previous (and reference) log-probs to this rank's share of one iteration.
 
-        Each is sent on at once. Returns how many there were; see `pass_through`.
+        Each is sent on at once. Returns how many there were, 0 on an idle rank; see
+        `pass_through`.
         """
+        if not self.active:
+            return 0
         answer = partial(with_log_probs, self._trainer, reference=compute_ref_logprobs)
         return await self.pass_through(input_channel, output_channel, answer)
 

@@ -164,7 +164,8 @@ class EnvWorker(Worker):
                     for stage in range(self.config.stages)
                 )
                 for trajectory in made:
-                    await trajectories.put(trajectory, key=self._trajectory_key(trajectory))
+                    key = self._trajectory_key(trajectory, ticket.actor_ranks or self.actor_ranks)
+                    await trajectories.put(trajectory, key=key)
         except EndOfChannel:  # of the tickets: nothing else here ends without its own error
             return False
         report.tickets += 1
@@ -201,8 +202,8 @@ class EnvWorker(Worker):
             await self._pace.run("reset", stage.reset)
         return outcome
 
-    def _trajectory_key(self, trajectory: Trajectory) -> int:
-        return (self.rank * self.config.stages + trajectory.stage) % self.actor_ranks
+    def _trajectory_key(self, trajectory: Trajectory, actor_ranks: int) -> int:
+        return (self.rank * self.config.stages + trajectory.stage) % actor_ranks
 
     # ---- making
 

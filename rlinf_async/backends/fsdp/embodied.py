@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from rlinf_async.algorithms.advantages import AdvantageInputs, compute_advantages
+from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.building import building
 from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, PPOConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.minibatch import FlatBatch
 from rlinf_async.backends.fsdp.ppo_update import ppo_epochs
-from rlinf_async.backends.fsdp.rescale import RescaleReport
 from rlinf_async.backends.policies.base import Policy
 from rlinf_async.backends.policies.moments import batch_moments, discounted_returns
 from rlinf_async.messages.embodied import Floats, Trajectory, stage_key
@@ -107,18 +107,29 @@ class EmbodiedTrainer:
         stay as large as they are with all launched ones."""
         return rank_share_of(self.config.ppo, self.manager.groups.launched, self.manager.world_size)
 
-    def rescale(self, world_size: int, *, timeout: float, bucket_bytes: int) -> RescaleReport:
+    def check_ranks(self, world_size: int) -> None:
+        """Raise `StrategyError` unless so many ranks can share a minibatch."""
+        rank_share_of(self.config.ppo, self.manager.groups.launched, world_size)
+
+    def sit_out(self) -> None:
+        """Count an iteration that the active ranks train."""
+        self._version += 1
+
+    def rescale(
+        self, world_size: int, *, timeout: float, bucket_bytes: int, objection: str = ""
+    ) -> RescaleReport:
         """Let the first ``world_size`` ranks train from now on; see `ShardedModelManager.rescale`.
 
         Raises `StrategyError` for a size that does not divide the minibatches.
         """
-        rank_share_of(self.config.ppo, self.manager.groups.launched, world_size)
+        self.check_ranks(world_size)
         luggage = _Luggage(self._version, self._carry)
         report = self.manager.rescale(
             world_size,
             timeout=timeout,
             bucket_bytes=bucket_bytes,
             extra=msgspec.msgpack.encode(luggage),
+            objection=objection,
         )
         brought = [msgspec.msgpack.decode(one, type=_Luggage) for one in report.extras]
         self._version = brought[0].version

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.fsdp import offload, persistence, ranks
 from rlinf_async.backends.fsdp.config import FSDPConfig, ShardingConfig
 from rlinf_async.backends.fsdp.errors import IdleRank, OffloadedError
@@ -28,7 +29,7 @@ from rlinf_async.backends.fsdp.gradients import GradientBuffer
 from rlinf_async.backends.fsdp.groups import Groups
 from rlinf_async.backends.fsdp.optim import LossScaler, lr_factor, parameter_groups
 from rlinf_async.backends.fsdp.pretrained import load_pretrained
-from rlinf_async.backends.fsdp.rescale import Rescale, RescaleReport
+from rlinf_async.backends.fsdp.rescale import Rescale
 from rlinf_async.backends.fsdp.sharding import clip_gradients, gradient_sync, shard
 from rlinf_async.backends.fsdp.skeleton import skeleton_of
 from rlinf_async.backends.fsdp.state import full_model_state
@@ -101,12 +102,14 @@ class ShardedModelManager:
         timeout: float = 120.0,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         extra: bytes = b"",
+        objection: str = "",
     ) -> RescaleReport:
         """Let the first ``world_size`` of the launched ranks train from now on.
 
         Weights, moments, learning rate, loss scaler and counters go on as they are. Called by all
         launched ranks, between two optimizer steps; ``extra`` of the old active ranks comes to all
-        of them in the report. The others are idle then and hold no memory of the model.
+        in the report. The others are idle then and hold no memory of the model. A rank with an
+        ``objection`` keeps all from changing.
 
         Raises `ValueError` for a size that was not launched, `RescaleError` when a rank failed, and
         `reshard.PeerLost` when one died or needed more than ``timeout`` seconds. Whatever it is,
@@ -121,7 +124,12 @@ class ShardedModelManager:
         if launched == 1:
             return RescaleReport(1, 1, True, 0.0, 0, 0, 0, (extra,))
         return Rescale(
-            self, world_size, timeout=timeout, bucket_bytes=bucket_bytes, extra=extra
+            self,
+            world_size,
+            timeout=timeout,
+            bucket_bytes=bucket_bytes,
+            extra=extra,
+            objection=objection,
         ).run()
 
     def model_provider_func(self) -> nn.Module:
@@ -307,7 +315,7 @@ class ShardedModelManager:
 
     def offload_param_and_grad(self, offload_grad: bool = False) -> None:
         """Move parameters and buffers to the CPU; gradients follow, or are dropped."""
-        if self.param_offloaded:
+        if self.param_offloaded or not self.active:
             return
         self.settle_checkpoint()
         offload.check_strategy(self.cfg.strategy, self.world_size, self.device)

@@ -31,6 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
 
+from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.fsdp import skeleton
 from rlinf_async.backends.fsdp.ballot import Ballot, Word
 from rlinf_async.backends.fsdp.errors import FSDPError, OffloadedError, RescaleError
@@ -47,23 +48,6 @@ Shards = dict[str, Tensor]
 _attempts = itertools.count()
 """Of this process, like torch's groups: models share one store, and all ranks rescale them in the
 same order."""
-
-
-class RescaleReport(NamedTuple):
-    """What came of it on this rank."""
-
-    old_world_size: int
-    new_world_size: int
-    active: bool
-    """this rank trains now"""
-    seconds: float
-    """from the call to the commit, waiting for other ranks included"""
-    sent_bytes: int
-    received_bytes: int
-    peak_bytes: int
-    """the most that buckets took at one time, beside old and new shards"""
-    extras: tuple[bytes, ...]
-    """what each of the old active ranks gave as ``extra``"""
 
 
 class Proposal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,8 +81,10 @@ class Rescale:
         *,
         timeout: float,
         bucket_bytes: int,
-        extra: bytes,
+        extra: bytes = b"",
+        objection: str = "",
     ) -> None:
+        self._objection = objection
         self._manager = manager
         self._old, self._new = manager.world_size, world_size
         self._timeout, self._bucket_bytes, self._extra = timeout, bucket_bytes, extra
@@ -144,6 +130,8 @@ class Rescale:
     def propose(self) -> bytes:
         """Say what this rank was asked for, and what it brings along."""
         manager = self._manager
+        if self._objection:
+            raise FSDPError(self._objection)
         if manager.cfg.strategy != "fsdp2":
             raise FSDPError(
                 f"strategy {manager.cfg.strategy!r} cannot change its number of ranks while it "
@@ -176,6 +164,7 @@ class Rescale:
                 "call it after optimizer_step() or zero_grad()"
             )
         manager.drop_gradients()
+        manager.settle_checkpoint()
         for module in manager.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

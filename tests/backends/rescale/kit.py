@@ -15,6 +15,7 @@ from rlinf_async.backends.fsdp.config import (
     SchedulerConfig,
 )
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
+from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.messages.embodied import Floats, Trajectory
@@ -33,8 +34,8 @@ EPOCHS = 2
 Numbers = list[float]
 
 
-def language_trainer(world_size: int, rank: int) -> PolicyTrainer:
-    config = trainer_config(
+def language_config() -> LanguageTrainerConfig:
+    return trainer_config(
         loss=LanguageLossConfig(kl_coefficient=0.05, entropy_coefficient=0.01),
         advantage=LanguageAdvantageConfig(name="reinforce++"),
         fsdp={
@@ -42,9 +43,11 @@ def language_trainer(world_size: int, rank: int) -> PolicyTrainer:
             "scheduler": SchedulerConfig(kind="cosine", warmup_steps=3, total_steps=25),
         },
         reference=True,
-        publish_precision="float32",
     )
-    return PolicyTrainer(config, world_size, rank)
+
+
+def language_trainer(world_size: int, rank: int) -> PolicyTrainer:
+    return PolicyTrainer(language_config(), world_size, rank)
 
 
 def language_step(trainer: PolicyTrainer, step: int) -> Numbers:
@@ -60,10 +63,10 @@ def language_step(trainer: PolicyTrainer, step: int) -> Numbers:
     return [found["loss"], found["grad_norm"], found["lr"]]
 
 
-def embodied_trainer(world_size: int, rank: int) -> EmbodiedTrainer:
+def embodied_config(world_size: int) -> EmbodiedTrainerConfig:
     """Whole-batch updates: the shuffle, which is each rank's own, then changes nothing."""
     policy = PolicyConfig(observation_size=OBSERVATION, action_size=ACTION, hidden_sizes=(7,))
-    config = EmbodiedTrainerConfig(
+    return EmbodiedTrainerConfig(
         fsdp=FSDPConfig(policy=policy, optimizer=OptimizerConfig(lr=1e-3)),
         ppo=PPOConfig(
             epochs=EPOCHS,
@@ -71,7 +74,10 @@ def embodied_trainer(world_size: int, rank: int) -> EmbodiedTrainer:
             normalize_advantage="batch",
         ),
     )
-    return EmbodiedTrainer(config, world_size, rank)
+
+
+def embodied_trainer(world_size: int, rank: int) -> EmbodiedTrainer:
+    return EmbodiedTrainer(embodied_config(world_size), world_size, rank)
 
 
 def embodied_step(trainer: EmbodiedTrainer, iteration: int) -> Numbers:

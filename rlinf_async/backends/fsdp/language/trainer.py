@@ -23,6 +23,7 @@ from rlinf_async.algorithms.language.advantages import (
 from rlinf_async.algorithms.language.aggregation import share_of
 from rlinf_async.algorithms.language.config import LanguageLossConfig
 from rlinf_async.algorithms.language.losses import TokenLossInputs, token_loss
+from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.errors import FSDPError
 from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
@@ -37,7 +38,6 @@ from rlinf_async.backends.fsdp.language.publishing import (
 from rlinf_async.backends.fsdp.language.reference import KeptWeights
 from rlinf_async.backends.fsdp.language.step import NothingToDo, Part, optimizer_step
 from rlinf_async.backends.fsdp.manager import DTYPES
-from rlinf_async.backends.fsdp.rescale import RescaleReport
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
@@ -99,7 +99,16 @@ class LanguageTrainerBase:
         """Count the version up."""
         self._version += 1
 
-    def rescale(self, world_size: int, *, timeout: float, bucket_bytes: int) -> RescaleReport:
+    def check_ranks(self, world_size: int) -> None:
+        """Any number of ranks will do."""
+
+    def sit_out(self) -> None:
+        """Count an iteration that the active ranks train."""
+        self.end_iteration()
+
+    def rescale(
+        self, world_size: int, *, timeout: float, bucket_bytes: int, objection: str = ""
+    ) -> RescaleReport:
         """Let the first ``world_size`` ranks train from now on; see `ShardedModelManager.rescale`.
 
         Reference weights go along. Collective over all launched ranks.
@@ -109,6 +118,7 @@ class LanguageTrainerBase:
             timeout=timeout,
             bucket_bytes=bucket_bytes,
             extra=msgspec.msgpack.encode(self._version),
+            objection=objection,
         )
         self._version = msgspec.msgpack.decode(report.extras[0], type=int)
         return report
