@@ -1,20 +1,27 @@
-"""Tokens per second of vLLM, bare or through the rollout worker: one line of JSON.
+"""Tokens per second of vLLM, through the rollout worker and bare, by turns: one line of JSON.
 
-    python generate.py bare | ours
+    python generate.py [--pairs 7] [--size full|small]
 
-The same engine, settings, model, prompts and sampling. ``bare`` drives ``AsyncLLM`` in its own
-process with so many requests in flight. ``ours`` puts the same requests into a channel, from which
-a rollout worker in a process of its own takes them, and gets the samples from another.
+One engine, in a rollout worker's process, answers the same requests in two ways::
+
+    bare      that process calls ``AsyncLLM`` itself, with so many requests in flight
+    ours      this process puts the requests into a channel, from which the rollout worker takes
+              them, and gets the samples from another
+
+A pair is one measurement of each, one right after the other, so what else the machine does hits
+both. What is judged is the median of the pairs' ratios.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import itertools
 import json
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +31,14 @@ import rlinf_async as ra
 from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.messages.language import Prompt, Request, Sample, Sampling, WeightsTaken
 from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.workers.rollout.language import LanguageRolloutWorker
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.rollout.model import save_model
 
-CONCURRENT = (64, 256)
-ROUNDS = 4
-"""requests of a measurement, in times the number in flight"""
+SIZES = {"full": {64: 256, 256: 512}, "small": {4: 4}}
+"""requests in flight: requests of one measurement"""
 MAX_TOKENS = 96
-
-Measure = Callable[[list[Request]], Awaitable[int]]
 
 
 def requests(count: int, first: int) -> list[Request]:
@@ -57,102 +62,130 @@ def requests(count: int, first: int) -> list[Request]:
     return made
 
 
-async def rates(concurrent: int, measure: Measure) -> dict[str, float]:
-    """Tokens per second with so many requests in flight, after a warm-up of one round."""
-    await measure(requests(concurrent, 1_000_000))
-    asked = requests(ROUNDS * concurrent, 0)
-    start = time.perf_counter()
-    tokens = await measure(asked)
-    return {f"tokens_per_second_{concurrent}": tokens / (time.perf_counter() - start)}
+class BareToo(LanguageRolloutWorker):
+    """A rollout worker whose engine can be asked without it."""
+
+    async def bare(self, count: int, first: int, concurrent: int) -> tuple[int, float]:
+        """Drive ``AsyncLLM`` alone; tokens, and seconds."""
+        from rlinf_async.backends.vllm.library import make_sampling
+
+        engine: Any = self._live.engine
+        llm, room = engine._llm, asyncio.Semaphore(concurrent)
+
+        async def one(asked: Request) -> int:
+            params = make_sampling(
+                max_tokens=MAX_TOKENS,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                logprobs=0,
+                stop_token_ids=[1],
+                seed=asked.seed,
+            )
+            prompt = {"prompt_token_ids": asked.prompt.token_ids.tolist()}
+            made = 0
+            async with room:
+                async for output in llm.generate(prompt, params, f"{asked.name}/{time.time_ns()}"):
+                    made = len(output.outputs[0].token_ids)
+            return made
+
+        asked = requests(count, first)
+        start = time.perf_counter()
+        tokens = sum(await asyncio.gather(*map(one, asked)))
+        return tokens, time.perf_counter() - start
 
 
-async def bare(config: VllmEngineConfig, concurrent: int) -> dict[str, float]:
-    """Drive ``AsyncLLM`` alone; `VllmEngine` only starts it."""
-    from rlinf_async.backends.vllm.engine import VllmEngine
-    from rlinf_async.backends.vllm.library import make_sampling
+class Graph:
+    """The worker and its channels."""
 
-    engine = VllmEngine(config)
-    await engine.start()
-    llm: Any = engine._llm
-    room = asyncio.Semaphore(concurrent)
+    def __init__(self, cluster: ra.Cluster) -> None:
+        self.cluster = cluster
+        self.asking = cluster.channel(Request, name="requests", capacity=256)
+        self.samples = cluster.channel(Sample, name="samples", capacity=256)
+        self.weights = cluster.latest(WeightUpdate, name="weights")
+        self.taken = cluster.channel(WeightsTaken, name="taken", capacity=8)
 
-    async def one(asked: Request) -> int:
-        params = make_sampling(
-            max_tokens=MAX_TOKENS,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            logprobs=0,
-            stop_token_ids=[1],
-            seed=asked.seed if config.seeded else None,
+    async def start(self, config: VllmEngineConfig) -> None:
+        """Launch the worker, and have it serve."""
+        self.rollout = await self.cluster.launch(BareToo, config, backend="vllm")
+        self.serving = self.rollout.call(
+            BareToo.serve,
+            self.asking.receiver,
+            self.samples.sender,
+            self.weights.receiver,
+            self.taken.sender,
         )
-        prompt = {"prompt_token_ids": asked.prompt.token_ids.tolist()}
-        count = 0
-        async with room:
-            async for output in llm.generate(prompt, params, f"{asked.name}/{time.time_ns()}"):
-                count = len(output.outputs[0].token_ids)
-        return count
 
-    async def measure(asked: list[Request]) -> int:
-        return sum(await asyncio.gather(*(one(request) for request in asked)))
+    async def ours(self, count: int, first: int) -> tuple[int, float]:
+        """Send requests, wait for their samples; tokens, and seconds."""
+        asked = requests(count, first)
+        start = time.perf_counter()
+        putting = asyncio.create_task(self._put(asked))
+        tokens = 0
+        for _ in asked:
+            tokens += len((await self.samples.receiver.get()).generated.token_ids)
+        await putting
+        return tokens, time.perf_counter() - start
 
-    try:
-        return await rates(concurrent, measure)
-    finally:
-        await engine.close()
+    async def bare(self, count: int, first: int, concurrent: int) -> tuple[int, float]:
+        """Have the worker's process ask the engine itself."""
+        [found] = await self.rollout.call(BareToo.bare, count, first, concurrent)
+        return found
+
+    async def stop(self) -> None:
+        """Let the worker end."""
+        self.asking.close()
+        await self.weights.sender.close()
+        await self.serving
+
+    async def _put(self, asked: list[Request]) -> None:
+        for request in asked:
+            await self.asking.sender.put(request)
 
 
-async def ours(config: VllmEngineConfig, concurrent: int) -> dict[str, float]:
-    """Through a rollout worker and its channels."""
-    from rlinf_async.workers.rollout.language import LanguageRolloutWorker
-
+async def measure(folder: str, concurrent: int, count: int, pairs: int) -> dict[str, float]:
+    """Both rates with so many requests in flight, after a warm-up of each."""
+    config = VllmEngineConfig(
+        model=folder,
+        weights="folder",
+        max_concurrent=concurrent,
+        kv_cache_bytes=128 * 2**20,
+        context=256,
+    )
+    rates: dict[str, list[float]] = {"ours": [], "bare": []}
+    # New prompts each time: the engine remembers the keys and values of those it has seen.
+    first = itertools.count(step=count)
     async with ra.Cluster.process() as cluster:
-        asking = cluster.channel(Request, name="requests", capacity=256)
-        samples = cluster.channel(Sample, name="samples", capacity=256)
-        weights = cluster.latest(WeightUpdate, name="weights")
-        taken = cluster.channel(WeightsTaken, name="taken", capacity=8)
-        rollout = await cluster.launch(LanguageRolloutWorker, config, backend="vllm")
-        serving = rollout.call(
-            LanguageRolloutWorker.serve,
-            asking.receiver,
-            samples.sender,
-            weights.receiver,
-            taken.sender,
-        )
-
-        async def put(asked: list[Request]) -> None:
-            for request in asked:
-                await asking.sender.put(request)
-
-        async def measure(asked: list[Request]) -> int:
-            putting = asyncio.create_task(put(asked))
-            tokens = 0
-            for _ in asked:
-                tokens += len((await samples.receiver.get()).generated.token_ids)
-            await putting
-            return tokens
-
-        measured = await rates(concurrent, measure)
-        asking.close()
-        await weights.sender.close()
-        await serving
-    return measured
+        graph = Graph(cluster)
+        await graph.start(config)
+        await graph.ours(concurrent, 1_000_000)
+        await graph.bare(concurrent, 2_000_000, concurrent)
+        for pair in range(pairs):
+            for way in ("ours", "bare") if pair % 2 else ("bare", "ours"):
+                if way == "ours":
+                    tokens, seconds = await graph.ours(count, next(first))
+                else:
+                    tokens, seconds = await graph.bare(count, next(first), concurrent)
+                rates[way].append(tokens / seconds)
+        await graph.stop()
+    ratios = [ours / bare for ours, bare in zip(rates["ours"], rates["bare"], strict=True)]
+    return {
+        f"ours_{concurrent}": statistics.median(rates["ours"]),
+        f"bare_{concurrent}": statistics.median(rates["bare"]),
+        f"ratio_{concurrent}": statistics.median(ratios),
+    }
 
 
 def main() -> None:
-    run = {"bare": bare, "ours": ours}[sys.argv[1]]
+    parser = argparse.ArgumentParser(description="The rollout worker against bare vLLM.")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--size", choices=SIZES, default="full")
+    given = parser.parse_args()
     measured: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = save_model(Path(folder), hidden=64, layers=4)
-        for concurrent in CONCURRENT:
-            config = VllmEngineConfig(
-                model=path,
-                weights="folder",
-                max_concurrent=concurrent,
-                kv_cache_bytes=128 * 2**20,
-                context=256,
-            )
-            measured |= ra.run(run(config, concurrent))
+        for concurrent, count in SIZES[given.size].items():
+            measured |= ra.run(measure(path, concurrent, count, given.pairs))
     print(json.dumps(measured))
 
 

@@ -82,6 +82,29 @@ def test_of_two_workers_the_faster_one_gets_more() -> None:
     explore(body, seeds=range(10))
 
 
+@pytest.mark.parametrize(
+    ("slots", "config", "held"),
+    [(32, None, 34), (8, None, 8), (32, LanguageRolloutConfig(max_concurrent=32), 32)],
+)
+def test_one_request_more_is_held_for_every_sixteen_slots(
+    slots: int, config: LanguageRolloutConfig | None, held: int
+) -> None:
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            channels = Channels(cluster)
+            rollout = await cluster.launch(Rollout, ToyEngineConfig(slots=slots), config)
+            serving = channels.serve(rollout)
+            await channels.ask(*(request(index) for index in range(50)))
+            await wait_all_blocked()  # without weights none is answered
+            assert channels.requests.statistics().depth == 50 - held
+            await channels.weights.sender.publish(update(0))
+            channels.requests.close()
+            [report] = await serving
+            assert report.samples == 50
+
+    run(body())
+
+
 def test_a_request_waits_for_the_weights_that_it_asks_for() -> None:
     async def body() -> None:
         async with ra.Cluster.local() as cluster:

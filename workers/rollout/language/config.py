@@ -9,7 +9,8 @@ class LanguageRolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     """One language rollout worker, whatever its engine."""
 
     max_concurrent: int | None = None
-    """requests that it holds at a time; as many as the engine works on when left out"""
+    """requests that it holds at a time; as many as the engine works on and a sixteenth more when
+    left out"""
     engine_restarts: int = 3
     """how often an engine that died is built again, in this worker's life"""
     seed: int = 0

@@ -2,7 +2,7 @@
 
 ::
 
-    Request ---lease---> [ as many as the engine works on ] ---generate---> Sample, at once
+    Request ---lease---> [ what the engine works on, + 1/16 ] ---generate---> Sample, at once
                                  |              ^
              weights too old, waits             | new weights, between two steps
                                  +--------------+
@@ -13,9 +13,10 @@
                 its tokens                               the engine
                 room for the sample                      reward or inference workers
 
-It takes no more than its engine works on, so of several workers each gets what it can do. A request
-stays leased until its sample was put: if this worker dies before, another one gets it. Between the
-two lies a moment in which a death has it generated twice; ``Request.name`` tells.
+It takes little more than its engine works on, so of several workers each gets what it can do; the
+little more is for an engine to go on with while a sample leaves and the next request comes. A
+request stays leased until its sample was put: if this worker dies before, another one gets it.
+Between the two lies a moment in which a death has it generated twice; ``Request.name`` tells.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ from rlinf_async.workers.base import Worker
 from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
 from rlinf_async.workers.rollout.language.live import LiveEngine
 from rlinf_async.workers.rollout.language.taking import Taking
+
+AHEAD = 16
+"""one request more is held for so many that the engine works on"""
 
 
 class LanguageRolloutReport(msgspec.Struct, kw_only=True):
@@ -116,7 +120,7 @@ class LanguageRolloutWorker(Worker):
         live = self._live
         loads, restarts = live.loads, live.restarts
         live.listen(weights)
-        room = asyncio.Semaphore(self.config.max_concurrent or live.engine.max_concurrent)
+        room = asyncio.Semaphore(self.config.max_concurrent or _held(live.engine.max_concurrent))
         try:
             async with asyncio.TaskGroup() as group:
                 following = group.create_task(live.follow(weights, taken, self.rank))
@@ -251,6 +255,11 @@ class LanguageRolloutWorker(Worker):
             text=self._live.engine.decode(generated.token_ids),
             rollout_rank=self.rank,
         )
+
+
+def _held(slots: int) -> int:
+    """Requests to hold for an engine of so many slots: none of them empty while a sample leaves."""
+    return slots + slots // AHEAD
 
 
 def _continued(request: Request, generated: Generated | None) -> Request:
