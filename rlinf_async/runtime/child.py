@@ -35,10 +35,10 @@ from rlinf_async.runtime.codecs import (
     encode_spans,
 )
 from rlinf_async.runtime.loop import run
-from rlinf_async.runtime.protocol import CALL, Call, Outcome
+from rlinf_async.runtime.protocol import CALL, ENDED, Call, Number, Outcome
 from rlinf_async.runtime.stall import all_blocked, current_is_internal, internal
 from rlinf_async.workers.errors import WorkerError
-from rlinf_async.workers.host import WorkerHost
+from rlinf_async.workers.host import Invocation, WorkerHost
 from rlinf_async.workers.methods import Method, method_of
 from rlinf_async.workers.watchdog import Watchdog
 
@@ -120,6 +120,8 @@ class Child:
         self._told = False
         self._flushing: set[asyncio.Task[None]] = set()
         self._codecs: dict[tuple[str, tuple[str, ...]], ArgumentsCodec] = {}
+        self._ending: dict[int, Request[Number] | None] = {}
+        """cancelled calls whose methods have not ended, and who wants to know when they have"""
 
     async def serve(self) -> bool:
         """Connect, answer, and return once told to stop (True) or cut off (False)."""
@@ -144,6 +146,7 @@ class Child:
         router = Router()
         router.add("worker.start", Nothing, self._start)
         router.add_sync(CALL, Call, self._call)
+        router.add_sync(ENDED, Number, self._tell_end)
         router.add("worker.activity", Nothing, self._activity)
         router.add("worker.spans", Nothing, self._spans)
         router.add("worker.stop", Nothing, self._stop)
@@ -172,7 +175,18 @@ class Child:
         except Exception as error:  # an argument cannot travel
             request.reply(Outcome(self._host.wrap(error, call.method).failure))
         else:
-            request.abandon = running.cancel
+            request.abandon = partial(self._cancel, request.number, running)
+
+    def _cancel(self, number: int, running: Invocation) -> None:
+        self._ending[number] = None
+        running.cancel()
+
+    def _tell_end(self, request: Request[Number]) -> None:
+        number = request.meta.number
+        if number in self._ending:
+            self._ending[number] = request
+        else:
+            request.reply(Nothing())
 
     def _codec(self, call: Call) -> ArgumentsCodec:
         """That of this method, for every call of it that is to come."""
@@ -194,6 +208,9 @@ class Child:
                 request.reply(Outcome(error.failure))
             else:
                 request.fail(ChannelError(f"{method.label} was cancelled"))
+            asked = self._ending.pop(request.number, None)
+            if asked is not None:  # all that it put has been said before this
+                asked.reply(Nothing())
         elif client.has_senders:
             flushing = internal(asyncio.create_task(self._flush(request, method, client, value)))
             self._flushing.add(flushing)

@@ -5,6 +5,7 @@
     to the worker      asks it to                                answer's body
     worker.start       build itself and run its setup
     worker.call        run a method; the body holds arguments    the result
+    worker.ended       say when a call that was cancelled has ended
     worker.activity    say whether it could go on by itself
     worker.spans       give its spans since the last time        the spans
     worker.stop        cancel its calls, run teardown, and go
@@ -19,6 +20,7 @@ import msgspec
 from rlinf_async.workers.errors import Failure
 
 CALL: Final = "worker.call"
+ENDED: Final = "worker.ended"
 
 
 class Call(msgspec.Struct, array_like=True, frozen=True):
@@ -26,6 +28,12 @@ class Call(msgspec.Struct, array_like=True, frozen=True):
 
     method: str
     names: tuple[str, ...]
+
+
+class Number(msgspec.Struct, array_like=True, frozen=True):
+    """That of the request by which a call was made."""
+
+    number: int
 
 
 class Outcome(msgspec.Struct, array_like=True, frozen=True):

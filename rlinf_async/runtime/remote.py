@@ -1,18 +1,25 @@
-"""A call to a worker in another process, until its answer is there. No task waits for it."""
+"""A call to a worker in another process, until its answer is there. No task waits for it.
+
+A call that is cancelled has ended once its method has: until then its channel ends stay open, so
+what the method had put by then is in its channels. A worker that does not say so in
+`CANCEL_SECONDS`, because it is blocked, is not waited for.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+import logging
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from rlinf_async.channels import ConnectionLost, MalformedFrame
 from rlinf_async.channels.wire import ChannelServer, Connection
+from rlinf_async.channels.wire.asking import head_of
 from rlinf_async.channels.wire.failures import UNREADABLE
 from rlinf_async.channels.wire.transfer import Message
 from rlinf_async.runtime.codecs import ArgumentsCodec, arguments_codec
-from rlinf_async.runtime.protocol import CALL, Outcome
+from rlinf_async.runtime.protocol import CALL, ENDED, Number, Outcome
 from rlinf_async.workers.errors import WorkerDied, WorkerError
 from rlinf_async.workers.host import Ended
 from rlinf_async.workers.methods import Method
@@ -20,6 +27,8 @@ from rlinf_async.workers.methods import Method
 if TYPE_CHECKING:
     Death = asyncio.Future[WorkerDied]
 
+CANCEL_SECONDS: Final = 2.0
+log = logging.getLogger(__name__)
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 _RETURNED = msgspec.msgpack.encode(Outcome())
 
@@ -80,10 +89,27 @@ class RemoteCall:
 
     def cancel(self) -> None:
         """Cancel the method."""
-        if not self._over:
-            self._connection.give_up(self._number)
-            self._death.remove_done_callback(self._died)
-            self._fail(asyncio.CancelledError())
+        if self._over:
+            return
+        self._connection.give_up(self._number)
+        self._death.remove_done_callback(self._died)
+        cancelled = _Cancelled(self)
+        try:
+            self._connection.post(cancelled, ENDED, head_of(ENDED, Number(self._number)))
+        except ConnectionLost as error:
+            cancelled.set_exception(error)
+
+    def cancelled(self) -> None:
+        """Its method has ended, or cannot be heard of any more."""
+        self._fail(asyncio.CancelledError())
+
+    def unheard(self) -> None:
+        """The worker does not say that its method has ended."""
+        log.warning(
+            "%s was cancelled, and did not end within %g s: what it puts now is refused",
+            self._method.label, CANCEL_SECONDS,
+        )  # fmt: skip
+        self.cancelled()
 
     # ---- for the connection
 
@@ -140,3 +166,23 @@ class RemoteCall:
         for number in self._lent:
             self._server.take_back(number)
         self._lent = []
+
+
+class _Cancelled:
+    """What the end of a cancelled call is told to."""
+
+    def __init__(self, call: RemoteCall) -> None:
+        self._call = call
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(CANCEL_SECONDS, call.unheard)
+
+    def done(self) -> bool:
+        return self._call.done()
+
+    def set_result(self, message: Message, /) -> None:
+        self._timer.cancel()
+        self._call.cancelled()
+
+    def set_exception(self, error: BaseException, /) -> None:
+        self._timer.cancel()
+        self._call.cancelled()

@@ -183,3 +183,53 @@ async def test_cancelled_while_it_leaves_it_does_not_wait_for_the_grace(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+class Streamer(ra.Worker):
+    """Puts numbers for as long as it is let, and remembers how many puts have returned."""
+
+    count = 0
+
+    async def stream(self, numbers: ra.Sender[int]) -> None:
+        while True:
+            await numbers.put(self.count)
+            self.count += 1
+
+    async def counted(self) -> int:
+        return self.count
+
+
+async def test_what_a_cancelled_call_had_put_is_in_its_channel() -> None:
+    async with ra.Cluster.process() as cluster:
+        streamer = (await cluster.launch(Streamer))[0]
+        numbers = cluster.channel(int, name="numbers", capacity=64)
+        receiver, seen = numbers.receiver.open(), 0
+        with numbers.sender:
+            for _ in range(20):
+                running = streamer.call(Streamer.stream, numbers.sender)
+                for _ in range(1000):
+                    assert await receiver.get() == seen
+                    seen += 1
+                running.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await running
+                count = await streamer.call(Streamer.counted)
+                assert [await receiver.get() for _ in range(seen, count)] == [*range(seen, count)]
+                seen = count
+                assert numbers.statistics().depth == 0
+        assert numbers.statistics().refused == 0
+
+
+async def test_a_method_that_does_not_end_when_it_is_cancelled_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rlinf_async.runtime.remote.CANCEL_SECONDS", 0.1)
+    async with ra.Cluster.process(grace=0.3) as cluster:
+        started = cluster.channel(str, name="started")
+        stubborn = await cluster.launch(Stubborn, count=2)
+        running = stubborn.call(Stubborn.run, started.sender)
+        assert {await started.receiver.get() for _ in range(2)} == {"Stubborn[0]", "Stubborn[1]"}
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert "Stubborn.run was cancelled, and did not end within 0.1 s" in caplog.text
