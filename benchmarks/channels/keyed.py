@@ -20,7 +20,7 @@ from rlinf_async.channels import NoReceivers
 MANY = 8
 AHEAD = 1.0
 """seconds from the calls to the window: all are up to speed by then"""
-WINDOW = 2.0
+WINDOW = 4.0
 """seconds"""
 
 

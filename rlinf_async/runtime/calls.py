@@ -271,6 +271,7 @@ class Part:
 
     def _end(self, value: Any, error: BaseException | None) -> None:
         self._over = True
+        self._stop = self._worker = None  # it leads back here: the garbage collector's work
         self._supervisor.calls -= 1
         self.value = value
         blamed: BaseException | None = None

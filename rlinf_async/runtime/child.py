@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
 import multiprocessing
 import os
 import shutil
@@ -72,6 +73,7 @@ def child_main(boot: Boot) -> None:
         target=_go_with_parent, args=(folder,), name="parent watch", daemon=True
     ).start()
     _pin(boot)
+    gc.freeze()  # what was imported stays: the collector need not look at it again and again
     told = run(Child(boot).serve())
     _end_children()
     if not told:  # a connection breaks some moments before its process is seen to be gone
