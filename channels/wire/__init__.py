@@ -16,19 +16,16 @@
 """
 
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.wire.client import (
-    ChannelClient,
-    RemoteLatestReceiver,
-    RemoteLatestSender,
-    RemoteReceiver,
-    RemoteSender,
-)
+from rlinf_async.channels.wire.client import ChannelClient
 from rlinf_async.channels.wire.codec import Decoder, Encoder, encode
 from rlinf_async.channels.wire.connection import Connection
 from rlinf_async.channels.wire.devices import SharedTensor, share_tensor
 from rlinf_async.channels.wire.endpoint import Server, connect, serve
 from rlinf_async.channels.wire.failures import RemoteError
 from rlinf_async.channels.wire.protocol import EndRef
+from rlinf_async.channels.wire.remote_latest import RemoteLatestReceiver, RemoteLatestSender
+from rlinf_async.channels.wire.remote_receiver import RemoteReceiver
+from rlinf_async.channels.wire.remote_sender import RemoteSender
 from rlinf_async.channels.wire.router import Request, Router
 from rlinf_async.channels.wire.secret import load_secret
 from rlinf_async.channels.wire.server import ChannelServer

@@ -28,16 +28,16 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ConnectionLost
 from rlinf_async.channels.wire.failures import rebuild
 from rlinf_async.channels.wire.framing import CHUNK_BYTES
 from rlinf_async.channels.wire.hangup import GRACE_SECONDS
-from rlinf_async.channels.wire.protocol import Credit, Flush, Nothing, Puts, Room, Run, Untaken
+from rlinf_async.channels.wire.protocol import Credit, Flush, Nothing, Puts, Run, Untaken
+from rlinf_async.channels.wire.purse import Purse, Purses
 
 if TYPE_CHECKING:
-    from rlinf_async.channels.wire.client import RemoteSender
     from rlinf_async.channels.wire.connection import Connection
+    from rlinf_async.channels.wire.remote_sender import RemoteSender
     from rlinf_async.channels.wire.router import Request
 
 log = logging.getLogger(__name__)
@@ -49,49 +49,10 @@ FRAME_ITEMS: Final = 128
 FRAME_MOST: Final = 4 * FRAME_ITEMS
 """Many tasks that put in one turn may collect more; no message has more than these, or than so many
 changes of key, sender or weight as `FRAME_ITEMS`: its head is bounded."""
-MAX_KEY: Final = 128
-"""Characters of a key to which room is lent."""
 MAX_UNDER_WAY: Final = 1024**2
 """Bytes that may be unconfirmed; whoever would exceed it asks."""
-MAX_PURSES: Final = 256
-IDLE_SECONDS: Final = 1.0
-"""Room that was not used for so long goes back."""
-SWEEP_SECONDS: Final = 0.05
-"""Where there are too many keys, it goes back after so long."""
 
 _unconfirmed: set[Promises] = set()
-
-
-class Purse:
-    """What one key of a channel has lent to this process."""
-
-    __slots__ = ("items", "kept", "key", "lendable", "puts", "queue", "used", "waiting", "weight")
-
-    def __init__(self, queue: int, key: Key | None) -> None:
-        self.queue = queue
-        self.key = key
-        self.kept = False
-        """whether it is this key's purse; one that is not never has anything"""
-        self.lendable = queue > 0 and (key is None or len(str(key)) <= MAX_KEY)
-        self.items = 0
-        self.weight: float = 0
-        self.waiting = 0
-        """puts that asked and wait for their answer"""
-        self.puts = 0
-        """that asked"""
-        self.used = True
-
-    @property
-    def wants(self) -> bool:
-        """Whether it is worth lending to."""
-        return self.kept and self.puts > 0 and self.lendable
-
-    def empty(self) -> Room:
-        """Take out what is left."""
-        weight = None if self.weight == float("inf") else int(self.weight)
-        room = Room(self.queue, self.key, self.items, weight)
-        self.items, self.weight = 0, 0
-        return room
 
 
 class _Frame(msgspec.Struct, gc=False):
@@ -109,7 +70,7 @@ class Promises:
         self._connection = connection
         self._outbox = connection.outbox
         self._loop = asyncio.get_running_loop()
-        self._purses: dict[tuple[int, Key | None], Purse] = {}
+        self.purses = Purses(connection)
         self._senders: WeakValueDictionary[int, RemoteSender[Any]] = WeakValueDictionary()
         self._runs: list[tuple[Purse, int, int]] = []
         self._counts: list[int] = []
@@ -117,12 +78,9 @@ class Promises:
         self._size = 0
         self._under_way: deque[_Frame] = deque()
         self._under_way_bytes = 0
-        self._sweeper: asyncio.TimerHandle | None = None
-        self._swept_at = self._loop.time()
         self._then: Callable[[], None] | None = None
         self._grace: asyncio.TimerHandle | None = None
         connection.answers.add_sync("channel.credit", Credit, self._credited)
-        connection.answers.add_sync("channel.recall", Room, self._recalled)
         connection.linger = self._linger
         connection.on_close(self._lost, first=True)
 
@@ -139,20 +97,6 @@ class Promises:
     def join(self, end: int, sender: RemoteSender[Any]) -> None:
         """Tell this sender of what becomes of its items."""
         self._senders[end] = sender
-
-    def purse(self, queue: int, key: Key | None) -> Purse:
-        """What this key has lent. It may be forgotten when it has nothing; see `Purse.kept`."""
-        purse = self._purses.get((queue, key))
-        if purse is None:
-            purse = Purse(queue, key)
-            full = len(self._purses) >= MAX_PURSES
-            if full and self._loop.time() - self._swept_at >= SWEEP_SECONDS:
-                self._sweep()
-                full = len(self._purses) >= MAX_PURSES
-            if not full:
-                self._purses[queue, key] = purse
-                purse.kept = True
-        return purse
 
     @property
     def turn_due(self) -> bool:
@@ -226,15 +170,8 @@ class Promises:
 
     def _credited(self, request: Request[Credit]) -> None:
         credit = request.meta
-        for room in credit.rooms:
-            purse = self.purse(room.queue, room.key)
-            purse.items += room.items
-            purse.weight = float("inf") if room.weight is None else purse.weight + room.weight
-            purse.used = True
-            if not purse.kept:  # there are too many keys
-                self._give_back(purse)
-        if credit.rooms and self._sweeper is None:
-            self._sweeper = self._loop.call_later(IDLE_SECONDS, self._swept)
+        if credit.rooms:
+            self.purses.fill(credit.rooms)
         for untaken in credit.refused:
             self._refused(untaken)
         self._confirm(credit.handled)
@@ -261,37 +198,6 @@ class Promises:
             "%d items that were put over the connection to %s are lost, and whoever put them has "
             "closed its end: %s", count, self._connection.peer, error,
         )  # fmt: skip
-
-    def _recalled(self, request: Request[Room]) -> None:
-        room = request.meta
-        purse = self._purses.get((room.queue, room.key)) or Purse(room.queue, room.key)
-        self._give_back(purse)  # the owner waits for it, be it nothing
-        purse.puts = 0
-
-    def _give_back(self, purse: Purse) -> None:
-        self._connection.notify("channel.return", purse.empty(), control=True)
-
-    # ---- room that is not used
-
-    def _swept(self) -> None:
-        self._sweeper = None
-        if not self._connection.closed:
-            self._sweep()
-            if any(purse.items for purse in self._purses.values()):
-                self._sweeper = self._loop.call_later(IDLE_SECONDS, self._swept)
-
-    def _sweep(self) -> None:
-        """Give back what was not used since the last time, and forget its keys."""
-        self._swept_at = self._loop.time()
-        for at, purse in list(self._purses.items()):
-            if purse.used or purse.waiting:
-                purse.used = False
-                continue
-            if purse.items:
-                self._give_back(purse)
-            purse.puts = 0
-            purse.kept = False
-            del self._purses[at]
 
     # ---- the end
 
@@ -320,11 +226,9 @@ class Promises:
         return len(self._data) + sum(frame.items for frame in self._under_way)
 
     def _lost(self, connection: Connection, reason: str) -> None:
-        for timer in (self._sweeper, self._grace):
-            if timer is not None:
-                timer.cancel()
-        for purse in self._purses.values():
-            purse.items = 0
+        if self._grace is not None:
+            self._grace.cancel()
+        self.purses.close()
         by_end: Counter[int] = Counter()
         for frame in self._under_way:
             by_end.update(frame.by_end)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -29,14 +29,12 @@ from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
 from rlinf_async.channels.saying import say
 from rlinf_async.channels.waitfor import WaitFuture, current_party
-from rlinf_async.channels.wire.asking import head_of
 from rlinf_async.channels.wire.codec import split
-from rlinf_async.channels.wire.protocol import Back, Get, More, Taken, Took, Wanted
+from rlinf_async.channels.wire.protocol import Back, Get, More, Taken
 from rlinf_async.channels.wire.transfer import Message
 
 if TYPE_CHECKING:
-    from rlinf_async.channels.wire.connection import Connection
-    from rlinf_async.channels.wire.router import Request
+    from rlinf_async.channels.wire.windows import Windows
 
 HORIZON: Final = 0.005
 """Seconds: what comes ahead is what is taken in this time."""
@@ -45,7 +43,6 @@ STREAK: Final = 4
 MAX_AHEAD: Final = 512
 TURN_ITEMS: Final = 128
 """So many items are taken in a row, and then the loop has a turn."""
-MAX_KEYS: Final = 256
 _decode_taken = msgspec.msgpack.Decoder(Taken).decode
 
 Said = tuple[list[tuple[int, int]], list[int]]
@@ -54,7 +51,7 @@ Part = tuple[int, Encoded]
 """An item, and the number by which it is taken or given back."""
 
 
-class _Get(WaitFuture):
+class WaitingGet(WaitFuture):
     """A get that waits, and has asked."""
 
     def __init__(self, window: Window) -> None:
@@ -109,7 +106,7 @@ class Window:
         self.end = end
         self.key = key
         self.items: deque[Part] = deque()
-        self.waiting: deque[_Get] = deque()
+        self.waiting: deque[WaitingGet] = deque()
         self.asks_more = False
         self.closed = False
         self.run = 0
@@ -129,7 +126,7 @@ class Window:
         """Wait for an item. Cancelled, it leaves the item in the channel."""
         windows = self._windows
         ahead = 0 if self.waiting or self.asks_more else self._ahead()
-        get = _Get(self)
+        get = WaitingGet(self)
         ranges, answers = get.said = windows.to_say(self)
         windows.connection.outbox.speak()
         party = current_party.get()
@@ -169,7 +166,7 @@ class Window:
 
     # ---- what arrives
 
-    def arrived(self, message: Message, get: _Get) -> None:
+    def arrived(self, message: Message, get: WaitingGet) -> None:
         """An answer to this get."""
         parts = self._parts(message)
         if self.closed:  # what came ahead was taken back
@@ -214,7 +211,7 @@ class Window:
             if not get.done():
                 get.serve(self.items.popleft())
 
-    def _abandon(self, get: _Get) -> None:
+    def _abandon(self, get: WaitingGet) -> None:
         if get in self.waiting:
             self.waiting.remove(get)
         if not get.done() or get.cancelled():
@@ -242,110 +239,3 @@ class Window:
             self.asks_more = True
             more = More(self.end, self.key, ahead, current_party.get())
             self._windows.ask("channel.more", more, _More(self))
-
-
-class Windows:
-    """All windows of one connection. See `of`."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.now = asyncio.get_running_loop().time
-        self._all: dict[tuple[int, Key | None], Window] = {}
-        self._took: dict[Window, Said] = {}
-        connection.answers.add_sync("channel.wanted", Wanted, self._wanted)
-        connection.on_close(self._lost, first=True)
-
-    @classmethod
-    def of(cls, connection: Connection) -> Windows:
-        """Those of this connection."""
-        found: Windows | None = connection.parts.get(cls)
-        if found is None:
-            found = connection.parts[cls] = cls(connection)
-        return found
-
-    def find(self, end: int, key: Key | None) -> Window:
-        """That of this receiver and key; made if there is none."""
-        window = self._all.get((end, key))
-        if window is None:
-            if len(self._all) >= MAX_KEYS:
-                self._forget_idle()
-            window = self._all[end, key] = Window(self, end, key)
-        return window
-
-    def close(self, end: int) -> None:
-        """This receiver is closed."""
-        for at, window in list(self._all.items()):
-            if at[0] == end:
-                window.closed = True
-                window.give_back()
-                del self._all[at]
-
-    def give_back(self, end: int, key: Key | None) -> None:
-        """A batch or a lease is asked for: what came ahead must be in the channel."""
-        window = self._all.get((end, key))
-        if window is not None:
-            window.give_back()
-
-    # ---- for windows
-
-    def ask(self, kind: str, meta: Any, pending: Any) -> int:
-        """Ask the owner; the request's number."""
-        return self.connection.post(pending, kind, head_of(kind, meta))
-
-    def give_up(self, get: _Get) -> None:
-        """Nobody wants the answer to its request."""
-        number, get.number = get.number, 0
-        if not self.connection.closed and self.connection.give_up(number):
-            ranges, answers = self._said_of(get.window)  # then nothing of it was said
-            ranges[:0], answers[:0] = get.said
-
-    def notify(self, kind: str, meta: Any) -> None:
-        """Tell the owner, after all that was told before; to a lost one there is nothing to say."""
-        if not self.connection.closed:
-            self.connection.notify(kind, meta)
-
-    def took(self, window: Window, index: int) -> None:
-        """Say so with the next write."""
-        ranges, _ = self._said_of(window)
-        if ranges and sum(ranges[-1]) == index:
-            ranges[-1] = (ranges[-1][0], ranges[-1][1] + 1)
-        else:
-            ranges.append((index, 1))
-
-    def answered(self, window: Window, number: int) -> None:
-        """This request's answer arrived: it cannot be undone as a whole any more."""
-        self._said_of(window)[1].append(number)
-
-    def to_say(self, window: Window) -> Said:
-        """What there is to say of this window, for the request that says it in passing."""
-        return self._took.pop(window, None) or ([], [])
-
-    # ---- inside
-
-    def _said_of(self, window: Window) -> Said:
-        said = self._took.get(window)
-        if said is None:
-            if not self._took:
-                self.connection.outbox.collect(self._say)
-            said = self._took[window] = [], []
-        return said
-
-    def _say(self) -> None:
-        took, self._took = self._took, {}
-        for window, (ranges, numbers) in took.items():
-            self.notify("channel.took", Took(window.end, window.key, ranges, numbers))
-
-    def _wanted(self, request: Request[Wanted]) -> None:
-        window = self._all.get((request.meta.end, request.meta.key))
-        if window is not None:
-            window.give_back()
-
-    def _forget_idle(self) -> None:
-        for at, window in list(self._all.items()):
-            if window.idle and window not in self._took:
-                del self._all[at]
-
-    def _lost(self, connection: Connection, reason: str) -> None:
-        for window in self._all.values():
-            window.items.clear()
-        self._took.clear()

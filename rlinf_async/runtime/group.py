@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from rlinf_async.runtime.calls import GroupCall, Part
+from rlinf_async.runtime.calls import GroupCall
+from rlinf_async.runtime.part import Part
 from rlinf_async.runtime.supervise import Supervisor
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.errors import BuildError

@@ -24,7 +24,7 @@ from rlinf_async.channels import (
     Sender,
     find_cycle,
 )
-from rlinf_async.channels.wire import ChannelClient, Connection, Encoded, promises, protocol
+from rlinf_async.channels.wire import ChannelClient, Connection, Encoded, protocol, purse
 from rlinf_async.channels.wire.promises import Promises
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire import remote_worker
@@ -47,7 +47,7 @@ async def with_credit(sender: Sender[int], channel: Channel[Any], **options: Any
 def lent_here(sender: Sender[Any], key: str | None = None) -> int:
     """Items that this sender can put without asking."""
     end: Any = sender
-    return int(end._promises.purse(end._wire.queue, key).items)
+    return int(end._promises.purses.find(end._wire.queue, key).items)
 
 
 async def test_a_put_into_lent_room_returns_at_once_and_arrives_in_order() -> None:
@@ -195,27 +195,27 @@ async def test_many_tasks_on_one_sender_keep_their_order_and_lose_nothing() -> N
 async def test_a_key_is_lent_room_and_is_forgotten_when_it_was_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(promises, "IDLE_SECONDS", 0.001)
+    monkeypatch.setattr(purse, "IDLE_SECONDS", 0.001)
     channel = Channel(int, name="numbers")
     async with remote_pair(channel) as (sender, _):
         await with_credit(sender, channel, key="env")
         await until(lambda: not channel.queue.lanes)
         assert channel.statistics().lent == 0
         end: Any = sender
-        await until(lambda: not end._promises._purses)
+        await until(lambda: not end._promises.purses.kept)
 
 
 async def test_more_keys_than_are_remembered_lose_no_room() -> None:
     channel = Channel(int, name="numbers", capacity=4)
     async with remote_pair(channel) as (sender, _):
-        for number in range(promises.MAX_PURSES + 20):
+        for number in range(purse.MAX_PURSES + 20):
             await put_all(sender, range(2), key=number)
             assert [await channel.receiver.get(key=number) for _ in range(2)] == [0, 1]
         await sender.flush()
         end: Any = sender
-        held = sum(purse.items for purse in end._promises._purses.values())
+        held = sum(one.items for one in end._promises.purses.kept.values())
         assert channel.statistics().lent == held
-        assert len(end._promises._purses) <= promises.MAX_PURSES
+        assert len(end._promises.purses.kept) <= purse.MAX_PURSES
 
 
 # ---- what became of an item

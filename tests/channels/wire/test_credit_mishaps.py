@@ -17,7 +17,7 @@ from rlinf_async.channels import (
     NoReceivers,
     Sender,
 )
-from rlinf_async.channels.wire import Connection, promises
+from rlinf_async.channels.wire import Connection, purse
 from rlinf_async.channels.wire.promises import Promises
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import Wired, remote_pair, until, wired
@@ -44,7 +44,7 @@ async def until_hungry(sender: Sender[int], channel: Channel[Any]) -> None:
 def idle(sender: Sender[Any]) -> None:
     """Let the time pass in which room that is not used goes back."""
     for _ in range(2):
-        promises_of(sender)._sweep()
+        promises_of(sender).purses.sweep()
 
 
 # ---- room that goes back
@@ -103,8 +103,8 @@ async def test_room_that_is_asked_back_after_its_key_was_forgotten_is_answered()
 async def test_channels_that_are_not_used_any_more_leave_room_for_others_to_be_lent_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(promises, "MAX_PURSES", 4)
-    monkeypatch.setattr(promises, "SWEEP_SECONDS", 0.0)
+    monkeypatch.setattr(purse, "MAX_PURSES", 4)
+    monkeypatch.setattr(purse, "SWEEP_SECONDS", 0.0)
     async with wired() as owner:
         connection = await owner.join()
         channels = [Channel(int, name=f"numbers {number}") for number in range(12)]
@@ -114,7 +114,7 @@ async def test_channels_that_are_not_used_any_more_leave_room_for_others_to_be_l
             await sender.flush()
             assert channel.queue.lent == lent_here(sender) > 0
             assert await channel.receiver.get_batch(weight=6) == list(range(6))
-            assert len(promises_of(sender)._purses) <= 4
+            assert len(promises_of(sender).purses.kept) <= 4
         connection.close()
         await connection.wait_closed()
 

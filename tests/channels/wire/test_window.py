@@ -25,7 +25,7 @@ from rlinf_async.channels import (
     Receiver,
     Sender,
 )
-from rlinf_async.channels.wire import window
+from rlinf_async.channels.wire import window, windows
 from rlinf_async.testing import nothing_left_waiting, wait_all_blocked
 from tests.channels.wire.harness import Wired, remote_pair, until, wired
 
@@ -272,11 +272,11 @@ async def test_keys_have_windows_of_their_own_and_are_forgotten() -> None:
             for key in ("a", "b"):
                 assert await receiver.get(key=key) == number
         await sender.flush()
-        for number in range(window.MAX_KEYS + 10):
+        for number in range(windows.MAX_KEYS + 10):
             await sender.put(number, key=number)
             assert await receiver.get(key=number) == number
         end: Any = receiver
-        assert len(end._windows._all) <= window.MAX_KEYS
+        assert len(end._windows._all) <= windows.MAX_KEYS
         await settled()
         assert all(lane.borrowers for lane in channel.queue.lanes.values())
 
