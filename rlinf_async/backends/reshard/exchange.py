@@ -36,7 +36,7 @@ class Exchange:
         dtype_of: DtypeOf,
     ) -> None:
         """Go through the rounds of one state. Raises `PeerLost`."""
-        sends, receives = _by_round(mine.sends), _by_round(mine.receives)
+        sends, receives = by_round(mine.sends), by_round(mine.receives)
         rounds = sorted(sends.keys() | receives.keys())
         copies = iter(mine.copies)
         share = -(-len(mine.copies) // max(1, len(rounds)))
@@ -45,12 +45,12 @@ class Exchange:
             incoming = by_peer(receives.get(now, ()), "source_rank")
             self._transport.begin(now, outgoing, incoming, old, dtype_of)
             self.sent += sum(buckets.bucket_bytes(runs, dtype_of) for runs in outgoing.values())
-            _copy(islice(copies, share), old, new)
+            copy_runs(islice(copies, share), old, new)
             for peer, bucket in self._transport.arrivals(now, incoming, dtype_of):
                 if not buckets.unpack(bucket, incoming[peer], new, dtype_of, now):
-                    self.damaged.append(_damage(peer, now, incoming[peer]))
+                    self.damaged.append(damage(peer, now, incoming[peer]))
                 self.received += len(bucket)
-        _copy(copies, old, new)
+        copy_runs(copies, old, new)
         self._transport.finish()
         self.rounds += len(rounds)
 
@@ -63,7 +63,7 @@ def most_sent(mine: RankPlan, dtype_of: DtypeOf) -> int:
                 buckets.bucket_bytes(to_one, dtype_of)
                 for to_one in by_peer(runs, "target_rank").values()
             )
-            for runs in _by_round(mine.sends).values()
+            for runs in by_round(mine.sends).values()
         ),
         default=0,
     )
@@ -99,20 +99,23 @@ def vote(
         raise NotAgreed(f"resharding failed on rank {failed}; see that rank's error")
 
 
-def _copy(runs: Iterable[Run], old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+def copy_runs(runs: Iterable[Run], old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    """Copy what stays on a rank."""
     for run in runs:
         source = window(old[run.source.buffer], run.source)
         window(new[run.target.buffer], run.target).copy_(source)
 
 
-def _by_round(runs: Iterable[Run]) -> dict[int, list[Run]]:
+def by_round(runs: Iterable[Run]) -> dict[int, list[Run]]:
+    """Return the runs by their round."""
     found: dict[int, list[Run]] = {}
     for run in runs:
         found.setdefault(run.round, []).append(run)
     return found
 
 
-def _damage(peer: int, now: int, runs: Sequence[Run]) -> str:
+def damage(peer: int, now: int, runs: Sequence[Run]) -> str:
+    """Say which bucket is damaged."""
     names = list(dict.fromkeys(name for run in runs for name in run.tensors))
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return f"the bucket of round {now} from rank {peer} ({', '.join(names[:4])}{more}) is damaged"

@@ -92,13 +92,13 @@ def reshard(
     when it was not elsewhere."""
     rank = dist.get_rank(group)
     whole = plan.of_rank(rank)
-    faults = [fault for state in states for fault in _faults(plan, whole, state)]
+    faults = [fault for state in states for fault in faults_of(plan, whole, state)]
     # A rank that cannot begin says so before others wait for its buckets.
     vote(BuffersDiffer("; ".join(faults[:4])) if faults else None, group, device, timeout)
-    limits = [_limit(plan, state, bucket_bytes) for state in states]
+    limits = [limit_of(plan, state, bucket_bytes) for state in states]
     rounds = {limit: in_rounds(plan, limit).of_rank(rank) for limit in dict.fromkeys(limits)}
     parts = [
-        (rounds[limit], state, _travels_as(plan, state))
+        (rounds[limit], state, travels_as(plan, state))
         for limit, state in zip(limits, states, strict=True)
     ]
     transport: Transport | None = None
@@ -117,7 +117,8 @@ def reshard(
     return Report(exchange.sent, exchange.received, exchange.rounds, transport.peak)
 
 
-def _travels_as(plan: Plan, state: State) -> DtypeOf:
+def travels_as(plan: Plan, state: State) -> DtypeOf:
+    """Return in which dtype each run of a state travels."""
     dtypes = {one.name: getattr(torch, one.dtype) for one in plan.new.tensors}
 
     def dtype_of(run: Run) -> torch.dtype:
@@ -127,7 +128,7 @@ def _travels_as(plan: Plan, state: State) -> DtypeOf:
     return dtype_of
 
 
-def _limit(plan: Plan, state: State, bucket_bytes: int) -> int:
+def limit_of(plan: Plan, state: State, bucket_bytes: int) -> int:
     """Bytes of a round as the plan counts them: half of what may be there, one half each way."""
     half = max(1, bucket_bytes // 2)
     if state.dtype is None:
@@ -136,7 +137,7 @@ def _limit(plan: Plan, state: State, bucket_bytes: int) -> int:
     return max(1, half * min(narrowest, state.dtype.itemsize) // state.dtype.itemsize)
 
 
-def _faults(plan: Plan, mine: RankPlan, state: State) -> Iterable[str]:
+def faults_of(plan: Plan, mine: RankPlan, state: State) -> Iterable[str]:
     """Say what this rank's buffers lack of what the plan reads and writes."""
     read = {run.source.buffer for run in (*mine.copies, *mine.sends)}
     written = {run.target.buffer for run in (*mine.copies, *mine.receives)}
