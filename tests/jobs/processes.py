@@ -77,7 +77,18 @@ class Driver:
         """All that it printed so far."""
         return self._log.read_text()
 
-    def until(self, condition: Callable[[], object], what: str) -> None:
+    def running(self, name: bytes) -> list[int]:
+        """Those that it has started, at whatever remove, whose command line has this in it."""
+        parents = {one.pid: one.parent for one in processes()}
+
+        def is_mine(pid: int) -> bool:
+            while pid in parents and pid != self._process.pid:
+                pid = parents[pid]
+            return pid == self._process.pid
+
+        return [pid for pid in parents if is_mine(pid) and name in _command(pid)]
+
+    def until(self, condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
         """Wait for something that happens while it runs."""
 
         def happened() -> bool:
@@ -85,7 +96,7 @@ class Driver:
                 raise AssertionError(f"it ended before: {what}\n{self.said}")
             return bool(condition())
 
-        until(happened, what)
+        until(happened, what, seconds)
 
     def kill(self) -> None:
         """SIGKILL to the driver alone; its workers have to see it."""

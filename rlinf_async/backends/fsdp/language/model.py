@@ -6,6 +6,8 @@ Nothing is ever downloaded.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,20 @@ def build_language_model(config: LanguageModelConfig) -> tuple[nn.Module, bool]:
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train(), packs
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing over what a run shows of itself."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _transformers() -> Any:

@@ -30,6 +30,7 @@ from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.forward import largest, token_answers
 from rlinf_async.backends.fsdp.language.head import TokenStatistics
 from rlinf_async.backends.fsdp.language.manager import LanguageModelManager
+from rlinf_async.backends.fsdp.language.model import without_progress_bars
 from rlinf_async.backends.fsdp.language.packing import Packed, pack_samples
 from rlinf_async.backends.fsdp.language.publishing import (
     hugging_face_state,
@@ -303,7 +304,8 @@ class PolicyTrainer(LanguageTrainerBase):
             return
         state = hugging_face_state(self.manager)
         if self.manager.rank == 0:
-            cast(Any, self.manager.language).save_pretrained(folder, state_dict=state)
+            with without_progress_bars():
+                cast(Any, self.manager.language).save_pretrained(folder, state_dict=state)
         ranks.wait_for_all(self.manager)
 
 

@@ -24,13 +24,14 @@ class Evaluated(NamedTuple):
 
 async def evaluate(
     prompts: Sequence[Prompt],
-    sampling: Sampling,
+    max_tokens: int,
     *,
     version: int,
     requests: Sender[Request],
     collector: Collector,
 ) -> Evaluated:
     """Have every prompt answered once, greedily, by weights of at least this version."""
+    greedy = Sampling(max_tokens=max_tokens, temperature=0.0)
     wanted = [
         Request(
             group=-1 - position,  # never that of a sample to train on
@@ -39,7 +40,7 @@ async def evaluate(
             iteration=version,
             min_version=version,
             prompt=prompt,
-            sampling=sampling,
+            sampling=greedy,
             seed=position,
             evaluation=True,
         )

@@ -1,4 +1,5 @@
-"""What a run makes of failures beside its training: unscored samples, tasks that nobody awaits."""
+"""What a run makes of failures beside its training: unscored samples, rewards that teach nothing,
+tasks that nobody awaits."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 from rlinf_async.messages.language import Failed
 from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.jobs.language.learners import Trained
 from rlinf_async.runtime.jobs.language.rows import Groups
 
 
@@ -45,6 +47,24 @@ def look_at_failures(run: str, iteration: int, groups: Groups, *, told: bool) ->
             "counts them)",
             file=sys.stderr,
         )
+
+
+def look_at_signal(run: str, iteration: int, trained: Trained, *, told: bool) -> bool:
+    """Tell of the first iteration in which no group had anything to learn from.
+
+    That may be chance, or the end of what these tasks can teach, so the run goes on. Whether it was
+    told, now or before.
+    """
+    groups = sum(one.groups for one in trained.actors)
+    if told or not groups or sum(one.groups_without_signal for one in trained.actors) < groups:
+        return told
+    print(
+        f"{run}: in each of the {groups} groups of iteration {iteration} all rewards are equal: "
+        "there was nothing to learn from. Are the tasks too hard, too easy, or is the verifier "
+        "always of one opinion? (said once; see the column groups_without_signal)",
+        file=sys.stderr,
+    )
+    return True
 
 
 def beside(cluster: Cluster, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

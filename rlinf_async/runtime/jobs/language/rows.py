@@ -110,6 +110,15 @@ def row(reached: Reached, iteration: int, seen: Iteration, trained: Trained) -> 
     }
 
 
+def evaluation_row(reached: Reached, accuracy: float) -> dict[str, float]:
+    """A row of the metrics that tells of an evaluation."""
+    return {
+        "samples": float(reached.samples),
+        "train_seconds": reached.train_seconds,
+        "eval_accuracy": accuracy,
+    }
+
+
 def headline(
     run: str, iterations: int, reached: Reached, last: dict[str, float] | None
 ) -> Headline:

@@ -29,7 +29,7 @@ from pathlib import Path
 import msgspec
 
 from rlinf_async.data import DataError, DataState, Prompts
-from rlinf_async.messages.language import Prompt, Sampling
+from rlinf_async.messages.language import Prompt
 from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.progress import ProgressView
 from rlinf_async.observe.run_folder import RunFolder
@@ -40,7 +40,11 @@ from rlinf_async.runtime.jobs.in_folder import Draw
 from rlinf_async.runtime.jobs.language.collector import Collector
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.evaluation import Evaluated, evaluate
-from rlinf_async.runtime.jobs.language.failures import beside, look_at_failures
+from rlinf_async.runtime.jobs.language.failures import (
+    beside,
+    look_at_failures,
+    look_at_signal,
+)
 from rlinf_async.runtime.jobs.language.fits import check_unfinished
 from rlinf_async.runtime.jobs.language.graph import Graph
 from rlinf_async.runtime.jobs.language.learners import check_resumed_critic
@@ -53,7 +57,7 @@ from rlinf_async.runtime.jobs.language.reached import (
     load_unfinished,
 )
 from rlinf_async.runtime.jobs.language.results import draw_curve, failed_summary, summary
-from rlinf_async.runtime.jobs.language.rows import book, headline, look, row
+from rlinf_async.runtime.jobs.language.rows import book, evaluation_row, headline, look, row
 from rlinf_async.runtime.jobs.language.source import Source
 from rlinf_async.runtime.jobs.language.stations import Stations
 from rlinf_async.runtime.jobs.language.trained import export
@@ -82,6 +86,7 @@ class LanguageRun:
         """spans that the trace does not have, by worker"""
         self._prompts = prompts
         self._last: dict[str, float] | None = None
+        self._told = config.training.group_size == 1  # groups of one have no signal of their own
         unfinished = None
         if self.reached.version:
             unfinished = load_unfinished(folder.checkpoints, self.reached)
@@ -226,6 +231,7 @@ class LanguageRun:
             seen = look(iteration, groups)
             told = bool(self.reached.outcomes.get("failed"))
             look_at_failures(self.config.name, iteration, groups, told=told)
+            self._told = look_at_signal(self.config.name, iteration, trained, told=self._told)
             book(self.reached, seen, version, clock())
             self.reached.duplicates += self._ledger.take_duplicates()
             self._last = row(self.reached, iteration, seen, trained)
@@ -272,11 +278,9 @@ class LanguageRun:
         prompts = self._held_out(self.config.evaluation.samples)
         if not prompts:
             return None
-        sampling = self.config.rollout.sampling
-        greedy = Sampling(max_tokens=sampling.max_tokens, temperature=0.0)
         return await evaluate(
             prompts,
-            greedy,
+            self.config.rollout.sampling.max_tokens,
             version=version,
             requests=graph.requests.sender,
             collector=collector,
@@ -289,11 +293,5 @@ class LanguageRun:
 
     def _write_evaluation(self, metrics: MetricsWriter, found: Evaluated | None, step: int) -> None:
         """A row of its own: a resumed run drops the one after the last iteration."""
-        if found is None or found.accuracy is None:
-            return
-        row = {
-            "samples": float(self.reached.samples),
-            "train_seconds": self.reached.train_seconds,
-            "eval_accuracy": found.accuracy,
-        }
-        metrics.write(step, row)
+        if found is not None and found.accuracy is not None:
+            metrics.write(step, evaluation_row(self.reached, found.accuracy))
