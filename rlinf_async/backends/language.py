@@ -72,6 +72,13 @@ class GenerationEngine(Protocol):
         """
         ...
 
+    async def so_far(self) -> dict[str, Generated]:
+        """What each request under way has by now, by its name; none is interrupted.
+
+        ``finish`` is ``"abort"``: it can be gone on with, as the ``partial`` of a request.
+        """
+        ...
+
     async def load(self, update: WeightUpdate) -> int:
         """Take new weights in flight: running requests pause, keep their tokens, and go on.
 

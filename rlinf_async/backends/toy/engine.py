@@ -18,6 +18,7 @@ import asyncio
 import heapq
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -32,6 +33,8 @@ from rlinf_async.backends.toy.responses import (
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens
 from rlinf_async.messages.weights import WeightUpdate
+
+Finish = Literal["stop", "length", "abort"]
 
 
 class _Row:
@@ -132,6 +135,14 @@ class ToyEngine:
         self._changed.set()
         await asyncio.gather(*(row.answer for row in ending), return_exceptions=True)
 
+    async def so_far(self) -> dict[str, Generated]:
+        """Return what each request has at the end of this step."""
+        self._check_alive()
+        self._changed.set()
+        async with self._turn:
+            rows = [*self._running, *(row for _, _, row in self._waiting)]
+            return {one.request.name: self._made(one, "abort") for one in rows}
+
     async def load(self, update: WeightUpdate) -> int:
         """Take the version of the update; its tensors, if any, are not looked at."""
         self._check_alive()
@@ -188,18 +199,18 @@ class ToyEngine:
         self._waiting = [entry for entry in self._waiting if not entry[2].answer.done()]
         heapq.heapify(self._waiting)
 
-    def _answer(self, row: _Row, finish: str) -> None:
-        if row.answer.done():
-            return
+    def _answer(self, row: _Row, finish: Finish) -> None:
+        if not row.answer.done():
+            row.answer.set_result(self._made(row, finish))
+
+    def _made(self, row: _Row, finish: Finish) -> Generated:
         tokens = response_tokens(self._config, row.request, row.made)
         version = np.array(row.versions, np.int32)
-        row.answer.set_result(
-            Generated(
-                token_ids=tokens,
-                log_prob=token_log_probs(tokens, version),
-                version=version,
-                finish="stop" if finish == "stop" else "length" if finish == "length" else "abort",
-            )
+        return Generated(
+            token_ids=tokens,
+            log_prob=token_log_probs(tokens, version),
+            version=version,
+            finish=finish,
         )
 
     async def _advance(self) -> None:

@@ -138,6 +138,13 @@ class TransformersEngine:
         self._wanted = True
         await asyncio.gather(*ending.values(), return_exceptions=True)
 
+    async def so_far(self) -> dict[str, Generated]:
+        """Return what each request under way has by now. See `GenerationEngine.so_far`."""
+        self._check_alive()
+        self._wanted = True
+        async with self._turn:  # no step is under way: nothing grows meanwhile
+            return {row.name: row.generated() for row in self._answers if row.finish is None}
+
     async def load(self, update: WeightUpdate) -> int:
         """Take new weights between two steps. See `GenerationEngine.load`."""
         return await self._alone(lambda decoder: decoding.load(decoder, update))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
 from rlinf_async.backends.transformers.model import ModelShapes
 from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.backends.vllm.library import dead_error, make_sampling, start_llm
+from rlinf_async.backends.vllm.outputs import collected, joined
 from rlinf_async.backends.vllm.shared import Sharing
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens
@@ -57,7 +58,7 @@ class VllmEngine:
         self._shapes: ModelShapes | None = None
         self._llm: Any = None
         self._version = -1
-        self._running: dict[str, str] = {}
+        self._running: dict[str, Request] = {}
         self._asked = 0
         self._changing = asyncio.Lock()
         self._failure: str | None = None
@@ -125,20 +126,25 @@ class VllmEngine:
         )
         self._asked += 1
         identity = f"{request.name}#{self._asked}"
-        self._running[identity] = request.name
+        self._running[identity] = request
         try:
             output = await self._ask(prompt, params, identity, request.priority)
         finally:
             del self._running[identity]
-        return _joined(partial, output.outputs[0])
+        return joined(partial, output.outputs[0])
 
     async def abort(self, names: Sequence[str] | None = None) -> None:
         """End these requests with what they have. See `GenerationEngine.abort`."""
-        ending = {key for key, name in self._running.items() if names is None or name in names}
+        ending = {key for key, one in self._running.items() if names is None or one.name in names}
         while ending := ending & self._running.keys():
             # Once is not enough for one that is still on its way into the engine.
             await self._llm.abort(ending)
             await asyncio.sleep(0.001)
+
+    async def so_far(self) -> dict[str, Generated]:
+        """Return what each request under way has by now. See `GenerationEngine.so_far`."""
+        self._check_alive()
+        return collected(self._llm, self._running)
 
     async def load(self, update: WeightUpdate) -> int:
         """Take new weights in flight. See `GenerationEngine.load`."""
@@ -279,18 +285,3 @@ def _share(update: WeightUpdate) -> Sharing:
         sharing.__exit__(None, None, None)
         raise
     return sharing
-
-
-def _joined(partial: Generated | None, output: Any) -> Generated:
-    """The response: what was brought along, and what the engine made."""
-    tokens = np.array(output.token_ids, np.int32)
-    log_probs = np.array(output.logprobs.logprobs if len(tokens) else [], np.float32)
-    versions = np.empty(len(tokens), np.int32)
-    for span in output.weight_versions or ():
-        versions[span.start : span.end] = int(span.version)
-    if partial is not None:
-        tokens = np.concatenate([partial.token_ids, tokens])
-        log_probs = np.concatenate([partial.log_prob, log_probs])
-        versions = np.concatenate([partial.version, versions])
-    finish: Literal["stop", "length", "abort"] = output.finish_reason
-    return Generated(token_ids=tokens, log_prob=log_probs, version=versions, finish=finish)

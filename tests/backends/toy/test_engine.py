@@ -97,6 +97,29 @@ def test_a_response_made_in_two_engines_is_the_one_of_a_single_engine() -> None:
     explore(body, seeds=range(20))
 
 
+def test_what_is_under_way_can_be_looked_at_and_gone_on_with_elsewhere() -> None:
+    async def body() -> None:
+        engine = await loaded(slots=2, seconds_per_step=1.0, mean_tokens=10)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(engine.generate(request(index))) for index in range(3)]
+            await asyncio.sleep(4.5)
+            found = await engine.so_far()
+            assert {name: len(one.token_ids) for name, one in found.items()} == {
+                "0/0": 5,
+                "0/1": 5,
+                "0/2": 0,  # it waits for a slot
+            }
+        whole = [task.result() for task in tasks]
+        assert await engine.so_far() == {}
+        other = await loaded(seconds_per_step=1.0, mean_tokens=10)
+        began = now()
+        again = await other.generate(request(1, partial=found["0/1"]))
+        assert now() - began == 5.0
+        np.testing.assert_array_equal(again.token_ids, whole[1].token_ids)
+
+    run(body())
+
+
 def test_a_cancelled_request_gives_its_slot_back() -> None:
     async def body() -> None:
         engine = await loaded(slots=1, seconds_per_step=1.0, mean_tokens=100)

@@ -330,3 +330,24 @@ async def test_a_folder_that_lacks_something_is_named_with_what_it_lacks(
         await engine.start()
     assert str(folder) in str(got.value)
     await engine.close()
+
+
+async def test_what_is_under_way_can_be_looked_at_and_gone_on_with(tmp_path: Path) -> None:
+    model = make_model(qwen3(), sharpness=0.1)
+    asked = [request(i, max_tokens=400, seed=40 + i) for i in range(3)]
+    async with engine_of(tmp_path, model) as engine:
+        running = asyncio.gather(*(engine.generate(one) for one in asked))
+        found: dict[str, Any] = {}
+        while not running.done() and max((len(p.token_ids) for p in found.values()), default=0) < 5:
+            found = await engine.so_far()
+        whole = {one.name: got for one, got in zip(asked, await running, strict=True)}
+        assert found
+        assert await engine.so_far() == {}
+        begun = [one for one in asked if one.name in found]
+        again = await generate_all(engine, [replace(one, partial=found[one.name]) for one in begun])
+    for one, got in zip(begun, again, strict=True):
+        part = found[one.name]
+        assert part.finish == "abort"
+        np.testing.assert_array_equal(got.token_ids[: len(part.token_ids)], part.token_ids)
+        np.testing.assert_array_equal(got.log_prob[: len(part.token_ids)], part.log_prob)
+        np.testing.assert_array_equal(got.token_ids, whole[one.name].token_ids)

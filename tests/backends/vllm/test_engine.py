@@ -175,6 +175,34 @@ def test_an_aborted_response_keeps_its_tokens_and_goes_on_after_them(tied: Serve
         assert len(got.token_ids) <= 350
 
 
+def test_what_is_under_way_can_be_looked_at_and_gone_on_with(tied: Served) -> None:
+    model = make_model(qwen3(), 41)
+    serve(tied, model, 13)
+    asked = [request(i, max_tokens=350, seed=70 + i) for i in range(3)]
+
+    async def look() -> tuple[dict[str, Generated], list[Generated]]:
+        running = asyncio.gather(*(tied.engine.generate(one) for one in asked))
+        found: dict[str, Generated] = {}
+        while not running.done() and max((len(p.token_ids) for p in found.values()), default=0) < 5:
+            await asyncio.sleep(0.001)
+            found = await tied.engine.so_far()
+        return found, await running
+
+    found, whole = tied.run(look())
+    assert found
+    again = [one for one in asked if one.name in found]
+    rest = generate(tied, *(replace(one, partial=found[one.name]) for one in again))
+    for one, got in zip(again, rest, strict=True):
+        part, first = found[one.name], whole[asked.index(one)]
+        made = len(part.token_ids)
+        assert part.finish == "abort"
+        assert part.version.tolist() == [13] * made
+        np.testing.assert_array_equal(first.token_ids[:made], part.token_ids)
+        np.testing.assert_array_equal(got.token_ids[:made], part.token_ids)
+        close(part.log_prob, log_probs(model, [5, 6, 7], part.token_ids))
+    assert tied.run(tied.engine.so_far()) == {}
+
+
 def test_a_cancelled_request_leaves_the_engine(tied: Served) -> None:
     serve(tied, make_model(qwen3(), sharpness=0.001), 12)
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 def test_a_killed_vllm_engine_is_built_again_and_no_sample_is_lost(tiny: Job) -> None:
     text = tiny.file.read_text().replace("head_dim = 16", "head_dim = 32")  # vLLM's smallest
     tiny.file.write_text(text)
@@ -38,7 +38,7 @@ def test_a_killed_vllm_engine_is_built_again_and_no_sample_is_lost(tiny: Job) ->
             driver.until(
                 lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3,
                 "two iterations and the evaluation before them",
-                seconds=150.0,  # vLLM takes half a minute to start on a busy machine
+                seconds=270.0,  # vLLM takes minutes to start on a busy machine
             )
             [victim] = driver.running(b"EngineCore")
             os.kill(victim, signal.SIGKILL)

@@ -7,9 +7,14 @@ import pathlib
 import msgspec
 import pytest
 
-from rlinf_async.messages.language import Request, ScoredSample
+from rlinf_async.backends.toy.engine import ToyEngine
+from rlinf_async.messages.language import Generated, Request, ScoredSample
 from rlinf_async.runtime.jobs.language.ledger import Ledger
-from rlinf_async.runtime.jobs.language.reached import load_reached, load_unfinished
+from rlinf_async.runtime.jobs.language.reached import (
+    Unfinished,
+    load_reached,
+    load_unfinished,
+)
 from rlinf_async.runtime.jobs.language.source import Source
 from tests.jobs.language.kit import TINY, Job
 
@@ -96,6 +101,109 @@ def test_samples_that_were_under_way_are_kept_and_trained_once(
     assert not kept_done & {one.sample.request.name for one in taken}
     assert summary.samples == 8 * 8
     assert summary.dropped == {"second samples": 0}
+
+
+LONG = (
+    *("--training.max_staleness", 2, "--training.iterations", 8, "--evaluation.samples", 0),
+    *(
+        "--rollout.sampling.max_tokens",
+        64,
+        "--rollout.toy.mean_tokens",
+        60,
+        "--rollout.toy.tail",
+        1,
+    ),
+    *("--rollout.toy.slots", 5),
+)
+"""Long answers, of which only a few are made at a time."""
+UNSCORED = (
+    *("--training.max_staleness", 2, "--training.iterations", 8, "--evaluation.samples", 0),
+    *("--data.verifier", "tests.jobs.language.verifiers:slow", "--reward.processes", 1),
+)
+"""Answers that come faster than they are scored."""
+
+
+def killed(job: Job, settings: tuple[object, ...]) -> Unfinished:
+    """What the checkpoint of a run that was killed holds."""
+    with pytest.MonkeyPatch.context() as patch:
+        die_after(patch, 5)
+        with pytest.raises(Killed):
+            job.train(*settings)
+    reached = load_reached(job.out / "checkpoints")
+    assert reached is not None
+    return load_unfinished(job.out / "checkpoints", reached)
+
+
+class Asked:
+    """What the engine of a run is asked for, and what came of it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.requests: dict[str, Request] = {}
+        self.answers: dict[str, Generated] = {}
+        generate = ToyEngine.generate
+
+        async def noted(engine: ToyEngine, request: Request) -> Generated:
+            self.requests[request.name] = request
+            self.answers[request.name] = await generate(engine, request)
+            return self.answers[request.name]
+
+        patch.setattr(ToyEngine, "generate", noted)
+
+
+def test_a_response_that_was_half_made_is_gone_on_with_under_its_own_versions(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    books = killed(job, LONG)
+    partial = {one.name: one.partial for one in books.waiting.partial}
+    assert partial
+    assert set(partial) <= {one.name for one in books.ledger.running}
+    asked = Asked(monkeypatch)
+    summary = job.succeed(*LONG, "--resume")
+    assert summary.samples == 8 * 8
+    for name, part in partial.items():
+        assert part is not None
+        made, got = len(part.token_ids), asked.answers[name]
+        assert asked.requests[name].partial is not None
+        assert made > 0
+        assert got.version[:made].tolist() == part.version.tolist()
+        assert got.log_prob[:made].tolist() == part.log_prob.tolist()
+
+
+def test_a_response_that_waited_for_its_score_is_not_made_again(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    books = killed(job, UNSCORED)
+    waited = books.waiting.names
+    assert waited
+    assert waited <= {one.name for one in books.ledger.running}
+    asked = Asked(monkeypatch)
+    summary = job.succeed(*UNSCORED, "--resume")
+    assert waited.isdisjoint(asked.requests)
+    assert summary.samples == 8 * 8
+    assert summary.dropped == {"second samples": 0}
+
+
+def test_a_response_that_waited_with_its_log_probs_keeps_them(
+    tiny: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = (*UNSCORED, "--cluster.inference_workers", 1)
+    books = killed(tiny, settings)
+    kept = {one.request.name: one for one in books.waiting.looked_over}
+    assert kept
+    taken: dict[str, ScoredSample] = {}
+    take = Ledger.take
+
+    def noted(ledger: Ledger, scored: ScoredSample) -> list[ScoredSample] | None:
+        taken[scored.sample.request.name] = scored
+        return take(ledger, scored)
+
+    monkeypatch.setattr(Ledger, "take", noted)
+    assert tiny.succeed(*settings, "--resume").samples == 8 * 8
+    for name, sample in kept.items():
+        found = taken[name].sample
+        assert found.prev_log_prob is not None
+        assert sample.prev_log_prob is not None
+        assert found.prev_log_prob.tolist() == sample.prev_log_prob.tolist()
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "other"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from rlinf_async.rewards import Answer
 
 
@@ -24,6 +26,12 @@ def hangs(answer: Answer) -> float:
     """Never says anything."""
     while True:
         pass
+
+
+def slow(answer: Answer) -> float:
+    """So slow that samples wait for it."""
+    time.sleep(0.02)
+    return 1.0
 
 
 def sometimes(answer: Answer) -> float:

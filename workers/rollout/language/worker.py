@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rlinf_async.backends.language import GenerationEngine, ModelOutputError
+from rlinf_async.backends.language import EngineDied, GenerationEngine, ModelOutputError
 from rlinf_async.channels import ChannelClosed, EndOfChannel, LatestReceiver, Receiver, Sender
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Sample, Tokens, WeightsTaken
@@ -79,7 +79,7 @@ class LanguageRolloutWorker(Worker):
         self._engine_config = engine
         self._backend_name = backend
         self._taking = Taking()
-        self._answering: set[asyncio.Task[None]] = set()
+        self._answering: dict[asyncio.Task[None], Request] = {}
         self._unfinished: Sender[Request] | None = None
         self._handed_back = 0
 
@@ -173,6 +173,17 @@ class LanguageRolloutWorker(Worker):
             await self._live.onload()
         self._taking.open()
 
+    async def under_way(self) -> list[Request]:
+        """The requests that are here, each with the tokens that it has by now as its ``partial``.
+
+        For a checkpoint: nothing is interrupted, and they stay here.
+        """
+        try:
+            found = await self._live.engine.so_far()
+        except EngineDied:  # the next one begins them anew
+            found = {}
+        return [_continued(one, found.get(one.name)) for one in self._answering.values()]
+
     async def version(self) -> int:
         """Of the weights that the engine serves; -1 before the first."""
         return self._live.engine.version
@@ -201,8 +212,8 @@ class LanguageRolloutWorker(Worker):
                 return False
             work = self._answer(request, held.pop_all(), samples, report)
             task = answering.create_task(work, name=f"{self.name} {request.name}")
-            self._answering.add(task)
-            task.add_done_callback(self._answering.discard)
+            self._answering[task] = request
+            task.add_done_callback(self._answering.pop)
         return True
 
     async def _answer(

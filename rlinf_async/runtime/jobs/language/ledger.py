@@ -90,6 +90,12 @@ class Ledger:
         again."""
         return [self._running[name] for name in sorted(self._running)]
 
+    def go_on(self, partial: Request) -> None:
+        """Ask for this one again with the tokens that it has already, if it is still running."""
+        name = (partial.group, partial.index)
+        if name in self._running:
+            self._running[name] = partial
+
     def may_admit(self, version: int) -> bool:
         """Whether the next iteration may start now that this version is trained."""
         return self.next_iteration <= version + self.max_staleness

@@ -19,6 +19,7 @@ from rlinf_async.channels.wire import Decoder, Encoded, encode
 from rlinf_async.observe.errors import RunFolderError
 from rlinf_async.observe.files import atomic_write, explaining
 from rlinf_async.runtime.jobs.language.ledger import LedgerState
+from rlinf_async.runtime.jobs.language.under_way import Waiting
 
 NOTE = "latest.json"
 RUN = "run.msgpack"
@@ -54,6 +55,7 @@ class Unfinished(msgspec.Struct, kw_only=True):
     ledger: LedgerState
     data: bytes
     """the position in the prompts, as the data's own state, JSON"""
+    waiting: Waiting = msgspec.field(default_factory=Waiting)
 
 
 class _Stored(msgspec.Struct, frozen=True):

@@ -61,6 +61,7 @@ from rlinf_async.runtime.jobs.language.rows import book, evaluation_row, headlin
 from rlinf_async.runtime.jobs.language.source import Source
 from rlinf_async.runtime.jobs.language.stations import Stations
 from rlinf_async.runtime.jobs.language.trained import export
+from rlinf_async.runtime.jobs.language.under_way import Waiting, put_back, waiting
 from rlinf_async.runtime.jobs.live import Headline, Live
 from rlinf_async.runtime.jobs.lost import ended_by_lost_items
 
@@ -87,6 +88,7 @@ class LanguageRun:
         self._prompts = prompts
         self._last: dict[str, float] | None = None
         self._told = config.training.group_size == 1  # groups of one have no signal of their own
+        self._waiting = Waiting()
         unfinished = None
         if self.reached.version:
             unfinished = load_unfinished(folder.checkpoints, self.reached)
@@ -102,6 +104,12 @@ class LanguageRun:
             seed=config.seed,
             state=unfinished.ledger if unfinished else None,
         )
+        if unfinished:
+            self._waiting = unfinished.waiting
+            for request in self._waiting.partial:
+                self._ledger.go_on(request)
+            for scored in self._waiting.scored:
+                self._ledger.take(scored)
 
     async def main(self) -> LanguageSummary:
         """The whole run."""
@@ -147,6 +155,7 @@ class LanguageRun:
             graph.requests.sender,
             version=self.reached.version,
             iterations=self.config.training.iterations,
+            generated=self._waiting.names,
         )
         collector = Collector(
             self._ledger,
@@ -198,9 +207,10 @@ class LanguageRun:
             self.reached.eval_accuracy_before = before.accuracy if before else None
             self._write_evaluation(metrics, before, 0)
         live.note = ""
+        await put_back(graph, self._waiting)
         admitting = beside(cluster, source.run(), "source")
         try:
-            await self._train(stations, source, collector, live, metrics)
+            await self._train(stations, graph, source, collector, live, metrics)
         finally:
             admitting.cancel()
         live.note = "evaluating"
@@ -215,6 +225,7 @@ class LanguageRun:
     async def _train(
         self,
         stations: Stations,
+        graph: Graph,
         source: Source,
         collector: Collector,
         live: Live,
@@ -238,10 +249,10 @@ class LanguageRun:
             metrics.write(self.reached.samples, self._last)
             if every and version % every == 0:
                 await stations.check_weights(self._held_out(4), version)
-            await self._checkpoint(stations, version)
+            await self._checkpoint(stations, graph, version)
             live.show()
 
-    async def _checkpoint(self, stations: Stations, version: int) -> None:
+    async def _checkpoint(self, stations: Stations, graph: Graph, version: int) -> None:
         training = self.config.training
         due = training.checkpoint_every and version % training.checkpoint_every == 0
         if not (due or version == training.iterations):
@@ -249,8 +260,11 @@ class LanguageRun:
         name = f"version-{version:06d}"
         await stations.learners.save(self.folder.checkpoints / name)
         self.reached.checkpoint = name
-        unfinished = Unfinished(
-            ledger=self._ledger.state(), data=msgspec.json.encode(self._prompts.state())
+        partial = await stations.under_way()
+        unfinished = Unfinished(  # nothing else runs in this process meanwhile
+            ledger=self._ledger.state(),
+            data=msgspec.json.encode(self._prompts.state()),
+            waiting=waiting(graph, partial, self._ledger.running),
         )
         keep(self.folder.checkpoints, self.reached, unfinished, training.keep_checkpoints)
 

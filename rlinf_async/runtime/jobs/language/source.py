@@ -13,7 +13,7 @@ is decided by who has room.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from rlinf_async.channels import Sender
 from rlinf_async.messages.language import Prompt, Request
@@ -32,6 +32,7 @@ class Source:
         requests: where they go.
         version: trained so far.
         iterations: of the whole run.
+        generated: names of samples of a resumed run that need no rollout any more.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class Source:
         *,
         version: int,
         iterations: int,
+        generated: Container[str] = (),
     ) -> None:
         self._ledger = ledger
         self._prompts = prompts
         self._requests = requests
         self._version = version
         self._iterations = iterations
+        self._generated = generated
         self._news = asyncio.Event()
 
     def trained(self, version: int) -> None:
@@ -58,7 +61,8 @@ class Source:
     async def run(self) -> None:
         """Ask again for what a resumed run had admitted, then admit one iteration after another."""
         for request in self._ledger.running:
-            await self._requests.put(request)
+            if request.name not in self._generated:
+                await self._requests.put(request)
         while self._ledger.next_iteration < self._iterations:
             if not self._ledger.may_admit(self._version):
                 self._news.clear()

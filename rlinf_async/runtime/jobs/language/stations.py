@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlinf_async.messages.language import Prompt, Tokens
+from rlinf_async.messages.language import Prompt, Request, Tokens
 from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
@@ -140,6 +140,11 @@ class Stations:
         if self._shared:
             await self._rollouts.call(LanguageRolloutWorker.offload)
         await self.learners.export(path)
+
+    async def under_way(self) -> list[Request]:
+        """The requests that are being answered, with the tokens that they have by now."""
+        found = await self._rollouts.call(LanguageRolloutWorker.under_way)
+        return [request for one in found for request in one]
 
     async def check_weights(self, prompts: Sequence[Prompt], version: int) -> float | None:
         """Compare every engine's log-probs with the actors', once it serves this version.
