@@ -20,15 +20,14 @@ devices take turns (`stations.py`), others overlap.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import msgspec
 
-from rlinf_async.data import DataError, DataState, Prompts
+from rlinf_async.data import DataState, Prompts
 from rlinf_async.messages.language import Prompt
 from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.progress import ProgressView
@@ -58,7 +57,7 @@ from rlinf_async.runtime.jobs.language.reached import (
 )
 from rlinf_async.runtime.jobs.language.results import draw_curve, failed_summary, summary
 from rlinf_async.runtime.jobs.language.rows import book, evaluation_row, headline, look, row
-from rlinf_async.runtime.jobs.language.source import Source
+from rlinf_async.runtime.jobs.language.source import Source, next_prompts
 from rlinf_async.runtime.jobs.language.stations import Stations
 from rlinf_async.runtime.jobs.language.trained import export
 from rlinf_async.runtime.jobs.language.under_way import Waiting, put_back, waiting
@@ -106,10 +105,7 @@ class LanguageRun:
         )
         if unfinished:
             self._waiting = unfinished.waiting
-            for request in self._waiting.partial:
-                self._ledger.go_on(request)
-            for scored in self._waiting.scored:
-                self._ledger.take(scored)
+            self._waiting.book(self._ledger)
 
     async def main(self) -> LanguageSummary:
         """The whole run."""
@@ -151,7 +147,7 @@ class LanguageRun:
         stations.start()
         source = Source(
             self._ledger,
-            self._next_prompts,
+            partial(next_prompts, self._prompts, self.config.training.iterations),
             graph.requests.sender,
             version=self.reached.version,
             iterations=self.config.training.iterations,
@@ -260,11 +256,11 @@ class LanguageRun:
         name = f"version-{version:06d}"
         await stations.learners.save(self.folder.checkpoints / name)
         self.reached.checkpoint = name
-        partial = await stations.under_way()
+        begun = await stations.under_way()
         unfinished = Unfinished(  # nothing else runs in this process meanwhile
             ledger=self._ledger.state(),
             data=msgspec.json.encode(self._prompts.state()),
-            waiting=waiting(graph, partial, self._ledger.running),
+            waiting=waiting(graph, begun, self._ledger.running),
         )
         keep(self.folder.checkpoints, self.reached, unfinished, training.keep_checkpoints)
 
@@ -272,17 +268,6 @@ class LanguageRun:
         if not self.reached.version:
             return None
         return self.folder.checkpoints / self.reached.checkpoint
-
-    def _next_prompts(self, count: int) -> Sequence[Prompt]:
-        found = list(islice(self._prompts, count))
-        if len(found) < count:
-            raise DataError(
-                f"{self._prompts.config.name}: the data ended after "
-                f"{self._prompts.position} records (epochs = {self._prompts.config.epochs}), but "
-                f"{self.config.training.iterations} iterations of {count} prompts are to be "
-                "trained: set epochs to 0, or fewer iterations"
-            )
-        return found
 
     def _held_out(self, count: int) -> list[Prompt]:
         """Held-out prompts; prompts of the data where none are held out."""

@@ -14,13 +14,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Container, Sequence
+from itertools import islice
 
 from rlinf_async.channels import Sender
+from rlinf_async.data import DataError, Prompts
 from rlinf_async.messages.language import Prompt, Request
 from rlinf_async.runtime.jobs.language.ledger import Ledger
 
 NextPrompts = Callable[[int], Sequence[Prompt]]
 """The next so many prompts of the data."""
+
+
+def next_prompts(prompts: Prompts, iterations: int, count: int) -> Sequence[Prompt]:
+    """The prompts of the next one of so many iterations.
+
+    Raises:
+        DataError: the data ended before.
+    """
+    found = list(islice(prompts, count))
+    if len(found) < count:
+        raise DataError(
+            f"{prompts.config.name}: the data ended after {prompts.position} records (epochs = "
+            f"{prompts.config.epochs}), but {iterations} iterations of {count} prompts are to be "
+            "trained: set epochs to 0, or fewer iterations"
+        )
+    return found
 
 
 class Source:

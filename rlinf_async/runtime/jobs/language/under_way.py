@@ -22,6 +22,7 @@ from rlinf_async.channels import Channel
 from rlinf_async.channels.encoded import copy_of
 from rlinf_async.messages.language import Request, Sample, ScoredSample
 from rlinf_async.runtime.jobs.language.graph import Graph
+from rlinf_async.runtime.jobs.language.ledger import Ledger
 
 T = TypeVar("T")
 
@@ -40,6 +41,13 @@ class Waiting(msgspec.Struct, kw_only=True):
     def names(self) -> set[str]:
         """Of the samples that need no rollout any more."""
         return {one.request.name for one in (*self.generated, *self.looked_over)}
+
+    def book(self, ledger: Ledger) -> None:
+        """Tell the ledger of a resumed run what need not begin anew."""
+        for request in self.partial:
+            ledger.go_on(request)
+        for scored in self.scored:
+            ledger.take(scored)
 
 
 def waiting(graph: Graph, partial: Iterable[Request], running: Iterable[Request]) -> Waiting:
