@@ -5,6 +5,7 @@ Nothing is ever downloaded.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,8 +47,7 @@ def build_language_model(config: LanguageModelConfig) -> tuple[nn.Module, bool]:
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
     """Keep transformers from drawing over what a run shows of itself."""
-    from transformers.utils import logging
-
+    logging: Any = importlib.import_module("transformers.utils.logging")
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
