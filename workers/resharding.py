@@ -137,6 +137,7 @@ class _Exchange:
         from rlinf_async.backends.reshard.exchange import by_peer, by_round, copy_runs
 
         leaving: asyncio.Task[None] | None = None
+        before = 0
         for number, part in enumerate(parts):
             rounds = by_round(part.mine.sends)
             self._rounds += len(rounds)
@@ -144,7 +145,8 @@ class _Exchange:
                 for peer, outgoing in by_peer(runs, "target_rank").items():
                     data = await self._compute(_packed, part, outgoing, now)
                     self._sent += data.nbytes
-                    self._peak = max(self._peak, data.nbytes)
+                    self._peak = max(self._peak, before + data.nbytes)
+                    before = data.nbytes
                     if leaving is not None:
                         await leaving
                     bucket = ShardBucket(self._number, number, now, self._rank, data)
@@ -175,6 +177,7 @@ class _Exchange:
                 )
                 continue
             self._received += one.data.nbytes
+            self._peak = max(self._peak, one.data.nbytes)
             if not await self._compute(_unpacked, parts[one.state], found, one):
                 faults.append(damage(one.source, one.round, found))
         return faults

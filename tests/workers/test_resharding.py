@@ -118,7 +118,8 @@ def test_engines_of_any_strategy_get_the_trainers_shards_in_any_order_of_events(
         sent = sum(reports[rank].sent_bytes for rank in (0, 1))
         assert sent == sum(reports[rank].received_bytes for rank in (2, 3, 4)) > 0
         assert reports[0].rounds > 4
-        assert all(one.peak_bytes <= BUCKET for one in reports.values())
+        # Runs here are small, and each is padded to 16 bytes.
+        assert all(0 < one.peak_bytes <= 1.6 * BUCKET for one in reports.values())
 
     explore(lambda: with_wires(body), seeds=range(10))
 
