@@ -130,7 +130,9 @@ class TrainReport(msgspec.Struct, kw_only=True):
     episode_return: list[float] = []
     episode_length: list[int] = []
     episode_success: list[bool] = []
+    saving: str | None = None
+    """folder of this version's checkpoint, which is being written"""
     checkpoint: str | None = None
-    """folder of the checkpoint that was written after this iteration"""
+    """folder of a checkpoint of which this rank has written its part since its last report"""
     ranks: int = 1
     """that train the next iteration, and share its data: 0 .. ranks - 1"""

@@ -6,6 +6,7 @@
     recv_rollout_batch    its share of one iteration       env workers' trajectories
     training              the compute thread               itself
     publishing            nothing: `Latest` never waits
+    a checkpoint          the one before; the last one itself
 
 Exactly once: a trajectory of (iteration, env rank, stage) is trained once. A restarted env worker
 may send one again; the second is left out and counted.
@@ -13,9 +14,11 @@ may send one again; the second is left out and counted.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -45,6 +48,13 @@ class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
     """the folder they go into; None: none are written"""
 
 
+class _Saves(NamedTuple):
+    """Folders of checkpoints."""
+
+    begun: str | None = None
+    written: str | None = None
+
+
 class EmbodiedFSDPActor(Rescaling):
     """One rank of the actor group.
 
@@ -64,6 +74,8 @@ class EmbodiedFSDPActor(Rescaling):
         self._reported = 0
         self._trajectories = 0
         """of each iteration, over all ranks; 0 before training"""
+        self._flight: Future[Path] | None = None
+        self._saving = Path()
 
     async def setup(self) -> None:
         if self.world_size > 1:
@@ -106,8 +118,8 @@ class EmbodiedFSDPActor(Rescaling):
                 batch, metrics, lags = await self._train(trajectories, iteration, plan)
                 await self.scheduler_scale_sync()
                 await self._publish(weights)
-                checkpoint = await self._save(plan)
-                await reports.put(self._report(iteration, batch, metrics, lags, checkpoint))
+                saves = await self._save(plan)
+                await reports.put(self._report(iteration, batch, metrics, lags, saves))
         return self._trainer.version
 
     async def _train(
@@ -196,15 +208,39 @@ class EmbodiedFSDPActor(Rescaling):
             if self.rank == 0:
                 await weights.publish(update)
 
-    async def _save(self, plan: TrainingPlan) -> str | None:
+    async def _save(self, plan: TrainingPlan) -> _Saves:
+        """Begin a checkpoint where one is due; say which one has been written meanwhile.
+
+        The last one is waited for.
+        """
         version = self._trainer.version
+        last = version == plan.iterations
         due = plan.checkpoint_every > 0 and version % plan.checkpoint_every == 0
-        if plan.checkpoints is None or not (due or version == plan.iterations):
+        saves = _Saves()
+        if plan.checkpoints is not None and (due or last):
+            saves = _Saves(written=await self._written())
+            path = Path(plan.checkpoints) / f"version-{version:06d}"
+            with self.span("checkpoint", version=version), explaining("write the checkpoint", path):
+                self._flight = await self.compute(self._trainer.begin_checkpoint, path)
+            self._saving = path
+            saves = saves._replace(begun=str(path))
+        if self._flight is not None and (last or self._flight.done()):
+            saves = saves._replace(written=await self._written())
+        return saves
+
+    async def _written(self) -> str | None:
+        """Wait for the checkpoint in flight; its folder."""
+        flight, self._flight = self._flight, None
+        if flight is None:
             return None
-        path = Path(plan.checkpoints) / f"version-{version:06d}"
-        with self.span("checkpoint", version=version), explaining("write the checkpoint", path):
-            await self.compute(self._trainer.save_checkpoint, path)
-        return str(path)
+        with explaining("write the checkpoint", self._saving):
+            await asyncio.wrap_future(flight)
+        return str(self._saving)
+
+    async def teardown(self) -> None:
+        """Let a checkpoint that is being written become complete."""
+        if self._flight is not None:
+            await asyncio.gather(asyncio.wrap_future(self._flight), return_exceptions=True)
 
     def _report(
         self,
@@ -212,7 +248,7 @@ class EmbodiedFSDPActor(Rescaling):
         batch: list[Trajectory],
         metrics: Mapping[str, float],
         lags: tuple[float, int],
-        checkpoint: str | None,
+        saves: _Saves,
     ) -> TrainReport:
         duplicates, self._reported = self.duplicates - self._reported, self.duplicates
         return TrainReport(
@@ -226,6 +262,7 @@ class EmbodiedFSDPActor(Rescaling):
             episode_return=[value for one in batch for value in one.episode_return],
             episode_length=[value for one in batch for value in one.episode_length],
             episode_success=[value for one in batch for value in one.episode_success],
-            checkpoint=checkpoint,
+            saving=saves.begun,
+            checkpoint=saves.written,
             ranks=self.active_world_size,
         )

@@ -11,7 +11,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +57,8 @@ class TrainerWorker(Worker):
         self._epochs = batches.epochs
         self._group_size = batches.group_size
         self._offloaded = False
+        self._flight: Future[Path] | None = None
+        self._saving = Path()
 
     async def setup(self) -> None:
         """Build the model, with the other ranks, and take the checkpoint to go on from."""
@@ -97,6 +101,30 @@ class TrainerWorker(Worker):
         with self.span("checkpoint"), explaining("write the checkpoint", folder):
             await self.compute(self._trainer.save_checkpoint, folder, extra)
         return path
+
+    async def begin_checkpoint(self, path: str, extra: Mapping[str, Any] | None = None) -> None:
+        """Start writing what `save_checkpoint` writes; training may go on.
+
+        Waits for the one before, and raises its error.
+        """
+        folder = Path(path)
+        with self.span("checkpoint"), explaining("write the checkpoint", folder):
+            self._flight = await self.compute(self._trainer.begin_checkpoint, folder, extra)
+            self._saving = folder
+
+    async def checkpoint_written(self) -> None:
+        """Wait until this rank's part of the checkpoint is on the disk; raises its error.
+
+        When every rank has answered, the folder is there. Does not hold the training up.
+        """
+        if self._flight is not None:
+            with explaining("write the checkpoint", self._saving):
+                await asyncio.wrap_future(self._flight)
+
+    async def teardown(self) -> None:
+        """Let a checkpoint that is being written become complete."""
+        if self._flight is not None:
+            await asyncio.gather(asyncio.wrap_future(self._flight), return_exceptions=True)
 
     async def load_checkpoint(self, path: str) -> list[dict[str, object]]:
         """Go on where a checkpoint was written, by any number of ranks; their extras."""

@@ -5,6 +5,7 @@
     .NAME.partial/     being written        --commit, by whichever rank is done last--> NAME/
     NAME/              complete
     .NAME.previous/    what NAME was, for the moment between two renames
+    .NAME.beside/      what goes into NAME as soon as that is complete
 
 Invariants: a folder called NAME is complete. A folder that somebody reads is not removed: readers
 hold a shared lock on it, whoever removes it an exclusive one.
@@ -34,7 +35,7 @@ from rlinf_async.backends.checkpoint.metadata import (
 LATEST = "latest.json"
 """beside a run's checkpoints: which of them the run goes on from"""
 
-_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<what>partial|previous)")
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<what>partial|previous|beside)")
 
 
 def staging_folder(path: Path) -> Path:

@@ -115,6 +115,7 @@ class CheckpointWriter:
         began = time.perf_counter()
         snapshot = Snapshot(content.part, self._memory, content.at_once)
         flight: Future[Path] = Future()
+        flight.set_running_or_notify_cancel()  # whoever waits may be cancelled, the thread not
         hook = optimizer.register_step_pre_hook(lambda *_: self.settle())
 
         def work() -> None:

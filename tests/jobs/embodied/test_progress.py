@@ -11,7 +11,7 @@ import pytest
 
 from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.observe.errors import RunFolderError
-from rlinf_async.runtime.jobs.embodied.reached import Parts, Reached, keep, load_reached
+from rlinf_async.runtime.jobs.embodied.reached import Parts, Reached, keep, load_reached, noted
 
 
 def report(iteration: int, **fields: Any) -> TrainReport:
@@ -73,7 +73,8 @@ class Checkpoints:
 
     def keep(self, version: int, count: int) -> list[int]:
         """Note a version; those that are there then."""
-        keep(self.path, Reached(version=version), f"{self.path}/version-{version:06d}", count)
+        folder = f"{self.path}/version-{version:06d}"
+        keep(self.path, folder, noted(Reached(version=version), folder), count)
         return sorted(int(one.name.partition("-")[2]) for one in self.path.glob("version-*"))
 
 

@@ -11,10 +11,12 @@ from rlinf_async.backends.toy.engine import ToyEngine
 from rlinf_async.messages.language import Generated, Request, ScoredSample
 from rlinf_async.runtime.jobs.language.ledger import Ledger
 from rlinf_async.runtime.jobs.language.reached import (
+    Reached,
     Unfinished,
     load_reached,
     load_unfinished,
 )
+from rlinf_async.runtime.jobs.language.saving import Saving
 from rlinf_async.runtime.jobs.language.source import Source
 from tests.jobs.language.kit import TINY, Job
 
@@ -26,7 +28,17 @@ class Killed(BaseException):
 
 
 def die_after(monkeypatch: pytest.MonkeyPatch, iteration: int) -> None:
-    """End the run in the middle of its work after this iteration, books not written."""
+    """End the run in the middle of its work after this iteration, books not written.
+
+    Checkpoints that were begun before are complete.
+    """
+    begin = Saving.begin
+
+    async def beginning(saving: Saving, reached: Reached, unfinished: Unfinished) -> None:
+        await begin(saving, reached, unfinished)
+        await saving.finish()
+
+    monkeypatch.setattr(Saving, "begin", beginning)
     trained = Ledger.trained
 
     def dying(ledger: Ledger, done: int) -> None:

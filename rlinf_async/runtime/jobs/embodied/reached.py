@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import msgspec
 from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.observe.errors import RunFolderError
 from rlinf_async.observe.files import atomic_write
+from rlinf_async.runtime.jobs.checkpoints import keep_newest
 
 
 class Reached(msgspec.Struct, kw_only=True):
@@ -49,21 +49,39 @@ class Reached(msgspec.Struct, kw_only=True):
 
 
 class Parts:
-    """Joins the reports of all actor ranks on their equal shares into one for each iteration."""
+    """Joins the reports of all actor ranks on their equal shares into one for each iteration.
+
+    A checkpoint is written when every rank has written its part, which they may report with
+    different iterations.
+    """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._open: dict[int, list[TrainReport]] = {}
+        self._parts: Counter[str] = Counter()
 
     def join(self, part: TrainReport) -> TrainReport | None:
         """The whole report, once every rank's part is there."""
         parts = self._open.setdefault(part.iteration, [])
         parts.append(part)
-        return _merged(self._open.pop(part.iteration)) if len(parts) == self._ranks else None
+        if part.checkpoint is not None:
+            self._parts[part.checkpoint] += 1
+        if len(parts) < self._ranks:
+            return None
+        return msgspec.structs.replace(
+            _merged(self._open.pop(part.iteration)), checkpoint=self._written()
+        )
+
+    def _written(self) -> str | None:
+        """The newest checkpoint that is complete and was not told yet."""
+        complete = [path for path, parts in self._parts.items() if parts == self._ranks]
+        for path in complete:
+            del self._parts[path]
+        return max(complete, default=None)
 
 
 def _merged(parts: Sequence[TrainReport]) -> TrainReport:
-    """Counts add up; metrics and lags are means, as all shares are equal; the checkpoint is one."""
+    """Counts add up; metrics and lags are means, as all shares are equal."""
     return msgspec.structs.replace(
         parts[0],
         metrics={
@@ -100,13 +118,13 @@ def load_reached(checkpoints: Path) -> Reached | None:
     return reached
 
 
-def keep(checkpoints: Path, reached: Reached, checkpoint: str, count: int) -> None:
-    """Note this checkpoint as the one to go on from; of those before it, keep ``count - 1``.
+def noted(reached: Reached, checkpoint: str) -> bytes:
+    """What is to be written of this moment once its checkpoint is complete."""
+    name = Path(checkpoint).name
+    return msgspec.json.encode(msgspec.structs.replace(reached, checkpoint=name))
 
-    Later ones are left alone: the actors may have written the next one already.
-    """
-    reached.checkpoint = Path(checkpoint).name
-    atomic_write(checkpoints / "latest.json", msgspec.json.encode(reached))
-    so_far = [path for path in checkpoints.glob("version-*") if path.name <= reached.checkpoint]
-    for path in sorted(so_far)[:-count]:
-        shutil.rmtree(path, ignore_errors=True)
+
+def keep(checkpoints: Path, checkpoint: str, books: bytes, count: int) -> None:
+    """Make this checkpoint the one to go on from; of those before it, keep ``count - 1``."""
+    atomic_write(checkpoints / "latest.json", books)
+    keep_newest(checkpoints, Path(checkpoint).name, count)

@@ -33,10 +33,11 @@ from rlinf_async.observe.summary import EmbodiedSummary, Staleness
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.books import TrainingClock, how_it_ended, restarts_of
+from rlinf_async.runtime.jobs.checkpoints import clean
 from rlinf_async.runtime.jobs.embodied.collecting import Apart, Collectors, Together
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig, reseeded
 from rlinf_async.runtime.jobs.embodied.pictures import pictures
-from rlinf_async.runtime.jobs.embodied.reached import Parts, Reached, keep, load_reached
+from rlinf_async.runtime.jobs.embodied.reached import Parts, Reached, keep, load_reached, noted
 from rlinf_async.runtime.jobs.embodied.rows import headline, row
 from rlinf_async.runtime.jobs.in_folder import Draw
 from rlinf_async.runtime.jobs.live import Headline, Live
@@ -70,7 +71,10 @@ class EmbodiedRun:
 
     def __init__(self, config: EmbodiedConfig, folder: RunFolder) -> None:
         self.folder = folder
+        clean(folder.checkpoints)
         self.reached = load_reached(folder.checkpoints) or Reached()
+        self._books: dict[str, bytes] = {}
+        """of checkpoints that are being written: what had been reached"""
         self.config = reseeded(config, self.reached.version)
         self.left_out: Mapping[str, int] = {}
         """spans that the trace does not have, by worker"""
@@ -220,8 +224,11 @@ class EmbodiedRun:
         reached.take(report, seconds, training.return_window)
         self._last = report
         metrics.write(reached.env_steps, row(reached, report))
+        if report.saving is not None:
+            self._books[report.saving] = noted(reached, report.saving)
         if report.checkpoint is not None:
-            keep(self.folder.checkpoints, reached, report.checkpoint, training.keep_checkpoints)
+            books = self._books.pop(report.checkpoint)
+            keep(self.folder.checkpoints, report.checkpoint, books, training.keep_checkpoints)
         live.show()
 
     def _metrics(self) -> MetricsWriter:

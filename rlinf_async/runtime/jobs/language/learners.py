@@ -17,6 +17,7 @@ death of either ends the run, which can be resumed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from rlinf_async.messages.language import LanguageTrainReport, Tokens
 from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
+from rlinf_async.runtime.jobs.checkpoints import beside
 from rlinf_async.runtime.jobs.language.backends import batches, critic_config, trainer_config
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.graph import Graph
@@ -148,11 +150,19 @@ class Learners:
         if self._config.has_critic:
             await self._critics.call(FSDPCritic.offload)
 
-    async def save(self, path: Path) -> None:
-        """Write a checkpoint."""
-        await self._actors.call(FSDPActor.save_checkpoint, str(path))
+    async def begin_save(self, path: Path) -> None:
+        """Start writing a checkpoint; training may go on."""
+        await self._actors.call(FSDPActor.begin_checkpoint, str(path))
         if self._config.has_critic:
-            await self._critics.call(FSDPCritic.save_checkpoint, str(path / CRITIC))
+            await self._critics.call(FSDPCritic.begin_checkpoint, str(beside(path)))
+
+    async def saved(self, path: Path) -> None:
+        """Wait until the checkpoint that was begun is complete."""
+        await self._actors.call(FSDPActor.checkpoint_written)
+        if self._config.has_critic:
+            await self._critics.call(FSDPCritic.checkpoint_written)
+            # In its own place only now: the actor's folder is put together before it has a name.
+            os.replace(beside(path), path / CRITIC)
 
     async def export(self, path: Path) -> None:
         """Write the model as a Hugging Face folder, without its tokenizer."""

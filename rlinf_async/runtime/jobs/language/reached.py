@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import msgspec
@@ -18,6 +17,7 @@ import msgspec
 from rlinf_async.channels.wire import Decoder, Encoded, encode
 from rlinf_async.observe.errors import RunFolderError
 from rlinf_async.observe.files import atomic_write, explaining
+from rlinf_async.runtime.jobs.checkpoints import folder_of, keep_newest
 from rlinf_async.runtime.jobs.language.ledger import LedgerState
 from rlinf_async.runtime.jobs.language.under_way import Waiting
 
@@ -56,6 +56,24 @@ class Unfinished(msgspec.Struct, kw_only=True):
     data: bytes
     """the position in the prompts, as the data's own state, JSON"""
     waiting: Waiting = msgspec.field(default_factory=Waiting)
+
+
+class Books(msgspec.Struct, frozen=True):
+    """Both as they were at one moment, ready to be written once the checkpoint is."""
+
+    name: str
+    """of the checkpoint's folder"""
+    reached: bytes
+    unfinished: bytes
+
+    @classmethod
+    def of(cls, reached: Reached, unfinished: Unfinished) -> Books:
+        """Close the books of this moment."""
+        name = folder_of(reached.version)
+        encoded = encode(unfinished)
+        stored = _Stored(encoded.data, [bytes(buffer) for buffer in encoded.buffers])
+        noted = msgspec.structs.replace(reached, checkpoint=name)
+        return cls(name, msgspec.json.encode(noted), msgspec.msgpack.encode(stored))
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -106,12 +124,8 @@ def load_unfinished(checkpoints: Path, reached: Reached) -> Unfinished:
     return decoded
 
 
-def keep(checkpoints: Path, reached: Reached, unfinished: Unfinished, count: int) -> None:
-    """Make the checkpoint of ``reached`` the one to go on from; keep ``count - 1`` before it."""
-    encoded = encode(unfinished)
-    stored = _Stored(encoded.data, [bytes(buffer) for buffer in encoded.buffers])
-    atomic_write(checkpoints / reached.checkpoint / RUN, msgspec.msgpack.encode(stored))
-    atomic_write(checkpoints / NOTE, msgspec.json.encode(reached))
-    so_far = [path for path in checkpoints.glob("version-*") if path.name <= reached.checkpoint]
-    for path in sorted(so_far)[:-count]:
-        shutil.rmtree(path, ignore_errors=True)
+def keep(checkpoints: Path, books: Books, count: int) -> None:
+    """Make the checkpoint of these books the one to go on from; keep ``count - 1`` before it."""
+    atomic_write(checkpoints / books.name / RUN, books.unfinished)
+    atomic_write(checkpoints / NOTE, books.reached)
+    keep_newest(checkpoints, books.name, count)

@@ -35,6 +35,7 @@ from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import LanguageSummary
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.books import TrainingClock, restarts_of
+from rlinf_async.runtime.jobs.checkpoints import clean
 from rlinf_async.runtime.jobs.in_folder import Draw
 from rlinf_async.runtime.jobs.language.collector import Collector
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
@@ -51,12 +52,12 @@ from rlinf_async.runtime.jobs.language.ledger import Ledger
 from rlinf_async.runtime.jobs.language.reached import (
     Reached,
     Unfinished,
-    keep,
     load_reached,
     load_unfinished,
 )
 from rlinf_async.runtime.jobs.language.results import draw_curve, failed_summary, summary
 from rlinf_async.runtime.jobs.language.rows import book, evaluation_row, headline, look, row
+from rlinf_async.runtime.jobs.language.saving import Saving
 from rlinf_async.runtime.jobs.language.source import Source, next_prompts
 from rlinf_async.runtime.jobs.language.stations import Stations
 from rlinf_async.runtime.jobs.language.trained import export
@@ -81,6 +82,7 @@ class LanguageRun:
         self.config = config
         self.folder = folder
         self.model = model
+        clean(folder.checkpoints)
         self.reached = load_reached(folder.checkpoints) or Reached()
         self.left_out: Mapping[str, int] = {}
         """spans that the trace does not have, by worker"""
@@ -205,10 +207,14 @@ class LanguageRun:
         live.note = ""
         await put_back(graph, self._waiting)
         admitting = beside(cluster, source.run(), "source")
+        keep = self.config.training.keep_checkpoints
+        saving = Saving(cluster, stations.learners, self.folder.checkpoints, keep)
         try:
-            await self._train(stations, graph, source, collector, live, metrics)
+            await self._train(stations, graph, source, collector, saving, live, metrics)
+            await saving.finish()
         finally:
             admitting.cancel()
+            saving.cancel()
         live.note = "evaluating"
         found = await self._evaluate(graph, collector, self.reached.version)
         self._write_evaluation(metrics, found, self.reached.samples + 1)
@@ -224,6 +230,7 @@ class LanguageRun:
         graph: Graph,
         source: Source,
         collector: Collector,
+        saving: Saving,
         live: Live,
         metrics: MetricsWriter,
     ) -> None:
@@ -245,24 +252,23 @@ class LanguageRun:
             metrics.write(self.reached.samples, self._last)
             if every and version % every == 0:
                 await stations.check_weights(self._held_out(4), version)
-            await self._checkpoint(stations, graph, version)
+            await self._checkpoint(stations, graph, saving, version)
             live.show()
 
-    async def _checkpoint(self, stations: Stations, graph: Graph, version: int) -> None:
+    async def _checkpoint(
+        self, stations: Stations, graph: Graph, saving: Saving, version: int
+    ) -> None:
         training = self.config.training
         due = training.checkpoint_every and version % training.checkpoint_every == 0
         if not (due or version == training.iterations):
             return
-        name = f"version-{version:06d}"
-        await stations.learners.save(self.folder.checkpoints / name)
-        self.reached.checkpoint = name
         begun = await stations.under_way()
         unfinished = Unfinished(  # nothing else runs in this process meanwhile
             ledger=self._ledger.state(),
             data=msgspec.json.encode(self._prompts.state()),
             waiting=waiting(graph, begun, self._ledger.running),
         )
-        keep(self.folder.checkpoints, self.reached, unfinished, training.keep_checkpoints)
+        await saving.begin(self.reached, unfinished)
 
     def _resume_path(self) -> Path | None:
         if not self.reached.version:
