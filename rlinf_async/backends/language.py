@@ -194,7 +194,7 @@ class LanguageTrainer(Protocol):
         ...
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write the model as Hugging Face does: config and weights, no tokenizer. Collective."""
+        """Write the model as Hugging Face does: config, weights, tokenizer if known. Collective."""
         ...
 
     def save_checkpoint(self, path: Path, extra: Mapping[str, object] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``rlinf-async train | check | bench``.
+"""The command line: ``rlinf-async train | check | bench | export | reshard``.
 
 Exit codes: 0 it went well; 1 the run failed, or it or a bench's bar fell short; 2 wrong input,
 found before any worker started; 130 Ctrl-C.
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import click
 
 from rlinf_async.cli.bench import bench
+from rlinf_async.cli.checkpoints import export, reshard
 from rlinf_async.cli.failures import guarded
 from rlinf_async.cli.jobs import FindJob, Session, registered_job
 from rlinf_async.cli.train import check, train
@@ -28,6 +29,8 @@ def commands() -> None:
 commands.add_command(train)
 commands.add_command(check)
 commands.add_command(bench)
+commands.add_command(export)
+commands.add_command(reshard)
 
 
 def main(arguments: Sequence[str] | None = None, find_job: FindJob = registered_job) -> int:

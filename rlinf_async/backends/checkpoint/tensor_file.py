@@ -101,7 +101,9 @@ def header(
     texts = dict(about or {})
     if shapes is not None:
         boxes = {one.name: one.boxes for one in entries}
-        texts[LAYOUT] = msgspec.json.encode(Layout(dict(shapes), boxes)).decode()
+        # In the order of the entries: equal tensors make equal files.
+        known = {box.tensor: shapes[box.tensor] for one in entries for box in one.boxes}
+        texts[LAYOUT] = msgspec.json.encode(Layout(known, boxes)).decode()
     fields: dict[str, Any] = {"__metadata__": texts}
     at = 0
     for one in entries:

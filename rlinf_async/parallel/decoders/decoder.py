@@ -61,7 +61,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
             qkv_bias=kind == "qwen2",
             qk_norm=kind in {"qwen3", "qwen3_moe", "gemma3_text"},
             post_norms=kind == "gemma3_text",
-            experts=config["num_experts"] if expert else 0,
+            experts=_experts(config) if expert else 0,
             dtype=dtype,
         )
 
@@ -172,6 +172,12 @@ def parameter(
 
 def layer_name(layer: int) -> str:
     return f"model.layers.{layer}"
+
+
+def _experts(config: Mapping[str, Any]) -> int:
+    """The count has two names: transformers writes the second one."""
+    found: int = config["num_experts" if "num_experts" in config else "num_local_experts"]
+    return found
 
 
 def _refuse_variants(kind: str, config: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from rlinf_async.backends.building import building
 from rlinf_async.backends.fsdp.errors import OffloadedError
 from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
+from rlinf_async.backends.fsdp.language.describing import describing_files
 from rlinf_async.backends.fsdp.language.model import build_language_model
 from rlinf_async.backends.fsdp.language.network import (
     PolicyNetwork,
@@ -15,6 +16,7 @@ from rlinf_async.backends.fsdp.language.network import (
     check_same_as_transformers,
 )
 from rlinf_async.backends.fsdp.manager import ShardedModelManager
+from rlinf_async.backends.fsdp.writer import ModelFiles
 
 
 class LanguageModelManager(ShardedModelManager):
@@ -28,6 +30,7 @@ class LanguageModelManager(ShardedModelManager):
         super().__init__(config.fsdp, world_size, rank)
         self._config = config
         self._critic = critic
+        self._model_files: ModelFiles = {}
 
     def model_provider_func(self) -> nn.Module:
         """Return the network, on the CPU; random weights come from the trainer's seed.
@@ -37,6 +40,7 @@ class LanguageModelManager(ShardedModelManager):
         """
         with building(self._config.seed):
             language, packs = build_language_model(self.cfg.model)
+        self._model_files = describing_files(self.cfg.model, language)
         policy = PolicyNetwork(
             language, packs=packs, logit_chunk_bytes=self._config.logit_chunk_bytes
         )
@@ -47,6 +51,10 @@ class LanguageModelManager(ShardedModelManager):
         own |= {name for name, _ in network.named_buffers()}
         self.tied_names = set(network.state_dict()) - own
         return network
+
+    def model_files(self) -> ModelFiles:
+        """Return configuration and tokenizer, with which a checkpoint can be exported alone."""
+        return self._model_files
 
     @property
     def language(self) -> nn.Module:

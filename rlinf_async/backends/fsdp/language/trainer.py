@@ -27,6 +27,7 @@ from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.errors import FSDPError
 from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
+from rlinf_async.backends.fsdp.language.describing import add_missing_files
 from rlinf_async.backends.fsdp.language.forward import largest, token_answers
 from rlinf_async.backends.fsdp.language.head import TokenStatistics
 from rlinf_async.backends.fsdp.language.manager import LanguageModelManager
@@ -299,13 +300,17 @@ class PolicyTrainer(LanguageTrainerBase):
         self._version = update.version
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write config and weights as Hugging Face does, from rank 0. Collective."""
+        """Write config, weights and tokenizer as Hugging Face does, from rank 0. Collective.
+
+        The tokenizer is that of the folder that the model came from, if there is one.
+        """
         if not self.manager.active:
             return
         state = hugging_face_state(self.manager)
         if self.manager.rank == 0:
             with without_progress_bars():
                 cast(Any, self.manager.language).save_pretrained(folder, state_dict=state)
+            add_missing_files(self.manager.model_files(), folder)
         ranks.wait_for_all(self.manager)
 
 

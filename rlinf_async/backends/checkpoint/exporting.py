@@ -1,0 +1,216 @@
+"""A checkpoint as a Hugging Face folder, which transformers and vLLM load.
+
+::
+
+    model-00001-of-00003.safetensors, ...   weights by their own names, in the dtype asked for
+    model.safetensors.index.json            which is where; a small model is one model.safetensors
+    config.json, generation_config.json, tokenizer files
+
+Tied weights are stored once. Experts, which transformers keeps fused, get the names and shapes that
+checkpoints of their architecture have. One tensor at a time is in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rlinf_async.backends.checkpoint.errors import CheckpointError
+from rlinf_async.backends.checkpoint.folders import being_read, find_checkpoint, newest_of_run
+from rlinf_async.backends.checkpoint.language_model import (
+    CONFIG,
+    OF_WEIGHTS,
+    decoder_of,
+    foreign,
+    model_files,
+    read_config,
+)
+from rlinf_async.backends.checkpoint.reading import Saved, read_checkpoint
+from rlinf_async.backends.checkpoint.streaming import Advance, new_folder, write_tensors
+from rlinf_async.backends.checkpoint.tensor_file import DTYPES, Entry, header, in_file_order
+from rlinf_async.parallel import Strategy, layout
+from rlinf_async.parallel.decoders import huggingface
+
+SHARD_BYTES = 5_000_000_000
+NO_WEIGHTS = ("*.safetensors", "*.bin", "*.index.json", "*.pt", "*.pth", "*.gguf")
+
+
+class Cut(NamedTuple):
+    """Where a tensor of the export lies in the checkpoint: elements of one stored tensor."""
+
+    source: str
+    offset: int
+
+
+class Exported(NamedTuple):
+    """What was written."""
+
+    folder: Path
+    tensors: int
+    bytes: int
+
+
+class Export:
+    """One export. `run` writes it; ``total_bytes`` is known before.
+
+    Args:
+        checkpoint: a checkpoint's folder, or that of a run: its newest.
+        dtype: of floating-point weights; as they are when left out.
+        model: folder with configuration and tokenizer; those of the checkpoint when left out.
+        shard_bytes: of one file, at most (but for a single tensor).
+
+    Raises `CheckpointError` for a checkpoint that is damaged or of no language model.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        dtype: torch.dtype | None = None,
+        model: Path | None = None,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        self._folder = find_checkpoint(newest_of_run(checkpoint))
+        self._dtype = dtype
+        self._shard_bytes = shard_bytes
+        with being_read(self._folder):
+            self._saved = read_checkpoint(self._folder)
+            self._files = _files(self._saved, model)
+        self._config = read_config(self._files[CONFIG])
+        self._cuts = _cuts(self._saved, self._config)
+        self._shards = list(self._in_shards())
+        self.total_bytes = sum(one.nbytes for shard in self._shards for one in shard)
+
+    def run(self, out: Path, advance: Advance = lambda _: None) -> Exported:
+        """Write the folder ``out``, which must not be there yet."""
+        with being_read(self._folder), new_folder(out) as folder:
+            places: dict[str, str] = {}
+            for number, shard in enumerate(self._shards, start=1):
+                name = self._shard_name(number)
+                head = header(shard, about={"format": "pt"})
+                write_tensors(folder, name, head, shard, self._make, advance)
+                places |= {one.name: name for one in shard}
+            if len(self._shards) > 1:
+                self._write_index(folder, places)
+            for name, source in self._files.items():
+                if name != CONFIG:
+                    shutil.copyfile(source, folder / name)
+            (folder / CONFIG).write_bytes(_pretty(self._described()))
+        return Exported(out, len(self._cuts), self.total_bytes)
+
+    def _make(self, entry: Entry) -> Tensor:
+        cut = self._cuts[entry.name]
+        flat = self._saved.tensors[cut.source].whole().reshape(-1)
+        part = flat[cut.offset : cut.offset + math.prod(entry.shape)]
+        return part.to(entry.dtype).view(entry.shape)
+
+    def _in_shards(self) -> Iterator[list[Entry]]:
+        shapes = _shapes(self._saved, self._config)
+        shard: list[Entry] = []
+        for name, cut in self._cuts.items():
+            stored = self._saved.tensors[cut.source].dtype
+            dtype = self._dtype if self._dtype is not None and stored.is_floating_point else stored
+            entry = Entry(name, dtype, shapes[name])
+            if shard and sum(one.nbytes for one in shard) + entry.nbytes > self._shard_bytes:
+                yield in_file_order(shard)
+                shard = []
+            shard.append(entry)
+        yield in_file_order(shard)
+
+    def _shard_name(self, number: int) -> str:
+        if len(self._shards) == 1:
+            return "model.safetensors"
+        return f"model-{number:05d}-of-{len(self._shards):05d}.safetensors"
+
+    def _write_index(self, folder: Path, places: dict[str, str]) -> None:
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_bytes(_pretty(index))
+
+    def _described(self) -> dict[str, Any]:
+        """The configuration, with the dtype of what was written."""
+        dtypes = [one.dtype for shard in self._shards for one in shard if one.dtype in DTYPES]
+        kept = {name: value for name, value in self._config.items() if name != "torch_dtype"}
+        floating = [one for one in dtypes if one.is_floating_point]
+        if floating:
+            kept["dtype"] = str(max(floating, key=floating.count)).removeprefix("torch.")
+        return kept
+
+
+def _files(saved: Saved, model: Path | None) -> dict[str, Path]:
+    """Configuration and tokenizer: what lies in ``model``, else in the checkpoint."""
+    if model is not None:
+        weights = {path for pattern in NO_WEIGHTS for path in model.glob(pattern)}
+        found = {one.name: one for one in sorted(model.glob("*")) if one.is_file()}
+        found = {name: one for name, one in found.items() if one not in weights}
+        if CONFIG not in found:
+            raise CheckpointError(f"{model} holds no {CONFIG}: name the folder of the model")
+        return found
+    found = model_files(saved)
+    if CONFIG not in found:
+        raise CheckpointError(
+            f"{saved.folder} does not say of which language model it is (no model/{CONFIG}): name "
+            "the folder that the training began with by --model, if it is of one"
+        )
+    return found
+
+
+def _cuts(saved: Saved, config: dict[str, Any]) -> dict[str, Cut]:
+    """Where each tensor of the export is; `CheckpointError` for names that have no place in it."""
+    others = foreign(saved.tensors)
+    if others:
+        raise CheckpointError(
+            f"{saved.folder} holds {others[0]!r}, which is no part of a causal language model: a "
+            "critic or a policy for robots cannot be exported"
+        )
+    weights = {
+        inner: name for name in saved.tensors if (inner := OF_WEIGHTS.inner(name)) is not None
+    }
+    if not weights:
+        raise CheckpointError(f"{saved.folder} holds no language model")
+    decoder = decoder_of(config)
+    if decoder is None:
+        return {inner: Cut(name, 0) for inner, name in weights.items()}
+    found: dict[str, Cut] = {}
+    for buffer in layout(huggingface(decoder), Strategy()).of_rank(0):
+        if buffer.name not in weights:
+            raise CheckpointError(
+                f"{saved.folder} lacks {buffer.name!r}, which {CONFIG} asks for: they are of "
+                "different models"
+            )
+        name = weights.pop(buffer.name)
+        if saved.tensors[name].shape != buffer.shape:
+            raise CheckpointError(
+                f"{buffer.name!r} is {list(saved.tensors[name].shape)} in {saved.folder}, but "
+                f"{list(buffer.shape)} by {CONFIG}"
+            )
+        found |= {piece.tensor: Cut(name, piece.offset) for piece in buffer.pieces}
+    if decoder.tied:
+        weights.pop("lm_head.weight", None)
+    if weights:
+        raise CheckpointError(
+            f"{saved.folder} holds {min(weights)!r}, which {CONFIG} does not know: they are of "
+            "different models"
+        )
+    return found
+
+
+def _shapes(saved: Saved, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    decoder = decoder_of(config)
+    if decoder is not None:
+        return {name: one.shape for name, one in huggingface(decoder).tensors().items()}
+    return {
+        inner: one.shape
+        for name, one in saved.tensors.items()
+        if (inner := OF_WEIGHTS.inner(name)) is not None
+    }
+
+
+def _pretty(value: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"

@@ -1,0 +1,57 @@
+"""Files of tensors that are never in memory together: one is made, written and forgotten."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from rlinf_async.backends.checkpoint.errors import CheckpointError
+from rlinf_async.backends.checkpoint.folders import fresh_staging, staging_folder, sync
+from rlinf_async.backends.checkpoint.metadata import FileRecord
+from rlinf_async.backends.checkpoint.tensor_file import ChecksummedFile, Entry
+
+Advance: TypeAlias = Callable[[int], None]
+"""told of every so many bytes that were written"""
+
+
+def write_tensors(
+    folder: Path,
+    name: str,
+    head: bytes,
+    entries: Sequence[Entry],
+    make: Callable[[Entry], Tensor],
+    advance: Advance,
+) -> FileRecord:
+    """Write a file of tensors in their order; ``make`` gives each, on the CPU."""
+    with ChecksummedFile(folder, name) as file:
+        file.write(head)
+        for one in entries:
+            tensor = make(one).contiguous().reshape(-1)
+            file.write(tensor.view(torch.uint8).numpy().data)
+            del tensor  # before the next one is made
+            advance(one.nbytes)
+    return file.record
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Give a folder to write into, which takes the place of ``out`` if the block ends well.
+
+    Raises `CheckpointError` where something is at ``out``. After an error nothing is left.
+    """
+    if out.exists():
+        raise CheckpointError(f"{out} is there already: name another, or move it away")
+    staging = fresh_staging(out)
+    try:
+        yield staging
+        sync(staging)
+        staging.rename(out)
+        sync(out.parent)
+    finally:
+        shutil.rmtree(staging_folder(out), ignore_errors=True)

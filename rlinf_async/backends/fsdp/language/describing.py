@@ -1,0 +1,60 @@
+"""The files that make weights a model for others: configuration, generation config, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rlinf_async.backends.fsdp.language.config import LanguageModelConfig
+from rlinf_async.data.tokenizer import FILES as TOKENIZER_FILES
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+BESIDE = (
+    GENERATION,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+)
+"""files that some models have"""
+
+
+def describing_files(config: LanguageModelConfig, language: nn.Module) -> dict[str, bytes | Path]:
+    """Return what describes a model, by file name: of its folder, else of the model itself."""
+    found: dict[str, bytes | Path] = {}
+    if config.path is not None:
+        folder = Path(config.path).absolute()
+        names = (*TOKENIZER_FILES, *BESIDE)
+        found = {name: folder / name for name in names if (folder / name).is_file()}
+        # Engines find the class of a model by its name, which not every config.json has.
+        described: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    else:
+        described = json.loads(_of(language, "config").to_json_string(use_diff=False))
+    if not described.get("architectures"):
+        described["architectures"] = [type(language).__name__]
+    found[CONFIG] = json.dumps(described, indent=2).encode()
+    if GENERATION not in found and _of(language, "generation_config") is not None:
+        found[GENERATION] = _of(language, "generation_config").to_json_string().encode()
+    return found
+
+
+def add_missing_files(files: Mapping[str, bytes | Path], folder: Path) -> None:
+    """Copy what is not in the folder yet."""
+    for name, content in files.items():
+        if (folder / name).exists():
+            continue
+        if isinstance(content, Path):
+            shutil.copyfile(content, folder / name)
+        else:
+            (folder / name).write_bytes(content)
+
+
+def _of(language: nn.Module, name: str) -> Any:
+    return getattr(language, name, None)

@@ -1,0 +1,127 @@
+"""``rlinf-async export`` and ``rlinf-async reshard``: checkpoints on the disk, without a run."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import click
+
+from rlinf_async.config import UsageError
+
+GIB = 1024**3
+
+_folder = click.Path(path_type=pathlib.Path)
+
+
+@click.command()
+@click.argument("checkpoint", type=_folder)
+@click.argument("out", type=_folder)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Of the weights; as they were trained when left out.",
+)
+@click.option(
+    "--model",
+    type=_folder,
+    help="Folder with config.json and tokenizer; those in the checkpoint when left out.",
+)
+@click.option(
+    "--shard-size",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="Largest file, in GB.",
+)
+def export(
+    checkpoint: pathlib.Path,
+    out: pathlib.Path,
+    dtype: Literal["float32", "bfloat16", "float16"] | None,
+    model: pathlib.Path | None,
+    shard_size: float,
+) -> None:
+    """Write the language model in CHECKPOINT as a Hugging Face folder OUT.
+
+    transformers and vLLM load it. CHECKPOINT is a checkpoint's folder, or a run's: its newest.
+    """
+    with _as_usage():
+        import torch
+
+        from rlinf_async.backends.checkpoint.exporting import Export
+
+        made = Export(
+            checkpoint,
+            dtype=None if dtype is None else getattr(torch, dtype),
+            model=model,
+            shard_bytes=max(1, int(shard_size * 1e9)),
+        )
+        with _progress("exporting", made.total_bytes) as advance:
+            done = made.run(out, advance)
+    click.echo(f"{out}: {done.tensors} tensors, {done.bytes / GIB:.2f} GiB")
+
+
+@click.command()
+@click.argument("checkpoint", metavar="IN", type=_folder)
+@click.argument("out", type=_folder)
+@click.option(
+    "--dp", type=click.IntRange(min=1), default=1, show_default=True, help="Data-parallel ranks."
+)
+@click.option(
+    "--tp", type=click.IntRange(min=1), default=1, show_default=True, help="Tensor-parallel ranks."
+)
+def reshard(checkpoint: pathlib.Path, out: pathlib.Path, dp: int, tp: int) -> None:
+    """Write the checkpoint IN anew as OUT, as DP x TP ranks would have written it.
+
+    Weights, moments and what each rank kept of its own; nothing is lost, so the way back gives the
+    same bits. IN is a checkpoint's folder, or a run's: its newest.
+    """
+    with _as_usage():
+        from rlinf_async.backends.checkpoint.resharding import Resharding
+
+        made = Resharding(checkpoint, dp=dp, tp=tp)
+        with _progress(f"resharding to dp={dp} tp={tp}", made.total_bytes) as advance:
+            done = made.run(out, advance)
+    click.echo(f"{out}: {done.ranks} ranks (dp={dp} tp={tp}), {done.bytes / GIB:.2f} GiB")
+
+
+@contextlib.contextmanager
+def _as_usage() -> Iterator[None]:
+    """Checkpoints and sizes that do not fit are wrong input."""
+    try:
+        yield
+    except Exception as error:
+        from rlinf_async.backends.checkpoint.errors import CheckpointError
+        from rlinf_async.parallel import ParallelError
+
+        if isinstance(error, (CheckpointError, ParallelError)):
+            raise UsageError(str(error)) from error
+        raise
+
+
+@contextlib.contextmanager
+def _progress(doing: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar in a terminal; nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(doing, total=total)
+        yield lambda count: progress.advance(task, count)

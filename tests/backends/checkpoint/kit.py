@@ -1,0 +1,85 @@
+"""A small trained language model's checkpoint, and what it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.backends.checkpoint.metadata import Metadata, read_metadata
+from rlinf_async.backends.checkpoint.reading import read_checkpoint
+from rlinf_async.backends.fsdp.config import OptimizerConfig
+from rlinf_async.backends.fsdp.language.config import (
+    LanguageFSDPConfig,
+    LanguageModelConfig,
+    LanguageTrainerConfig,
+)
+from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
+from tests.backends.language.kit import micro_batches, samples
+from tests.backends.models import make_model, qwen3, save_folder
+
+PROMPT, RESPONSE = np.arange(3, 9, dtype=np.int32), np.arange(20, 32, dtype=np.int32)
+
+
+def model_folder(folder: Path, **fields: Any) -> Path:
+    """A folder with tokenizer and weights, as a run begins with it."""
+    config = qwen3(**fields)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_folder(folder, config, make_model(config, 3, sharpness=0.1))
+    return folder
+
+
+def trainer_of(model: Path, world_size: int = 1, rank: int = 0) -> PolicyTrainer:
+    config = LanguageTrainerConfig(
+        fsdp=LanguageFSDPConfig(
+            model=LanguageModelConfig(path=str(model)),
+            optimizer=OptimizerConfig(lr=1e-2, eps=1e-6),
+        ),
+        advantage=LanguageAdvantageConfig(),
+        loss=LanguageLossConfig(),
+    )
+    return PolicyTrainer(config, world_size, rank)
+
+
+def step(trainer: PolicyTrainer, number: int) -> float:
+    """One optimizer step over this rank's share; its loss."""
+    manager = trainer.manager
+    batch = [
+        one for one in samples(4, seed=number) if one.group % manager.world_size == manager.rank
+    ]
+    for one in batch:
+        one.value = None
+    ready = trainer.compute_advantages(batch)
+    return dict(trainer.training_step(micro_batches(ready, len(batch))))["grad_norm"]
+
+
+def trained(model: Path, checkpoint: Path) -> PolicyTrainer:
+    """A trainer after two steps and its checkpoint."""
+    trainer = trainer_of(model)
+    step(trainer, 0)
+    step(trainer, 1)
+    trainer.end_iteration()
+    trainer.save_checkpoint(checkpoint, {"position": 7})
+    return trainer
+
+
+def noted(folder: Path) -> Metadata:
+    found = read_metadata(folder)
+    assert isinstance(found, Metadata)
+    return found
+
+
+def contents(folder: Path) -> dict[str, Tensor]:
+    """Every global tensor, whole."""
+    return {name: one.whole().clone() for name, one in read_checkpoint(folder).tensors.items()}
+
+
+def assert_same_tensors(left: Path, right: Path) -> None:
+    ours, theirs = contents(left), contents(right)
+    assert ours.keys() == theirs.keys()
+    for name, one in ours.items():
+        assert torch.equal(one, theirs[name]), name

@@ -1,0 +1,143 @@
+"""Checkpoints and live trainers as Hugging Face folders: the same log-probs wherever they load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlinf_async.backends.checkpoint.errors import CheckpointError
+from rlinf_async.backends.checkpoint.exporting import Export
+from rlinf_async.backends.checkpoint.resharding import Resharding
+from rlinf_async.backends.fsdp.language.critic import CriticTrainer
+from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
+from tests.backends.checkpoint.kit import PROMPT, RESPONSE, model_folder, trained
+from tests.backends.fsdp_helpers import set_up
+from tests.backends.language.kit import sample, trainer_config
+from tests.backends.models import log_probs
+from tests.backends.test_fsdp_sharded import config
+
+_Model: Any = AutoModelForCausalLM
+_Tokenizer: Any = AutoTokenizer
+
+
+def own_log_probs(trainer: PolicyTrainer) -> torch.Tensor:
+    one = msgspec.structs.replace(
+        sample(0, 0), prompt_ids=PROMPT, response_ids=RESPONSE, temperature=1.0
+    )
+    [found] = trainer.log_probs([one])
+    return torch.from_numpy(found)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A trainer and its checkpoint."""
+    folder = tmp_path_factory.mktemp("run")
+    model = model_folder(folder / "model", tied=request.param)
+    return trained(model, folder / "version-000001"), folder / "version-000001"
+
+
+def test_transformers_computes_the_same_from_an_exported_checkpoint(
+    run: Any, tmp_path: Path
+) -> None:
+    trainer, checkpoint = run
+    Resharding(checkpoint, dp=2, tp=2).run(tmp_path / "four")
+    for source in (checkpoint, tmp_path / "four"):
+        out = tmp_path / f"out of {source.name}"
+        Export(source).run(out)
+        model = _Model.from_pretrained(out, dtype="auto")
+        assert model.dtype == torch.float32
+        found = log_probs(model, PROMPT, RESPONSE)
+        torch.testing.assert_close(found, own_log_probs(trainer), atol=1e-5, rtol=1e-5)
+        assert _Tokenizer.from_pretrained(out)("w5 w6")["input_ids"] == [5, 6]
+
+
+def test_a_live_trainer_writes_the_same_with_its_tokenizer(run: Any, tmp_path: Path) -> None:
+    trainer, checkpoint = run
+    trainer.save_pretrained(tmp_path / "live")
+    Export(checkpoint).run(tmp_path / "offline")
+    live, offline = (_Model.from_pretrained(tmp_path / name) for name in ("live", "offline"))
+    for name, one in live.state_dict().items():
+        assert torch.equal(one, offline.state_dict()[name]), name
+    assert _Tokenizer.from_pretrained(tmp_path / "live")("w5")["input_ids"] == [5]
+
+
+def test_large_models_are_cut_into_files_with_an_index(run: Any, tmp_path: Path) -> None:
+    trainer, checkpoint = run
+    made = Export(checkpoint, dtype=torch.bfloat16, shard_bytes=60_000)
+    told: list[int] = []
+    done = made.run(tmp_path / "out", told.append)
+    assert sum(told) == done.bytes == made.total_bytes
+    files = sorted(tmp_path.glob("out/*.safetensors"))
+    assert len(files) > 2
+    index = msgspec.json.decode((tmp_path / "out" / "model.safetensors.index.json").read_bytes())
+    named = set(index["weight_map"].values())
+    assert named == {one.name for one in files}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            names = opened.keys()
+            assert all(index["weight_map"][name] == file.name for name in names)
+    model = _Model.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    expected = trainer.manager.language.state_dict()
+    for name, one in model.state_dict().items():
+        assert torch.equal(one, expected[name].to(torch.bfloat16)), name
+
+
+def test_experts_get_the_names_that_checkpoints_of_their_architecture_have(tmp_path: Path) -> None:
+    described = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 61,
+        "tie_word_embeddings": False,
+    }
+    trainer = PolicyTrainer(trainer_config(described), 1, 0)
+    trainer.save_checkpoint(tmp_path / "checkpoint")
+    Export(tmp_path / "checkpoint").run(tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
+        assert "model.layers.1.mlp.experts.3.down_proj.weight" in file.keys()  # noqa: SIM118
+    model = _Model.from_pretrained(tmp_path / "out")
+    for name, one in trainer.manager.language.state_dict().items():
+        assert torch.equal(one, model.state_dict()[name]), name
+    with pytest.raises(CheckpointError, match="no name map to cut experts"):
+        Resharding(tmp_path / "checkpoint", dp=1, tp=2)
+
+
+def test_what_is_no_language_model_is_refused_and_named(tmp_path: Path) -> None:
+    set_up(config("fsdp2")).save_checkpoint(tmp_path / "robot")
+    with pytest.raises(CheckpointError, match=r"does not say of which language model.*--model"):
+        Export(tmp_path / "robot")
+    critic = CriticTrainer(trainer_config(), 1, 0)
+    critic.save_checkpoint(tmp_path / "critic")
+    with pytest.raises(CheckpointError, match=r"'value_head\.(bias|weight)', which is no part"):
+        Export(tmp_path / "critic")
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        Export(tmp_path / "nowhere")
+
+
+def test_vllm_computes_the_same_from_an_exported_checkpoint(run: Any, tmp_path: Path) -> None:
+    pytest.importorskip("vllm", exc_type=ImportError)
+    from rlinf_async.backends.vllm.config import VllmEngineConfig
+    from tests.backends.vllm.kit import SMALL, Served
+
+    trainer, checkpoint = run
+    Export(checkpoint).run(tmp_path / "out")
+    settings = VllmEngineConfig(model=str(tmp_path / "out"), weights="folder", **SMALL)
+    with Served(settings) as served:
+        [found] = served.run(served.engine.log_probs([(PROMPT, RESPONSE)]))
+    expected = own_log_probs(trainer).numpy()
+    assert np.abs(found - expected).max() < 1e-4
