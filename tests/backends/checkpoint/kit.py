@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from rlinf_async.backends.fsdp.language.config import (
     LanguageTrainerConfig,
 )
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
-from tests.backends.language.kit import micro_batches, samples
+from tests.backends.language.kit import micro_batches, sample, samples
 from tests.backends.models import make_model, qwen3, save_folder
 
 PROMPT, RESPONSE = np.arange(3, 9, dtype=np.int32), np.arange(20, 32, dtype=np.int32)
@@ -65,6 +66,15 @@ def trained(model: Path, checkpoint: Path) -> PolicyTrainer:
     trainer.end_iteration()
     trainer.save_checkpoint(checkpoint, {"position": 7})
     return trainer
+
+
+def own_log_probs(trainer: PolicyTrainer) -> Tensor:
+    """Of `RESPONSE` after `PROMPT`."""
+    one = msgspec.structs.replace(
+        sample(0, 0), prompt_ids=PROMPT, response_ids=RESPONSE, temperature=1.0
+    )
+    [found] = trainer.log_probs([one])
+    return torch.from_numpy(found)
 
 
 def noted(folder: Path) -> Metadata:

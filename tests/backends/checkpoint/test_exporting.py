@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -17,22 +16,20 @@ from rlinf_async.backends.checkpoint.exporting import Export
 from rlinf_async.backends.checkpoint.resharding import Resharding
 from rlinf_async.backends.fsdp.language.critic import CriticTrainer
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
-from tests.backends.checkpoint.kit import PROMPT, RESPONSE, model_folder, trained
+from tests.backends.checkpoint.kit import (
+    PROMPT,
+    RESPONSE,
+    model_folder,
+    own_log_probs,
+    trained,
+)
 from tests.backends.fsdp_helpers import set_up
-from tests.backends.language.kit import sample, trainer_config
+from tests.backends.language.kit import trainer_config
 from tests.backends.models import log_probs
 from tests.backends.test_fsdp_sharded import config
 
 _Model: Any = AutoModelForCausalLM
 _Tokenizer: Any = AutoTokenizer
-
-
-def own_log_probs(trainer: PolicyTrainer) -> torch.Tensor:
-    one = msgspec.structs.replace(
-        sample(0, 0), prompt_ids=PROMPT, response_ids=RESPONSE, temperature=1.0
-    )
-    [found] = trainer.log_probs([one])
-    return torch.from_numpy(found)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -127,17 +124,3 @@ def test_what_is_no_language_model_is_refused_and_named(tmp_path: Path) -> None:
         Export(tmp_path / "critic")
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         Export(tmp_path / "nowhere")
-
-
-def test_vllm_computes_the_same_from_an_exported_checkpoint(run: Any, tmp_path: Path) -> None:
-    pytest.importorskip("vllm", exc_type=ImportError)
-    from rlinf_async.backends.vllm.config import VllmEngineConfig
-    from tests.backends.vllm.kit import SMALL, Served
-
-    trainer, checkpoint = run
-    Export(checkpoint).run(tmp_path / "out")
-    settings = VllmEngineConfig(model=str(tmp_path / "out"), weights="folder", **SMALL)
-    with Served(settings) as served:
-        [found] = served.run(served.engine.log_probs([(PROMPT, RESPONSE)]))
-    expected = own_log_probs(trainer).numpy()
-    assert np.abs(found - expected).max() < 1e-4
