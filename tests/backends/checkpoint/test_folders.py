@@ -9,14 +9,19 @@ import pytest
 
 from rlinf_async.backends.checkpoint import folders
 from rlinf_async.backends.checkpoint.errors import CheckpointError
-from rlinf_async.backends.checkpoint.metadata import FileRecord, RankRecord, read_metadata
+from rlinf_async.backends.checkpoint.metadata import (
+    METADATA,
+    FileRecord,
+    RankRecord,
+    read_metadata,
+)
 
 
 def complete(checkpoints: Path, *versions: int) -> None:
     for version in versions:
         folder = checkpoints / f"version-{version:06d}"
         folder.mkdir()
-        (folder / folders.METADATA).write_text("{}")
+        (folder / METADATA).write_text("{}")
         (folder / "rank_0_of_1.safetensors").write_bytes(b"weights")
 
 
@@ -81,7 +86,7 @@ def test_the_last_rank_completes_the_folder_whichever_it_is(
     done = [folders.rank_done(path, rank, 3, record(rank)) for rank in order]
     assert done == [False, False, True]
     assert [one.name for one in read_metadata(path).tensors] == ["t0", "t1", "t2"]  # type: ignore[union-attr]
-    assert [one.name for one in path.iterdir()] == [folders.METADATA]
+    assert [one.name for one in path.iterdir()] == [METADATA]
 
 
 def test_ranks_that_are_done_at_the_same_moment_complete_it_once(tmp_path: Path) -> None:
