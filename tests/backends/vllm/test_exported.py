@@ -12,6 +12,12 @@ from rlinf_async.backends.vllm.config import VllmEngineConfig
 from tests.backends.checkpoint.kit import PROMPT, RESPONSE, model_folder, own_log_probs, trained
 from tests.backends.vllm.kit import SMALL, Served
 
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_vllm_computes_what_the_trainer_does(tmp_path: Path, *, tied: bool) -> None:
