@@ -25,12 +25,9 @@ from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
-from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
+from rlinf_async.channels.errors import MalformedFrame
 from rlinf_async.channels.saying import fit
-from rlinf_async.channels.waitfor import WaitFuture
 from rlinf_async.channels.wire.answering import Answering
-from rlinf_async.channels.wire.asking import Answer, Asking, Waiting, head_of, reply_decoder
 from rlinf_async.channels.wire.failures import UNREADABLE
 from rlinf_async.channels.wire.framing import Flag, FrameType, pack_small
 from rlinf_async.channels.wire.heartbeat import Heartbeat
@@ -39,8 +36,8 @@ from rlinf_async.channels.wire.outbox import Outbox
 from rlinf_async.channels.wire.pool import process_pool
 from rlinf_async.channels.wire.router import Router
 from rlinf_async.channels.wire.shared_memory import MemoryUse, Sharing
-from rlinf_async.channels.wire.streams import Streams
-from rlinf_async.channels.wire.transfer import CONTROL, DATA, Message
+from rlinf_async.channels.wire.talking import Talking
+from rlinf_async.channels.wire.transfer import Message
 
 R = TypeVar("R")
 Closed = Callable[["Connection", str], None]
@@ -49,10 +46,9 @@ Redial = Callable[["Connection"], Coroutine[Any, Any, None]]
 
 log = logging.getLogger(__name__)
 _SHARED = int(Flag.SHARED)  # the enums are slow to ask
-_NOTICE = FrameType.NOTICE
 
 
-class Connection(Streams):
+class Connection(Talking):
     """One side of a connection. Made by `connect` and `serve`.
 
     Args:
@@ -76,12 +72,10 @@ class Connection(Streams):
         self.number = number
         self._reader = MessageReader()
         self._sharing = Sharing(self._loop, self._outbox, process_pool())
-        self._asking = Asking(self._outbox)
         self._answering = Answering(self, router, self._outbox)
         self._outbox.share = self._sharing.send
         self._hear = self._hearing()
         self._on_close: list[Closed] = []
-        self._reason = ""
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self.linger: Callable[[Callable[[], None]], bool] | None = None
         """whether closing must wait; then what it is given is called as soon as it need not"""
@@ -114,101 +108,9 @@ class Connection(Streams):
         """Messages that wait because the peer does not read."""
         return self._outbox.waiting
 
-    async def request(
-        self,
-        kind: str,
-        meta: Any,
-        body: Encoded | None = None,
-        *,
-        reply: type[R],
-        control: bool = False,
-        on_channel: bool = False,
-    ) -> tuple[R, Encoded | None]:
-        """Ask the peer; what it answers. Cancelling this cancels the peer's handler.
-
-        Args:
-            kind: which of the peer's handlers.
-            meta: its arguments, a small msgspec Struct.
-            body: more arguments, of any size.
-            reply: the Struct that the peer answers with.
-            control: go ahead of all data (a body over 256 KiB goes with the data all the same).
-            on_channel: this is a wait on a channel, in the sense of `WaitFuture`.
-
-        Raises:
-            ChannelError: as the handler raised it.
-            RemoteError: the handler raised something else.
-            ConnectionLost: the connection was lost before the answer came.
-            ItemTooLarge: the message is over a limit; nothing was sent.
-        """
-        answer = await self.ask(
-            kind, meta, body, reply=reply, control=control, on_channel=on_channel
-        )
-        answer.take()
-        return answer.meta, answer.body
-
-    async def ask(
-        self,
-        kind: str,
-        meta: Any,
-        body: Encoded | None = None,
-        *,
-        reply: type[R],
-        control: bool = False,
-        on_channel: bool = False,
-    ) -> Answer[R]:
-        """As `request`, for an answer that is to be looked at before it counts as taken.
-
-        Whoever gets it calls its ``take`` or ``refuse`` before anything is awaited.
-        """
-        self._check_open()
-        future: asyncio.Future[Message] = (
-            WaitFuture(loop=self._loop) if on_channel else self._loop.create_future()
-        )
-        head = head_of(kind, meta)
-        number = self._asking.ask(future, kind, head, body, CONTROL if control else DATA)
-        try:
-            message = await future
-        except (asyncio.CancelledError, GeneratorExit):
-            if not self.closed:
-                self._asking.cancel(number)
-            raise
-        try:
-            found: R = reply_decoder(reply)(message.head)
-        except UNREADABLE as error:
-            raise self._malformed(f"the answer to {kind!r}: {error}") from error
-        return Answer(found, message, self._asking)
-
-    def post(self, waiting: Waiting, kind: str, head: bytes, body: Encoded | None = None) -> int:
-        """As `ask`, for one who is told the answer as soon as it arrives; the request's number.
-        ``head`` is what `head_of` makes of its kind and its arguments.
-
-        An answer that cannot be read is told as such, and raised on: the connection ends by it.
-        """
-        if self.closed:
-            raise self._lost()
-        return self._asking.ask(waiting, kind, head, body, DATA)
-
-    def give_up(self, number: int) -> bool:
-        """The answer to this `post` is wanted no more; the peer's handler is cancelled. Whether the
-        peer never heard of it."""
-        return not self.closed and self._asking.cancel(number)
-
     def arrived(self, answers: Iterable[int]) -> None:
         """The peer has got these answers, and says by itself what becomes of them."""
         self._answering.arrived(answers)
-
-    def notify(
-        self, kind: str, meta: Any, body: Encoded | None = None, *, control: bool = False
-    ) -> None:
-        """Tell the peer something that it does not answer.
-
-        Raises:
-            ConnectionLost: the connection is closed.
-            ItemTooLarge: the message is over a limit.
-        """
-        self._check_open()
-        lane = CONTROL if control else DATA
-        self._outbox.send(_NOTICE, 0, head_of(kind, meta), body, lane, what=kind)
 
     def on_close(self, callback: Closed, *, first: bool = False) -> None:
         """Call this once, with the reason, when the connection is closed or lost.
@@ -296,13 +198,6 @@ class Connection(Streams):
         }
 
     # ---- ending
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise self._lost()
-
-    def _lost(self) -> ConnectionLost:
-        return ConnectionLost(f"connection to {self.peer or 'a peer'!r} was lost: {self._reason}")
 
     def _leave(self, reason: str) -> None:
         self._hang_up()

@@ -15,22 +15,20 @@ arrived.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 
 from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.wire.backlog import Backlog
 from rlinf_async.channels.wire.framing import (
     CHUNK_BYTES,
     MAX_HEAD_BYTES,
     Bytes,
     FrameType,
-    is_request,
     pack_message,
 )
 from rlinf_async.channels.wire.kept import Kept
-from rlinf_async.channels.wire.transfer import CONTROL, DATA, Outgoing, Share, outgoing
+from rlinf_async.channels.wire.transfer import CONTROL, DATA, Share, outgoing
 
-BATCH_BYTES = CHUNK_BYTES
 HIGH_WATER = 256 * 1024
 LOW_WATER = 64 * 1024
 JOIN_BYTES = 64 * 1024
@@ -49,8 +47,8 @@ class Outbox:
     def __init__(self, loop: asyncio.AbstractEventLoop, *, keep: bool = True) -> None:
         self._loop = loop
         self._transport: asyncio.WriteTransport | None = None
-        self._control: deque[Bytes] = deque()
-        self._data: deque[Outgoing | bytes] = deque()
+        self._backlog = backlog = Backlog()
+        self._control, self._data = backlog.control, backlog.data
         self._fresh = True  # nothing was written at once since the last turn
         self._held = False  # what is sent now is about to be written together
         self._paused = False
@@ -207,15 +205,7 @@ class Outbox:
 
     def withdraw(self, number: int) -> bool:
         """Forget what was not sent of this request; whether none of it was."""
-        for message in self._data:
-            if isinstance(message, bytes):
-                if is_request(message, number):
-                    self._data.remove(message)
-                    return True
-            elif message.number == number and message.request:
-                self._data.remove(message)
-                return not message.begun
-        return False
+        return self._backlog.withdraw(number)
 
     def pause(self) -> None:
         """The transport holds enough."""
@@ -287,29 +277,9 @@ class Outbox:
 
     def _batch(self) -> list[Bytes]:
         """The next frames, control first, of about `BATCH_BYTES`."""
-        batch: list[Bytes] = list(self._control)
-        self._control.clear()
-        size = sum(map(len, batch))
-        before = self._worked
-        kept = self._kept
-        if kept is not None and kept.full:
-            return self._count(batch, size)
-        control = size  # however much it is, data goes on too
-        while self._data and size - control + self._worked - before < BATCH_BYTES:
-            first = self._data[0]
-            if isinstance(first, bytes):
-                batch.append(first)
-                size += len(first)
-                self._data.popleft()
-                continue
-            frame = first.next_frame()
-            if frame is None:
-                self._data.popleft()
-                continue
-            if not frame:  # it waits for a word of the peer; its turn comes when that is read
-                break
-            batch += frame
-            size += sum(map(len, frame))
+        kept, before = self._kept, self._worked
+        full = kept is not None and kept.full
+        batch, size = self._backlog.take(lambda: self._worked - before, only_control=full)
         return self._count(batch, size)
 
     def _count(self, batch: list[Bytes], size: int) -> list[Bytes]:

@@ -9,7 +9,6 @@ Who closes an end that another process uses:
 
 from __future__ import annotations
 
-import logging
 from itertools import count
 from typing import Any
 
@@ -32,7 +31,6 @@ from rlinf_async.channels.wire.opened import LatestEnd, LentEnd, OpenEnd, Peer, 
 from rlinf_async.channels.wire.protocol import EndKind, EndRef
 from rlinf_async.channels.wire.router import Request
 
-log = logging.getLogger(__name__)
 Local = Sender[Any] | Receiver[Any] | LatestSender[Any] | LatestReceiver[Any]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import numpy as np
 import pytest
@@ -172,3 +173,20 @@ async def test_a_call_makes_one_task_where_its_method_runs_and_none_elsewhere(
         assert await running == "hello you!"
         here = cluster.pid(teller.name) is None
         assert [task.get_name() for task in made] == ["Teller[0].greet"] * here
+
+
+async def test_calls_that_are_over_leave_nothing_to_the_garbage_collector(
+    new_cluster: NewCluster,
+) -> None:
+    async with new_cluster() as cluster:
+        teller = (await cluster.launch(Teller))[0]
+        for _ in range(3):
+            await teller.call(Teller.greet, "you")
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(100):
+                await teller.call(Teller.greet, "you")
+            assert gc.collect() < 100
+        finally:
+            gc.enable()

@@ -25,7 +25,7 @@ from rlinf_async.channels import (
     Receiver,
     Sender,
 )
-from rlinf_async.channels.wire import window, windows
+from rlinf_async.channels.wire import ChannelServer, window, windows
 from rlinf_async.testing import nothing_left_waiting, wait_all_blocked
 from tests.channels.wire.harness import Wired, remote_pair, until, wired
 
@@ -427,3 +427,52 @@ async def test_a_get_whose_answer_cannot_be_read_is_told_and_does_not_hang(
         with pytest.raises(MalformedFrame, match="announced"):
             await receiver.get()
         assert connection.closed
+
+
+async def test_a_get_says_what_was_taken_before_without_a_message_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notices: list[Any] = []
+    took = ChannelServer._took
+
+    def counted(self: ChannelServer, request: Any) -> None:
+        notices.append(request.meta)
+        took(self, request)
+
+    monkeypatch.setattr(ChannelServer, "_took", counted)
+    channel = Channel(int, name="numbers")
+    async with remote_pair(channel) as (_, receiver):
+
+        async def consume() -> list[int]:
+            return [await receiver.get() for _ in range(10)]
+
+        consuming = asyncio.create_task(consume())
+        for number in range(10):
+            await until(lambda: channel.queue.lane.getters)
+            channel.sender.put_nowait(number)
+        assert await consuming == [*range(10)]
+        assert notices == []
+        await settled()
+        assert len(notices) == 1  # of the last one, which nothing is asked after
+
+
+async def test_a_get_that_is_withdrawn_says_later_what_it_had_to_say() -> None:
+    channel = Channel(int, name="numbers")
+    async with wired() as owner:
+        connection = await owner.join()
+        receiver = owner.receiver(channel, connection)
+        channel.sender.put_nowait(1)
+        assert await receiver.get() == 1
+        connection.outbox.pause()
+        getting: Any = receiver.get()
+        getting.send(None)  # it asks, in the same turn
+        assert connection.outbox.waiting == 1
+        getting.close()
+        assert connection.outbox.waiting == 0
+        connection.outbox.resume()
+        await settled()
+        [there] = owner.server.connections
+        untaken: Any = there
+        assert untaken._answering._untaken == {}  # the owner knows that the first was taken
+        channel.sender.put_nowait(2)
+        assert await receiver.get() == 2
