@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 LONGEST_NAP = 0.05
 """seconds between two looks for rank 0's word"""
 DEFAULT_TIMEOUT = 120.0
-DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
+DEFAULT_BUCKET_BYTES = 16 * 1024 * 1024
 
 
 class AppliedStrategy(msgspec.Struct, frozen=True, kw_only=True):

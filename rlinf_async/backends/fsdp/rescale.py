@@ -20,6 +20,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
@@ -118,6 +119,7 @@ class Rescale:
             self.decide()
         except BaseException as error:
             if self._give_up(error):
+                self._hang_up(error)
                 self._roll_back()
                 if isinstance(error, RescaleError | PeerLost) or not isinstance(error, Exception):
                     raise
@@ -238,14 +240,28 @@ class Rescale:
         try:
             word = Word(content=stage() or b"")
         except (PeerLost, NotAgreed) as error:
+            self._hang_up(error)
             self._ballot.agree(name, Word("elsewhere", str(error)))
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
+            self._hang_up(error)
             self._ballot.say(name, Word("failed", reason))
             what = f"stage {name!r} failed on this rank ({self._manager.rank}): {reason}"
             raise RescaleError(what) from error
         return self._ballot.agree(name, word)
+
+    def _hang_up(self, error: BaseException) -> None:
+        """Close this rank's connections of the transfer, so that nobody waits for it there.
+
+        They are open as long as a frame of the error has the group.
+        """
+        failed: BaseException | None = error
+        while failed is not None:
+            traceback.clear_frames(failed.__traceback__)
+            failed = failed.__cause__ or failed.__context__
+        if self._ballot.decisions:
+            self._manager.groups.forget_transfer()
 
     def _give_up(self, error: BaseException) -> bool:
         """Return whether this attempt is over; False where the others have committed."""
@@ -269,8 +285,6 @@ class Rescale:
         self._rooms, self._standing = [], None
         if manager.active and not manager.param_offloaded and not manager.has_gradients():
             manager.zero_grad()
-        if self._ballot.decisions:
-            manager.groups.forget_transfer()
 
     def _commit(self) -> None:
         standing, progress, manager = self._standing, self._agreed, self._manager

@@ -63,11 +63,16 @@ def language_step(trainer: PolicyTrainer, step: int) -> Numbers:
     return [found["loss"], found["grad_norm"], found["lr"]]
 
 
-def embodied_config(world_size: int) -> EmbodiedTrainerConfig:
-    """Whole-batch updates: the shuffle, which is each rank's own, then changes nothing."""
+def embodied_config(world_size: int, warmup: int = 0) -> EmbodiedTrainerConfig:
+    """Whole-batch updates: the shuffle, which is each rank's own, then changes nothing.
+
+    ``warmup``: optimizer steps of the critic alone; only its parameters have moments then.
+    """
     policy = PolicyConfig(observation_size=OBSERVATION, action_size=ACTION, hidden_sizes=(7,))
     return EmbodiedTrainerConfig(
-        fsdp=FSDPConfig(policy=policy, optimizer=OptimizerConfig(lr=1e-3)),
+        fsdp=FSDPConfig(
+            policy=policy, optimizer=OptimizerConfig(lr=1e-3), critic_warmup_steps=warmup
+        ),
         ppo=PPOConfig(
             epochs=EPOCHS,
             minibatch_size=STEPS * ENVS * TRAJECTORIES // world_size,
@@ -76,8 +81,8 @@ def embodied_config(world_size: int) -> EmbodiedTrainerConfig:
     )
 
 
-def embodied_trainer(world_size: int, rank: int) -> EmbodiedTrainer:
-    return EmbodiedTrainer(embodied_config(world_size), world_size, rank)
+def embodied_trainer(world_size: int, rank: int, warmup: int = 0) -> EmbodiedTrainer:
+    return EmbodiedTrainer(embodied_config(world_size, warmup), world_size, rank)
 
 
 def embodied_step(trainer: EmbodiedTrainer, iteration: int) -> Numbers:

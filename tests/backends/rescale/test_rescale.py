@@ -32,6 +32,10 @@ from tests.backends.rescale.kit import (
 pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
 
 
+WARMUP = 2 * EACH
+"""optimizer steps of the critic alone: the first two sizes of the ring"""
+
+
 def round_the_ring(trainer: PolicyTrainer | EmbodiedTrainer, rank: int) -> list[dict[str, Any]]:
     """Train on each number of ranks for 4 optimizer steps; one row a size."""
     rows, at = [], 0
@@ -70,9 +74,11 @@ def held_bytes(manager: ShardedModelManager) -> int:
 
 def everything(rank: int, world_size: int, folder: Path) -> None:
     language, embodied = language_trainer(world_size, rank), embodied_trainer(world_size, rank)
+    warming = embodied_trainer(world_size, rank, WARMUP)
     result: dict[str, Any] = {
         "language": round_the_ring(language, rank),
         "embodied": round_the_ring(embodied, rank),
+        "warming": round_the_ring(warming, rank),
         "weights": unpack(language.publish()) if rank == 0 else {},
         "refused": refused(language, rank),
     }
@@ -132,14 +138,15 @@ def test_losses_of_a_language_model_on_1_2_4_3_1_ranks_are_those_of_one(
         torch.testing.assert_close(ranks[0]["weights"][name], tensor, atol=2e-5, rtol=0.0)
 
 
+@pytest.mark.parametrize(("kind", "warmup"), [("embodied", 0), ("warming", WARMUP)])
 def test_losses_of_an_embodied_policy_on_1_2_4_3_1_ranks_are_those_of_one(
-    ranks: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+    ranks: list[dict[str, Any]], kind: str, warmup: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alone = embodied_trainer(1, 0)
+    alone = embodied_trainer(1, 0, warmup)
     expected = torch.tensor([embodied_step(alone, at) for at in range(len(RING) * EACH // EPOCHS)])
     found = torch.tensor(
         [
-            mean_over_ranks([ranks[rank]["embodied"][at]["numbers"][step] for rank in range(size)])
+            mean_over_ranks([ranks[rank][kind][at]["numbers"][step] for rank in range(size)])
             for at, size in enumerate(RING)
             for step in range(EACH // EPOCHS)
         ]
@@ -147,7 +154,7 @@ def test_losses_of_an_embodied_policy_on_1_2_4_3_1_ranks_are_those_of_one(
     difference = (found - expected).abs()
     with capsys.disabled():
         worst = difference.max(0).values.tolist()
-        print(f"\nembodied: policy loss, value loss, grad norm differ by at most {worst}", end="")
+        print(f"\n{kind}: policy loss, value loss, grad norm differ by at most {worst}", end="")
     assert difference[:, :2].max() < 1e-6
     assert difference[:, 2].max() < 1e-5
 
@@ -195,7 +202,6 @@ def test_wrong_calls_are_refused_by_all_ranks_and_change_nothing(
         ("offloaded", 0, "OffloadedError: rescale() while model or optimizer is offloaded"),
     ):
         for rank, one in enumerate(said):
-            who = "on this rank" if rank == culprit else f"rank {culprit} failed"
-            assert who in one[name]
+            assert ("on this rank" if rank == culprit else f"rank {culprit}") in one[name]
             assert text in one[name]
     assert all("strategy 'fsdp1' cannot change its number of ranks" in one["fsdp1"] for one in said)

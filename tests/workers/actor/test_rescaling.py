@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import rlinf_async as ra
+from rlinf_async.backends.language import LanguageTrainer
 from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.parallel import FSDP1, Strategy
 from rlinf_async.workers.actor import (
@@ -42,6 +43,24 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 Row = list[float]
 
 
+class BrokenOnce(FSDPActor):
+    """Its first move to 3 ranks fails on rank 1."""
+
+    def make_trainer(self) -> LanguageTrainer:
+        from rlinf_async.backends.fsdp.rescale import Rescale
+
+        whole = Rescale.move
+
+        def move(attempt: Rescale) -> None:
+            if attempt._new == 3 and self.rank == 1:
+                setattr(Rescale, "move", whole)  # noqa: B010
+                raise OSError("as the test wants it")
+            whole(attempt)
+
+        setattr(Rescale, "move", move)  # noqa: B010
+        return super().make_trainer()
+
+
 async def language_alone() -> list[Row]:
     async with ra.Cluster.local() as cluster:
         channels = LanguageChannels(cluster)
@@ -66,7 +85,7 @@ async def language_on_the_ring() -> list[Row]:
     async with ra.Cluster.process() as cluster:
         channels = LanguageChannels(cluster)
         actors = await cluster.launch(
-            FSDPActor,
+            BrokenOnce,
             language_config(),
             BATCHES,
             count=4,
@@ -79,6 +98,10 @@ async def language_on_the_ring() -> list[Row]:
         rows: list[Row] = []
         kept = channels.groups.receiver.clone()
         for size in RING:
+            if size == 3:
+                with pytest.raises(ra.WorkerError, match="OSError: as the test wants it"):
+                    await actors.call(FSDPActor.apply_parallel_strategy, Strategy(dp=size))
+                assert [one.dp for one in await actors.call(FSDPActor.strategy)] == [4] * 4
             applied = await actors.call(FSDPActor.apply_parallel_strategy, Strategy(dp=size))
             assert [one.active for one in applied] == [rank < size for rank in range(4)]
             assert {one.strategy.dp for one in applied} == {size}
