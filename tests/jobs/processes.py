@@ -106,9 +106,9 @@ class Driver:
         """Ctrl-C: SIGINT to everybody in the group."""
         os.killpg(self._process.pid, signal.SIGINT)
 
-    def wait(self) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         """Its exit code, once nobody of its group is left."""
-        code = self._process.wait(PATIENCE)
+        code = self._process.wait(seconds)
         until(self._all_gone, "every process of the run is gone", 20.0)
         return code
 
