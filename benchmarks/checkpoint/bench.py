@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlinf_async.bench import Bar, Bench, Case
 
-CASE = "56 M parameters and Adam"
+CASE = "57 M parameters and Adam"
 
 BENCH = Bench(
     name="checkpoint",
