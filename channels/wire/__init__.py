@@ -29,6 +29,7 @@ from rlinf_async.channels.wire.remote_sender import RemoteSender
 from rlinf_async.channels.wire.router import Request, Router
 from rlinf_async.channels.wire.secret import load_secret
 from rlinf_async.channels.wire.server import ChannelServer
+from rlinf_async.channels.wire.shared_arrays import shared_bytes
 from rlinf_async.channels.wire.traffic import Traffic, traffic_of
 
 __all__ = [
@@ -54,5 +55,6 @@ __all__ = [
     "load_secret",
     "serve",
     "share_tensor",
+    "shared_bytes",
     "traffic_of",
 ]

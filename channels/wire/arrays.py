@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import msgspec
 
 from rlinf_async.channels.wire.devices import to_host
+from rlinf_async.channels.wire.slab import is_private, view_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,7 +79,17 @@ def array_elements(array: np.ndarray[Any, Any]) -> tuple[Any, memoryview]:
         raise CannotTravel(f"an array of dtype {dtype}, whose elements take no bytes")
     flat = np.ascontiguousarray(array).reshape(-1)
     elements = flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8)
-    return np.lib.format.dtype_to_descr(dtype), elements.data
+    return np.lib.format.dtype_to_descr(dtype), _in_place(elements) or elements.data
+
+
+def _in_place(elements: np.ndarray[Any, Any]) -> memoryview | None:
+    """The buffer of shared memory that this process made and these are, whole, if they are one."""
+    below: object = elements
+    while type(below) is type(elements) and below.base is not None:
+        below = below.base
+    if not isinstance(below, memoryview) or below.nbytes != elements.nbytes:
+        return None
+    return below if view_of(below) is not None and not is_private(below) else None
 
 
 def tensor_elements(tensor: torch.Tensor) -> tuple[str, memoryview]:

@@ -78,7 +78,17 @@ class Pool:
 
         It is free again when the views are gone, here and wherever they were lent to.
         """
-        offsets, size = _lay_out(buffers)
+        views = self.take([len(buffer) for buffer in buffers])
+        for view, buffer in zip(views or (), buffers, strict=views is not None):
+            view[:] = buffer
+        return views
+
+    def take(self, sizes: Sequence[int]) -> list[memoryview] | None:
+        """Buffers of these sizes in shared memory, one part of it; None where there is no room.
+
+        It is free again when the views are gone, here and wherever they were lent to.
+        """
+        offsets, size = _lay_out(sizes)
         with self._lock:
             found = self._find(-(-size // PAGE) * PAGE)
         if found is None:
@@ -86,13 +96,7 @@ class Pool:
             return None
         lender, start, taken = found
         loan = Loan(lender.slab, partial(self._give_back, lender, start, taken))
-        views = [
-            loan.view(start + offset, len(buffer))
-            for offset, buffer in zip(offsets, buffers, strict=True)
-        ]
-        for view, buffer in zip(views, buffers, strict=True):
-            view[:] = buffer
-        return views
+        return [loan.view(start + offset, one) for offset, one in zip(offsets, sizes, strict=True)]
 
     # ---- inside
 
@@ -142,12 +146,12 @@ class Pool:
                 self._lenders.remove(lender)
 
 
-def _lay_out(buffers: Sequence[Bytes]) -> tuple[list[int], int]:
+def _lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Where each buffer goes, and how much they take together."""
     offsets, stop = [], 0
-    for buffer in buffers:
+    for size in sizes:
         offsets.append(stop)
-        stop += -(-len(buffer) // ALIGN) * ALIGN
+        stop += -(-size // ALIGN) * ALIGN
     return offsets, stop
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens, TrainingSample
-from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.messages.weights import Allocate, WeightUpdate
 
 
 class EngineDied(RuntimeError):
@@ -171,10 +171,12 @@ class LanguageTrainer(Protocol):
         """Values ``[R]`` before each response token, of a critic. Collective."""
         ...
 
-    def publish(self) -> WeightUpdate:
+    def publish(self, allocate: Allocate | None = None) -> WeightUpdate:
         """Return the weights of the present version, Hugging Face names. Collective.
 
-        Tied weights come once. Ranks other than 0 return an update without buckets.
+        Tied weights come once. Ranks other than 0 return an update without buckets. ``allocate``
+        gives the memory they travel from; a bucket in which nothing changed since the last time is
+        that of the last time.
         """
         ...
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 DEFAULT_BUCKET_BYTES = 32 * 1024 * 1024
 """of a bucket, unless a tensor is larger"""
+
+Allocate: TypeAlias = "Callable[[int], NDArray[np.uint8] | None]"
+"""Gives so many bytes, with any content, from which a bucket travels well; None: it has none."""
 
 
 class TensorSlot(msgspec.Struct, frozen=True):
@@ -28,7 +34,7 @@ class WeightBucket(msgspec.Struct, frozen=True):
     data: NDArray[np.uint8]
     """``[bytes]``"""
     checksum: int
-    """crc32 of ``data``"""
+    """xxh3 (64 bits) of ``data``"""
 
 
 class WeightUpdate(msgspec.Struct, frozen=True):
@@ -38,4 +44,4 @@ class WeightUpdate(msgspec.Struct, frozen=True):
     version: int
     buckets: tuple[WeightBucket, ...]
     checksum: int
-    """crc32 over the version, the slots and the buckets' checksums"""
+    """xxh3 (64 bits) over the version, the slots and the buckets' checksums"""

@@ -1,7 +1,12 @@
 """Weights as buckets of bytes, under one version, checked before they are used."""
 
 from rlinf_async.messages.weights import DEFAULT_BUCKET_BYTES
-from rlinf_async.weights.errors import WeightsDamaged, WeightsError, WeightsMismatch
+from rlinf_async.weights.errors import (
+    WeightsDamaged,
+    WeightsError,
+    WeightsMismatch,
+    WeightsOutdated,
+)
 from rlinf_async.weights.pack import pack
 from rlinf_async.weights.unpack import check_fit, load, unpack, verify
 
@@ -10,6 +15,7 @@ __all__ = [
     "WeightsDamaged",
     "WeightsError",
     "WeightsMismatch",
+    "WeightsOutdated",
     "check_fit",
     "load",
     "pack",

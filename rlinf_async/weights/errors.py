@@ -4,7 +4,8 @@
 
     WeightsError
     ├── WeightsDamaged      the bytes are not those that were sent
-    └── WeightsMismatch     the bytes are right, but this model has other tensors
+    ├── WeightsMismatch     the bytes are right, but this model has other tensors
+    └── WeightsOutdated     the engine serves a newer version already
 """
 
 from __future__ import annotations
@@ -24,10 +25,21 @@ class WeightsMismatch(WeightsError):
     """The names, shapes or dtypes differ from the model's. Nothing was loaded."""
 
 
+class WeightsOutdated(WeightsError):
+    """The version is older than the one that is served. Nothing was loaded."""
+
+    def __init__(self, version: int, served: int) -> None:
+        super().__init__(
+            f"weights version {version} came while version {served} is served; nothing was loaded. "
+            "Is there more than one publisher, or an actor that went back to an older checkpoint? "
+            "Then start the rollout workers anew"
+        )
+
+
 def checksum_error(version: int, where: str, tensors: Iterable[str], want: int, got: int) -> str:
     """Return the text for a checksum that differs."""
     named = ", ".join(tensors) or "no tensors"
     return (
-        f"weights version {version}, {where} ({named}): checksum {want:#010x} was sent, "
-        f"{got:#010x} arrived; nothing was loaded, ask for this version again"
+        f"weights version {version}, {where} ({named}): checksum {want:#018x} was sent, "
+        f"{got:#018x} arrived; nothing was loaded, ask for this version again"
     )

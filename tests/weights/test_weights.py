@@ -18,7 +18,7 @@ from rlinf_async.weights import (
     unpack,
     verify,
 )
-from rlinf_async.weights.pack import update_checksum
+from rlinf_async.weights.checksum import update_checksum
 
 DTYPES = [
     torch.float32,
@@ -88,7 +88,7 @@ def test_the_error_names_the_bucket_its_tensors_and_both_checksums() -> None:
     update.buckets[1].data[0] ^= 1
     with pytest.raises(
         WeightsDamaged,
-        match=r"version 3, bucket 1 of 2 \(b\.weight\): checksum 0x\w{8} was sent, 0x\w{8} arrived",
+        match=r"version 3, bucket 1 of 2 \(b\.weight\): checksum 0x\w{16} was sent, 0x\w{16} ",
     ):
         verify(update)
 
@@ -130,6 +130,32 @@ def test_read_only_and_misaligned_buckets_are_unpacked_too() -> None:
 def test_a_non_contiguous_tensor_keeps_its_order() -> None:
     weight = torch.arange(6.0).view(2, 3).t()
     assert torch.equal(unpack(pack({"weight": weight}, 0))["weight"], weight)
+
+
+def test_a_bucket_that_is_as_it_was_is_taken_over() -> None:
+    state = {"frozen": torch.arange(1000.0), "odd": torch.ones(3), "trained": torch.ones(1000)}
+    first = pack(state, 1, bucket_bytes=4100)
+    state["trained"][500] = 2.0  # beyond what a glance sees
+    second = pack(state, 2, bucket_bytes=4100, previous=first)
+    assert second.buckets[0] is first.buckets[0]
+    assert second.buckets[-1] is not first.buckets[-1]
+    verify(second)
+    assert same(unpack(second)["trained"], state["trained"])
+    assert unpack(first)["trained"][500] == 1.0
+
+
+@given(state=state_dicts, bucket_bytes=st.integers(1, 400))
+def test_memory_that_was_used_before_gives_the_same_bytes(
+    state: dict[str, Tensor], bucket_bytes: int
+) -> None:
+    used = pack(state, 3, bucket_bytes, allocate=lambda size: np.full(size, 0xA5, np.uint8))
+    assert used.checksum == pack(state, 3, bucket_bytes).checksum
+    verify(used)
+
+
+def test_memory_that_cannot_be_had_is_replaced_by_ordinary_memory() -> None:
+    update = pack({"a": torch.ones(4)}, 3, allocate=lambda size: None)
+    assert unpack(update)["a"].tolist() == [1.0] * 4
 
 
 def test_a_sharded_or_sparse_tensor_is_refused_by_name() -> None:

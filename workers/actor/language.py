@@ -22,6 +22,7 @@ import numpy as np
 
 from rlinf_async.backends.base import Rescalable
 from rlinf_async.channels import LatestSender, Receiver, Sender
+from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGroup, Tokens
 from rlinf_async.messages.weights import WeightUpdate
@@ -192,7 +193,7 @@ class FSDPActor(Rescaling, LanguageTrainingWorker):
     async def sync_model_to_rollout(self, weights: LatestSender[WeightUpdate]) -> int:
         """Publish the present version, from rank 0; returns it. Every rank takes part."""
         with self.span("publish", version=self._trainer.version):
-            update = await self.compute(self._trainer.publish)
+            update = await self.compute(self._trainer.publish, shared_bytes)
             if self.rank == 0:
                 await weights.publish(update)
         return update.version
@@ -210,7 +211,7 @@ class FSDPActor(Rescaling, LanguageTrainingWorker):
         Optimizer and gradients go first, so that the weights' copy finds room; the weights last.
         """
         await self.compute(self._trainer.offload, keep_weights=True)
-        update = await self.compute(self._trainer.publish)
+        update = await self.compute(self._trainer.publish, shared_bytes)
         await self.offload()
         return update
 

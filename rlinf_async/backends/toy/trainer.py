@@ -6,20 +6,20 @@ It has no model. Its weights are bytes that tell their version, so every check o
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import xxhash
 
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.backends.toy.config import ToyTrainerConfig
 from rlinf_async.backends.toy.responses import token_log_probs
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
-from rlinf_async.messages.weights import TensorSlot, WeightBucket, WeightUpdate
+from rlinf_async.messages.weights import Allocate, TensorSlot, WeightBucket, WeightUpdate
 
 
 class ToyTrainer:
@@ -88,13 +88,13 @@ class ToyTrainer:
         """Zeros."""
         return [np.zeros(len(one.response_ids), np.float32) for one in samples]
 
-    def publish(self) -> WeightUpdate:
+    def publish(self, allocate: Allocate | None = None) -> WeightUpdate:
         """Return one bucket of ``weight_bytes`` bytes."""
         data = np.full(self.config.weight_bytes, self._version % 256, np.uint8)
         slot = TensorSlot("weights", "uint8", (len(data),), 0)
-        bucket = WeightBucket((slot,), data, zlib.crc32(data.data))
+        bucket = WeightBucket((slot,), data, xxhash.xxh3_64_intdigest(data.data))
         headers = msgspec.msgpack.encode((self._version, [(bucket.slots, bucket.checksum)]))
-        return WeightUpdate(self._version, (bucket,), zlib.crc32(headers))
+        return WeightUpdate(self._version, (bucket,), xxhash.xxh3_64_intdigest(headers))
 
     def load(self, update: WeightUpdate) -> None:
         """Take the version of these weights."""

@@ -5,7 +5,7 @@
     this process                              vLLM's engine process
     generate() ---tokens, sampling---------->  continuous batching, paged cache
                <--tokens, log-probs, versions
-    load()     ---shared memory (memfd)----->  pause, load, pack heads, clear caches, resume
+    load()     ---shared memory (memfd)----->  pause, load, clear caches, resume
 
                   waits for                       unblocked by
     generate      its response                    the engine; abort; the engine's death
@@ -29,11 +29,11 @@ from rlinf_async.backends.transformers.model import ModelShapes
 from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.backends.vllm.library import dead_error, make_sampling, start_llm
 from rlinf_async.backends.vllm.outputs import collected, joined
-from rlinf_async.backends.vllm.shared import Sharing
+from rlinf_async.backends.vllm.shared import Known, Sharing
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.weights import verify
+from rlinf_async.weights import WeightsOutdated, verify
 
 R = TypeVar("R")
 
@@ -58,6 +58,7 @@ class VllmEngine:
         self._shapes: ModelShapes | None = None
         self._llm: Any = None
         self._version = -1
+        self._known: Known = {}
         self._running: dict[str, Request] = {}
         self._asked = 0
         self._changing = asyncio.Lock()
@@ -152,11 +153,13 @@ class VllmEngine:
         assert self._shapes is not None
         self._shapes.check_fit(update)
         async with self._changing:
-            sharing = await asyncio.to_thread(_share, update)
+            if update.version < self._version:
+                raise WeightsOutdated(update.version, self._version)
+            sharing = await asyncio.to_thread(_share, update, self._known)
             with sharing:
-                await self._living(self._llm.pause_generation(mode="keep", clear_cache=True))
-                await self._load_paused(sharing)
-        return sharing.update.checksum
+                await self._take(sharing)
+            self._known = {bucket.slots: bucket.checksum for bucket in update.buckets}
+        return update.checksum
 
     async def log_probs(self, sequences: Sequence[tuple[Tokens, Tokens]]) -> list[Floats]:
         """Return log-probs ``[R]`` at temperature 1 of each ``(prompt [P], response [R])``."""
@@ -170,6 +173,7 @@ class VllmEngine:
         """
         if self._config.sleep:
             async with self._changing:
+                self._known = {}
                 await self._living(self._llm.sleep(level=2))
                 await self._set_version(-1)
 
@@ -197,18 +201,26 @@ class VllmEngine:
             llm.engine_core.resources.ctx.destroy(linger=0)
             llm.shutdown = _nothing  # its destructor calls it again, when modules may be gone
 
-    async def _load_paused(self, sharing: Sharing) -> None:
-        """Load while the engine stands still. A failure in between is the engine's end."""
-        llm, update = self._llm, sharing.update
+    async def _take(self, sharing: Sharing) -> None:
+        """Load while the engine stands still, or only count the version where nothing changed.
+
+        A failure in between is the engine's end: it never serves a model that is half loaded.
+        """
+        core, update = self._llm.engine_core, sharing.update
+        if len(sharing.unchanged) == len(update.buckets):
+            await self._set_version(update.version)
+            return
         try:
-            loading = llm.collective_rpc("rlinf_async_load", args=(sharing.path,))
+            # AsyncLLM.pause_generation() would sleep on for 20 ms; its outputs say their version.
+            await self._living(core.pause_scheduler_async(mode="keep", clear_cache=True))
+            loading = core.collective_rpc_async("rlinf_async_load", args=(sharing.header,))
             found = await self._living(loading)
             # Blocks of prompts that were computed under the old weights would be used again.
-            cleared = await self._living(llm.reset_prefix_cache())
+            cleared = await self._living(self._llm.reset_prefix_cache())
             if set(found) != {update.checksum} or not cleared:
                 raise RuntimeError(f"checksums {found}, prefix cache cleared: {cleared}")
             await self._set_version(update.version)
-            await self._living(llm.resume_generation())
+            await self._living(core.resume_scheduler_async())
         except EngineDied:
             raise
         except Exception as error:
@@ -276,11 +288,11 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _share(update: WeightUpdate) -> Sharing:
-    """Put the update into shared memory, and check what lies there."""
-    sharing = Sharing(update)
+def _share(update: WeightUpdate, known: Known) -> Sharing:
+    """Have the update in shared memory, and check what lies there but what was loaded already."""
+    sharing = Sharing(update, known)
     try:
-        verify(sharing.update)
+        verify(sharing.update, but=sharing.unchanged)
     except BaseException:
         sharing.__exit__(None, None, None)
         raise

@@ -6,35 +6,47 @@ vLLM makes its workers inherit from `WeightsExtension`, and calls its methods by
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import Any
 
-from rlinf_async.backends.vllm.shared import open_shared
+from rlinf_async.backends.vllm.loading import Unknown, load
+from rlinf_async.backends.vllm.shared import Memory
 from rlinf_async.weights import unpack
+
+logger = logging.getLogger(__name__)
 
 
 class WeightsExtension:
     """A part of vLLM's ``Worker``."""
 
     model_runner: Any
+    _rlinf_async_memory: Memory
 
-    def rlinf_async_load(self, path: str) -> int:
-        """Load the update that another process shares under ``path``; its checksum.
+    def rlinf_async_load(self, header: bytes) -> int:
+        """Load the update that another process shares; its checksum.
 
-        The names are Hugging Face's: vLLM's own loader fuses and shards them as it does with a
-        checkpoint.
+        The names are Hugging Face's. What `loading` does not know goes through vLLM's own loader,
+        which fuses and shards it as it does with a checkpoint.
         """
-        update = open_shared(path)
-        worker: Any = self
-        worker.reload_weights(weights_iterator=iter(unpack(update).items()))
+        if not hasattr(self, "_rlinf_async_memory"):
+            self._rlinf_async_memory = Memory()
+        update, unchanged = self._rlinf_async_memory.open(header)
+        tensors, runner = unpack(update), self.model_runner
+        try:
+            load(runner.get_model(), runner.model_config.hf_text_config, tensors, unchanged)
+        except Unknown as why:
+            logger.info("the weights go through vLLM's own loader: %s", why)
+            worker: Any = self
+            worker.reload_weights(weights_iterator=iter(tensors.items()))
         self._pack_heads_again()
         return update.checksum
 
     def _pack_heads_again(self) -> None:
         """Rebuild what an output layer holds beside its weight.
 
-        On a CPU the weight is packed anew for its matrix product when it is loaded. vLLM's
-        reloading misses an output layer that is tied to the embedding, since no weight is loaded
-        under its name: it would go on with the old product, silently.
+        On a CPU the weight is packed for its matrix product. An output layer that is tied to the
+        embedding would go on with what was packed before, silently: no weight comes under its name,
+        so vLLM's reloading misses it too.
         """
         if not importlib.import_module("vllm.platforms").current_platform.is_cpu():
             return

@@ -1,11 +1,8 @@
-"""A `WeightUpdate` in memory that the engine's processes map: one copy, no socket, no file left.
+"""A `WeightUpdate` as the engine's processes see it: memory that they map, no socket, no file left.
 
-::
-
-    8 bytes: length of the header | header: `SharedUpdate`, msgpack | buckets, aligned
-
-The memory is anonymous (``memfd``), and reached by other processes of this user as
-``/proc/<pid>/fd/<number>``. It is gone when the last of them has let go, however each one ended.
+What came through shared memory stays where it is, and the engine is told the place. The rest is
+copied into memory without a name (``memfd``), which other processes of this user reach as
+``/proc/<pid>/fd/<number>``; it is gone when the last of them has let go, however each one ended.
 """
 
 from __future__ import annotations
@@ -13,24 +10,32 @@ from __future__ import annotations
 import mmap
 import os
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rlinf_async.messages.weights import TensorSlot, WeightBucket, WeightUpdate
+from rlinf_async.weights.behind import Place, places_of
 
 ALIGNMENT: Final = 64
 """bytes; of each bucket"""
+
+Known: TypeAlias = dict[tuple[TensorSlot, ...], int]
+"""checksums, by their slots, of the buckets that an engine has loaded"""
 
 
 class SharedBucket(msgspec.Struct, frozen=True):
     """Where one bucket lies."""
 
     slots: tuple[TensorSlot, ...]
+    path: str
     start: int
     size: int
     checksum: int
+    unchanged: bool
+    """the engine has loaded these bytes already"""
 
 
 class SharedUpdate(msgspec.Struct, frozen=True):
@@ -44,29 +49,68 @@ class SharedUpdate(msgspec.Struct, frozen=True):
 class Sharing:
     """Holds an update in shared memory while the block runs.
 
-    ``update`` is the same update, as views of that memory.
+    ``header`` tells where it is; ``update`` is the same update, as views of that memory.
+
+    Args:
+        update: as it came.
+        known: what the engine has loaded.
     """
 
-    def __init__(self, update: WeightUpdate) -> None:
-        places: list[SharedBucket] = []
-        end = 0
-        for bucket in update.buckets:
-            places.append(SharedBucket(bucket.slots, end, len(bucket.data), bucket.checksum))
-            end = _aligned(end + len(bucket.data))
-        header = msgspec.msgpack.encode(
-            SharedUpdate(update.version, tuple(places), update.checksum)
+    def __init__(
+        self,
+        update: WeightUpdate,
+        known: Known | None = None,
+    ) -> None:
+        self._file: int | None = None
+        known = known or {}
+        self.unchanged = frozenset(
+            index
+            for index, bucket in enumerate(update.buckets)
+            if known.get(bucket.slots) == bucket.checksum
         )
-        first = _aligned(8 + len(header))
+        """buckets that the engine has loaded already"""
+        places = places_of([bucket.data for bucket in update.buckets])
+        buckets = list(update.buckets)
+        apart = [
+            index
+            for index, place in enumerate(places)
+            if place is None and len(buckets[index].data)
+        ]
+        for index, place, data in self._copy(apart, buckets):
+            places[index] = place
+            buckets[index] = msgspec.structs.replace(buckets[index], data=data)
+        self.update = msgspec.structs.replace(update, buckets=tuple(buckets))
+        where = [
+            SharedBucket(
+                bucket.slots, *(place or ("", 0)), len(bucket.data), bucket.checksum,
+                index in self.unchanged,
+            )
+            for index, (bucket, place) in enumerate(zip(buckets, places, strict=True))
+        ]  # fmt: skip
+        self.header = msgspec.msgpack.encode(
+            SharedUpdate(update.version, tuple(where), update.checksum)
+        )
+
+    def _copy(
+        self, apart: list[int], buckets: list[WeightBucket]
+    ) -> list[tuple[int, Place, NDArray[np.uint8]]]:
+        """Copy these buckets into shared memory."""
+        if not apart:
+            return []
+        starts, end = [], 0
+        for index in apart:
+            starts.append(end)
+            end = _aligned(end + len(buckets[index].data))
         self._file = os.memfd_create("rlinf_async weights")
-        os.ftruncate(self._file, first + end)
-        memory = mmap.mmap(self._file, first + end, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        memory[:8] = len(header).to_bytes(8, "little")
-        memory[8 : 8 + len(header)] = header
-        whole = np.frombuffer(memory, np.uint8)
-        for bucket, place in zip(update.buckets, places, strict=True):
-            whole[first + place.start : first + place.start + place.size] = bucket.data
-        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self.update = _update(memory)
+        os.ftruncate(self._file, end)
+        memory = mmap.mmap(self._file, end, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        whole, path = np.frombuffer(memory, np.uint8), f"/proc/{os.getpid()}/fd/{self._file}"
+        made = []
+        for index, start in zip(apart, starts, strict=True):
+            data = whole[start : start + len(buckets[index].data)]
+            data[:] = buckets[index].data
+            made.append((index, Place(path, start), data))
+        return made
 
     def __enter__(self) -> Self:
         return self
@@ -77,33 +121,50 @@ class Sharing:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        os.close(self._file)  # the mapping goes with its last view
+        if self._file is not None:
+            os.close(self._file)  # the mapping goes with its last view
 
 
-def open_shared(path: str) -> WeightUpdate:
-    """Map what another process shares; the arrays are views, private to whoever writes to them."""
-    file = os.open(path, os.O_RDWR)
-    try:
-        memory = mmap.mmap(file, os.fstat(file).st_size, access=mmap.ACCESS_COPY)
-    finally:
-        os.close(file)
-    return _update(memory)
+class Memory:
+    """Other processes' memory, kept mapped while updates lie in it."""
 
+    def __init__(self) -> None:
+        self._mapped: dict[tuple[str, int], mmap.mmap] = {}
 
-def _update(memory: mmap.mmap) -> WeightUpdate:
-    length = int.from_bytes(memory[:8], "little")
-    header = msgspec.msgpack.decode(memory[8 : 8 + length], type=SharedUpdate)
-    whole = np.frombuffer(memory, np.uint8)
-    first = _aligned(8 + length)
-    buckets = tuple(
-        WeightBucket(
-            place.slots,
-            whole[first + place.start : first + place.start + place.size],
-            place.checksum,
-        )
-        for place in header.buckets
-    )
-    return WeightUpdate(header.version, buckets, header.checksum)
+    def open(self, header: bytes) -> tuple[WeightUpdate, frozenset[str]]:
+        """Map what another process shares; the arrays are views, private to whoever writes to them.
+
+        Returns the update, and the names of the tensors that were loaded already.
+
+        Raises:
+            OSError: the memory is gone, with the process that had it.
+        """
+        told = msgspec.msgpack.decode(header, type=SharedUpdate)
+        seen: dict[tuple[str, int], mmap.mmap] = {}
+        buckets, loaded = [], set[str]()
+        for bucket in told.buckets:
+            data = np.empty(0, np.uint8)
+            if bucket.size:
+                memory = self._map(bucket.path, seen)
+                data = np.frombuffer(memory, np.uint8, bucket.size, bucket.start)
+            if bucket.unchanged:
+                loaded.update(slot.name for slot in bucket.slots)
+            buckets.append(WeightBucket(bucket.slots, data, bucket.checksum))
+        self._mapped = seen
+        return WeightUpdate(told.version, tuple(buckets), told.checksum), frozenset(loaded)
+
+    def _map(self, path: str, seen: dict[tuple[str, int], mmap.mmap]) -> mmap.mmap:
+        file = os.open(path, os.O_RDWR)
+        try:
+            status = os.fstat(file)
+            key = path, status.st_ino  # the number may be another file's by now
+            memory = seen.get(key) or self._mapped.get(key)
+            if memory is None:
+                memory = mmap.mmap(file, status.st_size, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(file)
+        seen[key] = memory
+        return memory
 
 
 def _aligned(offset: int) -> int:

@@ -16,8 +16,9 @@ from msgspec.structs import replace
 from torch import nn
 
 from rlinf_async.backends.language import EngineDied, PromptTooLong
+from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.language import Generated, Request
-from rlinf_async.weights import WeightsDamaged, WeightsMismatch
+from rlinf_async.weights import WeightsDamaged, WeightsMismatch, WeightsOutdated, pack, unpack
 from tests.backends.models import END, log_probs, make_model, publish, qwen3
 from tests.backends.requests import request
 from tests.backends.transformers.kit import processed_log_probs
@@ -31,6 +32,9 @@ pytestmark = [
 
 LONG = [2 + (5 * k) % 250 for k in range(100)]
 """a prompt of several blocks of the cache"""
+
+EMBEDDING = 256 * 64 * 4
+"""bytes of the embedding"""
 
 
 def close(found: Any, expected: torch.Tensor, within: float = 1e-4) -> None:
@@ -222,7 +226,7 @@ def test_a_cancelled_request_leaves_the_engine(tied: Served) -> None:
 def test_seeded_prompts_that_do_not_fit_one_step_together_are_all_answered(tied: Served) -> None:
     # vLLM would cut one into pieces, and that kills its engine on a CPU.
     model = make_model(qwen3(), 35)
-    serve(tied, model, 17)
+    serve(tied, model, 12)
     prompts = [[2 + (i + k) % 250 for k in range(300)] for i in range(30)]
     asked = [request(i, prompts[i], max_tokens=3, group=i) for i in range(30)]
     for one, got in zip(asked, generate(tied, *asked), strict=True):
@@ -251,9 +255,61 @@ def test_damaged_weights_and_those_of_another_model_change_nothing(tied: Served)
     assert shared_memory() == []
 
 
+def test_what_has_not_changed_is_neither_read_nor_loaded_again(tied: Served) -> None:
+    model = make_model(qwen3(), 36)
+    first = publish(model, 16)
+    tied.run(tied.engine.load(first))
+    same = pack(unpack(first), 17, bucket_bytes=100_000, previous=first)
+    assert [id(one) for one in same.buckets] == [id(one) for one in first.buckets]
+    for bucket in same.buckets:
+        bucket.data[:] = 0xFF  # NaN, wherever it is looked at
+    assert tied.run(tied.engine.load(same)) == same.checksum != first.checksum
+    [got] = generate(tied, request(max_tokens=20))
+    close(got.log_prob, log_probs(model, [5, 6, 7], got.token_ids))
+    assert set(got.version.tolist()) == {17}
+
+
+def test_a_frozen_embedding_is_not_loaded_again_with_the_rest(tied: Served) -> None:
+    model = make_model(qwen3(), 37)
+    first = pack(unpack(publish(model, 17)), 17, bucket_bytes=EMBEDDING)
+    tied.run(tied.engine.load(first))
+    state = {name: tensor.clone() for name, tensor in unpack(first).items()}
+    for name, tensor in model.state_dict().items():
+        if "layers." in name:
+            tensor *= 1.1
+            state[name] = tensor
+    rest = pack(state, 18, bucket_bytes=EMBEDDING, previous=first)
+    kept = [one for one in rest.buckets if any(one is old for old in first.buckets)]
+    assert {slot.name for one in kept for slot in one.slots} >= {"model.embed_tokens.weight"}
+    for bucket in kept:
+        bucket.data[:] = 0xFF
+    assert tied.run(tied.engine.load(rest)) == rest.checksum
+    [got] = generate(tied, request(max_tokens=20))
+    close(got.log_prob, log_probs(model, [5, 6, 7], got.token_ids))
+
+
+def test_what_was_loaded_does_not_lie_in_shared_memory(tied: Served) -> None:
+    model = make_model(qwen3(), 38)
+    update = pack(unpack(publish(model, 18)), 18, allocate=shared_bytes)
+    tied.run(tied.engine.load(update))
+    for bucket in update.buckets:
+        bucket.data[:] = 0xFF  # as when the memory is used for another version
+    [got] = generate(tied, request(max_tokens=20))
+    close(got.log_prob, log_probs(model, [5, 6, 7], got.token_ids))
+
+
+def test_weights_that_are_older_than_those_served_are_refused(tied: Served) -> None:
+    model = make_model(qwen3(), 39)
+    serve(tied, model, 19)
+    with pytest.raises(WeightsOutdated, match="version 18 came while version 19 is served"):
+        tied.run(tied.engine.load(publish(make_model(qwen3(), 40), 18)))
+    [got] = generate(tied, request(max_tokens=20))
+    close(got.log_prob, log_probs(model, [5, 6, 7], got.token_ids))
+
+
 def test_the_engines_log_probs_of_given_tokens_agree_with_the_model(tied: Served) -> None:
     model = make_model(qwen3(), 33)
-    serve(tied, model, 16)
+    serve(tied, model, 19)
     pairs = [
         (np.array(LONG[:count], np.int32), np.array(LONG[count : 2 * count], np.int32))
         for count in (1, 7, 40)

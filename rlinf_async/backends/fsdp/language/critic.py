@@ -26,7 +26,7 @@ from rlinf_async.backends.fsdp.language.trainer import (
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
-from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.messages.weights import Allocate, WeightUpdate
 
 NOT_A_POLICY = "a critic has no {what}: ask the actor (backend 'fsdp')"
 
@@ -79,7 +79,7 @@ class CriticTrainer(LanguageTrainerBase):
         """Raise `FSDPError`."""
         raise FSDPError(NOT_A_POLICY.format(what="log-probs"))
 
-    def publish(self) -> WeightUpdate:
+    def publish(self, allocate: Allocate | None = None) -> WeightUpdate:
         """Raise `FSDPError`: no engine takes a critic."""
         raise FSDPError(NOT_A_POLICY.format(what="weights to publish"))
 

@@ -43,7 +43,7 @@ from rlinf_async.backends.fsdp.manager import DTYPES
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
-from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.messages.weights import Allocate, WeightUpdate
 from rlinf_async.weights import pack
 
 SUPERVISED = LanguageLossConfig(name="supervised")
@@ -180,6 +180,7 @@ class PolicyTrainer(LanguageTrainerBase):
     def __init__(self, config: LanguageTrainerConfig, world_size: int, rank: int) -> None:
         super().__init__(config, world_size, rank)
         self._reference = KeptWeights(self.manager) if config.reference else None
+        self._published: WeightUpdate | None = None
 
     def supervised_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
         """Make one optimizer step on the cross-entropy of the responses. Collective."""
@@ -287,11 +288,15 @@ class PolicyTrainer(LanguageTrainerBase):
         """Raise `FSDPError`: a policy has no values."""
         raise FSDPError("a policy has no values: ask a critic (backend 'fsdp_critic')")
 
-    def publish(self) -> WeightUpdate:
+    def publish(self, allocate: Allocate | None = None) -> WeightUpdate:
         """Return the weights of the present version; no buckets but on rank 0. Collective."""
         dtype = DTYPES[self.config.publish_precision]
         state = hugging_face_state(self.manager, dtype) if self.manager.active else {}
-        return pack(state, self._version, self.config.bucket_bytes)
+        self._published = pack(
+            state, self._version, self.config.bucket_bytes,
+            allocate=allocate, previous=self._published,
+        )  # fmt: skip
+        return self._published
 
     def load(self, update: WeightUpdate) -> None:
         """Take published weights and their version; for a rank on its own."""

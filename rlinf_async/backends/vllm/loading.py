@@ -1,0 +1,154 @@
+"""Weights into a running vLLM model, each rank its own slices, without a copy where there need be
+none.
+
+::
+
+    tensors of a checkpoint --layout of vLLM's parameters--> this rank's parameters --> the model
+        (shared memory)          (`rlinf_async.parallel`)      q, k and v lie behind one another:
+                                                               a view; otherwise put together
+
+vLLM's own reloading makes every layer anew, whatever the model. This knows dense decoders without
+quantisation (`ARCHITECTURES`); `load` refuses the rest, which then goes vLLM's way.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlinf_async.parallel import Buffer, ParallelError, Strategy, layout
+from rlinf_async.parallel.decoders import Decoder, vllm
+
+
+class Shard(NamedTuple):
+    """What one rank keeps under one name."""
+
+    name: str
+    data: Tensor
+    """of the parameter's shape; it may lie in the tensors that it was made of"""
+    tensors: frozenset[str]
+    """what it was made of"""
+
+
+class Unknown(Exception):
+    """This model has to be loaded as vLLM does it; the message says why."""
+
+
+def shards(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], tp: int, rank: int
+) -> Iterator[Shard]:
+    """Yield what tensor-parallel rank ``rank`` of ``tp`` keeps, from whole tensors by name.
+
+    Only the bytes that the rank needs are read; none where a parameter is a part of the tensors as
+    they lie. ``config`` is the model's ``config.json``. Raises `Unknown` for a model without a
+    layout.
+    """
+    try:
+        decoder = Decoder.from_config(config)
+        held = layout(vllm(decoder), Strategy(tp=tp)).of_rank(rank)
+    except (ParallelError, KeyError) as error:
+        raise Unknown(str(error)) from error
+    if decoder.experts:
+        raise Unknown("the layout of experts depends on vLLM's kernels")
+    for buffer in held:
+        names = frozenset(piece.tensor for piece in buffer.pieces)
+        if missing := names - tensors.keys():
+            raise Unknown(f"{sorted(missing)} did not come")
+        yield Shard(buffer.name, _joined(buffer, tensors), names)
+
+
+def load(model: Any, config: Any, tensors: Mapping[str, Tensor], unchanged: frozenset[str]) -> None:
+    """Put the tensors into the model, but those that are ``unchanged`` as they were loaded last.
+
+    What an output layer packs is not made anew. Raises `Unknown` before anything was written.
+    """
+    group = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
+    found = list(shards(config.to_dict(), tensors, group.world_size, group.rank_in_group))
+    own = {name for name, _ in model.named_parameters()}
+    if own - {shard.name for shard in found}:
+        raise Unknown(f"it has further parameters: {sorted(own - {one.name for one in found})[:8]}")
+    targets = [(_target(model, shard), shard) for shard in found if shard.tensors - unchanged]
+    with torch.no_grad():
+        for target, shard in targets:
+            target.take(shard.data)
+
+
+class _Target:
+    """A parameter of a layer.
+
+    Args:
+        packs: makes what the layer computes with out of its weight, which it then drops; None: it
+            computes with the parameter as it is.
+    """
+
+    def __init__(self, layer: Any, name: str, packs: Any) -> None:
+        self._layer, self._name, self._packs = layer, name, packs
+
+    def take(self, data: Tensor) -> None:
+        layer, kept = self._layer, getattr(self._layer, self._name)
+        if self._packs is None:
+            kept.copy_(data)
+            return
+        given = data.to(kept.dtype)
+        layer.weight = torch.nn.Parameter(given, requires_grad=False)
+        self._packs(layer)
+        if layer.weight.numel():  # it was not packed: the layer must not look at shared memory
+            layer.weight = torch.nn.Parameter(given.clone(), requires_grad=False)
+
+
+def _target(model: Any, shard: Shard) -> _Target:
+    """Find where a shard goes. Raises `Unknown` unless that is as the layout says."""
+    path, _, name = shard.name.rpartition(".")
+    try:
+        layer = model.get_submodule(path)
+        parameter = getattr(layer, name)
+    except AttributeError as error:
+        raise Unknown(f"it has no {shard.name}") from error
+    linear = importlib.import_module("vllm.model_executor.layers.linear")
+    embedding = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
+    platform = importlib.import_module("vllm.platforms").current_platform
+    method = getattr(layer, "quant_method", None)
+    plain = (linear.UnquantizedLinearMethod, embedding.UnquantizedEmbeddingMethod, type(None))
+    if type(method) not in plain:
+        raise Unknown(f"{path} is computed by {type(method).__name__}")
+    packed = platform.is_cpu() and name == "weight" and isinstance(layer, linear.LinearBase)
+    if packed and platform.is_zen_cpu():
+        raise Unknown("what a Zen processor packs may be the weight itself")
+    shape = _shape_of(layer) if packed and not parameter.numel() else tuple(parameter.shape)
+    if shape != tuple(shard.data.shape):
+        raise Unknown(f"{shard.name} is {list(shape)}, not {list(shard.data.shape)}")
+    return _Target(layer, name, method.process_weights_after_loading if packed and method else None)
+
+
+def _shape_of(layer: Any) -> tuple[int, int]:
+    """The shape of a weight that was dropped when it was packed."""
+    return layer.output_size_per_partition, layer.input_size_per_partition
+
+
+def _joined(buffer: Buffer, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return a buffer's content: a view where it lies in one piece, else put together."""
+    parts = []
+    for piece in buffer.pieces:
+        part = tensors[piece.tensor]
+        for dim, (start, size) in enumerate(zip(piece.start, piece.size, strict=True)):
+            part = part.narrow(dim, start, size)
+        parts.append((piece.offset, part))
+    size, end = math.prod(buffer.shape), 0
+    together = len({part.untyped_storage().data_ptr() for _, part in parts}) == 1
+    for offset, part in parts:
+        follows = part.data_ptr() == parts[0][1].data_ptr() + offset * part.element_size()
+        together = together and part.is_contiguous() and offset == end and follows
+        end += part.numel()
+    first = parts[0][1]
+    if together and end == size and len({part.dtype for _, part in parts}) == 1:
+        flat = first.as_strided((size,), (1,), first.storage_offset())
+        return flat.view(buffer.shape)
+    whole = torch.zeros(size, dtype=first.dtype)
+    for offset, part in parts:
+        whole[offset : offset + part.numel()].view(part.shape).copy_(part)
+    return whole.view(buffer.shape)

@@ -1,0 +1,67 @@
+"""Which file lies behind an array: so that a further process can look at the same memory.
+
+Weights that came through shared memory lie in a file without a name (a ``memfd``) that this process
+has mapped and open. Whoever knows its number and the place in it can map it too; no byte is copied.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from numpy.typing import NDArray
+
+MAPPED: Final = re.compile(
+    r"^(\w+)-(\w+) \S+ (\w+) (\w+):(\w+) (\d+) +/memfd:", re.MULTILINE
+)  # fmt: skip
+"""of ``/proc/self/maps``: start, end, offset, device (major, minor), inode"""
+
+
+class Place(NamedTuple):
+    """Where the bytes of an array are."""
+
+    path: str
+    """as other processes of this user open it while this one has it open"""
+    offset: int
+    """bytes of the file before it"""
+
+
+def places_of(arrays: Sequence[NDArray[Any]]) -> list[Place | None]:
+    """Return where contiguous arrays lie; None for one that lies in no file that is open here."""
+    try:
+        with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+            mapped = [
+                [int(one, 16) for one in found[:5]] + [int(found[5])]
+                for found in MAPPED.findall(maps.read())
+            ]
+    except OSError:  # a system without it
+        return [None] * len(arrays)
+    numbers = _open_files() if mapped else {}
+    return [_place(array, mapped, numbers) for array in arrays]
+
+
+def _place(
+    array: NDArray[Any], mapped: list[list[int]], numbers: dict[tuple[int, int], int]
+) -> Place | None:
+    address = array.ctypes.data
+    for start, end, offset, major, minor, inode in mapped:
+        if start <= address and address + array.nbytes <= end and array.flags.c_contiguous:
+            number = numbers.get((os.makedev(major, minor), inode))
+            if number is None:
+                return None
+            return Place(f"/proc/{os.getpid()}/fd/{number}", offset + address - start)
+    return None
+
+
+def _open_files() -> dict[tuple[int, int], int]:
+    """Return the numbers of this process's open files, by device and inode."""
+    found: dict[tuple[int, int], int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            status = os.fstat(int(name))
+        except OSError:  # closed meanwhile, as that of this folder is
+            continue
+        found[status.st_dev, status.st_ino] = int(name)
+    return found
