@@ -11,6 +11,7 @@ depend on it.
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
 
@@ -74,7 +75,8 @@ def _made(
     ranks: list[int], limit: timedelta
 ) -> tuple[dist.ProcessGroup | None, RuntimeError | None]:
     # A failure is kept for later: all ranks have to ask for the same number of groups.
+    # Where this rank is not in it, torch's stand-in is a number, which collectives know.
     try:
-        return dist.new_group(ranks, timeout=limit), None
+        return cast(dist.ProcessGroup, dist.new_group(ranks, timeout=limit)), None
     except RuntimeError as error:
         return None, error
