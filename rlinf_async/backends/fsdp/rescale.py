@@ -21,7 +21,7 @@ import gc
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 

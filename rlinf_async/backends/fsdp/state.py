@@ -26,7 +26,7 @@ from rlinf_async.backends.fsdp.errors import CheckpointError
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 MODEL, OPTIMIZER = "model.", "optimizer."
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 """what AdamW keeps of each parameter, besides the step"""
 
 
