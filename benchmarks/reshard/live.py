@@ -29,12 +29,15 @@ from benchmarks.reshard.ranks import (
 )
 
 LAUNCHED = 4
-PAUSE = 0.5
-"""seconds in which nothing moves before a rescale whose memory is measured"""
+ENOUGH = 5
+"""samples of one rescale; with fewer, its highest memory was hardly among them"""
 
 
-def rescale(rank: int, ranks: int, parameters: float, memory: bool) -> dict[str, Any]:
-    """One rank: go to two ranks, take a step, then 2 -> 4 -> 2."""
+def rescale(rank: int, ranks: int, parameters: float, watched: Path | None) -> dict[str, Any]:
+    """One rank: go to two ranks, take a step, then 2 -> 4 -> 2.
+
+    ``watched``: where to ask for a look at the memory before each rescale.
+    """
     manager = BlocksManager(parameters, ranks, rank)
     manager.rescale(2)
     if manager.active:
@@ -43,9 +46,14 @@ def rescale(rank: int, ranks: int, parameters: float, memory: bool) -> dict[str,
     found: dict[str, Any] = {"bytes": 0}
     for size in (4, 2):
         dist.barrier()
-        if memory:
+        if watched is not None:
             ctypes.CDLL(None).malloc_trim(0)  # what was freed is not to pay for what comes
-            time.sleep(PAUSE)
+            dist.barrier()
+            if rank == 0:
+                (watched / f"still_{size}").touch()
+                while not (watched / f"seen_{size}").exists():
+                    time.sleep(0.01)
+            dist.barrier()
         begin = time.monotonic()
         with timed_together() as seconds:
             report = manager.rescale(size)
@@ -73,12 +81,19 @@ def memory_of(processes: list[int]) -> int:
 
 def main() -> None:
     asked = arguments("dp 2 -> 4 -> 2, live")
-    context = start(rescale, LAUNCHED, asked.folder, asked.parameters, asked.memory)
+    watched = asked.folder if asked.memory else None
+    context = start(rescale, LAUNCHED, asked.folder, asked.parameters, watched)
     samples: list[tuple[float, int]] = []
-    while not context.join(0.02 if asked.memory else None):
-        if asked.memory:
-            running = [one.pid for one in context.processes if one.pid is not None]
-            samples.append((time.monotonic(), memory_of(running)))
+    before: dict[int, int] = {}
+    while not context.join(0.02 if watched else None):
+        if watched is None:
+            continue
+        running = [one.pid for one in context.processes if one.pid is not None]
+        samples.append((time.monotonic(), memory_of(running)))
+        for size in (4, 2):
+            if size not in before and (watched / f"still_{size}").exists():
+                before[size] = memory_of(running)
+                (watched / f"seen_{size}").touch()
     found = results(rescale, LAUNCHED, asked.folder)
     line: dict[str, float] = {
         "seconds": found[0]["to_4"] + found[0]["to_2"],
@@ -86,20 +101,22 @@ def main() -> None:
         "seconds_4_to_2": found[0]["to_2"],
         "sent_bytes": sum(one["bytes"] for one in found),
     }
-    if asked.memory:
-        line |= {f"buckets_per_rank_to_{size}": beside(found, samples, size) for size in (4, 2)}
-        line["samples"] = len(samples)
+    for size, still in before.items():
+        line[f"buckets_per_rank_to_{size}"] = beside(found, samples, size, still)
     print(json.dumps(line))
 
 
-def beside(found: list[dict[str, Any]], samples: list[tuple[float, int]], size: int) -> float:
+def beside(
+    found: list[dict[str, Any]], samples: list[tuple[float, int]], size: int, before: int
+) -> float:
     """The highest memory of a rescale less that before it and the new shards: buckets by rank."""
     begin = min(one[f"window_{size}"][0] for one in found)
     end = max(one[f"window_{size}"][1] for one in found)
-    before = [amount for at, amount in samples if begin - PAUSE / 2 < at < begin]
     during = [amount for at, amount in samples if begin <= at <= end]
+    if len(during) < ENOUGH:
+        raise SystemExit(f"only {len(during)} looks at the memory in {end - begin:.1f} s")
     new: int = sum(one[f"held_{size}"] for one in found)
-    return (max(during) - max(before) - new) / LAUNCHED / DEFAULT_BUCKET_BYTES
+    return (max(during) - before - new) / LAUNCHED / DEFAULT_BUCKET_BYTES
 
 
 if __name__ == "__main__":

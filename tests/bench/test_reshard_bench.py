@@ -15,10 +15,10 @@ pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy 
 
 
 def run(script: str, folder: Path, *more: str) -> dict[str, float]:
-    """The line that a case prints for a model of one block."""
+    """The line that a case prints for a small model."""
     command = [sys.executable, str(BENCHMARKS / "reshard" / script), str(folder), *more]
     done = subprocess.run(
-        [*command, "--parameters", "1e6"], capture_output=True, text=True, check=False
+        [*command, "--parameters", "16e6"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -31,8 +31,7 @@ def test_a_live_rescale_gives_back_what_was_there_and_its_memory_is_measured_in_
     found = run("live.py", tmp_path, "--memory")
     assert found["seconds"] > 0
     # Half of the state changes hands on the way up, and again on the way down.
-    assert found["sent_bytes"] >= 3 * 4 * 2**23
-    assert found["samples"] > 10
+    assert found["sent_bytes"] >= 2 * 3 * 4 * 2**23
     assert -4 < found["buckets_per_rank_to_4"] < 4
 
 
