@@ -130,13 +130,11 @@ def plan(old: Layout, new: Layout) -> Plan:
     start, size = common(regions.boxes, wanted.boxes, a, b)
     _check_covered(new, wanted, target, b, volume(size))
     _check_size(int(wanted.copies[b].sum()))
-    overlap, number = spread(wanted.copies[b])
-    target_piece = wanted.holders[wanted.first[b[overlap]] + number]
-    demand = Demand(
-        Boxes(wanted.boxes.tensor[b[overlap]], rows_of(start, overlap), rows_of(size, overlap)),
-        a[overlap],
-        target_piece,
-    )
+    demand = Demand(Boxes(wanted.boxes.tensor[b], start, size), a, wanted.holders[wanted.first[b]])
+    if int(wanted.copies.max(initial=1)) > 1:
+        overlap, number = spread(wanted.copies[b])
+        holders = wanted.holders[wanted.first[b[overlap]] + number]
+        demand = demand.take(overlap)._replace(target_piece=holders)
     return _moves(old, new, source, target, regions, demand)
 
 
