@@ -29,8 +29,13 @@ async def evaluate(
     version: int,
     requests: Sender[Request],
     collector: Collector,
-) -> Evaluated:
-    """Have every prompt answered once, greedily, by weights of at least this version."""
+) -> Evaluated | None:
+    """Have every prompt answered once, greedily, by weights of at least this version.
+
+    None where there is no prompt.
+    """
+    if not prompts:
+        return None
     greedy = Sampling(max_tokens=max_tokens, temperature=0.0)
     wanted = [
         Request(

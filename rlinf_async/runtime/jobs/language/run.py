@@ -280,11 +280,8 @@ class LanguageRun:
         return self._prompts.held_out[:count]
 
     async def _evaluate(self, graph: Graph, collector: Collector, version: int) -> Evaluated | None:
-        prompts = self._held_out(self.config.evaluation.samples)
-        if not prompts:
-            return None
         return await evaluate(
-            prompts,
+            self._held_out(self.config.evaluation.samples),
             self.config.rollout.sampling.max_tokens,
             version=version,
             requests=graph.requests.sender,
