@@ -140,6 +140,9 @@ class Stations:
         if self._shared:
             await self._rollouts.call(LanguageRolloutWorker.offload)
         await self.learners.export(path)
+        if self._shared:  # rollout workers see the end of the requests only while they take some
+            await self.learners.offload()
+            await self._rollouts.call(LanguageRolloutWorker.onload)
 
     async def under_way(self) -> list[Request]:
         """The requests that are being answered, with the tokens that they have by now."""
