@@ -17,7 +17,8 @@ class LoopWatch:
     """A thread that pings a running loop and keeps the stack of whoever lets a ping wait.
 
     Works on asyncio and uvloop. ``limit`` is in seconds. Time in which the whole process stood
-    still (the watching thread too) is not held against the loop.
+    still (the watching thread too), or in which the loop's thread was ready but other processes had
+    the cores, is not held against the loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, limit: float = 0.5) -> None:
@@ -25,6 +26,7 @@ class LoopWatch:
         self._loop = loop
         self._limit = limit
         self._loop_thread = threading.get_ident()
+        self._schedule = f"/proc/self/task/{threading.get_native_id()}/schedstat"
         self._answered = threading.Event()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
@@ -58,7 +60,21 @@ class LoopWatch:
 
     def _wait_for_answer(self) -> bool:
         """Wait in tenths of the limit, each of which counts once, however long it really was."""
-        return any(self._answered.wait(self._limit / 10) for _ in range(10))
+        tenth, before, waited = self._limit / 10, self._starved(), 0
+        while not self._answered.wait(tenth):
+            waited += 1
+            if waited >= 10 and waited * tenth - (self._starved() - before) >= self._limit:
+                return False
+        return True
+
+    def _starved(self) -> float:
+        """Seconds for which the loop's thread was ready to run and got no core; 0 where the system
+        does not tell."""
+        try:
+            with open(self._schedule, "rb") as file:
+                return int(file.read().split()[1]) / 1e9
+        except (OSError, IndexError):
+            return 0.0
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._loop_thread)

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from rlinf_async.testing import LoopBlocked, VirtualLoop, forbid_blocking, run_on
+from rlinf_async.testing.blocking import LoopWatch
 from rlinf_async.testing.pytest_plugin import RunOnLoop
 
 LIMIT = 0.1
@@ -50,6 +51,20 @@ def test_a_loop_that_waits_or_works_in_small_steps_is_not_blocked(run_on_loop: R
                 work_a_little()  # and answer in between
                 await asyncio.sleep(0)
             await asyncio.to_thread(block_for_long)
+        assert watch is not None
+        assert watch.findings == []
+
+    run_on_loop(main())
+
+
+def test_time_in_which_others_had_the_cores_is_not_held_against_the_loop(
+    run_on_loop: RunOnLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoopWatch, "_starved", lambda watch: time.monotonic())
+
+    async def main() -> None:
+        with forbid_blocking(asyncio.get_running_loop(), limit=LIMIT) as watch:
+            await blocking_main()
         assert watch is not None
         assert watch.findings == []
 

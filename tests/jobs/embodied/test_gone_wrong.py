@@ -56,8 +56,11 @@ def test_an_env_that_shows_nan_is_named(job: Job) -> None:
 @pytest.mark.parametrize("env", ["Pendulum-v1", "CartPole-v1"])
 def test_training_that_diverges_says_so_and_what_to_do(job: Job, env: str) -> None:
     error = failed(job.train("--actor.fsdp.optimizer.lr", 1e30, "--env.id", env))
-    assert "not finite" in error
-    assert "Lower the learning rate" in error
+    # Which env is ready first decides what is learnt from, and so whether the trainer's gradients
+    # or the policy's actions are the first to go.
+    trainer = "a gradient norm that is not finite" in error and "Lower the learning rate" in error
+    policy = "are NaN or infinite; look at the observations first, then at the learning" in error
+    assert trainer or policy, error
 
 
 @pytest.mark.parametrize("form", FORMS)

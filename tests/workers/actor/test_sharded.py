@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.distributed.tensor  # assert_close does so at its first use: not in the loop
 from torch import Tensor
 
 import rlinf_async as ra
