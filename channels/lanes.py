@@ -46,6 +46,7 @@ class Reader(Protocol):
     @property
     def holder(self) -> str:
         """The party that has its end."""
+        ...
 
     def recall(self, end: int) -> None:
         """Somebody waits for an item, on the end with this number: give back what is not taken."""
