@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlinf_async.bench import Bar, Bench, Case, bound
 
-RATES, UPDATE = "rollout worker and bare AsyncLLM", "weight update"
+RATES, UPDATE, TWO = "rollout worker and bare AsyncLLM", "weight update", "two engines"
 
 
 def _case(name: str, *command: str) -> Case:
@@ -27,7 +27,8 @@ BENCH = Bench(
     summary="the rollout worker against bare vLLM; weights for a live engine",
     cases=(
         _case(RATES, "{here}/generate.py"),
-        _case(UPDATE, "{here}/update.py"),
+        _case(UPDATE, "{here}/update.py", "1"),
+        _case(TWO, "{here}/update.py", "2"),
     ),
     bars=(
         _rate(64),
@@ -44,6 +45,25 @@ BENCH = Bench(
             at_most=True,
         ),
         Bar(
+            name="seconds of an update of two engines / of one",
+            cases=(UPDATE, TWO),
+            value=lambda results: (
+                results.median(TWO, "update_seconds") / results.median(UPDATE, "update_seconds")
+            ),
+            target=lambda _: 1.5,
+            unit="x",
+            at_most=True,
+        ),
+        Bar(
+            name="requests dropped by updates",
+            cases=(UPDATE, TWO),
+            value=lambda results: max(
+                max(results.values(case, "dropped")) for case in (UPDATE, TWO)
+            ),
+            target=lambda _: 0.0,
+            at_most=True,
+        ),
+        Bar(
             name="log-prob difference after an update",
             cases=(UPDATE,),
             value=lambda results: max(results.values(UPDATE, "log_prob_difference")),
@@ -55,6 +75,6 @@ BENCH = Bench(
     notes=(
         "two cores for all processes of a case; 0.2 M parameters, 96 tokens at most, float32",
         "tokens/s: one engine, asked in both ways by turns; medians of 7 of each, and of 7 ratios",
-        "the update: about 50 M parameters, while 16 requests run; medians of 5",
+        "updates: an FSDP actor and engines apart, 44 M parameters, 16 requests run; medians of 3",
     ),
 )
