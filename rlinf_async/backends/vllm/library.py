@@ -10,7 +10,7 @@ import importlib
 import os
 from typing import Any, Final
 
-from rlinf_async.backends.transformers.folder import ModelFolder
+from rlinf_async.backends.transformers.folder import ModelFolder, ModelFolderError
 from rlinf_async.backends.vllm.config import VllmEngineConfig
 
 EXTENSION: Final = "rlinf_async.backends.vllm.extension.WeightsExtension"
@@ -24,6 +24,7 @@ def start_llm(config: VllmEngineConfig, folder: ModelFolder, seed: int, device: 
 
     Raises:
         ModuleNotFoundError: vLLM is not installed.
+        ModelFolderError: vLLM has no attention for this model on a CPU.
     """
     on_cpu = device == "cpu"
     _set_environment(config, on_cpu)
@@ -39,7 +40,24 @@ def start_llm(config: VllmEngineConfig, folder: ModelFolder, seed: int, device: 
             "whose installation the Makefile shows",
             name="vllm",
         ) from error
+    if on_cpu:
+        _check_head_size(folder)
     return llm.from_engine_args(arguments(**_arguments(config, folder, seed, on_cpu)))
+
+
+def _check_head_size(folder: ModelFolder) -> None:
+    """Raise what vLLM would only say in the log of a process that ends."""
+    backend: Any = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
+    sizes: list[int] = backend.CPUAttentionBackend.get_supported_head_sizes()
+    config = folder.config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if size not in sizes:
+        known = ", ".join(map(str, sizes))
+        raise ModelFolderError(
+            f"the model in {folder.path} has attention heads of {size} (head_dim in config.json); "
+            f"on a CPU vLLM has attention for {known} only. Use the transformers engine (backend "
+            "'transformers'), a GPU, or a model with one of these sizes"
+        )
 
 
 def make_sampling(seed: int | None = None, **fields: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,17 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from rlinf_async.backends.transformers.folder import ModelFolderError, open_folder
+from rlinf_async.backends.vllm.config import VllmEngineConfig
+from rlinf_async.backends.vllm.library import start_llm
 from rlinf_async.backends.vllm.loading import Unknown, shards
 from rlinf_async.weights import pack, unpack
-from tests.backends.models import make_model, publish, qwen3
+from tests.backends.models import make_model, publish, qwen3, save_folder
+
+pytestmark = [  # of what vLLM imports
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
 
 def whole(**options: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -70,3 +79,13 @@ def test_a_model_without_a_layout_and_a_missing_tensor_go_another_way() -> None:
     del tensors["model.norm.weight"]
     with pytest.raises(Unknown, match=r"model\.norm\.weight"):
         list(shards(config, tensors, 1, 0))
+
+
+def test_heads_that_vllm_has_no_attention_for_are_named_before_it_starts(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    path = save_folder(tmp_path, qwen3(head_dim=16))
+    with pytest.raises(
+        ModelFolderError,
+        match=r"attention heads of 16 \(head_dim in config\.json\).*32, 64.*'transformers'",
+    ):
+        start_llm(VllmEngineConfig(model=path), open_folder(path), 0, "cpu")
