@@ -60,6 +60,21 @@ def test_each_sample_goes_on_when_it_is_done() -> None:
     run(body())
 
 
+def test_a_worker_that_nobody_lets_go_on_is_found_to_be_stuck() -> None:
+    async def body() -> None:
+        with pytest.raises(ra.Deadlock, match="'samples'"):
+            async with ra.Cluster.local(deadlock_after=0.2) as cluster:
+                channels = Channels(cluster)
+                rollout = await cluster.launch(Rollout, SLOW)
+                await channels.weights.sender.publish(update(0))
+                channels.serve(rollout)
+                await rollout.call(Rollout.offload)
+                await channels.ask(request(0))
+                await channels.samples.receiver.get()
+
+    ra.run(body())
+
+
 def test_of_two_workers_the_faster_one_gets_more() -> None:
     async def body() -> None:
         async with ra.Cluster.local() as cluster:

@@ -2,6 +2,8 @@
 
 Invariant: when `Taking.close` has returned, nothing is taken until `Taking.open`, and whatever was
 taken before has been started. A wait for the next request ends without taking one.
+
+Who waits at a closed gate waits for others: a run in which nobody opens it is found to be stuck.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
+
+from rlinf_async.channels.waitfor import WaitFuture
 
 Step = Callable[[], Coroutine[Any, Any, bool]]
 """Takes one item and starts what is done with it; False when there is none left."""
@@ -18,17 +22,20 @@ class Taking:
     """The gate before a channel."""
 
     def __init__(self) -> None:
-        self._opened = asyncio.Event()
-        self._opened.set()
+        self._opened = True
+        self._waiting: list[WaitFuture] = []
         self._steps: set[asyncio.Task[bool]] = set()
 
     def open(self) -> None:
         """Let items be taken again."""
-        self._opened.set()
+        self._opened = True
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)
 
     async def close(self) -> None:
         """Take no more, and end the wait for the next one."""
-        self._opened.clear()
+        self._opened = False
         steps = list(self._steps)
         for step in steps:
             step.cancel()
@@ -41,7 +48,7 @@ class Taking:
         Raises what a step raises.
         """
         while True:
-            await self._opened.wait()
+            await self._gate()
             taking = asyncio.create_task(step())
             self._steps.add(taking)
             try:
@@ -54,6 +61,15 @@ class Taking:
                 self._steps.discard(taking)
             if _is_cancelled():  # it came too late to end the step
                 raise asyncio.CancelledError
+
+    async def _gate(self) -> None:
+        while not self._opened:
+            waiting = WaitFuture(loop=asyncio.get_running_loop())
+            self._waiting.append(waiting)
+            try:
+                await waiting
+            finally:
+                self._waiting.remove(waiting)
 
 
 def _is_cancelled() -> bool:
