@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlinf_async.messages.weight_errors import WeightsDamaged, WeightsMismatch, checksum_error
 from rlinf_async.messages.weights import TensorSlot, WeightBucket, WeightUpdate
 from rlinf_async.weights.checksum import data_checksum, update_checksum
-from rlinf_async.weights.errors import WeightsDamaged, WeightsMismatch, checksum_error
 from rlinf_async.weights.pack import ALIGNMENT
 
 

@@ -32,6 +32,7 @@ from rlinf_async.backends.toy.responses import (
 )
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens
+from rlinf_async.messages.weight_errors import refuse_older
 from rlinf_async.messages.weights import WeightUpdate
 
 Finish = Literal["stop", "length", "abort"]
@@ -148,6 +149,7 @@ class ToyEngine:
         self._check_alive()
         self._changed.set()
         async with self._turn:
+            refuse_older(update.version, self._version)
             await asyncio.sleep(self._config.load_seconds)
             self._check_alive()
             self._version = update.version

@@ -26,6 +26,7 @@ from rlinf_async.backends.transformers.sampling import Rules, draw
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Tokens
 from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.weights import refuse_older
 
 
 class Decoder:
@@ -166,6 +167,7 @@ class Decoder:
 
 def load(decoder: Decoder, update: WeightUpdate) -> int:
     """Take new weights between two steps; running rows keep their tokens. See `load_weights`."""
+    refuse_older(update.version, decoder.version)
     checksum = load_weights(update, decoder.model, decoder.shapes)
     decoder.version = update.version
     if decoder.rows:

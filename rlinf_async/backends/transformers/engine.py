@@ -210,10 +210,12 @@ class TransformersEngine:
         if joining:
             decoder.join(joining)
         for _ in range(STRETCH):
-            if not decoder.rows or self._wanted:
+            if not decoder.rows:
                 break
             if done := decoder.step():
                 return done
+            if self._wanted:  # after a step: whoever looks again and again must not stop it all
+                break
         return []
 
     def _answer(self, row: Row) -> None:

@@ -33,7 +33,7 @@ from rlinf_async.backends.vllm.shared import Known, Sharing
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.weights import WeightsOutdated, verify
+from rlinf_async.weights import refuse_older, verify
 
 R = TypeVar("R")
 
@@ -153,8 +153,7 @@ class VllmEngine:
         assert self._shapes is not None
         self._shapes.check_fit(update)
         async with self._changing:
-            if update.version < self._version:
-                raise WeightsOutdated(update.version, self._version)
+            refuse_older(update.version, self._version)
             sharing = await asyncio.to_thread(_share, update, self._known)
             with sharing:
                 await self._take(sharing)

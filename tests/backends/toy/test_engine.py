@@ -16,6 +16,7 @@ from rlinf_async.backends.toy.responses import response_length
 from rlinf_async.messages.language import Generated
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.testing import explore, run
+from tests.backends.engine_protocol import refuses_older_weights
 from tests.backends.requests import request
 
 
@@ -77,6 +78,14 @@ def test_new_weights_come_between_two_steps_and_every_token_names_its_own() -> N
     answer = run(body())
     assert answer.version.tolist() == [0] * 4 + [1] * 6
     assert answer.finish == "stop"
+
+
+def test_weights_that_are_older_than_those_served_are_refused() -> None:
+    async def body() -> None:
+        older, newer = WeightUpdate(1, (), 98), WeightUpdate(2, (), 99)
+        await refuses_older_weights(await loaded(), older, newer)
+
+    run(body())
 
 
 def test_a_response_made_in_two_engines_is_the_one_of_a_single_engine() -> None:

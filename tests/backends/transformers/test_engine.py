@@ -19,6 +19,7 @@ from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.transformers.engine import TransformersEngine
 from rlinf_async.backends.transformers.folder import ModelFolderError
 from rlinf_async.weights import WeightsDamaged, WeightsMismatch
+from tests.backends.engine_protocol import refuses_older_weights, until_made
 from tests.backends.models import (
     END,
     VOCABULARY,
@@ -167,7 +168,7 @@ async def test_new_weights_come_in_flight_and_the_cache_is_computed_anew(tmp_pat
         asked = [request(i, range(3, 6 + i), max_tokens=300, seed=50 + i) for i in range(6)]
         running = [asyncio.create_task(engine.generate(one)) for one in asked]
         update = publish(new, 7)
-        await asyncio.sleep(0.2)  # somewhere in the middle of the responses
+        await until_made(engine, 5, *running)  # somewhere in the middle of the responses
         assert await engine.load(update) == update.checksum
         for one, got in zip(asked, await asyncio.gather(*running), strict=True):
             before = int((got.version == 0).sum())
@@ -177,6 +178,12 @@ async def test_new_weights_come_in_flight_and_the_cache_is_computed_anew(tmp_pat
             close(got.log_prob[before:], log_probs(new, prompt, got.token_ids)[before:])
         assert engine.version == 7
         assert any(task.result().version.argmax() > 0 for task in running)
+
+
+async def test_weights_that_are_older_than_those_served_are_refused(tmp_path: Path) -> None:
+    older, newer = (publish(make_model(qwen3(), seed), seed) for seed in (3, 4))
+    async with engine_of(tmp_path, make_model(qwen3())) as engine:
+        await refuses_older_weights(engine, older, newer)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -204,7 +211,7 @@ async def test_an_interrupted_response_goes_on_to_what_it_would_have_been(tmp_pa
         await engine.abort(["0/0"])
         parts = [await running[0]]
         assert parts[0].finish == "abort"
-        await asyncio.sleep(0.05)
+        await until_made(engine, 5, *running[1:])
         await engine.abort()
         parts += await asyncio.gather(*running[1:])
         pieces = list(zip(asked, parts, strict=True))
@@ -337,10 +344,8 @@ async def test_what_is_under_way_can_be_looked_at_and_gone_on_with(tmp_path: Pat
     asked = [request(i, max_tokens=400, seed=40 + i) for i in range(3)]
     async with engine_of(tmp_path, model) as engine:
         running = asyncio.gather(*(engine.generate(one) for one in asked))
-        found: dict[str, Any] = {}
-        while not running.done() and max((len(p.token_ids) for p in found.values()), default=0) < 5:
-            await asyncio.sleep(0)  # looking again and again leaves no time to generate
-            found = await engine.so_far()
+        await until_made(engine, 5, running)
+        found = await engine.so_far()
         whole = {one.name: got for one, got in zip(asked, await running, strict=True)}
         assert found
         assert await engine.so_far() == {}

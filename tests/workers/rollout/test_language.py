@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -62,17 +63,17 @@ def test_each_sample_goes_on_when_it_is_done() -> None:
 
 def test_a_worker_that_nobody_lets_go_on_is_found_to_be_stuck() -> None:
     async def body() -> None:
-        with pytest.raises(ra.Deadlock, match="'samples'"):
-            async with ra.Cluster.local(deadlock_after=0.2) as cluster:
-                channels = Channels(cluster)
-                rollout = await cluster.launch(Rollout, SLOW)
-                await channels.weights.sender.publish(update(0))
-                channels.serve(rollout)
-                await rollout.call(Rollout.offload)
-                await channels.ask(request(0))
-                await channels.samples.receiver.get()
+        async with ra.Cluster.local(deadlock_after=0.2) as cluster:
+            channels = Channels(cluster)
+            rollout = await cluster.launch(Rollout, SLOW)
+            await channels.weights.sender.publish(update(0))
+            channels.serve(rollout)
+            await rollout.call(Rollout.offload)
+            await channels.ask(request(0))
+            await channels.samples.receiver.get()
 
-    ra.run(body())
+    with pytest.raises(ra.Deadlock, match="'samples'"):
+        ra.run(body())
 
 
 def test_of_two_workers_the_faster_one_gets_more() -> None:
@@ -286,6 +287,44 @@ def test_an_engine_that_dies_is_built_again_and_everything_is_answered() -> None
             channels.requests.close()
             [report] = await serving
             assert (report.samples, report.engine_restarts) == (8, 2)
+
+    explore(body, seeds=range(40))
+
+
+def test_an_engine_that_dies_within_a_load_is_built_again_with_the_newest_weights() -> None:
+    config = msgspec.structs.replace(SLOW, load_seconds=4.0)
+
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            channels = Channels(cluster)
+            rollout = await cluster.launch(Rollout, config)
+            serving = channels.serve(rollout)
+            await channels.weights.sender.publish(update(0))
+            await channels.ask(*(request(index) for index in range(8)))
+            await asyncio.sleep(6.5)
+            await channels.weights.sender.publish(update(1))  # is loaded at second 7
+            await asyncio.sleep(2.0)
+            await rollout[0].call(Rollout.kill_engine)  # dies in the middle of the load
+            told = [await channels.taken.receiver.get()]
+            while told[-1].version < 1:
+                told.append(await channels.taken.receiver.get())
+            await asyncio.sleep(1.5)
+            await rollout[0].call(Rollout.kill_engine)  # and its successor while it generates
+            for version in (2, 3):
+                await asyncio.sleep(1.0)
+                await channels.weights.sender.publish(update(version))
+            await rollout[0].call(Rollout.kill_engine)  # and the next one while it is given 1
+            for sample in (await channels.collect(8)).values():
+                right(sample, config)
+                assert (np.diff(sample.generated.version) >= 0).all()
+            channels.requests.close()
+            [report] = await serving
+            assert (report.samples, report.engine_restarts, report.version) == (8, 3, 3)
+            while channels.taken.statistics().depth:
+                told.append(await channels.taken.receiver.get())
+            versions = [one.version for one in told]
+            assert versions == sorted(versions)
+            assert versions[-1] == 3
 
     explore(body, seeds=range(40))
 

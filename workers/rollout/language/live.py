@@ -107,7 +107,10 @@ class LiveEngine:
             while True:
                 update = await weights.get(newer_than=seen)
                 seen, arrived = weights.version, loop.time()
+                served = self.engine.version
                 async with self._changing:
+                    if served < self.engine.version > update.version:
+                        continue  # an engine that was built meanwhile has newer ones: they are next
                     checksum = await self._load(update)
                 self.loads += 1
                 self._wake()

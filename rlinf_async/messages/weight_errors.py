@@ -36,6 +36,12 @@ class WeightsOutdated(WeightsError):
         )
 
 
+def refuse_older(version: int, served: int) -> None:
+    """Raise `WeightsOutdated` if this version is older than the one that is served."""
+    if version < served:
+        raise WeightsOutdated(version, served)
+
+
 def checksum_error(version: int, where: str, tensors: Iterable[str], want: int, got: int) -> str:
     """Return the text for a checksum that differs."""
     named = ", ".join(tensors) or "no tensors"

@@ -1,0 +1,40 @@
+"""What every `GenerationEngine` must do, whatever it is made of. Each engine's tests run it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlinf_async.backends.language import GenerationEngine
+from rlinf_async.messages.weight_errors import WeightsOutdated
+from rlinf_async.messages.weights import WeightUpdate
+from tests.backends.requests import request
+
+
+async def until_made(engine: GenerationEngine, tokens: int, *running: asyncio.Future[Any]) -> None:
+    """Wait until a request under way has at least so many tokens; not all may end before that."""
+    made = 0
+    while made < tokens:
+        assert not all(one.done() for one in running), f"all have ended: {made} tokens were seen"
+        await asyncio.sleep(0.001)
+        made = max((len(one.token_ids) for one in (await engine.so_far()).values()), default=0)
+
+
+async def refuses_older_weights(
+    engine: GenerationEngine, older: WeightUpdate, newer: WeightUpdate
+) -> None:
+    """An older version than the one served changes nothing; the same one again is welcome."""
+    assert await engine.load(newer) == newer.checksum
+    before = await engine.generate(request())
+    said = f"version {older.version} came while version {newer.version} is served"
+    with pytest.raises(WeightsOutdated, match=said):
+        await engine.load(older)
+    assert engine.version == newer.version
+    after = await engine.generate(request())
+    np.testing.assert_array_equal(after.token_ids, before.token_ids)
+    np.testing.assert_array_equal(after.log_prob, before.log_prob)
+    assert set(after.version.tolist()) == {newer.version}
+    assert await engine.load(newer) == newer.checksum
