@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rlinf_async.backends.language import GenerationEngine
+from rlinf_async.messages.language import Generated
 from rlinf_async.messages.weight_errors import WeightsOutdated
 from rlinf_async.messages.weights import WeightUpdate
 from tests.backends.requests import request
@@ -21,6 +22,25 @@ async def until_made(engine: GenerationEngine, tokens: int, *running: asyncio.Fu
         assert not all(one.done() for one in running), f"all have ended: {made} tokens were seen"
         await asyncio.sleep(0.001)
         made = max((len(one.token_ids) for one in (await engine.so_far()).values()), default=0)
+
+
+async def carries_a_cancelled_load_to_its_end(
+    engine: GenerationEngine, update: WeightUpdate
+) -> list[Generated]:
+    """What runs goes on under the weights whose load was cancelled.
+
+    Returns two responses: one that runs meanwhile, and one that came after the cancellation.
+    """
+    running = asyncio.create_task(engine.generate(request(0, max_tokens=350)))
+    await until_made(engine, 5, running)
+    loading = asyncio.create_task(engine.load(update))
+    await asyncio.sleep(0)  # it has begun
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    after = await engine.generate(request(1, max_tokens=350))
+    assert engine.version == update.version
+    return [await running, after]
 
 
 async def refuses_older_weights(

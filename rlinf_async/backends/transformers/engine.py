@@ -32,8 +32,10 @@ from rlinf_async.backends.transformers.decoder import Decoder
 from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
 from rlinf_async.backends.transformers.model import build_model
 from rlinf_async.backends.transformers.row import Row
+from rlinf_async.backends.unbroken import Unbroken
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens
+from rlinf_async.messages.weight_errors import WeightsError
 from rlinf_async.messages.weights import WeightUpdate
 
 R = TypeVar("R")
@@ -65,6 +67,7 @@ class TransformersEngine:
         self._ending: set[Row] = set()
         self._arrived = 0
         self._turn = asyncio.Lock()
+        self._unbroken = Unbroken()
         self._wanted = False
         self._work: asyncio.Task[None] | None = None
         self._failure: str | None = None
@@ -147,7 +150,23 @@ class TransformersEngine:
 
     async def load(self, update: WeightUpdate) -> int:
         """Take new weights between two steps. See `GenerationEngine.load`."""
-        return await self._alone(lambda decoder: decoding.load(decoder, update))
+        return await self._unbroken.run(self._load(update))
+
+    async def _load(self, update: WeightUpdate) -> int:
+        """Load. A failure in between is the engine's end: it never serves a half-loaded model."""
+        self._check_alive()
+        self._wanted = True
+        async with self._turn:
+            self._check_alive()
+            assert self._decoder is not None
+            try:
+                return await self._in_thread(decoding.load, self._decoder, update)
+            except WeightsError:  # nothing was changed
+                raise
+            except Exception as error:
+                how = f"could not load weights version {update.version}: {type(error).__name__}"
+                self._fail(f"{how}: {error}")
+                raise EngineDied(self._failure) from error
 
     async def log_probs(self, sequences: Sequence[tuple[Tokens, Tokens]]) -> list[Floats]:
         """Return log-probs ``[R]`` at temperature 1 of each ``(prompt [P], response [R])``."""
@@ -164,6 +183,7 @@ class TransformersEngine:
     async def close(self) -> None:
         """End what runs, and the thread."""
         self._fail("was closed")
+        await self._unbroken.ended()
         if self._work is not None:
             await asyncio.gather(self._work, return_exceptions=True)
         self._thread.shutdown(wait=False)

@@ -26,6 +26,7 @@ import numpy as np
 from rlinf_async.backends.language import EngineDied
 from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
 from rlinf_async.backends.transformers.model import ModelShapes
+from rlinf_async.backends.unbroken import Unbroken
 from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.backends.vllm.library import dead_error, make_sampling, start_llm
 from rlinf_async.backends.vllm.outputs import collected, joined
@@ -62,6 +63,7 @@ class VllmEngine:
         self._running: dict[str, Request] = {}
         self._asked = 0
         self._changing = asyncio.Lock()
+        self._unbroken = Unbroken()
         self._failure: str | None = None
 
     @property
@@ -150,9 +152,13 @@ class VllmEngine:
     async def load(self, update: WeightUpdate) -> int:
         """Take new weights in flight. See `GenerationEngine.load`."""
         self._check_alive()
+        return await self._unbroken.run(self._load(update))
+
+    async def _load(self, update: WeightUpdate) -> int:
         assert self._shapes is not None
         self._shapes.check_fit(update)
         async with self._changing:
+            self._check_alive()
             refuse_older(update.version, self._version)
             sharing = await asyncio.to_thread(_share, update, self._known)
             with sharing:
@@ -184,8 +190,9 @@ class VllmEngine:
 
     async def close(self) -> None:
         """End the engine's process."""
-        self._failure = self._failure or "the vllm engine was closed"
+        self._fail("the vllm engine was closed")
         llm, self._llm = self._llm, None
+        await self._unbroken.ended()  # it sees that the engine is gone
         if llm is not None:
             handler = llm.output_handler
             if handler is not None:  # or it would report the end as an error
@@ -223,10 +230,8 @@ class VllmEngine:
         except EngineDied:
             raise
         except Exception as error:
-            self._failure = (
-                f"the vllm engine could not load weights version {update.version}: "
-                f"{type(error).__name__}: {error}"
-            )
+            how = f"could not load weights version {update.version}: {type(error).__name__}"
+            self._fail(f"the vllm engine {how}: {error}")
             raise EngineDied(self._failure) from error
 
     async def _set_version(self, version: int) -> None:
@@ -277,6 +282,12 @@ class VllmEngine:
             raise EngineDied(self._failure) from error
         finally:
             task.cancel()
+
+    def _fail(self, how: str) -> None:
+        """Serve nobody any more. Who waits for a response has an error: vLLM would leave them."""
+        self._failure = self._failure or how
+        if self._llm is not None:
+            self._llm.output_processor.propagate_error(dead_error()())
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -19,7 +19,11 @@ from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.transformers.engine import TransformersEngine
 from rlinf_async.backends.transformers.folder import ModelFolderError
 from rlinf_async.weights import WeightsDamaged, WeightsMismatch
-from tests.backends.engine_protocol import refuses_older_weights, until_made
+from tests.backends.engine_protocol import (
+    carries_a_cancelled_load_to_its_end,
+    refuses_older_weights,
+    until_made,
+)
 from tests.backends.models import (
     END,
     VOCABULARY,
@@ -184,6 +188,37 @@ async def test_weights_that_are_older_than_those_served_are_refused(tmp_path: Pa
     older, newer = (publish(make_model(qwen3(), seed), seed) for seed in (3, 4))
     async with engine_of(tmp_path, make_model(qwen3())) as engine:
         await refuses_older_weights(engine, older, newer)
+
+
+async def test_a_load_that_fails_halfway_is_the_end_of_the_engine(tmp_path: Path) -> None:
+    async with engine_of(tmp_path, make_model(qwen3())) as engine:
+        running = asyncio.create_task(engine.generate(request(max_tokens=400)))
+        await until_made(engine, 5, running)
+        assert engine._decoder is not None
+        norm = engine._decoder.model.get_parameter("model.norm.weight")
+        update = publish(make_model(qwen3(), 5), 1)
+        async with engine._turn:  # between two steps, the last layer becomes one that takes nothing
+            norm.data = norm.data[:1].expand(64)
+        with pytest.raises(EngineDied, match="could not load weights version 1: RuntimeError"):
+            await engine.load(update)
+        with pytest.raises(EngineDied, match="could not load weights version 1"):
+            await running
+        with pytest.raises(EngineDied, match="could not load weights version 1"):
+            await engine.generate(request(1))
+        with pytest.raises(EngineDied, match="could not load weights version 1"):
+            await engine.load(update)
+
+
+async def test_a_load_that_is_cancelled_goes_on_to_its_end(tmp_path: Path) -> None:
+    old, new = make_model(qwen3(), 1), make_model(qwen3(), 2)
+    async with engine_of(tmp_path, old) as engine:
+        made = await carries_a_cancelled_load_to_its_end(engine, publish(new, 7))
+        for got in made:
+            before = int((got.version == 0).sum())
+            assert got.version.tolist() == [0] * before + [7] * (len(got.version) - before)
+            close(got.log_prob[:before], log_probs(old, [5, 6, 7], got.token_ids)[:before])
+            close(got.log_prob[before:], log_probs(new, [5, 6, 7], got.token_ids)[before:])
+        assert made[-1].version[-1] == 7
 
 
 @pytest.mark.parametrize("tied", [True, False])

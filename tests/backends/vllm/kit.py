@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -58,3 +59,11 @@ def shared_memory() -> list[str]:
     """The weights that this process has in shared memory now."""
     links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return [link for link in links if "rlinf_async weights" in link]
+
+
+def wait_for_shared_memory() -> None:
+    """Wait until an update has begun to travel."""
+    give_up = time.monotonic() + PATIENCE
+    while not shared_memory():
+        assert time.monotonic() < give_up, "no update began to travel"
+        time.sleep(0.001)

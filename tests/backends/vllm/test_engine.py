@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import gc
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,15 @@ from rlinf_async.backends.language import EngineDied, PromptTooLong
 from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.language import Generated, Request
 from rlinf_async.weights import WeightsDamaged, WeightsMismatch, pack, unpack
-from tests.backends.engine_protocol import refuses_older_weights, until_made
+from tests.backends.engine_protocol import (
+    carries_a_cancelled_load_to_its_end,
+    refuses_older_weights,
+    until_made,
+)
 from tests.backends.models import END, log_probs, make_model, publish, qwen3
 from tests.backends.requests import request
 from tests.backends.transformers.kit import processed_log_probs
-from tests.backends.vllm.kit import Served, shared_memory
+from tests.backends.vllm.kit import Served, shared_memory, wait_for_shared_memory
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -304,9 +308,22 @@ def test_weights_that_are_older_than_those_served_are_refused(tied: Served) -> N
     close(got.log_prob, log_probs(model, [5, 6, 7], got.token_ids))
 
 
+def test_a_load_that_is_cancelled_goes_on_to_its_end(tied: Served) -> None:
+    old, new = make_model(qwen3(), 42), make_model(qwen3(), 43)
+    serve(tied, old, 19)
+    made = tied.run(carries_a_cancelled_load_to_its_end(tied.engine, publish(new, 20)))
+    for got in made:
+        before = int((got.version == 19).sum())
+        assert got.version.tolist() == [19] * before + [20] * (len(got.version) - before)
+        close(got.log_prob[:before], log_probs(old, [5, 6, 7], got.token_ids)[:before])
+        close(got.log_prob[before:], log_probs(new, [5, 6, 7], got.token_ids)[before:])
+    assert made[0].version[-1] == 20
+    assert shared_memory() == []
+
+
 def test_the_engines_log_probs_of_given_tokens_agree_with_the_model(tied: Served) -> None:
     model = make_model(qwen3(), 33)
-    serve(tied, model, 19)
+    serve(tied, model, 21)
     pairs = [
         (np.array(LONG[:count], np.int32), np.array(LONG[count : 2 * count], np.int32))
         for count in (1, 7, 40)
@@ -335,26 +352,32 @@ def test_the_weights_of_a_folder_are_version_0(untied: Served, untied_model: nn.
     close(got.log_prob, log_probs(new, [5, 6, 7], got.token_ids))
 
 
-@pytest.mark.parametrize("what", ["load", "log_probs", "generate"])
-def test_a_killed_engine_is_an_error_for_whoever_waits_and_whoever_comes(
-    untied: Served, what: str
+def test_an_engine_killed_within_a_load_is_an_error_for_whoever_waits_and_whoever_comes(
+    untied: Served,
 ) -> None:
-    engine = untied.engine
-    calls: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
-        "load": lambda: engine.load(publish(make_model(qwen3(tied=False)), 2)),
-        "log_probs": lambda: engine.log_probs([(np.array([3]), np.array([4]))]),
-        "generate": lambda: engine.generate(request(max_tokens=400)),
-    }
+    engine, update = untied.engine, publish(make_model(qwen3(tied=False)), 2)
 
     async def body() -> None:
         running = asyncio.create_task(engine.generate(request(1, max_tokens=400)))
-        await asyncio.sleep(0.05)
+        await until_made(engine, 5, running)
         for process in engine.process_ids:
-            with contextlib.suppress(ProcessLookupError):  # an earlier case has killed it
-                os.kill(process, signal.SIGKILL)
-        with pytest.raises(EngineDied):
-            await running
-        with pytest.raises(EngineDied):
-            await calls[what]()
+            os.kill(process, signal.SIGSTOP)  # the load cannot end
+        loading = asyncio.create_task(engine.load(update))
+        await asyncio.to_thread(wait_for_shared_memory)
+        for process in engine.process_ids:
+            os.kill(process, signal.SIGKILL)
+        for one in (loading, running):
+            with pytest.raises(EngineDied):
+                await one
+        calls: list[Coroutine[Any, Any, Any]] = [
+            engine.load(update),
+            engine.log_probs([(np.array([3]), np.array([4]))]),
+            engine.generate(request(max_tokens=400)),
+        ]
+        for call in calls:
+            with pytest.raises(EngineDied):
+                await call
 
     untied.run(body())
+    gc.collect()  # the errors know the memory
+    assert shared_memory() == []
