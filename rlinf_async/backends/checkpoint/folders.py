@@ -108,14 +108,22 @@ def commit(path: Path, metadata: Metadata) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a small file that is either not there or whole, and on the disk."""
+    """Write a small file that is either not there or whole, and on the disk.
+
+    Its folder may be renamed as soon as the file is seen.
+    """
     partial = path.with_name(f".{path.name}")
     with partial.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.rename(partial, path)
-    sync(path.parent)
+    # Opened before: whoever sees the last rank's note gives the staging folder another name.
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.rename(partial, path)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -87,6 +88,24 @@ def test_the_last_rank_completes_the_folder_whichever_it_is(
     assert done == [False, False, True]
     assert [one.name for one in read_metadata(path).tensors] == ["t0", "t1", "t2"]  # type: ignore[union-attr]
     assert [one.name for one in path.iterdir()] == [METADATA]
+
+
+def test_a_rank_whose_folder_is_completed_as_soon_as_its_note_is_seen_is_done_without_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "checkpoint"
+    folders.fresh_staging(path)
+    rename, other = os.rename, []
+
+    def renaming(source: Path, target: Path) -> None:
+        rename(source, target)
+        if target.name == "rank_1_of_2.json":
+            other.append(folders.rank_done(path, 0, 2, record(0)))
+
+    monkeypatch.setattr(os, "rename", renaming)
+    assert not folders.rank_done(path, 1, 2, record(1))
+    assert other == [True]
+    assert len(read_metadata(path).own) == 2  # type: ignore[union-attr]
 
 
 def test_ranks_that_are_done_at_the_same_moment_complete_it_once(tmp_path: Path) -> None:
