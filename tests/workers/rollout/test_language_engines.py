@@ -14,13 +14,18 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from numpy.typing import NDArray
 from torch import nn
 
 import rlinf_async as ra
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.backends.vllm.engine import VllmEngine
+from rlinf_async.channels import LatestSender
+from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.language import Sample
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.weights import pack, unpack
 from rlinf_async.workers.rollout.language import LanguageRolloutConfig, LanguageRolloutWorker
 from tests.backends.models import log_probs, make_model, publish, qwen3, save_folder
 from tests.backends.requests import request
@@ -37,6 +42,25 @@ class VllmRollout(LanguageRolloutWorker):
         engine = self._live.engine
         assert isinstance(engine, VllmEngine)
         return [os.getpid(), *engine.process_ids]
+
+
+class DyingActor(ra.Worker):
+    """Publishes a model from shared memory, and is killed before or just after it is out."""
+
+    async def publish(self, seed: int, weights: LatestSender[WeightUpdate], *, whole: bool) -> None:
+        """Publish the model of this seed, as that version."""
+        made = 0
+
+        def allocate(size: int) -> NDArray[np.uint8] | None:
+            nonlocal made
+            made += 1
+            if made == 3 and not whole:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return shared_bytes(size)
+
+        tensors = unpack(publish(make_model(qwen3(), seed), seed))
+        await weights.publish(pack(tensors, seed, bucket_bytes=100_000, allocate=allocate))
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def right(sample: Sample, model: nn.Module, version: int) -> None:
@@ -77,6 +101,32 @@ async def _two_versions_and_a_broken_one(folder: str) -> None:
         await channels.ask(request(group=3, min_version=2))
         with pytest.raises(ra.WorkerError, match=r"ModelOutputError: request 3/0 \(prompt 3\)"):
             await serving
+
+
+def test_what_a_dying_actor_published_is_served_and_what_it_did_not_is_not(folder: str) -> None:
+    ra.run(_actors_die_while_they_publish(folder))
+
+
+async def _actors_die_while_they_publish(folder: str) -> None:
+    config = TransformersEngineConfig(model=folder)
+    async with ra.Cluster.process() as cluster:
+        channels = Channels(cluster)
+        rollout = await cluster.launch(LanguageRolloutWorker, config)
+        actors = await cluster.launch(DyingActor, count=2)
+        serving = channels.serve(rollout)
+        await channels.weights.sender.publish(publish(make_model(qwen3(), 0), 0))
+        for seed, whole, served in [(1, False, 0), (2, True, 2)]:
+            with pytest.raises(ra.WorkerDied):
+                await actors[seed - 1].call(
+                    DyingActor.publish, seed, channels.weights.sender, whole=whole
+                )
+            asked = [request(i, group=seed, min_version=served) for i in range(4)]
+            await channels.ask(*asked)
+            for sample in (await channels.collect(4)).values():
+                right(sample, make_model(qwen3(), served), served)
+        channels.requests.close()
+        [report] = await serving
+        assert (report.samples, report.version, report.engine_restarts) == (8, 2, 0)
 
 
 def test_a_killed_vllm_engine_is_replaced_and_nothing_is_lost_or_left(folder: str) -> None:
