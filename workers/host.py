@@ -50,11 +50,13 @@ Ended = Callable[[Any, BaseException | None], None]
 class Invocation:
     """A call that runs."""
 
-    __slots__ = ("_ended", "_task", "arguments", "cancelled", "error", "method")
+    __slots__ = ("_ended", "_task", "arguments", "cancelled", "error", "method", "value")
 
     def __init__(self, method: str, arguments: dict[str, Any], ended: Ended) -> None:
         self.method = method
         self.arguments = arguments
+        self.value: Any = None
+        """what its method gave while its task was being made, to be told afterwards"""
         self.error: BaseException | None = None
         self.cancelled = False
         """its caller does not want it any more"""
@@ -76,11 +78,11 @@ class Invocation:
         self._ended(value, None)
 
     def over(self, task: asyncio.Task[None]) -> None:
-        """Nothing of it runs any more, or ever did, and it has not returned."""
+        """Nothing of it runs any more, or ever did, and nobody was told that it returned."""
         if self.cancelled or task.cancelled():
             self._ended(None, asyncio.CancelledError())
         else:
-            self._ended(None, self.error)
+            self._ended(self.value, self.error)
 
 
 class WorkerHost:
@@ -186,10 +188,15 @@ class WorkerHost:
         except Exception as error:
             self._fail(invocation, error)
         else:
-            task = asyncio.current_task()
-            if task is not None and not invocation.cancelled:
-                del self.calls[task]
-                invocation.returned(value)
+            self._returned(invocation, value)
+
+    def _returned(self, invocation: Invocation, value: Any) -> None:
+        task = asyncio.current_task()
+        if task is None or task not in self.calls:  # an eager task: `begin` has not returned yet
+            invocation.value = value
+        elif not invocation.cancelled:
+            del self.calls[task]
+            invocation.returned(value)
 
     def _fail(self, invocation: Invocation, error: Exception) -> None:
         failure = self.wrap(error, invocation.method)

@@ -37,8 +37,11 @@ def loop_kind(setting: tuple[str, str]) -> str:
 
 
 @pytest.fixture
-def new_cluster(setting: tuple[str, str]) -> Iterator[NewCluster]:
-    """Makes clusters of the setting's backend; afterwards nothing of theirs may be left."""
+def new_cluster(setting: tuple[str, str], loop_kind: str) -> Iterator[NewCluster]:
+    """Makes clusters of the setting's backend; afterwards nothing of theirs may be left.
+
+    It takes ``loop_kind`` so that a test that does not still runs on that loop.
+    """
     if setting[0] == "local":
         yield ra.Cluster.local
         return

@@ -10,7 +10,7 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.channels import ChannelClosed
-from tests.runtime.kit import Doubler, NewCluster, Number, Reading, Teller
+from tests.runtime.kit import Doubler, NewCluster, Number, Reading, Teller, Waiter
 
 
 async def test_a_call_gives_one_result_per_rank_in_rank_order(new_cluster: NewCluster) -> None:
@@ -166,13 +166,16 @@ async def test_a_call_makes_one_task_where_its_method_runs_and_none_elsewhere(
     new_cluster: NewCluster,
 ) -> None:
     async with new_cluster() as cluster:
-        teller = (await cluster.launch(Teller))[0]
+        numbers = cluster.channel(Number, name="numbers")
+        waiter = (await cluster.launch(Waiter))[0]
         before = asyncio.all_tasks()
-        running = teller.call(Teller.greet, "you")
+        running = waiter.call(Waiter.for_item, numbers.receiver)
         made = asyncio.all_tasks() - before
-        assert await running == "hello you!"
-        here = cluster.pid(teller.name) is None
-        assert [task.get_name() for task in made] == ["Teller[0].greet"] * here
+        with numbers.sender as sender:
+            await sender.put(Number(7))
+        assert await running == 7
+        here = cluster.pid(waiter.name) is None
+        assert [task.get_name() for task in made] == ["Waiter[0].for_item"] * here
 
 
 async def test_calls_that_are_over_leave_nothing_to_the_garbage_collector(

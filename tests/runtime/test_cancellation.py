@@ -33,8 +33,14 @@ async def test_a_cancelled_await_cancels_the_call(new_cluster: NewCluster) -> No
         waiter = (await cluster.launch(Waiter))[0]
         running = waiter.call(Waiter.forever, started.sender)
         await started.receiver.get()
-        waiting = asyncio.ensure_future(running)
-        await asyncio.sleep(0)
+        begun = asyncio.Event()
+
+        async def wait() -> None:
+            begun.set()  # and goes on until it waits
+            await running
+
+        waiting = asyncio.create_task(wait())
+        await begun.wait()
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting

@@ -69,6 +69,9 @@ class Cook(ra.Worker):
         setting.set("mine")
         return await self.compute(setting.get)
 
+    async def at_once(self) -> int:
+        return 42
+
     async def boom(self) -> None:
         raise ValueError("boom")
 
@@ -281,3 +284,15 @@ def test_a_collective_that_was_not_asked_for_is_refused() -> None:
                 await cluster.launch(Lonely)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("loop_kind", ["eager"])
+async def test_a_method_that_ends_before_its_task_is_made_gives_its_result(loop_kind: str) -> None:
+    host = await ready_host()
+    try:
+        assert await call(host, "at_once") == 42
+        with pytest.raises(ra.WorkerError, match="boom"):
+            await call(host, "boom")
+        assert host.calls == {}
+    finally:
+        await host.stop()
