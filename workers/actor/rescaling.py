@@ -56,6 +56,9 @@ class Rescaling(Worker):
     _dp = 0
     """ranks that train; 0 until anything else was said: all"""
     _valid: tuple[int, ...] | None = None
+    _syncs = 0
+    """iterations whose end rank 0 has left a word on; the words stay, so this is never set back"""
+    _training = _at_once = 0
     _timeout = DEFAULT_TIMEOUT
     _bucket_bytes = DEFAULT_BUCKET_BYTES
 
@@ -101,25 +104,32 @@ class Rescaling(Worker):
     ) -> list[int]:
         """Prepare for other strategies, on all launched ranks; return the valid DP sizes.
 
+        Called again, between two calls that train, it changes ``timeout``, ``bucket_bytes`` and the
+        number of ranks.
+
         Args:
             first_world_size: how many ranks train at first; -1: as many as can.
             timeout: seconds that one change may take, waiting for other ranks included.
             bucket_bytes: memory for what travels, beside old and new shards.
 
-        Raises `StrategyError` where no number of ranks, or not the first, can share an iteration.
+        Raises `StrategyError` where no number of ranks, or not the first, can share an iteration,
+        and while this rank trains or changes.
         """
         self.rescalable()
+        if self._valid is None:
+            self._asked: list[int] = []
+            self._outcomes: list[AppliedStrategy | Exception] = []
+            self._changed, self._applying = asyncio.Condition(), asyncio.Lock()
+        elif self._training or len(self._outcomes) < len(self._asked):
+            fault = f"{self.name} trains or changes its ranks: init_trainer_resharding() must wait"
+            raise StrategyError([fault])
         self._timeout, self._bucket_bytes = timeout, bucket_bytes
-        self._asked: list[int] = []
-        self._outcomes: list[AppliedStrategy | Exception] = []
-        self._changed, self._applying = asyncio.Condition(), asyncio.Lock()
-        self._syncs = self._training = self._at_once = 0
         self._valid = tuple(dp for dp in range(1, self.world_size + 1) if self._can_share(dp))
         if not self._valid:
             self.check_share(self.world_size)
         first = self._valid[-1] if first_world_size == -1 else first_world_size
         self._check(Strategy(dp=first))
-        if first != self.world_size:
+        if first != self.active_world_size:
             await self.apply_parallel_strategy(Strategy(dp=first))
         return list(self._valid)
 
@@ -218,14 +228,14 @@ class Rescaling(Worker):
 
     async def _rescale(self, dp: int) -> AppliedStrategy:
         old = self.active_world_size
-        await self.make_ready()
+        objection = await self._objection()
         with self.span("rescale", dp=dp):
             report = await self.compute(
                 self.rescalable().rescale,
                 dp,
                 timeout=self._timeout,
                 bucket_bytes=self._bucket_bytes,
-                objection=self.objection(),
+                objection=objection,
             )
         self._dp = dp
         if self.active:
@@ -238,6 +248,18 @@ class Rescaling(Worker):
             sent_bytes=report.sent_bytes,
             received_bytes=report.received_bytes,
         )
+
+    async def _objection(self) -> str:
+        """Why this rank cannot change. It then says so to the others, who would else wait for it
+        in vain, and count one attempt more than it does."""
+        try:
+            await self.make_ready()
+        except Exception as error:  # what comes of the attempt has it
+            if self.world_size == 1:
+                raise
+            self.log.warning("this rank is not ready to change", exc_info=True)
+            return f"it could not be made ready: {type(error).__name__}: {error}"
+        return self.objection()
 
     def _check(self, strategy: Strategy) -> None:
         if self._valid is None:
