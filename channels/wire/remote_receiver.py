@@ -14,7 +14,7 @@ from rlinf_async.channels.wire import protocol
 from rlinf_async.channels.wire.asking import Answer
 from rlinf_async.channels.wire.remote import Wire
 from rlinf_async.channels.wire.remote_end import RemoteEnd
-from rlinf_async.channels.wire.window import TURN_ITEMS
+from rlinf_async.channels.wire.window import TURN_ITEMS, Window
 from rlinf_async.channels.wire.windows import Windows
 
 T_co = TypeVar("T_co", covariant=True)
@@ -31,15 +31,17 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
         self._window = self._windows.find(number, None)
 
     async def get(self, *, key: Key | None = None) -> T_co:
-        window = self._window
         if self._closed:
             self.open()
         if key is not None:
             check_key_and_weight(self.channel_name, key, 1)
-            window = self._windows.find(self._number, key)
+        window = self._window if key is None else self._windows.find(self._number, key)
         if window.run >= TURN_ITEMS:
             window.run = 0
             await asyncio.sleep(0)  # what was taken is said, and what was asked for is heard
+            self.open()
+        if not window.items:
+            window = self._find(key)
         index, part = window.items.popleft() if window.items else await window.next()
         try:
             item: T_co = self._wire.decode(part)
@@ -48,6 +50,14 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
             raise self._wire.unreadable(error) from error
         window.took(index)
         return item
+
+    def _find(self, key: Key | None) -> Window:
+        """The window as it is known now: one that is empty may have been forgotten, and what it
+        asked for would be out of reach of whoever wants it back."""
+        window = self._windows.find(self._number, key)
+        if key is None:
+            self._window = window
+        return window
 
     def close(self) -> None:
         if not self._closed:

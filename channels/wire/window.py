@@ -235,7 +235,9 @@ class Window:
         return self._size
 
     def _ask_more(self) -> None:
-        if not (self.waiting or self.asks_more or self.closed) and (ahead := self._ahead()):
+        if self.waiting or self.asks_more or self.closed or not self._windows.keep(self):
+            return
+        if ahead := self._ahead():
             self.asks_more = True
             more = More(self.end, self.key, ahead, current_party.get())
             self._windows.ask("channel.more", more, _More(self))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rlinf_async.channels.wire.router import Request
 
 MAX_KEYS: Final = 256
+"""With so many windows, those that are idle are forgotten before another one is made."""
 
 
 class Windows:
@@ -65,6 +66,11 @@ class Windows:
             window.give_back()
 
     # ---- for windows
+
+    def keep(self, window: Window) -> bool:
+        """Find it from now on, if it was forgotten; whether it is still that of its key. Only such
+        a one may ask ahead of its gets: what comes must be found when it is wanted back."""
+        return self._all.setdefault((window.end, window.key), window) is window
 
     def ask(self, kind: str, meta: Any, pending: Any) -> int:
         """Ask the owner; the request's number."""

@@ -281,6 +281,66 @@ async def test_keys_have_windows_of_their_own_and_are_forgotten() -> None:
         assert all(lane.borrowers for lane in channel.queue.lanes.values())
 
 
+async def churn(receiver: Receiver[int], channel: Channel[int], count: int = 8) -> None:
+    """Get once under each of more keys than are remembered."""
+    for number in range(count):
+        await channel.sender.put(number, key=number)
+        assert await receiver.get(key=number) == number
+
+
+async def test_what_a_receiver_without_keys_has_ahead_is_found_after_many_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(windows, "MAX_KEYS", 2)
+    channel, keyed = Channel(int, name="numbers"), Channel(int, name="by key")
+    async with wired() as owner:
+        connection = await owner.join()
+        receiver = owner.receiver(channel, connection)
+        await churn(owner.receiver(keyed, connection), keyed)
+        for number in range(40):
+            await channel.sender.put(number)
+        got = [await receiver.get() for _ in range(3)]
+        await settled()
+        assert channel.statistics().ahead > 0
+        got.append(await asyncio.wait_for(channel.receiver.get(), 5.0))
+        assert channel.statistics().ahead == 0
+        got += [await receiver.get() for _ in range(5)]
+        await settled()
+        connection.abort("a test")
+        await until(lambda: not owner.server.connections)
+        with pytest.raises(ConnectionLost):
+            await receiver.get()
+        got += await channel.receiver.get_batch(weight=40 - len(got))
+        assert got == list(range(40))
+
+
+@pytest.mark.parametrize("key", [None, "env"])
+async def test_a_window_forgotten_while_its_receiver_gives_others_a_turn_is_found_again(
+    monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    monkeypatch.setattr(windows, "MAX_KEYS", 2)
+    channel, keyed = Channel(int, name="numbers"), Channel(int, name="by key")
+    async with wired() as owner:
+        connection = await owner.join()
+        receiver, other = owner.receiver(channel, connection), owner.receiver(keyed, connection)
+        for number in range(3):
+            await channel.sender.put(number, key=key)
+            assert await receiver.get(key=key) == number
+        await settled()
+        monkeypatch.setattr("rlinf_async.channels.wire.remote_receiver.TURN_ITEMS", 1)
+        getting: Any = receiver.get(key=key)
+        getting.send(None)  # it lets others have a turn
+        monkeypatch.setattr("rlinf_async.channels.wire.remote_receiver.TURN_ITEMS", 128)
+        await churn(other, keyed)
+        for number in range(3, 43):
+            await channel.sender.put(number, key=key)
+        assert await asyncio.create_task(getting) == 3
+        await settled()
+        assert await asyncio.wait_for(channel.receiver.get(key=key), 5.0) == 4
+        assert [await receiver.get(key=key) for _ in range(38)] == list(range(5, 43))
+        connection.close()
+
+
 @pytest.mark.parametrize("turns", range(14))
 async def test_gets_cancelled_at_any_point_lose_nothing_and_keep_the_order(turns: int) -> None:
     channel = Channel(int, name="numbers")
