@@ -15,7 +15,7 @@ from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ChannelError, MalformedFrame
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.wire.connection import Connection
-from rlinf_async.channels.wire.failures import report
+from rlinf_async.channels.wire.failures import Report, report
 from rlinf_async.channels.wire.protocol import Credit, Puts, Room, Run, Untaken
 
 MIN_CAPACITY: Final = 4
@@ -24,6 +24,11 @@ MAX_LENT: Final = 4096
 """Items, to one borrower."""
 CONFIRM_SECONDS: Final = 0.005
 CONFIRM_BYTES: Final = 256 * 1024
+REFUSAL_BYTES: Final = 500
+"""Of each text of an error, where items are refused."""
+CREDIT_REFUSALS: Final = 48
+CREDIT_ROOMS: Final = 64
+"""No more of them are said in one message: its head is bounded."""
 
 
 class Lent:
@@ -125,7 +130,7 @@ class Creditor:
         self._lent: dict[tuple[int, Key | None], Lent] = {}
         self._hungry: dict[Lent, None] = {}
         self._handled = self._handled_bytes = 0
-        self._refused: list[Untaken] = []
+        self._refused: dict[tuple[int, Report], int] = {}
         self._collected = False
         self._timer: asyncio.TimerHandle | None = None
         connection.outbox.last.append(self.say)
@@ -243,13 +248,15 @@ class Creditor:
         return lent
 
     def _refuse(self, run: Run, error: ChannelError) -> None:
-        self._refused.append(Untaken(run.end, run.count, report(error)))
+        refused = run.end, report(error, REFUSAL_BYTES)
+        self._refused[refused] = self._refused.get(refused, 0) + run.count
         self._collect()
 
     # ---- what goes out
 
     def say(self) -> None:
-        """Confirm, refuse and lend, in one message."""
+        """Lend, refuse and then confirm, in one message if that can hold it: whoever hears that its
+        items were handled has heard of those that were refused."""
         self._collected = False
         if self._timer is not None:
             self._timer.cancel()
@@ -259,10 +266,17 @@ class Creditor:
         hungry, self._hungry = self._hungry, {}
         rooms = [room for lent in hungry if (room := lent.grant()) is not None]
         handled, self._handled = self._handled, 0
-        refused, self._refused = self._refused, []
+        refused = [Untaken(end, count, why) for (end, why), count in self._refused.items()]
+        self._refused.clear()
         self._handled_bytes = 0
+        while len(rooms) > CREDIT_ROOMS or len(refused) > CREDIT_REFUSALS:
+            self._credit(Credit(0, rooms[:CREDIT_ROOMS], refused[:CREDIT_REFUSALS]))
+            del rooms[:CREDIT_ROOMS], refused[:CREDIT_REFUSALS]
         if handled or refused or rooms:
-            self._connection.notify("channel.credit", Credit(handled, rooms, refused), control=True)
+            self._credit(Credit(handled, rooms, refused))
+
+    def _credit(self, credit: Credit) -> None:
+        self._connection.notify("channel.credit", credit, control=True)
 
     def _collect(self) -> None:
         if not self._collected and not self._connection.closed:

@@ -53,20 +53,26 @@ def _known() -> dict[str, type[Exception]]:
 KNOWN = _known()
 
 
-def report(error: BaseException) -> Report:
-    """The exception as it travels: it always fits, and can always be encoded."""
+def report(error: BaseException, most: int = MAX_TEXT) -> Report:
+    """The exception as it travels: it always fits, and can always be encoded. Each of its texts has
+    at most so many bytes."""
     kind = type(error)
-    said = _cut(text_of(error))
+    said = fit_bytes(text_of(error), most)
     if KNOWN.get(kind.__name__) is kind:
         return Report(kind.__name__, said, "")
     if isinstance(error, RemoteError):  # it comes from further away
-        return Report(error.type_name, _cut(error.message), _cut(error.traceback_text))
+        return Report(
+            fit_bytes(error.type_name, most),
+            fit_bytes(error.message, most),
+            fit_bytes(error.traceback_text, most),
+        )
     name = (
         kind.__qualname__
         if kind.__module__ == "builtins"
         else f"{kind.__module__}.{kind.__qualname__}"
     )
-    return Report(_cut(name), said, _cut("".join(traceback.format_exception(error))))
+    trace = "".join(traceback.format_exception(error))
+    return Report(fit_bytes(name, most), said, fit_bytes(trace, most))
 
 
 def rebuild(found: Report) -> Exception:
@@ -75,7 +81,3 @@ def rebuild(found: Report) -> Exception:
     if kind is not None:
         return kind(found.message)
     return RemoteError(found.type_name, found.message, found.traceback_text)
-
-
-def _cut(text: str) -> str:
-    return fit_bytes(text, MAX_TEXT)

@@ -12,6 +12,7 @@ import pytest
 from rlinf_async.channels import (
     Channel,
     ChannelClosed,
+    ChannelFailed,
     ConnectionLost,
     ItemTooLarge,
     NoReceivers,
@@ -45,6 +46,11 @@ def idle(sender: Sender[Any]) -> None:
     """Let the time pass in which room that is not used goes back."""
     for _ in range(2):
         promises_of(sender).purses.sweep()
+
+
+def small_heads(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    for where in ("framing", "outbox"):
+        monkeypatch.setattr(f"rlinf_async.channels.wire.{where}.MAX_HEAD_BYTES", limit)
 
 
 # ---- room that goes back
@@ -143,7 +149,7 @@ async def test_many_tasks_that_put_under_many_keys_in_one_turn_lose_nothing(
         for key in keys:
             await with_credit(sender, channel, key=key)
         # Of 400 changes of key, as many fit in one message as in a real one of 5,000.
-        monkeypatch.setattr("rlinf_async.channels.wire.framing.MAX_HEAD_BYTES", 24 * 1024)
+        small_heads(monkeypatch, 24 * 1024)
         await asyncio.gather(*(sender.put(turn, key=key) for turn in turns for key in keys))
         await sender.flush()
         for key in keys:
@@ -200,6 +206,39 @@ async def test_an_error_of_items_under_way_is_noted_on_that_of_a_put_that_asked(
         with pytest.raises(ConnectionLost) as caught:
             await asking
         assert f"{lent} items of this sender were not confirmed" in caught.value.__notes__[0]
+
+
+async def test_items_refused_under_many_keys_are_all_told_of_however_long_the_error_is() -> None:
+    channel = Channel(int, name="numbers", capacity=1024)
+    keys = [f"env {number}" for number in range(60)]
+    async with remote_pair(channel) as (sender, _):
+        for key in keys:
+            await with_credit(sender, channel, key=key)
+        await sender.flush()
+        for key in keys:
+            await sender.put(2, key=key)
+        channel.fail("the simulator diverged: " + "a long traceback " * 250)
+        with pytest.raises(ChannelFailed, match="the simulator diverged") as caught:
+            await sender.flush()
+        assert "60 items of this sender were under way" in caught.value.__notes__[0]
+        assert len(str(caught.value)) <= 500
+
+
+async def test_what_many_senders_are_told_takes_several_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    channel = Channel(int, name="numbers", capacity=1024)
+    async with remote_pair(channel) as (sender, _):
+        await with_credit(sender, channel)
+        senders = [sender.clone() for _ in range(100)]
+        await sender.flush()
+        small_heads(monkeypatch, 32 * 1024)
+        for one in senders:
+            await one.put(2)
+        channel.fail("the simulator diverged: " + "a long traceback " * 250)
+        for one in senders:
+            with pytest.raises(ChannelFailed, match="the simulator diverged"):
+                await one.flush()
 
 
 async def test_a_sender_that_is_dropped_without_being_told_is_logged(
