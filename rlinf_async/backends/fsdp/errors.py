@@ -5,7 +5,8 @@
     FSDPError
     ├── OffloadedError      the model is asked to compute while it is offloaded
     ├── IdleRank            a rank outside the active world size is asked to train
-    └── RescaleError        another number of ranks was refused or failed; all is as it was
+    ├── RescaleError        another number of ranks was refused or failed; all is as it was
+    └── RescaleUndecided    nobody can tell this rank what the others decided: end it
 
 `CheckpointError` is that of `rlinf_async.backends.checkpoint`.
 """
@@ -31,4 +32,12 @@ class RescaleError(FSDPError):
     """The message names the stage, the rank, and what failed there; every rank trains on as before.
 
     A rank that was lost is a `reshard.PeerLost` instead.
+    """
+
+
+class RescaleUndecided(FSDPError):
+    """This rank was ready, so the others may have changed, and the store that would say so is gone.
+
+    Its model is neither surely the old nor surely the new one: end the process, and go on from a
+    checkpoint.
     """

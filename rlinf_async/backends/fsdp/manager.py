@@ -113,7 +113,7 @@ class ShardedModelManager:
 
         Raises `ValueError` for a size that was not launched, `RescaleError` when a rank failed, and
         `reshard.PeerLost` when one died or needed more than ``timeout`` seconds. Whatever it is,
-        every rank that lives is as it was.
+        every rank that lives is as it was. Raises `RescaleUndecided` when that cannot be known.
         """
         launched = self.groups.launched
         if not 1 <= world_size <= launched:

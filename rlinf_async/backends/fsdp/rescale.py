@@ -35,7 +35,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.fsdp import skeleton
 from rlinf_async.backends.fsdp.ballot import Ballot, Word
-from rlinf_async.backends.fsdp.errors import FSDPError, OffloadedError, RescaleError
+from rlinf_async.backends.fsdp.errors import (
+    FSDPError,
+    OffloadedError,
+    RescaleError,
+    RescaleUndecided,
+)
 from rlinf_async.backends.fsdp.progress import Progress, fill_optimizer, moments, progress_of
 from rlinf_async.backends.fsdp.state import MOMENTS
 from rlinf_async.backends.reshard import NotAgreed, PeerLost, Report, State, allocate, reshard
@@ -104,7 +109,10 @@ class Rescale:
         return self._manager.rank < self._new
 
     def run(self) -> RescaleReport:
-        """Go through all stages; raises `RescaleError` or `PeerLost` when nothing changed."""
+        """Go through all stages; raises `RescaleError` or `PeerLost` when nothing changed.
+
+        Raises `RescaleUndecided` when that cannot be known any more.
+        """
         stages: tuple[tuple[str, Callable[[], bytes | None]], ...] = (
             ("connect", self.connect),
             ("drain", self.drain),
@@ -277,8 +285,14 @@ class Rescale:
             self._take_in(self._ballot.heard("propose"))
             self.connect()
             return self._ballot.abort(error)
-        except RuntimeError:  # the store, or a rank, is gone: nobody can commit without this one
-            return True
+        except RuntimeError as gone:  # the store, or a rank
+            if self._standing is None:  # nobody can commit without this rank's word on `verify`
+                return True
+            raise RescaleUndecided(
+                f"rank {self._manager.rank} was ready for {self._new} ranks when it lost the store "
+                f"of the process group ({gone}), after {error!r}: whether the others changed is "
+                "not known. End this rank and go on from a checkpoint"
+            ) from gone
 
     def _roll_back(self) -> None:
         manager = self._manager

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from rlinf_async.backends.fsdp.errors import RescaleError
+from rlinf_async.backends.fsdp.errors import RescaleError, RescaleUndecided
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.fsdp.rescale import Rescale
 from rlinf_async.backends.reshard import PeerLost, buckets
@@ -165,6 +165,46 @@ def committed(rank: int, world_size: int, folder: Path) -> None:
     outcome = attempt(trainer, 2, LIMIT)
     mend()
     save_result(folder, rank, {"outcome": outcome, "numbers": step(trainer, 0)})
+
+
+class StoreGone:
+    """A store whose server has ended."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+def without_store(rank: int, world_size: int, folder: Path) -> None:
+    """Rank 1 loses the store at a stage: with its word on `verify` said, or not yet."""
+    said: dict[str, list[str]] = {}
+    for stage in ("move", "decide"):
+        trainer = language_trainer(world_size, rank)
+        whole = getattr(Rescale, stage)
+
+        def loses(one: Rescale, whole: Callable[[Rescale], None] = whole) -> None:
+            one._ballot._store = cast(Any, StoreGone())
+            whole(one)
+
+        if rank == 1:
+            setattr(Rescale, stage, loses)
+        try:
+            trainer.rescale(1, timeout=IMPATIENT, bucket_bytes=BUCKET)
+            said[stage] = ["", "", str(trainer.manager.world_size)]
+        except (RescaleError, PeerLost, RescaleUndecided) as error:
+            said[stage] = [type(error).__name__, str(error), str(trainer.manager.world_size)]
+        setattr(Rescale, stage, whole)
+    save_result(folder, rank, said)
+
+
+def test_a_rank_that_was_ready_and_lost_the_store_does_not_take_the_old_strategy_to_be_in_force(
+    tmp_path: Path,
+) -> None:
+    other, lost = in_processes(without_store, 2, tmp_path)
+    assert (other["move"][0], other["move"][2]) == ("PeerLost", "2")
+    assert (lost["move"][0], lost["move"][2]) == ("RescaleError", "2")
+    assert other["decide"] == ["", "", "1"]
+    assert lost["decide"][0] == "RescaleUndecided"
+    assert "lost the store of the process group (Connection reset" in lost["decide"][1]
 
 
 def dying(rank: int, folder: str) -> None:
