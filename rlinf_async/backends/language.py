@@ -177,8 +177,9 @@ class LanguageTrainer(Protocol):
         """Return the weights of the present version, Hugging Face names. Collective.
 
         Tied weights come once. Ranks other than 0 return an update without buckets. ``allocate``
-        gives the memory they travel from; a bucket in which nothing changed since the last time is
-        that of the last time.
+        gives the memory they travel from; all ranks may write into it where it is shared, and only
+        that of rank 0 counts. A bucket in which nothing changed since the last time is that of the
+        last time.
         """
         ...
 

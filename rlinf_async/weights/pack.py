@@ -53,16 +53,21 @@ def pack(
         raise ValueError(f"bucket_bytes is {bucket_bytes}; it must be at least 1")
     for name, tensor in state_dict.items():
         _check_plain(name, tensor)
-    before = {bucket.slots: bucket for bucket in (previous.buckets if previous else ())}
+    before = buckets_by_slots(previous)
     buckets = []
     for group in grouped(state_dict, bucket_bytes):
         slots, size = slots_of(group)
-        tensors = [_elements(tensor) for _, tensor in group]
+        tensors = [elements_of(tensor) for _, tensor in group]
         old = before.get(slots)
         if old is None or not _unchanged(old, tensors):
             old = _fill(slots, size, tensors, allocate)
         buckets.append(old)
     return WeightUpdate(version, tuple(buckets), update_checksum(version, buckets))
+
+
+def buckets_by_slots(update: WeightUpdate | None) -> dict[tuple[TensorSlot, ...], WeightBucket]:
+    """Return the buckets of an update by what lies where in them."""
+    return {bucket.slots: bucket for bucket in (update.buckets if update else ())}
 
 
 def byte_count(tensor: Tensor) -> int:
@@ -117,7 +122,7 @@ def empty_bucket(size: int, allocate: Allocate | None) -> NDArray[np.uint8]:
     return np.empty(size, np.uint8) if given is None else given
 
 
-def _elements(tensor: Tensor) -> Tensor:
+def elements_of(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor, in row-major order, on the CPU."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.cpu().view(torch.uint8)

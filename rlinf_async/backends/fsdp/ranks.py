@@ -53,6 +53,19 @@ def all_reduce(
         dist.all_reduce(tensor, operation, group=member.group)
 
 
+def broadcast_bytes(member: Rank, content: bytes) -> bytes:
+    """Return what rank 0 gave; that of the others does not matter."""
+    if member.world_size == 1:
+        return content
+    size = torch.tensor([len(content)], device=member.device)
+    dist.broadcast(size, src=0, group=member.group)
+    sent = torch.empty(int(size), dtype=torch.uint8, device=member.device)
+    if member.rank == 0:
+        sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(sent, src=0, group=member.group)
+    return sent.cpu().numpy().tobytes()
+
+
 def wait_for_all(member: Rank) -> None:
     """Return when every rank is here."""
     if member.world_size > 1:

@@ -15,7 +15,6 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from rlinf_async.backends.reshard.buckets import DtypeOf
 from rlinf_async.backends.reshard.errors import PeerLost
 from rlinf_async.backends.reshard.signals import DONE, PLACE, Inboxes, Signals
 from rlinf_async.backends.reshard.transports import Runs
+from rlinf_async.weights.behind import this_host
 
 SLOTS = 2
 
@@ -101,7 +101,7 @@ def meet(group: dist.ProcessGroup | None, room: int, timeout: timedelta) -> Shar
     try:
         size = max(SLOTS * (-(-room // mmap.PAGESIZE) * mmap.PAGESIZE), mmap.PAGESIZE)
         os.ftruncate(memory, size)
-        mine = torch.tensor([_host(), os.getpid(), memory, size, *inboxes.numbers()])
+        mine = torch.tensor([this_host(), os.getpid(), memory, size, *inboxes.numbers()])
         told = (one.tolist() for one in _gathered(mine, ranks, group))
         cards = [_Card(one[0], one[1], one[2], one[3], tuple(one[4:])) for one in told]
         peers, writers = _mapped(cards), _opened(inboxes, cards, rank)
@@ -126,13 +126,6 @@ def _gathered(mine: Tensor, ranks: int, group: dist.ProcessGroup | None) -> list
     except RuntimeError as error:
         raise PeerLost(f"a rank was lost before anything was sent: {error}") from error
     return found
-
-
-def _host() -> int:
-    """A number that processes share which see each other's memory by process id."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    namespace = Path("/proc/self/ns/pid").stat().st_ino
-    return (int(boot.replace("-", ""), 16) ^ namespace) & ((1 << 62) - 1)
 
 
 def _opened(inboxes: Inboxes, cards: Sequence[_Card], rank: int) -> dict[int, int] | None:

@@ -26,7 +26,7 @@ def hugging_face_state(
     whole on the device. The tensors may be the live ones.
     """
     found: dict[str, Tensor] = {}
-    for name, tensor in _named(manager):
+    for name, tensor in named_weights(manager):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if manager.rank == 0:
             there = whole.to(dtype) if whole.is_floating_point() else whole
@@ -46,7 +46,7 @@ def load_hugging_face_state(manager: LanguageModelManager, update: WeightUpdate)
             f"{manager.world_size}: launch inference workers without collective="
         )
     verify(update)
-    present = dict(_named(manager))
+    present = dict(named_weights(manager))
     arrived = {
         name: tensor.to(present[name].dtype)
         if name in present and tensor.is_floating_point() and present[name].is_floating_point()
@@ -59,7 +59,11 @@ def load_hugging_face_state(manager: LanguageModelManager, update: WeightUpdate)
             present[name].copy_(tensor)
 
 
-def _named(manager: LanguageModelManager) -> Iterator[tuple[str, Tensor]]:
+def named_weights(manager: LanguageModelManager) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights by their Hugging Face names, sharded as they are; those of FSDP1 whole.
+
+    Tied ones come once. Collective for FSDP1. Raises `WeightsMismatch` for a critic.
+    """
     sharded = manager.model
     whole = isinstance(sharded, FullyShardedDataParallel)
     state = full_model_state(sharded) if whole else sharded.state_dict()

@@ -30,6 +30,7 @@ from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.describing import add_missing_files
 from rlinf_async.backends.fsdp.language.forward import largest, token_answers
 from rlinf_async.backends.fsdp.language.head import TokenStatistics
+from rlinf_async.backends.fsdp.language.in_place import publish_in_place
 from rlinf_async.backends.fsdp.language.manager import LanguageModelManager
 from rlinf_async.backends.fsdp.language.model import without_progress_bars
 from rlinf_async.backends.fsdp.language.packing import Packed, pack_samples
@@ -290,13 +291,17 @@ class PolicyTrainer(LanguageTrainerBase):
 
     def publish(self, allocate: Allocate | None = None) -> WeightUpdate:
         """Return the weights of the present version; no buckets but on rank 0. Collective."""
-        dtype = DTYPES[self.config.publish_precision]
-        state = hugging_face_state(self.manager, dtype) if self.manager.active else {}
-        self._published = pack(
-            state, self._version, self.config.bucket_bytes,
-            allocate=allocate, previous=self._published,
-        )  # fmt: skip
-        return self._published
+        if not self.manager.active:
+            return pack({}, self._version)
+        dtype, size = DTYPES[self.config.publish_precision], self.config.bucket_bytes
+        update = publish_in_place(
+            self.manager, dtype, self._version, size, allocate=allocate, previous=self._published
+        )
+        if update is None:
+            state = hugging_face_state(self.manager, dtype)
+            update = pack(state, self._version, size, allocate=allocate, previous=self._published)
+        self._published = update
+        return update
 
     def load(self, update: WeightUpdate) -> None:
         """Take published weights and their version; for a rank on its own."""
