@@ -8,7 +8,8 @@
     .NAME.beside/      what goes into NAME as soon as that is complete
 
 Invariants: a folder called NAME is complete. A folder that somebody reads is not removed: readers
-hold a shared lock on it, whoever removes it an exclusive one.
+hold a shared lock on it and on the folder around it (which may be a checkpoint too, and removed as
+one), whoever removes it an exclusive one.
 """
 
 from __future__ import annotations
@@ -96,15 +97,19 @@ def rank_done(path: Path, rank: int, ranks: int, record: RankRecord) -> bool:
 
 
 def commit(path: Path, metadata: Metadata) -> None:
-    """Give the staging folder its metadata and its name."""
+    """Give the staging folder its metadata and its name.
+
+    What had this name before goes as soon as nobody reads it: at the latest the next `commit` waits
+    for that.
+    """
     staging, previous = staging_folder(path), previous_folder(path)
     write_whole(staging / METADATA, encode(metadata))
-    shutil.rmtree(previous, ignore_errors=True)
+    remove(previous, wait=True)
     if path.exists():
         os.rename(path, previous)
     os.rename(staging, path)
     sync(path.parent)
-    shutil.rmtree(previous, ignore_errors=True)
+    remove(previous)
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -168,27 +173,32 @@ def being_read(folder: Path) -> Iterator[None]:
 
     Holds for all processes that lock files together: those of one host, and most network disks.
     """
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} is gone") from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    around = folder.resolve().parent
+    with contextlib.ExitStack() as held:
+        for one in (around, folder):
+            try:
+                descriptor = os.open(one, os.O_RDONLY)
+            except FileNotFoundError:
+                raise CheckpointError(f"{folder} is gone") from None
+            except PermissionError:
+                if one == folder:
+                    raise
+                continue  # it is not listed for this user: no checkpoint
+            held.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
         if not (folder / METADATA).is_file():
             raise CheckpointError(f"{folder} was removed before it could be read")
         yield
-    finally:
-        os.close(descriptor)
 
 
-def remove(folder: Path) -> bool:
-    """Remove a checkpoint unless somebody reads it; whether it is gone."""
+def remove(folder: Path, *, wait: bool = False) -> bool:
+    """Remove a checkpoint unless somebody reads it, or after that; whether it is gone."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
         return True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         # Killed in the middle, what is left must not look complete.
         (folder / METADATA).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
@@ -227,7 +237,7 @@ def clean(checkpoints: Path) -> None:
         if found["what"] == "previous" and not target.exists() and (path / METADATA).is_file():
             os.rename(path, target)
         else:
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)
 
 
 def _is_numbered(name: str) -> bool:

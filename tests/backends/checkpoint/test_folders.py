@@ -49,6 +49,35 @@ def test_a_checkpoint_that_is_being_read_is_removed_only_afterwards(tmp_path: Pa
     assert versions(tmp_path) == [6]
 
 
+def test_a_checkpoint_stays_while_one_inside_it_is_read(tmp_path: Path) -> None:
+    complete(tmp_path, 2)
+    folder = tmp_path / "version-000002"
+    (folder / "critic").mkdir()
+    (folder / "critic" / METADATA).write_text("{}")
+    with folders.being_read(folder / "critic"):
+        assert not folders.remove(folder)
+        assert (folder / "critic" / METADATA).exists()
+    assert folders.remove(folder)
+
+
+def test_what_is_replaced_while_it_is_read_goes_with_the_next_one(tmp_path: Path) -> None:
+    path, previous = tmp_path / "checkpoint", tmp_path / ".checkpoint.previous"
+
+    def write() -> None:
+        folders.fresh_staging(path)
+        folders.rank_done(path, 0, 1, record(0))
+
+    write()
+    with folders.being_read(path):
+        write()
+        assert (previous / METADATA).exists()
+        folders.clean(tmp_path)
+        assert (previous / METADATA).exists()
+    write()
+    assert (path / METADATA).exists()
+    assert not previous.exists()
+
+
 def test_who_comes_to_read_what_was_removed_is_told(tmp_path: Path) -> None:
     complete(tmp_path, 2)
     folder = tmp_path / "version-000002"
