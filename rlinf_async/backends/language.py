@@ -82,7 +82,7 @@ class GenerationEngine(Protocol):
     async def load(self, update: WeightUpdate) -> int:
         """Take new weights in flight: running requests pause, keep their tokens, and go on.
 
-        Returns the update's checksum, compared with the bytes that were loaded. Raises
+        Returns the update's checksum, which its bytes were compared with. Raises
         `WeightsError` before anything changed if they are damaged, do not fit, or are older than
         those served. A failure after that is the engine's end (`EngineDied`): it serves no model
         that is half loaded. A cancelled call changes nothing, or its load goes on to the end.

@@ -22,8 +22,8 @@ class WeightsExtension:
     model_runner: Any
     _rlinf_async_memory: Memory
 
-    def rlinf_async_load(self, header: bytes) -> int:
-        """Load the update that another process shares; its checksum.
+    def rlinf_async_load(self, header: bytes) -> None:
+        """Load the update that another process shares, and has verified.
 
         The names are Hugging Face's. What `loading` does not know goes through vLLM's own loader,
         which fuses and shards it as it does with a checkpoint.
@@ -39,7 +39,6 @@ class WeightsExtension:
             worker: Any = self
             worker.reload_weights(weights_iterator=iter(tensors.items()))
         self._pack_heads_again()
-        return update.checksum
 
     def _pack_heads_again(self) -> None:
         """Rebuild what an output layer holds beside its weight.

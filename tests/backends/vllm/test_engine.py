@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from torch import nn
 from rlinf_async.backends.language import EngineDied, PromptTooLong
 from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.language import Generated, Request
-from rlinf_async.weights import WeightsDamaged, WeightsMismatch, pack, unpack
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.weights import WeightsDamaged, WeightsMismatch, pack, unpack, verify
 from tests.backends.engine_protocol import (
     carries_a_cancelled_load_to_its_end,
     refuses_older_weights,
@@ -271,20 +272,48 @@ def test_what_has_not_changed_is_neither_read_nor_loaded_again(tied: Served) -> 
     assert set(got.version.tolist()) == {17}
 
 
-def test_a_frozen_embedding_is_not_loaded_again_with_the_rest(tied: Served) -> None:
-    model = make_model(qwen3(), 37)
+def with_a_frozen_embedding(served: Served, model: nn.Module) -> tuple[WeightUpdate, set[int]]:
+    """Load version 17; return 18, in which the layers have changed, and the buckets that have not.
+
+    The model becomes that of version 18.
+    """
     first = pack(unpack(publish(model, 17)), 17, bucket_bytes=EMBEDDING)
-    tied.run(tied.engine.load(first))
+    served.run(served.engine.load(first))
     state = {name: tensor.clone() for name, tensor in unpack(first).items()}
     for name, tensor in model.state_dict().items():
         if "layers." in name:
             tensor *= 1.1
             state[name] = tensor
     rest = pack(state, 18, bucket_bytes=EMBEDDING, previous=first)
-    kept = [one for one in rest.buckets if any(one is old for old in first.buckets)]
-    assert {slot.name for one in kept for slot in one.slots} >= {"model.embed_tokens.weight"}
-    for bucket in kept:
-        bucket.data[:] = 0xFF
+    kept = {at for at, one in enumerate(rest.buckets) if any(one is old for old in first.buckets)}
+    names = {slot.name for at in kept for slot in rest.buckets[at].slots}
+    assert "model.embed_tokens.weight" in names
+    return rest, kept
+
+
+def test_what_has_not_changed_is_verified_where_the_rest_has(tied: Served) -> None:
+    # The engine may read it: it makes parameters of changed and unchanged tensors together.
+    model = make_model(qwen3(), 44)
+    rest, kept = with_a_frozen_embedding(tied, model)
+    for at in kept:
+        rest.buckets[at].data[:] = 0xFF
+    with pytest.raises(WeightsDamaged, match="checksum"):
+        tied.run(tied.engine.load(rest))
+    assert tied.engine.version == 17
+
+
+def test_a_frozen_embedding_is_not_loaded_again_with_the_rest(
+    tied: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(qwen3(), 37)
+    rest, kept = with_a_frozen_embedding(tied, model)
+
+    def spoiling(update: WeightUpdate, but: Collection[int] = ()) -> None:
+        verify(update, but)
+        for at in kept:  # in the memory that the engine is to map
+            update.buckets[at].data[:] = 0xFF
+
+    monkeypatch.setattr("rlinf_async.backends.vllm.engine.verify", spoiling)
     assert tied.run(tied.engine.load(rest)) == rest.checksum
     [got] = generate(tied, request(max_tokens=20))
     close(got.log_prob, log_probs(model, [5, 6, 7], got.token_ids))
