@@ -162,6 +162,21 @@ def test_the_next_checkpoint_raises_the_error_of_the_one_before(
     assert (tmp_path / "second" / "metadata.json").is_file()
 
 
+def test_where_no_thread_can_be_started_training_goes_on_and_the_next_checkpoint_is_written(
+    manager: FSDPModelManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            manager.begin_checkpoint(tmp_path / "first")
+    train_steps(manager, range(3, 4))
+    manager.save_checkpoint(tmp_path / "second")
+    assert (tmp_path / "second" / "metadata.json").is_file()
+
+
 def test_the_memory_of_a_checkpoint_is_used_for_the_next(
     manager: FSDPModelManager, tmp_path: Path
 ) -> None:

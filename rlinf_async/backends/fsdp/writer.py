@@ -130,8 +130,12 @@ class CheckpointWriter:
             finally:
                 hook.remove()
 
+        try:
+            threading.Thread(target=work, name="checkpoint writer").start()
+        except BaseException:  # no thread to be had: nobody would ever settle the copy
+            hook.remove()
+            raise
         self._flight, self._snapshot = flight, snapshot
-        threading.Thread(target=work, name="checkpoint writer").start()
         self._stalled = time.perf_counter() - began
         return flight
 
