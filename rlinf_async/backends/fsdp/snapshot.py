@@ -8,8 +8,10 @@
 
 Parameters and moments change in optimizer steps alone, so the copy runs beside the forward and
 backward passes of the next one. Whatever else changes them has to wait too
-(`CheckpointWriter.settle`); a tensor that changed nevertheless is seen by its version counter, and
-the checkpoint fails.
+(`CheckpointWriter.settle`), and that is a duty: of those who fail in it, only some are found out.
+torch's version counters, which are compared, tell of operations on the tensor that was copied; not
+of FSDP2's shards that change through their parameter, nor of fused kernels (AdamW's). Where they
+tell, the checkpoint fails.
 
 The memory is kept for the next copy: fresh pages cost more than the copy itself. It is pinned where
 there is a CUDA device.
@@ -77,7 +79,7 @@ class Snapshot:
     def run(self) -> memoryview:
         """Copy what is left; return the bytes of the file. For the writer's thread.
 
-        Raises `CheckpointError` when a tensor changed meanwhile.
+        Raises `CheckpointError` when a tensor is seen to have changed meanwhile.
         """
         try:
             self._copy()
