@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlinf_async.observe.errors import RunFolderError
+
 
 def folder_of(version: int) -> str:
     """Return the name of a version's checkpoint; names sort as versions do."""
@@ -29,6 +31,21 @@ def keep_newest(checkpoints: Path, newest: str, count: int) -> None:
     from rlinf_async.backends.checkpoint import folders
 
     folders.keep_newest(checkpoints, newest, count)
+
+
+def check_complete(checkpoint: Path) -> None:
+    """Raise `RunFolderError` unless the folder has its name: a run must not be told to go on there.
+
+    It is still missing where every rank has written, but not all to the disk that this process
+    sees.
+    """
+    from rlinf_async.backends.checkpoint import folders
+
+    if not checkpoint.is_dir() or folders.staging_folder(checkpoint).exists():
+        raise RunFolderError(
+            f"{checkpoint} is not complete though every actor has written its part: not all write "
+            "to the same disk as this process; put the run's folder on a disk that they share"
+        )
 
 
 def beside(path: Path) -> Path:

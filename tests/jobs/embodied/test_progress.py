@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import pathlib
+import threading
 from typing import Any
 
 import msgspec
 import pytest
 
+from rlinf_async.backends.checkpoint import folders
 from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.observe.errors import RunFolderError
 from rlinf_async.runtime.jobs.embodied.reached import Parts, Reached, keep, load_reached, noted
@@ -74,7 +77,8 @@ class Checkpoints:
     def keep(self, version: int, count: int) -> list[int]:
         """Note a version; those that are there then."""
         folder = f"{self.path}/version-{version:06d}"
-        keep(self.path, folder, noted(Reached(version=version), folder), count)
+        books = noted(Reached(version=version), folder)
+        asyncio.run(keep(self.path, folder, books, count))
         return sorted(int(one.name.partition("-")[2]) for one in self.path.glob("version-*"))
 
 
@@ -96,6 +100,38 @@ def test_the_noted_checkpoint_is_kept_though_the_next_is_already_there(
     reached = load_reached(checkpoints.path)
     assert reached is not None
     assert (reached.version, reached.checkpoint) == (4, "version-000004")
+
+
+@pytest.mark.parametrize("left", [".version-000004.partial", None])
+def test_a_checkpoint_that_is_not_complete_is_not_noted(
+    checkpoints: Checkpoints, left: str | None
+) -> None:
+    checkpoints.write(2)
+    checkpoints.keep(2, 1)
+    if left is not None:  # of ranks that write elsewhere, beside what was there before
+        checkpoints.write(4)
+        (checkpoints.path / left).mkdir()
+    with pytest.raises(RunFolderError, match=r"version-000004 is not complete.*the same disk"):
+        checkpoints.keep(4, 1)
+    reached = load_reached(checkpoints.path)
+    assert reached is not None
+    assert reached.checkpoint == "version-000002"
+
+
+def test_old_checkpoints_are_removed_beside_the_event_loop(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removing = list[threading.Thread]()
+
+    def remove(folder: pathlib.Path) -> bool:
+        removing.append(threading.current_thread())
+        return False
+
+    monkeypatch.setattr(folders, "remove", remove)
+    checkpoints.write(2, 4)
+    checkpoints.keep(4, 1)
+    assert len(removing) == 1
+    assert removing[0] is not threading.current_thread()
 
 
 def test_where_nothing_is_noted_a_run_begins_anew(checkpoints: Checkpoints) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import msgspec
 from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.observe.errors import RunFolderError
 from rlinf_async.observe.files import atomic_write
-from rlinf_async.runtime.jobs.checkpoints import keep_newest
+from rlinf_async.runtime.jobs.checkpoints import check_complete, keep_newest
 
 
 class Reached(msgspec.Struct, kw_only=True):
@@ -124,7 +125,12 @@ def noted(reached: Reached, checkpoint: str) -> bytes:
     return msgspec.json.encode(msgspec.structs.replace(reached, checkpoint=name))
 
 
-def keep(checkpoints: Path, checkpoint: str, books: bytes, count: int) -> None:
-    """Make this checkpoint the one to go on from; of those before it, keep ``count - 1``."""
+async def keep(checkpoints: Path, checkpoint: str, books: bytes, count: int) -> None:
+    """Make this checkpoint the one to go on from; of those before it, keep ``count - 1``.
+
+    Raises `RunFolderError` unless it is complete.
+    """
+    name = Path(checkpoint).name
+    check_complete(checkpoints / name)
     atomic_write(checkpoints / "latest.json", books)
-    keep_newest(checkpoints, Path(checkpoint).name, count)
+    await asyncio.to_thread(keep_newest, checkpoints, name, count)  # it removes gigabytes

@@ -190,7 +190,7 @@ class EmbodiedRun:
                 async for part in graph.reports.receiver:
                     if (report := parts.join(part)) is not None:
                         await self._issue(graph, report.version + ahead)
-                        self._take(report, metrics, live, clock())
+                        await self._take(report, metrics, live, clock())
             await training
             self._env_reports = await collecting
 
@@ -216,7 +216,7 @@ class EmbodiedRun:
         for rank in range(self.config.cluster.env_workers):
             await graph.tickets.sender.put(ticket, key=rank)
 
-    def _take(
+    async def _take(
         self, report: TrainReport, metrics: MetricsWriter, live: Live, seconds: float
     ) -> None:
         """Book one iteration."""
@@ -228,7 +228,8 @@ class EmbodiedRun:
             self._books[report.saving] = noted(reached, report.saving)
         if report.checkpoint is not None:
             books = self._books.pop(report.checkpoint)
-            keep(self.folder.checkpoints, report.checkpoint, books, training.keep_checkpoints)
+            count = training.keep_checkpoints
+            await keep(self.folder.checkpoints, report.checkpoint, books, count)
         live.show()
 
     def _metrics(self) -> MetricsWriter:

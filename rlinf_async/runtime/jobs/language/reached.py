@@ -17,7 +17,7 @@ import msgspec
 from rlinf_async.channels.wire import Decoder, Encoded, encode
 from rlinf_async.observe.errors import RunFolderError
 from rlinf_async.observe.files import atomic_write, explaining
-from rlinf_async.runtime.jobs.checkpoints import folder_of, keep_newest
+from rlinf_async.runtime.jobs.checkpoints import check_complete, folder_of, keep_newest
 from rlinf_async.runtime.jobs.language.ledger import LedgerState
 from rlinf_async.runtime.jobs.language.under_way import Waiting
 
@@ -125,7 +125,11 @@ def load_unfinished(checkpoints: Path, reached: Reached) -> Unfinished:
 
 
 def keep(checkpoints: Path, books: Books, count: int) -> None:
-    """Make the checkpoint of these books the one to go on from; keep ``count - 1`` before it."""
+    """Make the checkpoint of these books the one to go on from; keep ``count - 1`` before it.
+
+    Raises `RunFolderError` unless it is complete.
+    """
+    check_complete(checkpoints / books.name)
     atomic_write(checkpoints / books.name / RUN, books.unfinished)
     atomic_write(checkpoints / NOTE, books.reached)
     keep_newest(checkpoints, books.name, count)

@@ -47,7 +47,8 @@ class Saving:
 
     async def _write(self, books: Books) -> None:
         await self._learners.saved(self._checkpoints / books.name)
-        keep(self._checkpoints, books, self._count)
+        # It waits for the disk, and removes gigabytes.
+        await asyncio.to_thread(keep, self._checkpoints, books, self._count)
 
     async def finish(self) -> None:
         """Wait until the checkpoint that was begun is on the disk. Raises its error."""
