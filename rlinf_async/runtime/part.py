@@ -66,7 +66,7 @@ class Part:
 
     def start(self) -> None:
         """Begin on the worker that is there, or on the next one as soon as it is."""
-        self._supervisor.calls += 1
+        self._supervisor.call_begun()
         worker = self._supervisor.handle_nowait()
         if worker is None:
             self._wait()
@@ -120,7 +120,6 @@ class Part:
     def _end(self, value: Any, error: BaseException | None) -> None:
         self._over = True
         self._stop = self._worker = None  # it leads back here: the garbage collector's work
-        self._supervisor.calls -= 1
         self.value = value
         blamed: BaseException | None = None
         if isinstance(error, asyncio.CancelledError):
@@ -131,6 +130,7 @@ class Part:
         for end in self._ends:
             _release(end, blamed)
         self._call.ended(self)
+        self._supervisor.call_ended(blamed)
 
 
 def _clone_ends(value: Any, holder: str, ends: list[Any]) -> Any:

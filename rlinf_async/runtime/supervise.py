@@ -5,8 +5,8 @@
     started --died--> restart allowed? --yes--> started again (next incarnation); its calls are
     issued again
                             |
-                            no --> the death is raised by its calls, or, if none runs, ends the
-                            cluster
+                            no --> the death is raised by its calls, or, if none runs or all of
+                            them end without it (they were cancelled), ends the cluster
 
 A call outlives the worker that runs it: it holds its channel ends meanwhile, so nobody downstream
 sees an end of channel, and items that the dead worker had leased are delivered again.
@@ -67,8 +67,8 @@ class Supervisor:
         self._handle: asyncio.Future[WorkerHandle] | None = None
         self._live: WorkerHandle | None = None  # what it gives, if anything
         self._restarting: asyncio.Task[None] | None = None
-        self.calls = 0
-        """calls that run or wait on this rank"""
+        self._calls = 0  # that run or wait on this rank
+        self._untold: Exception | None = None  # the death that ended the rank, while none raised it
         self.restarts = 0
         self.stopping = False
 
@@ -94,6 +94,17 @@ class Supervisor:
     def handle_nowait(self) -> WorkerHandle | None:
         """The live worker, or None while there is none."""
         return self._live
+
+    def call_begun(self) -> None:
+        """A call waits for this rank's worker, or runs there."""
+        self._calls += 1
+
+    def call_ended(self, error: BaseException | None) -> None:
+        """One is over, and raises this error."""
+        self._calls -= 1
+        if error is not None and error is self._untold:
+            self._untold = None
+        self._check_told()
 
     async def stop(self, grace: float) -> None:
         """End the rank for good."""
@@ -163,7 +174,18 @@ class Supervisor:
             )
         if self._handle is not None and not self._handle.done():
             self._handle.set_exception(death)
-        if not self.calls:
+        self._untold = death
+        self._check_told()
+
+    def _check_told(self) -> None:
+        """What cancels the cluster's body comes with the next turn: it must not look like the end
+        of a call that the body had cancelled itself and waits for."""
+        if self._untold is not None and not self._calls and not self.stopping:
+            asyncio.get_running_loop().call_soon(self._tell_if_idle)
+
+    def _tell_if_idle(self) -> None:
+        if self._untold is not None and not self._calls:
+            death, self._untold = self._untold, None
             self._on_idle_death(death)
 
 

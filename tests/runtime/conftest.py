@@ -61,6 +61,7 @@ def own_temporary_folder() -> Iterator[None]:
 def nothing_left_behind() -> Iterator[None]:
     """Fails if a process, a file, or an open file of ours stays."""
     resource_tracker.ensure_running()  # multiprocessing's own process, which stays
+    FACTORIES["uvloop"]().close()  # opens pipes for signals, which stay
     was_written(0, 4096)  # opens the one file by which a process learns of its own pages
     files = open_files()
     yield

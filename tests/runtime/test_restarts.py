@@ -148,6 +148,31 @@ def test_no_item_is_lost_whenever_a_worker_dies() -> None:
     assert sum(again) > 100  # the deaths did fall into leases
 
 
+async def dies_while_its_cancelled_call_ends(*, awaited: bool) -> None:
+    backend = MortalBackend()
+    with pytest.raises(ra.WorkerDied, match="killed by a test"):
+        async with ra.Cluster(backend, devices=()) as cluster:
+            started = cluster.channel(str, name="started")
+            waiter = (await cluster.launch(Waiter))[0]
+            running = waiter.call(Waiter.forever, started.sender)
+            await started.receiver.get()
+            backend.kill("Waiter[0]")
+            running.cancel()
+            if awaited:
+                with pytest.raises(asyncio.CancelledError):
+                    await running
+            await asyncio.Event().wait()
+
+
+def test_a_death_while_a_cancelled_call_ends_is_told_in_any_order() -> None:
+    explore(lambda: dies_while_its_cancelled_call_ends(awaited=False), seeds=range(100))
+
+
+@pytest.mark.timeout(20)
+async def test_a_body_that_awaits_the_call_that_it_cancelled_is_told_of_the_death() -> None:
+    await dies_while_its_cancelled_call_ends(awaited=True)
+
+
 def test_a_death_while_it_is_restarted_counts_and_is_survived() -> None:
     async def main() -> None:
         backend = MortalBackend()
