@@ -92,24 +92,24 @@ def meet(group: dist.ProcessGroup | None, room: int, timeout: timedelta) -> Shar
     """Show the ranks of the group one another's memory; None unless all are on one host.
     Collective.
 
-    ``room`` is what this rank sends in one round at most, in bytes.
+    ``room`` is what this rank sends in one round at most, in bytes. Raises `PeerLost` when a rank
+    is gone or says nothing for ``timeout``; nothing is left open then.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     memory = os.memfd_create("reshard")
     inboxes = Inboxes(rank, ranks)
     made: SharedMemory | None = None
+    writers: dict[int, int] | None = None
     try:
         size = max(SLOTS * (-(-room // mmap.PAGESIZE) * mmap.PAGESIZE), mmap.PAGESIZE)
         os.ftruncate(memory, size)
         mine = torch.tensor([this_host(), os.getpid(), memory, size, *inboxes.numbers()])
-        told = (one.tolist() for one in _gathered(mine, ranks, group))
+        told = (one.tolist() for one in _gathered(mine, ranks, group, timeout))
         cards = [_Card(one[0], one[1], one[2], one[3], tuple(one[4:])) for one in told]
         peers, writers = _mapped(cards), _opened(inboxes, cards, rank)
         sees_all = torch.tensor([peers is not None and writers is not None])
-        if not all(bool(one) for one in _gathered(sees_all, ranks, group)):
-            for one in (writers or {}).values():
-                os.close(one)
-        elif peers is not None and writers is not None:
+        all_see = all(bool(one) for one in _gathered(sees_all, ranks, group, timeout))
+        if all_see and peers is not None and writers is not None:
             own = peers.pop(rank)
             made = SharedMemory(Signals(inboxes.readers(), writers, timeout), own, peers)
         return made
@@ -117,12 +117,18 @@ def meet(group: dist.ProcessGroup | None, room: int, timeout: timedelta) -> Shar
         os.close(memory)
         if made is None:
             inboxes.close()
+            for one in (writers or {}).values():
+                os.close(one)
 
 
-def _gathered(mine: Tensor, ranks: int, group: dist.ProcessGroup | None) -> list[Tensor]:
+def _gathered(
+    mine: Tensor, ranks: int, group: dist.ProcessGroup | None, timeout: timedelta
+) -> list[Tensor]:
     found = [torch.empty_like(mine) for _ in range(ranks)]
     try:
-        dist.all_gather(found, mine, group=group)
+        work = dist.all_gather(found, mine, group=group, async_op=True)
+        if work is not None:
+            work.wait(timeout)
     except RuntimeError as error:
         raise PeerLost(f"a rank was lost before anything was sent: {error}") from error
     return found
