@@ -3,11 +3,14 @@
 An ``async def`` test runs on the loop that its ``loop_kind`` fixture names (asyncio in debug mode
 where it has none). Fixtures that are asynchronous context managers are entered around it, in its
 loop. It fails if it leaves a task, keeps the loop from answering, or lets an error reach nobody.
+
+Models are tiny, and computed by one thread: more of them wait for one another longer than they work.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
@@ -16,6 +19,8 @@ import pytest
 
 from rlinf_async.testing import no_tasks_left
 from tests.loops import run_on_kind
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in children
 
 
 @pytest.hookimpl(tryfirst=True)
