@@ -4,7 +4,7 @@ An ``async def`` test runs on the loop that its ``loop_kind`` fixture names (asy
 where it has none). Fixtures that are asynchronous context managers are entered around it, in its
 loop. It fails if it leaves a task, keeps the loop from answering, or lets an error reach nobody.
 
-Models are tiny, and computed by one thread: more of them wait for one another longer than they work.
+Models are tiny, and computed by one thread: several wait longer for one another than they work.
 """
 
 from __future__ import annotations
