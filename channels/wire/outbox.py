@@ -15,6 +15,7 @@ arrived.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from rlinf_async.channels.encoded import Encoded
@@ -35,6 +36,8 @@ JOIN_BYTES = 64 * 1024
 """Copying so few is quicker than writing them as they lie."""
 TURN_BYTES = 8 * 1024**2
 """How much is copied to shared memory before others in this loop have a turn."""
+
+log = logging.getLogger(__name__)
 
 
 class Outbox:
@@ -108,6 +111,11 @@ class Outbox:
         """Whether the peer is known to have all that was said here."""
         unsure = self._kept is not None and self._kept.unsure
         return not (unsure or self._control or self._data or self._due)
+
+    @property
+    def paused(self) -> bool:
+        """Whether the transport holds enough, which the peer does not take."""
+        return self._paused
 
     @property
     def waiting(self) -> int:
@@ -184,11 +192,15 @@ class Outbox:
         self._schedule()
 
     def say_due(self) -> None:
-        """What was collected goes first."""
+        """What was collected goes first. One that fails holds neither the others back nor what is
+        said by whoever comes next: it is logged."""
         while self._due:
             due, self._due = self._due, []
             for say in due:
-                say()
+                try:
+                    say()
+                except Exception:
+                    log.exception("what was collected cannot be said")
 
     def speak(self) -> None:
         """Write what was collected: whoever did so is about to wait for what comes of it."""

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
+
 from rlinf_async.channels.wire.framing import HEADER, FrameType
 from rlinf_async.channels.wire.incoming import MessageReader
 from rlinf_async.channels.wire.outbox import Outbox
@@ -124,19 +126,20 @@ async def test_a_request_can_be_withdrawn_until_it_is_written() -> None:
     assert written.heads == [[b"answered"]]
 
 
-async def test_what_was_collected_and_cannot_be_said_holds_nothing_back() -> None:
+async def test_what_was_collected_and_cannot_be_said_holds_nothing_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     box, written = outbox()
     await turn()
 
     def fails() -> None:
-        raise LookupError("it cannot be said")
+        raise LookupError("it does not fit")
 
     box.collect(fails)
-    try:
-        tell(box, b"1")
-    except LookupError:
-        tell(box, b"2")
-    assert written.heads == [[b"2"]]
+    box.collect(lambda: tell(box, b"collected"))
+    tell(box, b"1")
+    assert written.heads == [[b"collected", b"1"]]
+    assert "LookupError: it does not fit" in caplog.text
 
 
 async def test_all_that_was_written_is_counted_and_kept() -> None:
