@@ -122,6 +122,8 @@ class Streams(abc.ABC):
         except MalformedFrame as error:
             self._malformed(str(error))
             return
+        if not self._outbox.paused:
+            self._hear_again()
         if self._when_found is not None:
             self._loop.call_soon(self._when_found)
             self._forget_when_found()
@@ -168,14 +170,13 @@ class Streams(abc.ABC):
     def resume_writing(self) -> None:
         self._outbox.resume()
         few = self._outbox.waiting <= MAX_UNSENT_MESSAGES // 2
-        if few and self._deaf and not self.closed:
-            self._deaf = False
-            if self._transport is not None:
-                self._transport.resume_reading()
+        if few or not self._outbox.paused:
+            self._hear_again()
 
     def answered(self) -> None:
-        """An answer was queued; a peer that does not take any must stop asking."""
-        too_many = self._outbox.waiting > MAX_UNSENT_MESSAGES
+        """An answer was queued; a peer that does not take any must stop asking. One that takes all
+        that it is given is read on: what holds the rest back ends with what it says."""
+        too_many = self._outbox.paused and self._outbox.waiting > MAX_UNSENT_MESSAGES
         if too_many and not self._deaf and self._transport is not None:
             self._deaf = True
             self._transport.pause_reading()
@@ -191,6 +192,12 @@ class Streams(abc.ABC):
         return True
 
     # ---- inside
+
+    def _hear_again(self) -> None:
+        if self._deaf and not self.closed:
+            self._deaf = False
+            if self._transport is not None:
+                self._transport.resume_reading()
 
     def _not_found(self) -> None:
         why = f"it was cut when it was closed, and not taken up again within {GRACE_SECONDS:g} s"

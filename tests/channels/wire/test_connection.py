@@ -52,6 +52,7 @@ class Peers:
         self.server_side: Connection
         self.client: Connection
         self.router.add("echo", Text, self._echo)
+        self.router.add("large", Text, self._large)
         self.router.add("wait", Text, self._wait)
         self.router.add("raise", Text, self._raise)
         self.router.add_sync("note", Text, self._note)
@@ -61,6 +62,11 @@ class Peers:
         self, connection: Connection, meta: Text, body: Encoded | None
     ) -> tuple[Text, Encoded | None]:
         return meta, body
+
+    async def _large(
+        self, connection: Connection, meta: Text, body: Encoded | None
+    ) -> tuple[Text, Encoded]:
+        return meta, Encoded(bytes(20_000))
 
     async def _wait(
         self, connection: Connection, meta: Text, body: Encoded | None
@@ -121,6 +127,12 @@ async def peers(heartbeat_limit: float = 15.0) -> AsyncIterator[Peers]:
 async def echo(client: Connection, text: str, body: Encoded | None = None) -> str:
     found, _ = await client.request("echo", Text(text), body, reply=Text)
     return found.text
+
+
+async def large(client: Connection) -> int:
+    _, body = await client.request("large", Text("x"), reply=Text)
+    assert body is not None
+    return len(body.data)
 
 
 async def test_a_request_is_answered() -> None:
@@ -390,6 +402,36 @@ async def test_a_peer_that_asks_but_does_not_read_is_not_read_any_more(
         assert before < 500 * 50_000
         two.client._transport.resume_reading()
         assert await asyncio.gather(*asking) == ["x"] * 500
+
+
+async def test_a_peer_that_reads_again_is_read_again_though_much_waits_for_what_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rlinf_async.channels.wire.streams.MAX_UNSENT_MESSAGES", 100)
+    monkeypatch.setattr("rlinf_async.channels.wire.kept.MAX_KEPT_BYTES", 1024**2)
+    async with peers() as two:
+        assert two.client._transport is not None
+        two.client._transport.pause_reading()
+        asking = [asyncio.create_task(large(two.client)) for _ in range(200)]
+        await until(lambda: two.server_side.unsent > 100)
+        asking += [asyncio.create_task(large(two.client)) for _ in range(200)]
+        await until(lambda: two.server_side._deaf)
+        two.client._transport.resume_reading()
+        assert await asyncio.wait_for(asyncio.gather(*asking), 10.0) == [20_000] * 400
+
+
+async def test_a_peer_that_is_not_read_is_read_again_over_the_next_socket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rlinf_async.channels.wire.streams.MAX_UNSENT_MESSAGES", 20)
+    async with peers() as two:
+        assert two.client._transport is not None
+        two.server_side.pause_writing()
+        asking = [asyncio.create_task(echo(two.client, "x")) for _ in range(50)]
+        await until(lambda: two.server_side._deaf)
+        two.client._transport.abort()
+        assert await asyncio.wait_for(asyncio.gather(*asking), 10.0) == ["x"] * 50
+        assert await asyncio.wait_for(echo(two.client, "y"), 10.0) == "y"
 
 
 async def test_a_message_over_the_limit_is_refused_here_and_nothing_is_sent(
