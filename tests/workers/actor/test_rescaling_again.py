@@ -6,7 +6,7 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.parallel import Strategy
-from rlinf_async.workers.actor import FSDPActor
+from rlinf_async.workers.actor import FSDPActor, LanguageTrainingPlan
 from tests.backends.rescale.kit import LIMIT, language_config
 from tests.workers.actor.language.kit import BATCHES, Channels, groups
 
@@ -55,11 +55,22 @@ async def test_strategies_go_on_after_a_rank_that_was_not_ready_and_a_second_pre
         # One rank trains: this brings the other one back, though both were launched.
         await actors.call(FSDPActor.init_trainer_resharding, 2, timeout=LIMIT)
         assert await sizes() == [2, 2]
-        training = actors.call(FSDPActor.run_training, channels.groups.receiver)
+        training = actors.call(
+            FSDPActor.train,
+            LanguageTrainingPlan(iterations=3),
+            channels.groups.receiver,
+            channels.weights.sender,
+            channels.reports.sender,
+        )
         with pytest.raises(ra.WorkerError, match="trains or changes its ranks"):
             await actors.call(FSDPActor.init_trainer_resharding, 2)
         asked = actors.call(FSDPActor.apply_parallel_strategy, Strategy(dp=1))
         await channels.send(groups(1, version=1), 2)
-        assert {one.ranks for one in await training} == {1}
+        reports = [await channels.reports.receiver.get() for _ in range(2)]
+        assert [one.ranks for one in reports] == [1, 1]
+        await channels.send(groups(2, version=2), 1)
+        reports = [await channels.reports.receiver.get() for _ in range(2)]
+        assert sorted(one.samples for one in reports) == [0, BATCHES.samples]
+        assert await training == [3, 3]
         assert [one.old_dp for one in await asked] == [2, 2]
         kept.close()
