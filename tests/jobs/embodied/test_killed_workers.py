@@ -35,8 +35,8 @@ class Killer:
             self.clusters.append(make(run))
             return self.clusters[-1]
 
-        def taking(run: EmbodiedRun, report: TrainReport, *rest: Any) -> None:
-            take(run, report, *rest)
+        async def taking(run: EmbodiedRun, report: TrainReport, *rest: Any) -> None:
+            await take(run, report, *rest)
             self._kill(self.victims.pop(report.iteration, None))
 
         monkeypatch.setattr(EmbodiedRun, "_cluster", making)
