@@ -98,7 +98,15 @@ class Talking(Streams):
             raise self._malformed(f"the answer to {kind!r}: {error}") from error
         return Answer(found, message, self._asking)
 
-    def post(self, waiting: Waiting, kind: str, head: bytes, body: Encoded | None = None) -> int:
+    def post(
+        self,
+        waiting: Waiting,
+        kind: str,
+        head: bytes,
+        body: Encoded | None = None,
+        *,
+        control: bool = False,
+    ) -> int:
         """As `ask`, for one who is told the answer as soon as it arrives; the request's number.
         ``head`` is what `head_of` makes of its kind and its arguments.
 
@@ -106,7 +114,7 @@ class Talking(Streams):
         """
         if self.closed:
             raise self._lost()
-        return self._asking.ask(waiting, kind, head, body, DATA)
+        return self._asking.ask(waiting, kind, head, body, CONTROL if control else DATA)
 
     def give_up(self, number: int) -> bool:
         """The answer to this `post` is wanted no more; the peer's handler is cancelled. Whether the

@@ -2,7 +2,9 @@
 
 A call that is cancelled has ended once its method has: until then its channel ends stay open, so
 what the method had put by then is in its channels. A worker that does not say so in
-`CANCEL_SECONDS`, because it is blocked, is not waited for.
+`CANCEL_SECONDS`, because it is blocked or cut off, is not waited for. What is asked and answered
+about the end goes ahead of all data, as do the cancellation and what was put without asking, which
+are said before it.
 """
 
 from __future__ import annotations
@@ -91,11 +93,15 @@ class RemoteCall:
         """Cancel the method."""
         if self._over:
             return
-        self._connection.give_up(self._number)
+        never_sent = self._connection.give_up(self._number)
         self._death.remove_done_callback(self._died)
+        if never_sent:
+            self.cancelled()
+            return
         cancelled = _Cancelled(self)
         try:
-            self._connection.post(cancelled, ENDED, head_of(ENDED, Number(self._number)))
+            head = head_of(ENDED, Number(self._number))
+            self._connection.post(cancelled, ENDED, head, control=True)
         except ConnectionLost as error:
             cancelled.set_exception(error)
 
@@ -105,10 +111,15 @@ class RemoteCall:
 
     def unheard(self) -> None:
         """The worker does not say that its method has ended."""
+        cut = self._connection.reconnecting
         log.warning(
-            "%s was cancelled, and did not end within %g s: what it puts now is refused",
-            self._method.label, CANCEL_SECONDS,
-        )  # fmt: skip
+            "%s was cancelled, and %s within %g s: what it puts now is refused",
+            self._method.label,
+            "its worker is cut off (reconnecting) and could not say that it ended"
+            if cut
+            else "did not end",
+            CANCEL_SECONDS,
+        )
         self.cancelled()
 
     # ---- for the connection

@@ -6,10 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 
 import pytest
 
 import rlinf_async as ra
+from rlinf_async.channels.wire import Connection
+from rlinf_async.runtime.process import ProcessWorker
 from rlinf_async.testing import explore, no_tasks_left, wait_all_blocked
 from tests.runtime.kit import Doubler, NewCluster, Number, Waiter
 
@@ -249,3 +253,63 @@ async def test_a_method_that_does_not_end_when_it_is_cancelled_is_not_waited_for
         with pytest.raises(asyncio.CancelledError):
             await running
     assert "Deaf.run was cancelled, and did not end within 0.1 s" in caplog.text
+
+
+def connection_to(workers: ra.WorkerGroup[Waiter]) -> Connection:
+    """That to the process of the first rank."""
+    handle = workers.supervisors[0].handle_nowait()
+    assert isinstance(handle, ProcessWorker)
+    assert handle.connection is not None
+    return handle.connection
+
+
+async def test_a_cancelled_call_that_was_never_sent_ends_at_once() -> None:
+    async with ra.Cluster.process() as cluster:
+        started = cluster.channel(str, name="started")
+        waiters = await cluster.launch(Waiter)
+        outbox = connection_to(waiters).outbox
+        outbox.pause()  # as where the worker reads nothing
+        running = waiters.call(Waiter.forever, started.sender)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert outbox.waiting == 0
+        outbox.resume()
+
+
+async def test_the_end_of_a_cancelled_call_does_not_wait_behind_data(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with ra.Cluster.process() as cluster:
+        started = cluster.channel(str, name="started")
+        waiters = await cluster.launch(Waiter)
+        running = waiters.call(Waiter.forever, started.sender)
+        await started.receiver.get()
+        kept = connection_to(waiters).outbox._kept
+        assert kept is not None
+        limit, kept._limit = kept._limit, 0  # data waits; control goes on
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        kept._limit = limit
+    assert "did not end" not in caplog.text
+
+
+async def test_a_cancelled_call_of_a_worker_that_is_cut_off_is_said_to_be_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rlinf_async.runtime.remote.CANCEL_SECONDS", 0.1)
+    async with ra.Cluster.process() as cluster:
+        started = cluster.channel(str, name="started")
+        waiters = await cluster.launch(Waiter)
+        running = waiters.call(Waiter.forever, started.sender)
+        await started.receiver.get()
+        pid = cluster.pid("Waiter[0]")
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)  # it does not connect again
+        connection_to(waiters).make_way()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        os.kill(pid, signal.SIGCONT)
+    assert "Waiter.forever was cancelled, and its worker is cut off (reconnecting)" in caplog.text
