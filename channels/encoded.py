@@ -21,7 +21,8 @@ class Encoded(msgspec.Struct, eq=False, gc=False):
     @property
     def nbytes(self) -> int:
         """Bytes that travel."""
-        return len(self.data) + sum(len(buffer) for buffer in self.buffers)
+        apart = self.buffers
+        return len(self.data) + sum(map(len, apart)) if apart else len(self.data)
 
     def __repr__(self) -> str:
         return f"<Encoded {self.nbytes} bytes, {len(self.buffers)} arrays apart>"

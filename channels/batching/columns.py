@@ -167,7 +167,7 @@ def concatenate_arrays(arrays: list[Any]) -> Any:
 def _same(one: Any, other: Any) -> bool:
     if one is other:
         return True
-    equal = one == other
-    if hasattr(equal, "all"):
-        return bool(equal.all())
-    return bool(equal) or bool(one != one and other != other)  # NaN is the same as NaN here
+    if getattr(one, "shape", ()) != getattr(other, "shape", ()):
+        return False  # one would be broadcast to the other, or cannot be compared with it
+    equal = (one == other) | ((one != one) & (other != other))  # NaN is the same as NaN here
+    return bool(equal.all() if hasattr(equal, "all") else equal)

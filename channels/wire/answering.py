@@ -17,7 +17,7 @@ from rlinf_async.channels.saying import say
 from rlinf_async.channels.wire.failures import UNREADABLE, report
 from rlinf_async.channels.wire.framing import Flag, FrameType
 from rlinf_async.channels.wire.outbox import Outbox
-from rlinf_async.channels.wire.router import Refused, Reply, Request, Route, Router, Undo
+from rlinf_async.channels.wire.router import Refused, Reply, Request, Router, Undo
 from rlinf_async.channels.wire.slab import is_private
 from rlinf_async.channels.wire.transfer import Message
 
@@ -58,15 +58,13 @@ class Answering:
         Raises:
             MalformedFrame: it does not even say what it asks for, or has another one's number.
         """
-        head = message.head
+        head, body = message.head, message.body
         size = head[0] + 1 if head else 0
         number = message.number if message.type == _REQUEST else 0
         begin = head[:size]
         route = self._routes.get(begin) or self.own.routes.get(begin)
         kind = _kind(begin) if route is None else route.kind
-        request: Request[Any] = Request(
-            self._connection, self, kind, number, message.lane, message.body
-        )
+        request: Request[Any] = Request(self._connection, self, kind, number, message.lane, body)
         if number:
             if number in self._asked or number in self._untaken:
                 raise MalformedFrame(f"request {number} was made twice")
@@ -78,8 +76,20 @@ class Answering:
             request.meta = route.decode(head[size:])
         except UNREADABLE as error:
             request.fail(MalformedFrame(f"the arguments of {kind!r}: {error}"))
-        else:
-            self._answer(route, request)
+            return
+        try:
+            if route.answer is not None:
+                route.answer(request)
+                if not number:  # nobody could give up its wait
+                    request.open = False
+                    if request.abandon is not None:
+                        self._abandon(request)
+                elif request.open and request.body is not None:
+                    self._hold(request, request.body)
+            elif route.handle is not None:
+                self._start(request, route.handle(self._connection, request.meta, body))
+        except Exception as error:
+            self._failed(request, error)
 
     def cancelled(self, number: int, head: bytes) -> None:
         """The peer does not want this answer any more, did not take it, or refuses a part of it.
@@ -126,13 +136,17 @@ class Answering:
         self, request: Request[Any], meta: Any, body: Encoded | None, undo: Undo | None
     ) -> None:
         """Use `Request.reply`."""
-        if request.number and self._lost is None:
+        number = request.number
+        if number and self._lost is None:
             flags = 0 if undo is None else _RECEIPT
-            self._send(_REPLY, request, _encode(meta), body, flags)
+            outbox, head = self._outbox, _encode(meta)
+            outbox.send(_REPLY, number, head, body, request.lane, flags=flags, what=request.kind)
+            if outbox.paused:
+                self._connection.answered()
             if undo is not None:
-                self._untaken[request.number] = undo
+                self._untaken[number] = undo
         elif undo is not None:
-            undo(self._lost if request.number else None)  # a notice takes no answer
+            undo(self._lost if number else None)  # a notice takes no answer
         self._forget(request)
 
     def fail(self, request: Request[Any], error: BaseException) -> None:
@@ -140,36 +154,16 @@ class Answering:
         if not request.number:
             log.warning("notice %r of %s failed: %s", request.kind, self._peer, say(error))
         elif self._lost is None:
-            self._send(_ERROR, request, _encode(report(error)), None, 0)
-        self._forget(request)
-
-    def _send(
-        self, kind: FrameType, request: Request[Any], head: bytes, body: Encoded | None, flags: int
-    ) -> None:
-        self._outbox.send(
-            kind, request.number, head, body, request.lane, flags=flags, what=request.kind
-        )
-        if self._outbox.waiting:
+            head = _encode(report(error))
+            self._outbox.send(_ERROR, request.number, head, None, request.lane, what=request.kind)
             self._connection.answered()
+        self._forget(request)
 
     # ---- inside
 
     @property
     def _peer(self) -> str:
         return self._connection.peer
-
-    def _answer(self, route: Route, request: Request[Any]) -> None:
-        try:
-            if route.handle is not None:
-                self._start(request, route.handle(self._connection, request.meta, request.body))
-            elif route.answer is not None:
-                route.answer(request)
-                if not request.number:  # nobody could give up its wait
-                    self._abandon(request)
-                elif request.open and request.body is not None:
-                    self._hold(request, request.body)
-        except Exception as error:
-            self._failed(request, error)
 
     def _hold(self, request: Request[Any], body: Encoded) -> None:
         """It waits, and its body with it: a peer must not fill this process's memory so."""
@@ -229,8 +223,9 @@ class Answering:
     def _forget(self, request: Request[Any]) -> None:
         request.open = False
         request.abandon = None
-        self._held -= request.held
-        request.held = 0
+        if request.held:
+            self._held -= request.held
+            request.held = 0
         if request.number:
             self._asked.pop(request.number, None)
 

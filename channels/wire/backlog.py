@@ -41,16 +41,17 @@ class Backlog:
         self.control.clear()
         size = sum(map(len, batch))
         control = size  # however much it is, data goes on too
-        while self.data and not only_control and size - control + worked() < BATCH_BYTES:
-            first = self.data[0]
-            if isinstance(first, bytes):
+        data = self.data
+        while data and not only_control and (full := control - worked() + BATCH_BYTES) > size:
+            while size < full and data and isinstance(first := data[0], bytes):
                 batch.append(first)
                 size += len(first)
-                self.data.popleft()
-                continue
+                data.popleft()
+            if size >= full or not data or isinstance(first := data[0], bytes):
+                break
             frame = first.next_frame()
             if frame is None:
-                self.data.popleft()
+                data.popleft()
                 continue
             if not frame:  # it waits for a word of the peer; its turn comes when that is read
                 break

@@ -67,15 +67,20 @@ class Encoder:
         Raises:
             WrongItemType: a part of it cannot travel; the message says which and why.
         """
-        self._buffers = []
+        if self._buffers:  # of one that failed
+            self._buffers = []
         try:
-            return Encoded(self._encode(item), self._buffers)
+            data = self._encode(item)
         except RecursionError:
             raise WrongItemType(
                 f"{type(item).__name__} is nested too deeply to travel, or contains itself"
             ) from None
         except Exception as error:  # of numpy, torch, or the item's own code: all say the same
             raise WrongItemType(fit(self._explain(item, error))) from error
+        if not self._buffers:
+            return Encoded(data)
+        buffers, self._buffers = self._buffers, []
+        return Encoded(data, buffers)
 
     def _hook(self, value: object) -> Any:
         if arrays.is_array(value):

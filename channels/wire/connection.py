@@ -158,9 +158,14 @@ class Connection(Talking):
         self._sharing.attach(transport)
 
     def _read(self, data: bytes) -> None:
+        hear = self._hear
         try:
             for message in self._reader.feed(data):
-                self._receive(message)
+                body = message.body
+                if message.flags & _SHARED or (body is not None and body.buffers):
+                    hear[message.type](self._sharing.receive(message))
+                else:
+                    hear[message.type](message)
                 if self.closed:
                     return
         except (MalformedFrame, *UNREADABLE) as error:
@@ -171,12 +176,6 @@ class Connection(Talking):
         if not self.closed:
             self._close(f"a malformed frame: {what}")  # nothing of what it says is waited for
         return MalformedFrame(f"{self.peer}: {what}")
-
-    def _receive(self, message: Message) -> None:
-        body = message.body
-        if message.flags & _SHARED or (body is not None and body.buffers):
-            message = self._sharing.receive(message)
-        self._hear[message.type](message)
 
     def _cancelled(self, message: Message) -> None:
         self._reader.forget(message.number)

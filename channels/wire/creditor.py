@@ -61,18 +61,15 @@ class Lent:
 
     @property
     def _share(self) -> int:
-        return min(self.queue.capacity // (1 + len(self.lane.borrowers)), MAX_LENT)
-
-    @property
-    def _least(self) -> int:
-        """Less is not worth a message."""
-        return max(1, self._share // 4)
+        share = self.queue.capacity // (1 + len(self.lane.borrowers))
+        return share if share < MAX_LENT else MAX_LENT
 
     @property
     def wanted(self) -> int:
         """Items, up to its share; 0 where that is too few to be worth it."""
-        wanted = self._share - self.items
-        return 0 if wanted < self._least else wanted
+        share = self._share
+        wanted = share - self.items
+        return wanted if wanted > 0 and wanted >= share // 4 else 0
 
     def grant(self) -> Room | None:
         """Lend more, if there is enough to be worth it. Else `feed` is called when there is."""
@@ -81,7 +78,7 @@ class Lent:
         wanted = self.wanted
         if not wanted:
             return None
-        least = self._least
+        least = max(1, self._share // 4)  # less is not worth a message
         room, weight = self.queue.spare(self.lane)
         items = min(room // 2, wanted)
         weight = None if weight is None else weight // 2

@@ -52,6 +52,8 @@ class Pulse:
         self._loop = asyncio.get_running_loop()
         self._last_heard = self._last_tick = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
+        self.heard = False
+        """whether the peer said something since the last beat"""
 
     @property
     def interval(self) -> float:
@@ -67,14 +69,11 @@ class Pulse:
         if self._timer is not None:
             self._timer.cancel()
 
-    def heard(self) -> None:
-        """The peer said something."""
-        self._last_heard = self._loop.time()
-
     def _tick(self) -> None:
         now, interval = self._loop.time(), self._heartbeat.interval
-        if now - self._last_tick > 2 * interval:
-            # This process was stopped or blocked itself: what the peer said may wait unread.
+        if self.heard or now - self._last_tick > 2 * interval:
+            # Or this process was stopped or blocked itself: what the peer said may wait unread.
+            self.heard = False
             self._last_heard = now
         self._last_tick = now
         if now - self._last_heard > self._heartbeat.limit:

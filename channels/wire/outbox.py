@@ -1,8 +1,9 @@
 """What waits to be sent: two lanes, coalesced into one write for each turn of the loop.
 
 The first small message of a turn is written at once, with all that was collected before it; what
-follows in the same turn waits for its end, and what answers what was read waits until all of that
-was read. So a lone question or answer does not wait for a turn, and a crowd of them is one write.
+follows in the same turn waits for its end, or until it is worth a write of its own, and what
+answers what was read waits until all of that was read. So a lone question or answer does not wait
+for a turn, a crowd of them is few writes, and the peer works while a long turn still goes on.
 
 Control frames always go first; large messages are cut into chunks, so what is ahead of a control
 frame is never more than one batch and what the transport holds already.
@@ -34,6 +35,8 @@ HIGH_WATER = 256 * 1024
 LOW_WATER = 64 * 1024
 JOIN_BYTES = 64 * 1024
 """Copying so few is quicker than writing them as they lie."""
+WRITE_BYTES = 8 * 1024
+"""So much is written at once, though the turn goes on."""
 TURN_BYTES = 8 * 1024**2
 """How much is copied to shared memory before others in this loop have a turn."""
 
@@ -53,10 +56,13 @@ class Outbox:
         self._backlog = backlog = Backlog()
         self._control, self._data = backlog.control, backlog.data
         self._fresh = True  # nothing was written at once since the last turn
-        self._held = False  # what is sent now is about to be written together
-        self._paused = False
+        self.held = False
+        """what is sent until `release` goes in one write"""
+        self.paused = False
+        """the transport holds enough, which the peer does not take"""
         self._scheduled = False
         self._worked = 0
+        self._queued = 0  # bytes of small messages, since the last write
         self._kept = Kept() if keep else None
         self._due: list[Callable[[], None]] = []
         self.last: list[Callable[[], None]] = []
@@ -64,7 +70,6 @@ class Outbox:
         self.share: Share | None = None
         """what may bring arrays into shared memory"""
         self.sent_bytes = 0
-        self.last_sent = loop.time()
 
     def attach(self, transport: asyncio.WriteTransport, arrived: int = 0) -> None:
         """Send through this transport from now on, first of all what did not arrive.
@@ -75,7 +80,7 @@ class Outbox:
         again = [] if self._kept is None else self._kept.after(arrived)
         transport.set_write_buffer_limits(high=HIGH_WATER, low=LOW_WATER)
         self._transport = transport
-        self._paused = False
+        self.paused = False
         if again:
             transport.writelines(again)
         self._schedule()
@@ -113,11 +118,6 @@ class Outbox:
         return not (unsure or self._control or self._data or self._due)
 
     @property
-    def paused(self) -> bool:
-        """Whether the transport holds enough, which the peer does not take."""
-        return self._paused
-
-    @property
     def waiting(self) -> int:
         """Messages that have not been given to the transport."""
         return len(self._control) + len(self._data)
@@ -140,10 +140,10 @@ class Outbox:
         """
         if self._due:
             self._say_together()
+        data = None if body is None else body.data
         if len(head) <= MAX_HEAD_BYTES and (
             body is None or (not body.buffers and len(body.data) <= CHUNK_BYTES)
         ):
-            data = None if body is None else body.data
             self._add(pack_message(kind, number, head, data, lane, flags), lane)
             return
         message, small = outgoing(
@@ -161,12 +161,12 @@ class Outbox:
 
     def _add(self, frame: bytes, lane: int) -> None:
         """Send a whole message, at once if it is the first of this turn."""
-        at_once = self._fresh and not self._held
+        at_once = self._fresh and not self.held
         transport, kept = self._transport, self._kept
         if (
             at_once
             and transport is not None
-            and not (self._paused or self._control or self._data)
+            and not (self.paused or self._control or self._data)
             and (kept is None or lane == CONTROL or not kept.full)
         ):
             self._fresh = False
@@ -174,7 +174,6 @@ class Outbox:
             if kept is not None:
                 kept.add_frame(frame)
             transport.write(frame)
-            self.last_sent = self._loop.time()
             return
         if lane == DATA:
             self._data.append(frame)
@@ -183,8 +182,11 @@ class Outbox:
         if at_once:
             self._fresh = False
             self.flush()
-        elif not self._held:
+        elif not self.held:
             self._schedule()
+            self._queued += len(frame)
+            if self._queued >= WRITE_BYTES:
+                self.flush()
 
     def collect(self, say: Callable[[], None]) -> None:
         """Let this send what it collects: with the next write, and before anything else."""
@@ -204,16 +206,16 @@ class Outbox:
 
     def speak(self) -> None:
         """Write what was collected: whoever did so is about to wait for what comes of it."""
-        if self._due and not self._held:
+        if self._due and not self.held:
             self._say_together()
             self.flush()
 
     def _say_together(self) -> None:
-        held, self._held = self._held, True
+        held, self.held = self.held, True
         try:
             self.say_due()
         finally:
-            self._held = held
+            self.held = held
 
     def withdraw(self, number: int) -> bool:
         """Forget what was not sent of this request; whether none of it was."""
@@ -221,29 +223,25 @@ class Outbox:
 
     def pause(self) -> None:
         """The transport holds enough."""
-        self._paused = True
+        self.paused = True
 
     def resume(self) -> None:
         """The transport can take more."""
-        self._paused = False
+        self.paused = False
         self.flush()
 
     def end_turn(self) -> None:
         """Say what was collected, and give the transport what it can take now."""
-        self._held = True
+        self.held = True
         try:
             self.say_due()
         finally:
             self._scheduled = False
             self.release()
 
-    def hold(self) -> None:
-        """What is sent until `release` goes in one write."""
-        self._held = True
-
     def release(self) -> None:
-        """Write it. What was collected meanwhile has its turn yet."""
-        self._held = False
+        """Write what was `held`. What was collected meanwhile has its turn yet."""
+        self.held = False
         self._fresh = True
         if self._data or self._control:
             self.flush()
@@ -251,19 +249,18 @@ class Outbox:
     def flush(self) -> None:
         """Give the transport what it can take now."""
         fresh, self._fresh = self._fresh, False  # what is said of memory meanwhile is scheduled
-        self._worked = 0
+        self._worked = self._queued = 0
         transport = self._transport
         while (
             (self._data or self._control)
             and transport is not None
-            and not self._paused
+            and not self.paused
             and (batch := self._batch())
         ):
             if len(batch) == 1:
                 transport.write(batch[0])
             else:
                 transport.writelines(batch)
-            self.last_sent = self._loop.time()
             if self._worked >= TURN_BYTES:
                 self._schedule()
                 break

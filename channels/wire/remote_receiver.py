@@ -40,7 +40,7 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
             window.run = 0
             await asyncio.sleep(0)  # what was taken is said, and what was asked for is heard
             self.open()
-        if not window.items:
+        if not window.kept:
             window = self._find(key)
         index, part = window.items.popleft() if window.items else await window.next()
         try:
@@ -52,8 +52,8 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
         return item
 
     def _find(self, key: Key | None) -> Window:
-        """The window as it is known now: one that is empty may have been forgotten, and what it
-        asked for would be out of reach of whoever wants it back."""
+        """The window as it is known now: one that was forgotten is empty, and what it asked for
+        would be out of reach of whoever wants it back."""
         window = self._windows.find(self._number, key)
         if key is None:
             self._window = window

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -31,47 +31,26 @@ Undo = Callable[[str | Refused | None], None]
 with why it is lost."""
 
 
-class Request(Generic[M]):
+class Request(msgspec.Struct, Generic[M], eq=False):
     """A request of the peer that a handler answers, now or later, once.
 
     For a notice, which nobody waits for, replies go nowhere and failures are logged.
     """
 
-    __slots__ = (
-        "_answering",
-        "abandon",
-        "body",
-        "connection",
-        "held",
-        "kind",
-        "lane",
-        "meta",
-        "number",
-        "open",
-    )
-
-    def __init__(
-        self,
-        connection: Connection,
-        answering: Answering,
-        kind: str,
-        number: int,
-        lane: int,
-        body: Encoded | None,
-    ) -> None:
-        self.connection = connection
-        self._answering = answering
-        self.kind = kind
-        self.number = number
-        self.lane = lane
-        self.meta: M
-        self.body = body
-        self.open = True
-        """whether an answer is still wanted"""
-        self.abandon: Callable[[], None] | None = None
-        """called if the answer is wanted no more before it was given"""
-        self.held = 0
-        """bytes of its body that count as held here until it is answered"""
+    connection: Connection
+    answering: Answering
+    kind: str
+    number: int
+    lane: int
+    body: Encoded | None
+    meta: M = cast("Any", None)
+    """its arguments"""
+    open: bool = True
+    """whether an answer is still wanted"""
+    abandon: Callable[[], None] | None = None
+    """called if the answer is wanted no more before it was given"""
+    held: int = 0
+    """bytes of its body that count as held here until it is answered"""
 
     def reply(self, meta: Any, body: Encoded | None = None, *, undo: Undo | None = None) -> None:
         """Answer. ``undo`` is called if the answer turns out not to have been taken.
@@ -80,12 +59,12 @@ class Request(Generic[M]):
             ItemTooLarge: the answer is over a limit; the request is still open.
         """
         if self.open:
-            self._answering.reply(self, meta, body, undo)
+            self.answering.reply(self, meta, body, undo)
 
     def fail(self, error: BaseException) -> None:
         """Answer with an error."""
         if self.open:
-            self._answering.fail(self, error)
+            self.answering.fail(self, error)
 
 
 class Route(NamedTuple):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ItemTooLarge, WrongItemType
-from rlinf_async.channels.lanes import Entry, now
+from rlinf_async.channels.lanes import Entry, Lane, now
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.wire.codec import Encoder, join
 from rlinf_async.channels.wire.framing import CHUNK_BYTES
@@ -70,8 +70,10 @@ class Sent:
         Raises:
             WrongItemType, ItemTooLarge: it cannot travel; none is lost.
         """
-        bodies = [self._encoded(entry) for entry in asked]
-        ahead = self._more(limit, bodies) if limit else ()
+        bodies = [self._encoded(asked[0])] if asked else []
+        queue, key = self.queue, self.key
+        lane = queue.lane if key is None else queue.lanes.get(key)
+        ahead = self._more(lane, limit, bodies) if limit and lane and lane.entries else ()
         count = len(bodies)
         number = self._aheads.number(count)
         if ahead:
@@ -87,9 +89,9 @@ class Sent:
             undo(None)
             if not isinstance(error, ItemTooLarge):
                 raise
-            raise ItemTooLarge(f"channel {self.queue.name!r}: {error}") from error
+            raise ItemTooLarge(f"channel {queue.name!r}: {error}") from error
         if bodies:
-            self.queue.edges.take(request.meta.party, len(bodies), body.nbytes)
+            queue.edges.take(request.meta.party, count, body.nbytes)
 
     def _encoded(self, entry: Entry) -> Encoded:
         """One item as it travels; one that cannot is buried."""
@@ -104,13 +106,9 @@ class Sent:
             self.queue.gets -= 1
             raise WrongItemType(f"channel {self.queue.name!r}: {error}") from error
 
-    def _more(self, limit: int, bodies: list[Encoded]) -> list[Entry]:
+    def _more(self, lane: Lane, limit: int, bodies: list[Encoded]) -> list[Entry]:
         """Items to send ahead, small ones. Their bodies are added."""
-        queue = self.queue
-        lane = queue.lane_of(self.key)
-        if lane is None or not lane.entries or lane.getters:
-            return []
-        if self._recalled or not queue.can_send_ahead:
+        if lane.getters or self._recalled or not self.queue.can_send_ahead:
             return []
         others = any(reader is not self for reader in lane.readers)
         if others or now() - lane.contested < ALONE_SECONDS:

@@ -87,7 +87,8 @@ class ChannelServer(Published):
 
     def _get(self, request: Request[protocol.Get]) -> None:
         get, peer = request.meta, self._peer(request.connection)
-        request.connection.arrived(get.answers)
+        if get.answers:
+            request.connection.arrived(get.answers)
         try:
             end = self._queue_end(request, "receiver")
         except ChannelError:

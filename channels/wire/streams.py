@@ -65,6 +65,7 @@ class Streams(abc.ABC):
         self.closed = False
         self.received_bytes = 0
         self._said_arrived = 0
+        self._sent_by_beat = 0
 
     @property
     def reconnecting(self) -> bool:
@@ -152,11 +153,11 @@ class Streams(abc.ABC):
             self.cut(link, "the peer connected again")
 
     def data_received(self, data: bytes) -> None:
-        self._pulse.heard()
+        self._pulse.heard = True
         self.received_bytes += len(data)
         if self.closed:
             return
-        self._outbox.hold()
+        self._outbox.held = True
         try:
             self._read(data)
             if self.received_bytes - self._said_arrived >= SAY_ARRIVED_BYTES and not self.closed:
@@ -234,9 +235,10 @@ class Streams(abc.ABC):
 
     def _beat(self) -> None:
         """Say that this side lives, if it said nothing lately or has something to confirm."""
-        quiet = self._loop.time() - self._outbox.last_sent >= self._pulse.interval / 2
+        quiet = self._outbox.sent_bytes == self._sent_by_beat
         if quiet or self.received_bytes != self._said_arrived:
             self._say_arrived()
+        self._sent_by_beat = self._outbox.sent_bytes
 
     def _silent(self, seconds: float) -> bool:
         """Whether to go on waiting. An owner that was stopped is waited for: nobody can take over

@@ -80,7 +80,8 @@ class Talking(Streams):
 
         Whoever gets it calls its ``take`` or ``refuse`` before anything is awaited.
         """
-        self._check_open()
+        if self.closed:
+            raise self._lost()
         future: asyncio.Future[Message] = (
             WaitFuture(loop=self._loop) if on_channel else self._loop.create_future()
         )
@@ -130,15 +131,12 @@ class Talking(Streams):
             ConnectionLost: the connection is closed.
             ItemTooLarge: the message is over a limit.
         """
-        self._check_open()
+        if self.closed:
+            raise self._lost()
         lane = CONTROL if control else DATA
         self._outbox.send(_NOTICE, 0, head_of(kind, meta), body, lane, what=kind)
 
     # ---- inside
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise self._lost()
 
     def _lost(self) -> ConnectionLost:
         return ConnectionLost(f"connection to {self.peer or 'a peer'!r} was lost: {self._reason}")

@@ -98,7 +98,7 @@ class Window:
 
     __slots__ = (
         "_low", "_since", "_size", "_streak", "_taken", "_windows",
-        "asks_more", "closed", "end", "items", "key", "run", "waiting",
+        "asks_more", "closed", "end", "items", "kept", "key", "run", "waiting",
     )  # fmt: skip
 
     def __init__(self, windows: Windows, end: int, key: Key | None) -> None:
@@ -109,6 +109,8 @@ class Window:
         self.waiting: deque[WaitingGet] = deque()
         self.asks_more = False
         self.closed = False
+        self.kept = False
+        """whether it is found where it is wanted back"""
         self.run = 0
         self._since = float("-inf")  # when it last had waited
         self._taken = 0
@@ -125,10 +127,11 @@ class Window:
     async def next(self) -> Part:
         """Wait for an item. Cancelled, it leaves the item in the channel."""
         windows = self._windows
+        said = ranges, answers = windows.to_say(self)
+        windows.outbox.speak()  # what was put goes first: whoever waits for it has longer to go
         ahead = 0 if self.waiting or self.asks_more else self._ahead()
         get = WaitingGet(self)
-        ranges, answers = get.said = windows.to_say(self)
-        windows.connection.outbox.speak()
+        get.said = said
         party = current_party.get()
         question = Get(self.end, self.key, 1, None, party, False, ahead, ranges, answers)
         get.number = windows.ask("channel.get", question, get)
@@ -169,15 +172,20 @@ class Window:
     def arrived(self, message: Message, get: WaitingGet) -> None:
         """An answer to this get."""
         parts = self._parts(message)
-        if self.closed:  # what came ahead was taken back
-            del parts[1:]
-        self.items.extend(parts)
-        if get in self.waiting and get is not self.waiting[0]:
-            self.waiting.remove(get)  # nobody is left waiting without having asked
-            self.waiting.appendleft(get)
-        if len(parts) > 1:
-            self._low = len(parts) // 2
-        self._serve()
+        waiting = self.waiting
+        if len(parts) == len(waiting) == 1 and waiting[0] is get and not (self.items or get.done()):
+            waiting.clear()  # as below, without a detour
+            get.serve(parts[0])
+        else:
+            if self.closed:  # what came ahead was taken back
+                del parts[1:]
+            self.items.extend(parts)
+            if get in waiting and get is not waiting[0]:
+                waiting.remove(get)  # nobody is left waiting without having asked
+                waiting.appendleft(get)
+            if len(parts) > 1:
+                self._low = len(parts) // 2
+            self._serve()
         self._windows.answered(self, message.number)  # once those that it serves have had a turn
 
     def more_arrived(self, message: Message) -> None:

@@ -28,6 +28,7 @@ class Windows:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        self.outbox = connection.outbox
         self.now = asyncio.get_running_loop().time
         self._all: dict[tuple[int, Key | None], Window] = {}
         self._took: dict[Window, Said] = {}
@@ -49,6 +50,7 @@ class Windows:
             if len(self._all) >= MAX_KEYS:
                 self._forget_idle()
             window = self._all[end, key] = Window(self, end, key)
+            window.kept = True
         return window
 
     def close(self, end: int) -> None:
@@ -57,6 +59,7 @@ class Windows:
             if at[0] == end:
                 window.closed = True
                 window.give_back()
+                window.kept = False
                 del self._all[at]
 
     def give_back(self, end: int, key: Key | None) -> None:
@@ -70,7 +73,9 @@ class Windows:
     def keep(self, window: Window) -> bool:
         """Find it from now on, if it was forgotten; whether it is still that of its key. Only such
         a one may ask ahead of its gets: what comes must be found when it is wanted back."""
-        return self._all.setdefault((window.end, window.key), window) is window
+        if not window.kept:
+            window.kept = self._all.setdefault((window.end, window.key), window) is window
+        return window.kept
 
     def ask(self, kind: str, meta: Any, pending: Any) -> int:
         """Ask the owner; the request's number."""
@@ -110,7 +115,7 @@ class Windows:
         said = self._took.get(window)
         if said is None:
             if not self._took:
-                self.connection.outbox.collect(self._say)
+                self.outbox.collect(self._say)
             said = self._took[window] = [], []
         return said
 
@@ -127,6 +132,7 @@ class Windows:
     def _forget_idle(self) -> None:
         for at, window in list(self._all.items()):
             if window.idle and window not in self._took:
+                window.kept = False
                 del self._all[at]
 
     def _lost(self, connection: Connection, reason: str) -> None:

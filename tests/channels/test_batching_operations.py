@@ -75,10 +75,21 @@ def test_nan_in_what_a_batch_shares_equals_itself() -> None:
     ops = DictOps(shared={"stats"})
     nan = float("nan")
     batches: list[dict[str, Any]] = [
-        {"x": [1], "score": nan, "stats": np.array([1.0])},
-        {"x": [2], "score": float("nan"), "stats": np.array([1.0])},
+        {"x": [1], "score": nan, "stats": np.array([1.0, nan])},
+        {"x": [2], "score": float("nan"), "stats": np.array([1.0, nan])},
     ]
     assert ops.concat(batches)["x"] == [1, 2]
+
+
+@pytest.mark.parametrize("stats", [[1.0], [1.0, 1.0, 1.0]])
+def test_arrays_of_another_shape_are_not_the_same(stats: list[float]) -> None:
+    ops = DictOps(shared={"stats"})
+    batches: list[dict[str, Any]] = [
+        {"x": [1], "stats": np.array([1.0, 1.0])},
+        {"x": [2], "stats": np.array(stats)},
+    ]
+    with pytest.raises(BadBatch, match="'stats' belongs to the batch as a whole and differs"):
+        ops.concat(batches)
 
 
 def test_select_keeps_order_and_takes_neighbours_as_one_slice() -> None:

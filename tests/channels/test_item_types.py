@@ -73,7 +73,11 @@ REFUSED: list[tuple[Any, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("item_type", "item"), ACCEPTED, ids=lambda case: str(case)[:40])
+@pytest.mark.parametrize(
+    ("item_type", "item"),
+    ACCEPTED,
+    ids=[f"{str(kind)[:40]}-{type(item).__name__}" for kind, item in ACCEPTED],
+)
 def test_an_item_of_the_type_is_accepted(item_type: Any, item: Any) -> None:
     channel: Channel[Any] = Channel(item_type, name="messages")
     channel.sender.put_nowait(item)

@@ -62,10 +62,23 @@ async def test_the_first_message_of_a_turn_is_written_at_once_the_others_in_one_
     assert written.heads == [[b"1"], [b"2", b"3", b"4"]]
 
 
+async def test_a_long_turn_is_written_as_it_goes_on_and_in_order() -> None:
+    box, written = outbox()
+    await turn()
+    heads = [b"%04d" % number for number in range(1000)]
+    for head in heads:
+        tell(box, head)
+    assert 2 < len(written.writes) < 20
+    await turn()
+    assert [head for heads in written.heads for head in heads] == heads
+    tell(box, b"next")
+    assert written.heads[-1] == [b"next"]
+
+
 async def test_answers_to_what_was_read_together_are_written_together() -> None:
     box, written = outbox()
     await turn()
-    box.hold()
+    box.held = True
     tell(box, b"1")
     tell(box, b"2")
     assert written.heads == []
