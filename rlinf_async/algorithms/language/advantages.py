@@ -33,6 +33,8 @@ class ScoredTokens(NamedTuple):
     """of each token: the sample's reward at the last one, less the KL of each where asked for"""
     value: Floats | None
     """of the state before each token, where a critic gave it"""
+    total: float
+    """the sample's reward, the KL of its tokens taken off; also where no token of it is trained"""
 
 
 class TokenAdvantages(NamedTuple):
@@ -144,7 +146,8 @@ def _scored_tokens(sample: TrainingSample, config: LanguageAdvantageConfig) -> S
         if config.kl_coefficient:
             reward -= np.float32(config.kl_coefficient) * _kl(sample, config)[trained]
     value = None if sample.value is None else sample.value[trained].astype(np.float32)
-    return ScoredTokens(reward, value)
+    total = float(reward.sum(dtype=np.float64)) if len(reward) else sample.reward
+    return ScoredTokens(reward, value, total)
 
 
 def _kl(sample: TrainingSample, config: LanguageAdvantageConfig) -> Floats:

@@ -70,7 +70,7 @@ def reinforce_plus_plus(
 
 
 def _totals(group: Sequence[ScoredTokens]) -> Rewards:
-    return np.array([one.reward.sum(dtype=np.float64) for one in group], np.float64)
+    return np.array([one.total for one in group], np.float64)
 
 
 def _centred(rewards: Rewards) -> Rewards:

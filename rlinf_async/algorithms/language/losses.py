@@ -94,8 +94,13 @@ def token_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss
 
     Raises `ValueError` where ``kl_coefficient`` is set and there are no reference log-probs.
     """
-    loss = policy = language_losses[config.name](inputs, config)
     metrics = _ratio_metrics(inputs, config)
+    going = None
+    if config.early_stop_ratio is not None:
+        going = _still_training(inputs, config.early_stop_ratio)
+        inputs = _with_ratio_1(inputs, going)
+        metrics["early_stopped"] = 1.0 - going
+    loss = policy = language_losses[config.name](inputs, config)
     weights = off_policy_weights(inputs.proximal_log_prob, inputs.behaviour_log_prob, config)
     if weights is not None:
         loss = loss * weights.weight
@@ -112,10 +117,8 @@ def token_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss
         metrics["ref_kl"] = kl.detach()
     if config.entropy_coefficient:
         loss = loss - config.entropy_coefficient * inputs.entropy
-    if config.early_stop_ratio is not None:
-        going = _still_training(inputs, config.early_stop_ratio)
+    if going is not None:
         loss = loss * going
-        metrics["early_stopped"] = 1.0 - going
     metrics |= {"policy_loss": policy.detach(), "entropy": inputs.entropy.detach()}
     return TokenLoss(loss, metrics)
 
@@ -155,7 +158,13 @@ def _sample_mean(tokens: Tensor, inputs: TokenLossInputs) -> Tensor:
 def _still_training(inputs: TokenLossInputs, limit: float) -> Tensor:
     with torch.no_grad():
         ratio = (inputs.log_prob - inputs.proximal_log_prob).exp()
-        return (_sample_mean(ratio, inputs) <= limit).to(ratio.dtype)
+        return 1.0 - (_sample_mean(ratio, inputs) > limit).to(ratio.dtype)  # NaN is not held back
+
+
+def _with_ratio_1(inputs: TokenLossInputs, going: Tensor) -> TokenLossInputs:
+    """Without the log-probs of those that stop: 0 times a ratio that is infinite would be NaN."""
+    log_prob = torch.where(going > 0.0, inputs.log_prob, inputs.proximal_log_prob)
+    return inputs._replace(log_prob=log_prob)
 
 
 def _ratio_metrics(inputs: TokenLossInputs, config: LanguageLossConfig) -> dict[str, Tensor]:

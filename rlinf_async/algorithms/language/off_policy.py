@@ -36,7 +36,6 @@ def off_policy_weights(
         return None
     with torch.no_grad():
         weight = (proximal_log_prob - behaviour_log_prob).exp()
-        capped = (weight > config.off_policy_cap).to(weight.dtype)
-        if config.off_policy == "truncated":
-            return OffPolicyWeights(weight.clamp(max=config.off_policy_cap), capped)
-        return OffPolicyWeights(weight * (1.0 - capped), capped)
+        capped = weight > config.off_policy_cap
+        left = config.off_policy_cap if config.off_policy == "truncated" else 0.0
+        return OffPolicyWeights(weight.masked_fill(capped, left), capped.to(weight.dtype))

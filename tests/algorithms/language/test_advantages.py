@@ -178,6 +178,16 @@ def test_tokens_that_are_not_trained_get_no_advantage() -> None:
     np.testing.assert_array_equal(found[0], [0.5, 0.0])
 
 
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce++_baseline"])
+def test_a_sample_of_which_no_token_is_trained_enters_the_baseline_with_its_reward(
+    name: str,
+) -> None:
+    group = group_of([3.0, 1.0, 0.0])
+    whole = advantages(group, name=name)
+    group[0].loss_mask = np.zeros(2, np.bool_)
+    assert_spread(advantages(group, name=name), [0.0, whole[1][0], whole[2][0]])
+
+
 def test_whitening_is_over_all_trained_tokens_of_all_ranks() -> None:
     ranks = [group_of([1.0, 0.0], 0), group_of([3.0, None], 1)]
     config = LanguageAdvantageConfig(name="reinforce++")

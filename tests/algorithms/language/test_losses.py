@@ -123,6 +123,17 @@ def test_off_policy_weights_multiply_the_surrogate(correction: Any) -> None:
     torch.testing.assert_close(done.metrics["off_policy_capped"], above.double())
 
 
+@pytest.mark.parametrize(("correction", "expected"), [("truncated", 2.0), ("decoupled", 0.0)])
+def test_a_token_that_was_never_to_be_sampled_is_capped_like_others(
+    correction: Any, expected: float
+) -> None:
+    never = torch.tensor([-math.inf, -200.0])
+    found = off_policy_weights(torch.zeros(2), never, LanguageLossConfig(off_policy=correction))
+    assert found is not None
+    assert found.weight.tolist() == [expected] * 2
+    assert found.capped.tolist() == [1.0] * 2
+
+
 def test_off_policy_weights_are_constants_to_the_gradient() -> None:
     proximal = torch.zeros(2, requires_grad=True)
     found = off_policy_weights(proximal, torch.ones(2), LanguageLossConfig(off_policy="truncated"))
@@ -166,6 +177,29 @@ def test_a_sample_whose_mean_ratio_is_too_high_trains_no_more_at_all() -> None:
     assert not done.loss[:3].any()
     assert done.loss[3:].abs().min() > 0
     assert done.metrics["early_stopped"].tolist() == [1.0] * 3 + [0.0] * 5
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_a_ratio_that_is_infinite_stops_its_sample_and_leaves_no_nan(name: str) -> None:
+    config = LanguageLossConfig(name=name, early_stop_ratio=1.5, kl_coefficient=0.1)
+    at = torch.tensor([900.0, 0.0], dtype=torch.float64, requires_grad=True)
+    given = inputs(
+        log_prob=at.repeat_interleave(torch.tensor([3, 5])),
+        proximal_log_prob=torch.zeros(TOKENS, dtype=torch.float64),
+    )
+    loss = token_loss(given, config).loss
+    loss.sum().backward()  # type: ignore[no-untyped-call]
+    assert not loss[:3].any()
+    assert at.grad is not None
+    assert at.grad[0] == 0.0
+    assert math.isfinite(at.grad[1])
+
+
+def test_early_stop_does_not_hide_nan() -> None:
+    given = inputs()
+    given.log_prob[0] = math.nan
+    loss = token_loss(given, LanguageLossConfig(early_stop_ratio=1.5)).loss
+    assert loss[0].isnan()
 
 
 @pytest.mark.parametrize("name", ["ppo", "reinforce", "supervised"])
