@@ -39,6 +39,10 @@ class TrainingDiverged(RuntimeError):
     """No update of a whole iteration could be applied: the gradients are not finite."""
 
 
+class StrategyUnknown(RuntimeError):
+    """Nobody can tell this rank under which strategy the others train: it has to be ended."""
+
+
 class PolicyBackend(Protocol):
     """A policy that answers. Not thread-safe: one compute thread calls it."""
 
@@ -132,7 +136,8 @@ class Rescalable(Protocol):
             bucket_bytes: memory for what travels.
             objection: a reason of this rank's own not to; no rank changes then.
 
-        Raises when it failed; then every rank is as it was.
+        Raises when it failed; then every rank is as it was. Raises `StrategyUnknown` when this rank
+        cannot know that.
         """
         ...
 

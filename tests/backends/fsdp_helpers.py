@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from rlinf_async.algorithms.config import LossConfig
 from rlinf_async.backends.fsdp.config import FSDPConfig, PPOConfig
@@ -18,18 +18,37 @@ from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.minibatch import FlatBatch
 from rlinf_async.backends.fsdp.ppo_update import choose_gradient
 from rlinf_async.backends.policies.config import PolicyConfig
+from tests.backends.ranks import start_ranks
 
 POLICY = PolicyConfig(observation_size=5, action_size=3, hidden_sizes=(7, 6))
 LOSS = LossConfig(entropy_coefficient=0.01, value_clip=0.3)
 
 
 def in_processes(
-    work: Callable[..., None], world_size: int, folder: Path, *arguments: object
+    work: Callable[..., None],
+    world_size: int,
+    folder: Path,
+    *arguments: object,
+    method: Literal["forkserver", "spawn"] = "forkserver",
 ) -> list[Any]:
     """Run ``work(rank, world_size, folder, *arguments)`` in every rank; return what each saved."""
     rendezvous = folder / f"rendezvous_{work.__name__}_{world_size}"
-    spawn(_start, (work, world_size, folder, rendezvous, arguments), nprocs=world_size)  # type: ignore[no-untyped-call]
+    start_ranks(_start, (work, world_size, folder, rendezvous, arguments), world_size, method)
     return [load_result(folder, rank) for rank in range(world_size)]
+
+
+def exit_codes(work: Callable[..., None], world_size: int, *arguments: object) -> list[int | None]:
+    """Run ``work(rank, *arguments)`` in every rank, also when one is killed; how each ended."""
+    spawning = multiprocessing.get_context("spawn")
+    made = [
+        spawning.Process(target=work, args=(rank, *arguments), daemon=True)
+        for rank in range(world_size)
+    ]
+    for one in made:
+        one.start()
+    for one in made:
+        one.join(200)
+    return [one.exitcode for one in made]
 
 
 def save_result(folder: Path, rank: int, result: object) -> None:
@@ -102,7 +121,7 @@ def train_steps(
             with manager.before_micro_batch(manager.model, index == len(pieces) - 1):
                 metrics += gradient(piece, 1.0 / micro_batches) / micro_batches
         if manager.world_size > 1:
-            dist.all_reduce(metrics)
+            dist.all_reduce(metrics, group=manager.group)
             metrics /= manager.world_size
         grad_norm, _ = manager.optimizer_step()
         history.append([*metrics.tolist(), grad_norm])

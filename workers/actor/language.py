@@ -12,7 +12,6 @@ What it waits for: see `LanguageTrainingWorker`; publishing waits for nobody.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rlinf_async.backends.base import Rescalable
 from rlinf_async.channels import LatestSender, Receiver, Sender
 from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGroup, Tokens
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.parallel import StrategyError, check_batch
 from rlinf_async.workers.actor.config import LanguageBatches
 from rlinf_async.workers.actor.errors import WeightsDisagree
-from rlinf_async.workers.actor.language_training import LanguageTrainingWorker
-from rlinf_async.workers.actor.rescaling import Rescaling
+from rlinf_async.workers.actor.rescaling_language import RescalingLanguageWorker
 from rlinf_async.workers.inference.answers import bare_sample, with_log_probs
 
 
@@ -47,7 +43,7 @@ class LanguageTrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
     """the folder they go into; None: none are written"""
 
 
-class FSDPActor(Rescaling, LanguageTrainingWorker):
+class FSDPActor(RescalingLanguageWorker):
     """One rank of the actor group.
 
     Args:
@@ -71,74 +67,6 @@ class FSDPActor(Rescaling, LanguageTrainingWorker):
         super().__init__(
             trainer, batches, backend=backend, resume=resume, max_staleness=max_staleness
         )
-        self._shares = batches
-
-    async def run_training(self, input_channel: Receiver[SampleGroup]) -> LanguageTrainReport:
-        """Collect this rank's whole share of one iteration, then train on it.
-
-        The model is onloaded only after the data is there; an idle rank takes none. Raises:
-
-            TrainingDiverged: the loss was not finite, or no step's gradient was.
-            RuntimeError: a token is older than ``max_staleness``.
-            BatchingError: groups do not make up the share.
-        """
-        return await self._trained(super().run_training, input_channel)
-
-    async def run_training_pipeline(
-        self, input_channel: Receiver[SampleGroup]
-    ) -> LanguageTrainReport:
-        """Train on one iteration while it arrives: micro-batch after micro-batch.
-
-        The compute thread waits for each next one, so nothing else is computed here meanwhile: ask
-        an inference worker for log-probs. Raises what `run_training` does.
-        """
-        return await self._trained(super().run_training_pipeline, input_channel)
-
-    async def skip_training(self, input_channel: Receiver[SampleGroup]) -> LanguageTrainReport:
-        """Take this rank's share of one iteration and count the version up, without training.
-
-        For an actor whose critic is still warming up.
-        """
-        return await self._trained(super().skip_training, input_channel)
-
-    async def _trained(
-        self,
-        train: Callable[[Receiver[SampleGroup]], Awaitable[LanguageTrainReport]],
-        input_channel: Receiver[SampleGroup],
-    ) -> LanguageTrainReport:
-        """One iteration, and the strategies that are due after it."""
-        async with self.training():
-            if self.active:
-                report = await train(input_channel)
-            else:
-                tally = self._tally()
-                await self.compute(self.rescalable().sit_out)
-                report = self._report(tally, [], waited=0.0, seconds=0.0)
-            await self.scheduler_scale_sync()
-            report.ranks = self.active_world_size
-            return report
-
-    def rescalable(self) -> Rescalable:
-        """The trainer; raises `StrategyError` where its backend cannot change its ranks."""
-        if not isinstance(self._trainer, Rescalable):
-            raise StrategyError(
-                [f"backend {self._backend_name!r} cannot change its ranks while it trains"]
-            )
-        return self._trainer
-
-    def check_share(self, dp: int) -> None:
-        """Raise `ValueError` unless ``dp`` ranks can share a global batch in whole groups."""
-        shares = self._shares
-        check_batch(shares.samples // shares.optimizer_steps, dp, group_size=shares.group_size)
-        shares.of_rank(dp)
-
-    def take_share(self, dp: int) -> None:
-        """Use the batch sizes of one of ``dp`` ranks."""
-        self._sizes = self._shares.of_rank(dp)
-
-    async def make_ready(self) -> None:
-        """Take the model back to the device."""
-        await self.onload()
 
     async def train(
         self,
@@ -150,7 +78,9 @@ class FSDPActor(Rescaling, LanguageTrainingWorker):
         """Publish the present version, then train one iteration after the other.
 
         The same as `run_training` (or its pipeline form) and `sync_model_to_rollout` by turns.
-        Returns the last version. Raises what `run_training` does.
+        Checkpoints are written while it goes on; the next waits for the one before, the end for
+        the last. Returns the last version. Raises what `run_training` does, and `RunFolderError`
+        for a checkpoint that could not be written.
         """
         async with self.training():
             return await self._train_all(plan, groups, weights, reports)
@@ -167,12 +97,32 @@ class FSDPActor(Rescaling, LanguageTrainingWorker):
             run = self.run_training_pipeline if plan.pipeline else self.run_training
             report = await run(groups)
             version = await self.sync_model_to_rollout(weights)
-            due = plan.checkpoint_every > 0 and version % plan.checkpoint_every == 0
-            if plan.checkpoints is not None and (due or version == plan.iterations):
-                path = Path(plan.checkpoints) / f"version-{version:06d}"
-                report.checkpoint = await self.save_checkpoint(str(path))
+            report.checkpoint = await self._keep(plan, version)
             await reports.put(report)
         return version
+
+    async def _keep(self, plan: LanguageTrainingPlan, version: int) -> str | None:
+        """Begin a checkpoint where one is due; return the newest that was written meanwhile.
+
+        The last one is waited for.
+        """
+        last = version == plan.iterations
+        due = plan.checkpoint_every > 0 and version % plan.checkpoint_every == 0
+        written: str | None = None
+        if plan.checkpoints is not None and (due or last):
+            written = await self._written()
+            await self.begin_checkpoint(str(Path(plan.checkpoints) / f"version-{version:06d}"))
+        if self._flight is not None and (last or self._flight.done()):
+            written = await self._written()
+        return written
+
+    async def _written(self) -> str | None:
+        """Wait for the checkpoint in flight; its folder."""
+        if self._flight is None:
+            return None
+        await self.checkpoint_written()
+        self._flight = None
+        return str(self._saving)
 
     async def run_inference(
         self,

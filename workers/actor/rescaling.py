@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rlinf_async.backends.base import Rescalable
+from rlinf_async.backends.base import Rescalable, StrategyUnknown
 from rlinf_async.parallel import FSDP2, Replicated, Strategy, StrategyError
 from rlinf_async.workers.base import Worker
 
@@ -61,6 +61,8 @@ class Rescaling(Worker):
     _training = _at_once = 0
     _timeout = DEFAULT_TIMEOUT
     _bucket_bytes = DEFAULT_BUCKET_BYTES
+    _unknown: StrategyUnknown | None = None
+    """why this rank must not go on"""
 
     def rescalable(self) -> Rescalable:
         """The trainer; raises `StrategyError` where its backend cannot."""
@@ -144,7 +146,10 @@ class Rescaling(Worker):
                 iteration.
             RescaleError: it failed on a rank; all train on as before.
             PeerLost: a rank died, or was not there in time.
+            StrategyUnknown: this rank cannot know what the others did, and has to be ended; what it
+                trains fails too, at the end of the iteration.
         """
+        self._check_known()
         self._check(parallel_strategy)
         number = len(self._asked)
         self._asked.append(parallel_strategy.dp)
@@ -157,7 +162,10 @@ class Rescaling(Worker):
         return outcome
 
     async def scheduler_scale_sync(self) -> None:
-        """Change to what was asked for meanwhile. At the end of an iteration, on all ranks."""
+        """Change to what was asked for meanwhile. At the end of an iteration, on all ranks.
+
+        Raises `StrategyUnknown` where this rank cannot train on.
+        """
         if self._valid is None or self.world_size == 1:
             return
         from rlinf_async.workers.collective import Board
@@ -172,6 +180,7 @@ class Rescaling(Worker):
                 due = msgspec.msgpack.decode(await self._read(board, key), type=list[int])
             for dp in due:
                 await self._apply(dp)
+        self._check_known()
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
@@ -186,6 +195,7 @@ class Rescaling(Worker):
                 self._at_once = number = len(self._asked)
                 async with self._changed:
                     await self._changed.wait_for(lambda: number <= len(self._outcomes))
+            self._check_known()
             yield
         finally:
             self._training -= 1
@@ -222,6 +232,8 @@ class Rescaling(Worker):
         except Exception as error:  # it is raised where it was asked for
             self.log.warning("the strategy dp=%d was not applied: %s", dp, error)
             outcome = error
+            if isinstance(error, StrategyUnknown):
+                self._unknown = error
         async with self._changed:
             self._outcomes.append(outcome)
             self._changed.notify_all()
@@ -260,6 +272,10 @@ class Rescaling(Worker):
             self.log.warning("this rank is not ready to change", exc_info=True)
             return f"it could not be made ready: {type(error).__name__}: {error}"
         return self.objection()
+
+    def _check_known(self) -> None:
+        if self._unknown is not None:
+            raise self._unknown
 
     def _check(self, strategy: Strategy) -> None:
         if self._valid is None:

@@ -14,6 +14,9 @@
 Actor and critic are paired rank by rank: what an actor trains has come through the critic of its
 number, and both find the same advantages and returns from the values in it. Values are always of
 the version that the iteration begins with: only when its whole share has them does a critic learn.
+
+The number of ranks changes as an actor's does (`Rescaling`): ask both groups for the same strategy,
+and send the next iteration to the ranks that the reports of both name.
 """
 
 from __future__ import annotations
@@ -25,12 +28,12 @@ from typing import Any
 from rlinf_async.channels import Receiver, Sender
 from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGroup
 from rlinf_async.workers.actor.config import LanguageBatches
-from rlinf_async.workers.actor.language_training import LanguageTrainingWorker
+from rlinf_async.workers.actor.rescaling_language import RescalingLanguageWorker
 from rlinf_async.workers.errors import BuildError
 from rlinf_async.workers.inference.answers import with_values
 
 
-class FSDPCritic(LanguageTrainingWorker):
+class FSDPCritic(RescalingLanguageWorker):
     """One rank of the critic group.
 
     Args:
@@ -69,9 +72,18 @@ class FSDPCritic(LanguageTrainingWorker):
     ) -> LanguageTrainReport:
         """Give this rank's share of one iteration its values, then learn from it.
 
-        Each group goes on to the actor of this rank as soon as it has its values. Raises what
-        `run_training` does.
+        Each group goes on to the actor of this rank as soon as it has its values. An idle rank
+        takes none. Raises what `run_training` does.
         """
+
+        async def train(channel: Receiver[SampleGroup]) -> LanguageTrainReport:
+            return await self._value_and_train(channel, output_channel)
+
+        return await self.trained(train, input_channel)
+
+    async def _value_and_train(
+        self, input_channel: Receiver[SampleGroup], output_channel: Sender[SampleGroup]
+    ) -> LanguageTrainReport:
         await self.onload()
         began = asyncio.get_running_loop().time()
         valued: list[SampleGroup] = []
@@ -92,12 +104,17 @@ class FSDPCritic(LanguageTrainingWorker):
     async def _next_groups(self, channel: Receiver[SampleGroup], missing: int) -> list[SampleGroup]:
         """What is ready, of the samples that are missing. The ranks of a sharded model compute
         together: there it is one group each time."""
-        most = 1 if self.world_size > 1 else -(-missing // self._group_size)
+        most = 1 if self.active_world_size > 1 else -(-missing // self._group_size)
         return await channel.get_batch(weight=most, at_least=1, key=self.rank)
 
     async def run_inference(
         self, input_channel: Receiver[Sample], output_channel: Sender[Sample]
     ) -> int:
-        """Add values to this rank's share of one iteration; see `pass_through`."""
+        """Add values to this rank's share of one iteration; see `pass_through`.
+
+        Returns how many there were, 0 on an idle rank.
+        """
+        if not self.active:
+            return 0
         answer = partial(with_values, self._trainer)
         return await self.pass_through(input_channel, output_channel, answer)

@@ -71,6 +71,9 @@ class Resharded(NamedTuple):
     folder: Path
     ranks: int
     bytes: int
+    left: tuple[str, ...]
+    """names of what lies beside the checkpoint's own files in its folder, and was not taken along:
+    a run's (its position, a critic's checkpoint)"""
 
 
 class Resharding:
@@ -119,7 +122,16 @@ class Resharding:
                 aliases=self._aliases,
             )
             write_whole(folder / METADATA, notes.encode(note))
-        return Resharded(out, ranks, self.total_bytes)
+            left = self._beside()
+        return Resharded(out, ranks, self.total_bytes, left)
+
+    def _beside(self) -> tuple[str, ...]:
+        known = self._saved.metadata
+        if known is None:
+            return ()
+        files = {one.name for one in (*known.tensors, *known.own)} | {METADATA, MODEL_FOLDER}
+        found = (one.name for one in self._folder.iterdir() if not one.name.startswith("."))
+        return tuple(sorted(name for name in found if name not in files))
 
     def _entries(self, rank: int) -> Iterator[Entry]:
         saved = self._saved.tensors

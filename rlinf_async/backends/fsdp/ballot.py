@@ -28,8 +28,8 @@ from rlinf_async.backends.reshard import PeerLost
 
 GO_ON = b"go on"
 LOST = b"lost: "
-LONGEST_NAP = 0.01
-"""seconds between two looks at the store"""
+SHORTEST_NAP, LONGEST_NAP = 0.0002, 0.01
+"""seconds between two looks at the store: a tenth of what was waited so far"""
 GRACE = 2.0
 """seconds after one rank has lost another, in which those that live say so"""
 
@@ -78,17 +78,17 @@ class Ballot:
         """
         self.say(stage, word)
         words: dict[int, Word] = {}
-        nap = 0.0002
+        began = time.monotonic()
         while len(words) < self._ranks:
-            heard = self._hear(stage, words)
+            self._hear(stage, words)
             self._check_well(stage, words)
             self._check_not_given_up()
             if len(words) == self._ranks:
                 break
             if time.monotonic() > self._deadline:
                 raise PeerLost(f"{self._missing(words)} did not finish stage {stage!r} in time")
-            nap = 0.0002 if heard else min(nap * 1.5, LONGEST_NAP)
-            time.sleep(nap)
+            waited = time.monotonic() - began
+            time.sleep(min(max(SHORTEST_NAP, waited / 10), LONGEST_NAP))
         return [words[rank].content for rank in range(self._ranks)]
 
     def heard(self, stage: str) -> list[bytes]:
@@ -117,14 +117,12 @@ class Ballot:
     def _decision(self) -> str:
         return f"decision/{self.decisions}"
 
-    def _hear(self, stage: str, words: dict[int, Word]) -> bool:
-        """Collect the words that are there and were not; return whether there were any."""
-        before = len(words)
+    def _hear(self, stage: str, words: dict[int, Word]) -> None:
+        """Collect the words that are there and were not."""
         for rank in range(self._ranks):
             key = f"{stage}/{rank}"
             if rank not in words and self._store.check([key]):
                 words[rank] = msgspec.msgpack.decode(self._store.get(key), type=Word)
-        return len(words) > before
 
     def _check_well(self, stage: str, words: dict[int, Word]) -> None:
         for rank, word in words.items():

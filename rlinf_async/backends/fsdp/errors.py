@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from rlinf_async.backends.base import StrategyUnknown
 from rlinf_async.backends.checkpoint.errors import CheckpointError as CheckpointError
 
 
@@ -35,7 +36,7 @@ class RescaleError(FSDPError):
     """
 
 
-class RescaleUndecided(FSDPError):
+class RescaleUndecided(FSDPError, StrategyUnknown):
     """This rank was ready, so the others may have changed, and the store that would say so is gone.
 
     Its model is neither surely the old nor surely the new one: end the process, and go on from a

@@ -96,7 +96,7 @@ def together(member: Rank, doing: str) -> Iterator[None]:
     """Leave normally only if every rank did.
 
     A rank that failed raises its own error, the others `CheckpointError` naming it, so that nobody
-    waits in the next collective for a rank that has left.
+    waits in the next collective for a rank that has left. Where one has died, it says that.
     """
     failed = torch.ones(1, dtype=torch.int64)
     try:
@@ -104,7 +104,10 @@ def together(member: Rank, doing: str) -> Iterator[None]:
         failed.zero_()
     finally:
         # Runs on the failing rank too: its own error then goes on from here.
-        flags = all_gather(member, failed)
+        try:
+            flags = all_gather(member, failed)
+        except RuntimeError as lost:
+            raise CheckpointError(f"{doing}: another rank was lost ({lost})") from lost
     culprits = [rank for rank, flag in enumerate(flags) if flag.item()]
     if culprits:
         raise CheckpointError(f"{doing} failed on rank {culprits}; see that rank's error")

@@ -17,7 +17,6 @@ were; the commit itself has nothing left to do that could fail.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import time
 import traceback
@@ -41,9 +40,10 @@ from rlinf_async.backends.fsdp.errors import (
     RescaleError,
     RescaleUndecided,
 )
+from rlinf_async.backends.fsdp.letting_go import collect_unless_back, memory_of, take_apart
 from rlinf_async.backends.fsdp.progress import Progress, fill_optimizer, moments, progress_of
 from rlinf_async.backends.fsdp.state import MOMENTS
-from rlinf_async.backends.reshard import NotAgreed, PeerLost, Report, State, allocate, reshard
+from rlinf_async.backends.reshard import NotAgreed, PeerLost, Report, State, allocate, reshard_all
 from rlinf_async.parallel import FSDP2, Layout, Model, Plan, Strategy, layout, plan
 
 if TYPE_CHECKING:
@@ -99,8 +99,11 @@ class Rescale:
         launched = manager.groups.launched
         self._ballot = Ballot(store, manager.rank, launched, self._began + timeout)
         self._proposals: list[Proposal] = []
-        self._rooms: list[tuple[Plan, list[State]]] = []
-        self._reports: list[Report] = []
+        self._states: list[State] = []
+        """weights, moments in the order of `MOMENTS` if there are any, then what is kept"""
+        self._moves: dict[frozenset[str], tuple[Plan, list[State]]] = {}
+        """by the names of the tensors that move"""
+        self._moved: Report | None = None
         self._standing: _Standing | None = None
 
     @property
@@ -184,31 +187,28 @@ class Rescale:
         manager = self._manager
         whole = skeleton.described(manager.skeleton)
         held = skeleton.shards_of(manager.model) if manager.active else {}
-        self._room([held], frozenset(one.name for one in whole.parameters))
+        self._room(whole, held, frozenset(one.name for one in whole.parameters))
         stepped = frozenset(self._agreed.optimizer_steps)
         if stepped:
-            self._room([moments(manager, key) for key in MOMENTS], stepped)
+            for key in MOMENTS:
+                self._room(whole, moments(manager, key), stepped)
         for kept in manager.kept.values():
             trained = frozenset(name for name, _ in manager.skeleton.named_parameters())
-            self._room([kept], trained, torch.device("cpu"))
+            self._room(whole, kept, trained, torch.device("cpu"))
 
     def move(self) -> None:
         """Fill the new shards."""
-        for made, states in self._rooms:
-            self._reports.append(
-                reshard(
-                    made,
-                    states,
-                    group=self._manager.groups.transfer,
-                    device=self._manager.device,
-                    bucket_bytes=self._bucket_bytes,
-                    timeout=timedelta(seconds=self._ballot.left),
-                )
-            )
+        self._moved = reshard_all(
+            list(self._moves.values()),
+            group=self._manager.groups.transfer,
+            device=self._manager.device,
+            bucket_bytes=self._bucket_bytes,
+            timeout=timedelta(seconds=self._ballot.left),
+        )
 
     def verify(self) -> None:
         """Put model and optimizer together, ready to train."""
-        manager, rooms = self._manager, [state.new for _, states in self._rooms for state in states]
+        manager, rooms = self._manager, [state.new for state in self._states]
         progress = self._agreed
         model = manager.skeleton
         if self._joins:
@@ -296,31 +296,40 @@ class Rescale:
 
     def _roll_back(self) -> None:
         manager = self._manager
-        self._rooms, self._standing = [], None
+        self._forget_rooms()
+        self._standing = None
         if manager.active and not manager.param_offloaded and not manager.has_gradients():
             manager.zero_grad()
 
     def _commit(self) -> None:
         standing, progress, manager = self._standing, self._agreed, self._manager
         assert standing is not None  # the vote on `verify` was well
-        self._rooms = []
+        self._forget_rooms()
+        before = memory_of(manager.model, manager.optimizer)
+        take_apart(manager.model, manager.optimizer)
         manager.world_size, manager.group = self._new, manager.groups.active(self._new)
         manager.model, manager.optimizer, manager.lr_scheduler, manager.kept = standing
         manager.steps, manager.skipped_steps = progress.steps, progress.skipped_steps
         manager.grad_scaler.factor, manager.grad_scaler.good_steps = progress.scaler
         if manager.active:
             manager.zero_grad()
-        gc.collect()  # a sharded model and its hooks refer to each other: the old one goes now
+        collect_unless_back(before)
+
+    def _forget_rooms(self) -> None:
+        self._states.clear()
+        self._moves.clear()
 
     def _report(self) -> RescaleReport:
+        moved = self._moved
+        assert moved is not None
         return RescaleReport(
             old_world_size=self._old,
             new_world_size=self._new,
             active=self._manager.active,
             seconds=time.monotonic() - self._began,
-            sent_bytes=sum(one.sent_bytes for one in self._reports),
-            received_bytes=sum(one.received_bytes for one in self._reports),
-            peak_bytes=max(one.peak_bytes for one in self._reports),
+            sent_bytes=moved.sent_bytes,
+            received_bytes=moved.received_bytes,
+            peak_bytes=moved.peak_bytes,
             extras=tuple(one.extra for one in self._proposals[: self._old]),
         )
 
@@ -331,14 +340,22 @@ class Rescale:
         return progress
 
     def _room(
-        self, held: list[Shards], names: frozenset[str], device: torch.device | None = None
+        self,
+        whole: Model,
+        held: Shards,
+        names: frozenset[str],
+        device: torch.device | None = None,
     ) -> None:
+        """Make room for the new shards of what this rank holds of these tensors."""
         manager = self._manager
-        part = skeleton.only(skeleton.described(manager.skeleton), names)
-        old, new = sharded_over(part, self._old), sharded_over(part, self._new)
-        where = device or manager.device
-        states = [State(one, allocate(new, manager.rank, device=where)) for one in held]
-        self._rooms.append((plan(old, new), states))
+        if names not in self._moves:
+            part = skeleton.only(whole, names)
+            made = plan(sharded_over(part, self._old), sharded_over(part, self._new))
+            self._moves[names] = made, []
+        made, states = self._moves[names]
+        new = allocate(made.new, manager.rank, device=device or manager.device)
+        states.append(State(held, new))
+        self._states.append(states[-1])
 
 
 def sharded_over(model: Model, ranks: int) -> Layout:

@@ -7,7 +7,7 @@ from rlinf_async.backends.reshard.errors import (
     PeerLost,
     ReshardError,
 )
-from rlinf_async.backends.reshard.executor import Report, State, allocate, reshard
+from rlinf_async.backends.reshard.executor import Report, State, allocate, reshard, reshard_all
 
 __all__ = [
     "BucketDamaged",
@@ -19,4 +19,5 @@ __all__ = [
     "State",
     "allocate",
     "reshard",
+    "reshard_all",
 ]

@@ -17,6 +17,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlinf_async.backends.reshard.digest import Digest
@@ -87,6 +88,21 @@ def window(buffer: Tensor, where: View) -> Tensor:
     return torch.as_strided(buffer.detach(), where.size, where.stride, base + where.offset)
 
 
+def copy(target: Tensor, source: Tensor) -> None:
+    """Copy elements into others of the same shape."""
+    alike = target.dtype == source.dtype and target.device == source.device
+    if alike and target.device.type == "cpu" and target.is_contiguous() and source.is_contiguous():
+        # The C library's copy: past the caches where it is long, which torch's is not.
+        np.copyto(_as_bytes(target), _as_bytes(source))
+    else:
+        target.copy_(source)
+
+
+def _as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    found: NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
+    return found
+
+
 def _copied(held: Tensor, room: Tensor, first: int, into_room: bool) -> Iterator[tuple[int, Copy]]:
     """Cut a run and its room, which begins at byte ``first``, into blocks.
 
@@ -97,7 +113,7 @@ def _copied(held: Tensor, room: Tensor, first: int, into_room: bool) -> Iterator
         yield first + size, partial(target.copy_, source)
     elif held.dtype == room.dtype and held.is_contiguous():
         # As bytes of numpy: a torch call for each block costs a third of what the block does.
-        one, other = (tensor.reshape(-1).view(torch.uint8).numpy() for tensor in (source, target))
+        one, other = _as_bytes(source), _as_bytes(target)
         for low in range(0, size, BLOCK):
             high = min(low + BLOCK, size)
             yield first + high, partial(np.copyto, other[low:high], one[low:high])

@@ -103,7 +103,7 @@ def copy_runs(runs: Iterable[Run], old: Mapping[str, Tensor], new: Mapping[str, 
     """Copy what stays on a rank."""
     for run in runs:
         source = window(old[run.source.buffer], run.source)
-        window(new[run.target.buffer], run.target).copy_(source)
+        buckets.copy(window(new[run.target.buffer], run.target), source)
 
 
 def by_round(runs: Iterable[Run]) -> dict[int, list[Run]]:

@@ -17,7 +17,7 @@ shards a rank has at most ``bucket_bytes`` of buckets, and at most 16 bytes of p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from rlinf_async.backends.reshard.buckets import DtypeOf
 from rlinf_async.backends.reshard.errors import BucketDamaged, BuffersDiffer
 from rlinf_async.backends.reshard.exchange import Exchange, most_sent, vote
-from rlinf_async.backends.reshard.memory import on_large_pages
+from rlinf_async.backends.reshard.memory import untouched
 from rlinf_async.backends.reshard.shared_memory import meet
 from rlinf_async.backends.reshard.transports import Collective, Transport
 from rlinf_async.parallel import Buffer, Layout, Plan, RankPlan, Run, in_rounds
@@ -90,21 +90,41 @@ def reshard(
     vote. Returns only if every rank has verified everything. Raises `BuffersDiffer` before
     anything is sent, `PeerLost`, `BucketDamaged`, and `NotAgreed` on the ranks where all was well
     when it was not elsewhere."""
+    return reshard_all(
+        [(plan, states)],
+        group=group,
+        device=device,
+        bucket_bytes=bucket_bytes,
+        shared_memory=shared_memory,
+        timeout=timeout,
+    )
+
+
+def reshard_all(
+    moves: Sequence[tuple[Plan, Sequence[State]]],
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    shared_memory: bool = True,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> Report:
+    """Do what `reshard` does for several plans, whose ranks meet and vote once for all of them."""
     rank = dist.get_rank(group)
-    whole = plan.of_rank(rank)
-    faults = [fault for state in states for fault in faults_of(plan, whole, state)]
+    faults = [
+        fault
+        for plan, states in moves
+        for state in states
+        for fault in faults_of(plan, plan.of_rank(rank), state)
+    ]
     # A rank that cannot begin says so before others wait for its buckets.
     vote(BuffersDiffer("; ".join(faults[:4])) if faults else None, group, device, timeout)
-    limits = [limit_of(plan, state, bucket_bytes) for state in states]
-    rounds = {limit: in_rounds(plan, limit).of_rank(rank) for limit in dict.fromkeys(limits)}
-    parts = [
-        (rounds[limit], state, travels_as(plan, state))
-        for limit, state in zip(limits, states, strict=True)
-    ]
+    parts = [part for plan, states in moves for part in _parts(plan, states, rank, bucket_bytes)]
     transport: Transport | None = None
     if shared_memory and device.type == "cpu":
         room = max((most_sent(mine, as_) for mine, _, as_ in parts), default=0)
-        transport = meet(group, room, timeout)
+        sources = {run.source_rank for mine, _, _ in parts for run in mine.receives}
+        transport = meet(group, room, sources, timeout)
     transport = transport or Collective(group, device, timeout)
     exchange = Exchange(transport)
     try:
@@ -115,6 +135,18 @@ def reshard(
     finally:
         transport.close()
     return Report(exchange.sent, exchange.received, exchange.rounds, transport.peak)
+
+
+def _parts(
+    plan: Plan, states: Sequence[State], rank: int, bucket_bytes: int
+) -> Iterator[tuple[RankPlan, State, DtypeOf]]:
+    """Yield each state with this rank's rounds of it."""
+    rounds: dict[int, RankPlan] = {}
+    for state in states:
+        limit = limit_of(plan, state, bucket_bytes)
+        if limit not in rounds:
+            rounds[limit] = in_rounds(plan, limit).of_rank(rank)
+        yield rounds[limit], state, travels_as(plan, state)
 
 
 def travels_as(plan: Plan, state: State) -> DtypeOf:
@@ -160,7 +192,7 @@ def faults_of(plan: Plan, mine: RankPlan, state: State) -> Iterable[str]:
 
 
 def _empty(one: Buffer, device: torch.device, dtype: torch.dtype) -> Tensor:
-    made = on_large_pages(torch.empty(one.shape, dtype=dtype, device=device))
+    made = untouched(one.shape, dtype, device)
     return made.zero_() if _is_padded(one) else made
 
 

@@ -1,36 +1,30 @@
-"""Large pages for new shards: their first touch is most of what filling them costs.
+"""Memory for new shards, on large pages: their first touch is most of what filling them costs.
 
 The kernel hands memory out in pages that it clears at the first touch: of 4 KiB, or, where asked,
-of 2 MiB, which takes half the time. It is only advice: what does not heed it works as before.
+of 2 MiB, which takes half the time. Large buffers are mappings of their own. Neighbours that ask
+for the same become one to the kernel, so that a large page may lie across two buffers; and what a
+buffer took goes back as soon as nobody looks at it, not when the allocator feels like it.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import mmap
-from functools import cache
-from typing import Any
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-WORTH_IT = 4 << 20
-"""bytes; a smaller buffer has hardly a large page in it"""
+WORTH_IT = 1 << 20
+"""bytes; a smaller buffer comes from torch's allocator"""
 
 
-def on_large_pages(buffer: Tensor) -> Tensor:
-    """Ask for large pages under a CPU buffer that nobody has touched yet; return the buffer."""
-    size = buffer.numel() * buffer.element_size()
-    advise = _madvise()
-    if advise is None or buffer.device.type != "cpu" or size < WORTH_IT:
-        return buffer
-    first = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (buffer.data_ptr() + size) // mmap.PAGESIZE * mmap.PAGESIZE
-    advise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_HUGEPAGE)
-    return buffer
-
-
-@cache
-def _madvise() -> Any:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    return getattr(ctypes.CDLL(None), "madvise", None)
+def untouched(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a new buffer that holds anything; nothing was written to it where it is large."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    if device.type != "cpu" or size < WORTH_IT or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        room.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(room, dtype=dtype).view(tuple(shape))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -88,12 +88,15 @@ class _Card(NamedTuple):
     inboxes: tuple[int, ...]
 
 
-def meet(group: dist.ProcessGroup | None, room: int, timeout: timedelta) -> SharedMemory | None:
+def meet(
+    group: dist.ProcessGroup | None, room: int, sources: Collection[int], timeout: timedelta
+) -> SharedMemory | None:
     """Show the ranks of the group one another's memory; None unless all are on one host.
     Collective.
 
-    ``room`` is what this rank sends in one round at most, in bytes. Raises `PeerLost` when a rank
-    is gone or says nothing for ``timeout``; nothing is left open then.
+    ``room`` is what this rank sends in one round at most, in bytes; ``sources`` are those that it
+    gets something from. Raises `PeerLost` when a rank is gone or says nothing for ``timeout``;
+    nothing is left open then.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     memory = os.memfd_create("reshard")
@@ -106,7 +109,7 @@ def meet(group: dist.ProcessGroup | None, room: int, timeout: timedelta) -> Shar
         mine = torch.tensor([this_host(), os.getpid(), memory, size, *inboxes.numbers()])
         told = (one.tolist() for one in _gathered(mine, ranks, group, timeout))
         cards = [_Card(one[0], one[1], one[2], one[3], tuple(one[4:])) for one in told]
-        peers, writers = _mapped(cards), _opened(inboxes, cards, rank)
+        peers, writers = _mapped(cards, {rank, *sources}), _opened(inboxes, cards, rank)
         sees_all = torch.tensor([peers is not None and writers is not None])
         all_see = all(bool(one) for one in _gathered(sees_all, ranks, group, timeout))
         if all_see and peers is not None and writers is not None:
@@ -144,11 +147,12 @@ def _opened(inboxes: Inboxes, cards: Sequence[_Card], rank: int) -> dict[int, in
         return None
 
 
-def _mapped(cards: Sequence[_Card]) -> dict[int, Tensor] | None:
+def _mapped(cards: Sequence[_Card], wanted: Collection[int]) -> dict[int, Tensor] | None:
     if len({card.host for card in cards}) > 1:
         return None
     peers: dict[int, Tensor] = {}
-    for rank, card in enumerate(cards):
+    for rank in wanted:
+        card = cards[rank]
         try:
             opened = os.open(f"/proc/{card.process}/fd/{card.memory}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:

@@ -1,4 +1,5 @@
-"""SIGKILL at every single touch of the disk: the checkpoint before, or the new one, is there."""
+"""SIGKILL at every single touch of the disk, and of one rank of two: the checkpoint before, or the
+new one, is there."""
 
 from __future__ import annotations
 
@@ -7,14 +8,25 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from rlinf_async.backends.checkpoint.folders import clean
+from rlinf_async.backends.fsdp.errors import CheckpointError
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
-from tests.backends.fsdp_helpers import load_result, save_result, set_up, train_steps
+from tests.backends.fsdp_helpers import (
+    exit_codes,
+    load_result,
+    save_result,
+    set_up,
+    train_steps,
+)
 from tests.backends.test_fsdp_sharded import config
 
 TOUCHES = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
@@ -88,3 +100,45 @@ def test_a_kill_at_any_touch_of_the_disk_leaves_a_checkpoint(tmp_path: Path) -> 
     assert reached == sorted(reached)  # once the new one is there, it stays
     assert (reached[0], reached[-1]) == (3, 5)
     assert len(reached) > 15
+
+
+def one_of_two(rank: int, folder: Path, touch: str) -> None:
+    """Rank 1 is killed while it writes its part of the second checkpoint."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    manager = set_up(config("fsdp2"), 2, rank)
+    train_steps(manager, range(3))
+    manager.save_checkpoint(folder / "first")
+    train_steps(manager, range(3, 5))
+    if rank == 1:
+        whole = getattr(os, touch)
+
+        def killed(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                os.kill(os.getpid(), signal.SIGKILL)
+            return whole(*args, **kwargs)
+
+        setattr(os, touch, killed)
+    try:
+        manager.save_checkpoint(folder / "second")
+    except CheckpointError as error:
+        save_result(folder, rank, str(error))
+    os._exit(0)  # the group is broken
+
+
+@pytest.mark.timeout(300)  # processes that import torch, on a busy machine
+@pytest.mark.parametrize("touch", ["write", "fsync", "rename"])
+def test_a_rank_of_two_that_is_killed_while_it_writes_leaves_the_checkpoint_before(
+    tmp_path: Path, touch: str
+) -> None:
+    assert exit_codes(one_of_two, 2, tmp_path, touch) == [0, -signal.SIGKILL]
+    said = load_result(tmp_path, 0)
+    # Rank 0 hears of it while it writes, or while it still copies.
+    assert f"{tmp_path / 'second'}: another rank was lost" in said
+    assert not (tmp_path / "second").exists()
+    clean(tmp_path)
+    assert not any("second" in one.name for one in tmp_path.iterdir())
+    found = set_up(config("fsdp2"))
+    found.load_checkpoint(tmp_path / "first")
+    assert found.steps == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -12,13 +13,12 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from rlinf_async.backends.fsdp.errors import RescaleError, RescaleUndecided
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.fsdp.rescale import Rescale
 from rlinf_async.backends.reshard import PeerLost, buckets
-from tests.backends.fsdp_helpers import in_processes, save_result
+from tests.backends.fsdp_helpers import exit_codes, in_processes, save_result
 from tests.backends.rescale.kit import BUCKET, LIMIT, Numbers, language_step, language_trainer
 
 pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
@@ -208,7 +208,7 @@ def test_a_rank_that_was_ready_and_lost_the_store_does_not_take_the_old_strategy
 
 
 def dying(rank: int, folder: str) -> None:
-    """Rank 2 dies in the middle of the move, with some of its buckets sent."""
+    """Rank 2 is killed in the middle of the move, with some of its buckets sent."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -225,7 +225,7 @@ def dying(rank: int, folder: str) -> None:
     def die(bucket: torch.Tensor, *checksum_and_round: int) -> None:
         sealed.append(len(bucket))
         if len(sealed) == 2:
-            os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
         seal(bucket, *checksum_and_round)
 
     if rank == 2:
@@ -234,11 +234,10 @@ def dying(rank: int, folder: str) -> None:
     os._exit(0)  # the group is broken
 
 
-def test_a_rank_that_dies_in_the_move_is_named_and_the_checkpoint_is_intact(
+def test_a_rank_that_is_killed_in_the_move_is_named_and_the_checkpoint_is_intact(
     tmp_path: Path,
 ) -> None:
-    spawn(dying, (str(tmp_path),), nprocs=4)  # type: ignore[no-untyped-call]
-    assert not (tmp_path / "result_2.pt").exists()
+    assert exit_codes(dying, 4, str(tmp_path)) == [0, 0, -signal.SIGKILL, 0]
     for rank in (0, 1, 3):
         kind, text, size = torch.load(tmp_path / f"result_{rank}.pt", weights_only=True)
         assert (kind, size) == ("PeerLost", 4), text

@@ -7,12 +7,11 @@ import warnings
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from rlinf_async.backends.reshard import (
     BucketDamaged,
@@ -35,6 +34,7 @@ from rlinf_async.parallel import (
 )
 from rlinf_async.parallel.decoders import Decoder, huggingface, megatron, vllm
 from rlinf_async.parallel.inprocess import scatter
+from tests.backends.ranks import start_ranks
 
 pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
 
@@ -70,9 +70,15 @@ def filled(one: Layout, rank: int, seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in held.items()}
 
 
-def in_ranks(work: Any, folder: Path, *arguments: object, ranks: int = 4) -> list[Any]:
+def in_ranks(
+    work: Any,
+    folder: Path,
+    *arguments: object,
+    ranks: int = 4,
+    method: Literal["forkserver", "spawn"] = "forkserver",
+) -> list[Any]:
     """Run ``work(rank, *arguments)`` in every rank of a gloo group; return what each returned."""
-    spawn(_start, (work, ranks, str(folder), arguments), nprocs=ranks)  # type: ignore[no-untyped-call]
+    start_ranks(_start, (work, ranks, str(folder), arguments), ranks, method)
     found = [folder / f"{rank}.pt" for rank in range(ranks)]
     return [torch.load(one, weights_only=True) if one.exists() else None for one in found]
 
@@ -114,7 +120,7 @@ def every_scenario(rank: int) -> tuple[object, ...]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    found = in_ranks(every_scenario, tmp_path_factory.mktemp("ranks"))
+    found = in_ranks(every_scenario, tmp_path_factory.mktemp("ranks"), method="spawn")
     return Outcomes(*(list(column) for column in zip(*found, strict=True)))
 
 

@@ -1,10 +1,15 @@
-"""Strategies after one that a rank was not ready for, and after a second preparation."""
+"""Strategies after one that a rank was not ready for, after a second preparation, and after one of
+which a rank cannot know what came of it."""
 
 from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
 
 import pytest
 
 import rlinf_async as ra
+from rlinf_async.backends.language import LanguageTrainer
 from rlinf_async.parallel import Strategy
 from rlinf_async.workers.actor import FSDPActor, LanguageTrainingPlan
 from tests.backends.rescale.kit import LIMIT, language_config
@@ -73,4 +78,62 @@ async def test_strategies_go_on_after_a_rank_that_was_not_ready_and_a_second_pre
         assert sorted(one.samples for one in reports) == [0, BATCHES.samples]
         assert await training == [3, 3]
         assert [one.old_dp for one in await asked] == [2, 2]
+        kept.close()
+
+
+class StoreGone:
+    """A store whose server has ended."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("Connection reset by peer")
+
+
+class LosesTheStore(FSDPActor):
+    """Rank 1 cannot reach the store any more when it is ready for one rank."""
+
+    def make_trainer(self) -> LanguageTrainer:
+        from rlinf_async.backends.fsdp.rescale import Rescale
+
+        whole = Rescale.decide
+
+        def decide(attempt: Rescale) -> None:
+            if self.rank == 1:
+                attempt._ballot._store = cast(Any, StoreGone())
+            whole(attempt)
+
+        setattr(Rescale, "decide", decide)  # noqa: B010
+        return super().make_trainer()
+
+
+@pytest.mark.parametrize("loop_kind", ["uvloop"])
+async def test_training_ends_at_once_on_a_rank_that_cannot_know_the_strategy(
+    loop_kind: str,
+) -> None:
+    async with ra.Cluster.process() as cluster:
+        channels = Channels(cluster)
+        kept = channels.groups.receiver.clone()
+        actors = await cluster.launch(
+            LosesTheStore,
+            language_config(),
+            BATCHES,
+            count=2,
+            collective="gloo",
+            env_vars={"OMP_NUM_THREADS": "1"},
+        )
+        await actors.call(FSDPActor.init_trainer_resharding, timeout=LIMIT)
+        training = actors.call(
+            FSDPActor.train,
+            LanguageTrainingPlan(iterations=3),
+            channels.groups.receiver,
+            channels.weights.sender,
+            channels.reports.sender,
+        )
+        asked = actors.call(FSDPActor.apply_parallel_strategy, Strategy(dp=1))
+        await channels.send(groups(0), 2)
+        # Nothing is sent for the next iteration: a rank that trained on would wait for it.
+        said = await asyncio.gather(training, asked, return_exceptions=True)
+        for one, method in zip(said, ("train", "apply_parallel_strategy"), strict=True):
+            assert isinstance(one, ra.WorkerError)
+            assert f"LosesTheStore[1] failed in {method} " in str(one)
+            assert "RescaleUndecided: rank 1 was ready for 1 ranks" in str(one)
         kept.close()

@@ -2,57 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.tensor  # assert_close does so at its first use: not in the loop
 from torch import Tensor
 
 import rlinf_async as ra
-from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, FSDPConfig, PPOConfig
-from rlinf_async.backends.policies.config import PolicyConfig
-from rlinf_async.messages.embodied import Floats, Trajectory
 from rlinf_async.weights import unpack
 from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
+from tests.backends.rescale.kit import TRAJECTORIES, embodied_config, trajectory
 from tests.workers.actor.toy import Channels
 
-STEPS, ENVS, OBSERVATION, ACTION = 8, 3, 5, 2
-ITERATIONS, TRAJECTORIES = 2, 4
-
-
-def trainer(world_size: int) -> EmbodiedTrainerConfig:
-    """Whole-batch updates: the shuffle, which is each rank's own, then changes nothing."""
-    policy = PolicyConfig(observation_size=OBSERVATION, action_size=ACTION, hidden_sizes=(7,))
-    share = STEPS * ENVS * TRAJECTORIES // world_size
-    return EmbodiedTrainerConfig(
-        fsdp=FSDPConfig(policy=policy),
-        ppo=PPOConfig(epochs=3, minibatch_size=share, normalize_advantage="batch"),
-    )
-
-
-def trajectory(iteration: int, stage: int) -> Trajectory:
-    """Random, as a policy near the standard normal would have acted."""
-    random = np.random.default_rng([iteration, stage])
-
-    def draw(*shape: int) -> Floats:
-        return random.standard_normal(shape).astype(np.float32)
-
-    action = draw(STEPS, ENVS, ACTION)
-    log_prob = (-0.5 * action**2 - 0.5 * np.log(2 * np.pi)).sum(-1).astype(np.float32)
-    return Trajectory(
-        iteration=iteration,
-        env_rank=0,
-        stage=stage,
-        observation=draw(STEPS, ENVS, OBSERVATION),
-        action=action,
-        log_prob=log_prob,
-        value=draw(STEPS + 1, ENVS),
-        reward=draw(STEPS, ENVS),
-        terminated=random.random((STEPS, ENVS)) < 0.1,
-        truncated=np.zeros((STEPS, ENVS), np.bool_),
-        final_value=np.zeros((STEPS, ENVS), np.float32),
-        version=np.full(STEPS, iteration, np.int64),
-    )
+ITERATIONS = 2
 
 
 async def trained(world_size: int) -> dict[str, Tensor]:
@@ -61,7 +22,7 @@ async def trained(world_size: int) -> dict[str, Tensor]:
         channels = Channels(cluster)
         actors = await cluster.launch(
             EmbodiedFSDPActor,
-            trainer(world_size),
+            embodied_config(world_size),
             count=world_size,
             collective="gloo" if world_size > 1 else None,
             env_vars={"OMP_NUM_THREADS": "1"},

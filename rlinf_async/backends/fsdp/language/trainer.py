@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -320,6 +321,8 @@ class PolicyTrainer(LanguageTrainerBase):
         if self.manager.rank == 0:
             with without_progress_bars():
                 cast(Any, self.manager.language).save_pretrained(folder, state_dict=state)
+            for path in folder.glob("*.safetensors"):
+                shutil.copymode(folder / "config.json", path)  # made for the owner alone
             add_missing_files(self.manager.model_files(), folder)
         ranks.wait_for_all(self.manager)
 

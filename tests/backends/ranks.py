@@ -1,0 +1,39 @@
+"""Ranks in processes of their own.
+
+What a rank imports takes it seconds, and is the same for every test. So ranks are forked from one
+process that has imported it. They share its seed of hashes, and with it the order in which they go
+through a set of strings, as the ranks of a job do not: ``spawn`` starts them as a job would.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch.multiprocessing.spawn import start_processes
+
+IMPORTED = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "transformers.models.qwen3.modeling_qwen3",
+    "tests.backends.checkpoint.kit",
+    "tests.backends.fsdp_helpers",
+    "tests.backends.rescale.kit",
+)
+"""what most ranks import sooner or later"""
+
+
+def start_ranks(
+    start: Callable[..., object],
+    arguments: tuple[Any, ...],
+    ranks: int,
+    method: Literal["forkserver", "spawn"] = "forkserver",
+) -> None:
+    """Run ``start(rank, *arguments)`` in every rank.
+
+    Raises:
+        ProcessRaisedException: with the traceback of a rank that raised; the others were killed.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(IMPORTED))
+    start_processes(start, arguments, nprocs=ranks, start_method=method)  # type: ignore[no-untyped-call]
