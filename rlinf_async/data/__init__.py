@@ -12,7 +12,7 @@ Nothing here imports torch, datasets or transformers before data that need them 
 """
 
 from rlinf_async.data.config import DataConfig
-from rlinf_async.data.errors import DataChanged, DataError
+from rlinf_async.data.errors import DataChanged, DataError, PromptTooLong
 from rlinf_async.data.prompts import DataState, Prompts
 from rlinf_async.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -21,6 +21,7 @@ __all__ = [
     "DataConfig",
     "DataError",
     "DataState",
+    "PromptTooLong",
     "Prompts",
     "Tokenizer",
     "load_tokenizer",

@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from rlinf_async.data.config import DataConfig
-from rlinf_async.data.errors import DataChanged, DataError
+from rlinf_async.data.errors import DataChanged, DataError, PromptTooLong
 from rlinf_async.data.order import Indices, order_of, split
 from rlinf_async.data.records import Records, open_records
 from rlinf_async.data.rendering import Renderer
@@ -188,7 +188,7 @@ class Prompts(Iterator[Prompt]):
             return prompt
         if self.config.too_long == "skip":
             return None
-        raise DataError(_too_long([f"{where} ({tokens} tokens)"], 1, limit))
+        raise PromptTooLong(_too_long([f"{where} ({tokens} tokens)"], 1, limit))
 
     def _check(self) -> None:
         """Find what would stop the run hours later: missing columns, prompts that are too long."""
@@ -210,7 +210,7 @@ class Prompts(Iterator[Prompt]):
                 count += 1
                 found += [f"{where} ({tokens} tokens)"] if count <= _SHOWN else []
         if count:
-            raise DataError(_too_long(found, count, limit))
+            raise PromptTooLong(_too_long(found, count, limit))
 
     def _added_by_template(self) -> int:
         """Bytes around a message of nothing, twice: messages of a list come with more of them."""

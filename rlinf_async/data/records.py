@@ -34,6 +34,21 @@ class Records(Protocol):
         ...
 
 
+def existing(config: DataConfig) -> Path:
+    """The file or folder that ``path`` names.
+
+    Raises:
+        DataError: there is none.
+    """
+    path = Path(config.path).expanduser()
+    if not path.exists():
+        raise DataError(
+            f"there is no file or folder {config.path!r} (seen from {os.getcwd()}): data are read "
+            "from disk, not downloaded"
+        )
+    return path
+
+
 def open_records(config: DataConfig) -> Records:
     """The records that the configuration names.
 
@@ -46,12 +61,7 @@ def open_records(config: DataConfig) -> Records:
         from rlinf_async.data.tasks import TaskRecords
 
         return TaskRecords(config.tasks, config.task_options, config.seed, config.task_size)
-    path = Path(config.path).expanduser()
-    if not path.exists():
-        raise DataError(
-            f"there is no file or folder {config.path!r} (seen from {os.getcwd()}): data are read "
-            "from disk, not downloaded"
-        )
+    path = existing(config)
     columns = [config.prompt_column, config.reference_column, config.verifier_column]
     if path.is_dir() or path.suffix in (".parquet", ".arrow"):
         from rlinf_async.data.folders import open_tables

@@ -195,7 +195,7 @@ class TrainingSample(msgspec.Struct, kw_only=True):
 
 
 class SampleGroup(msgspec.Struct, kw_only=True):
-    """collector -> actor: every sample of one prompt; its weight in the channel is their number."""
+    """collector -> actor: every sample of one prompt."""
 
     iteration: int
     group: int
@@ -242,6 +242,6 @@ class LanguageTrainReport(msgspec.Struct, kw_only=True):
     """until all samples of the share were there; 0 in pipeline mode, where waiting is overlapped"""
     train_seconds: float
     checkpoint: str | None = None
-    """folder of the checkpoint that was written after this iteration"""
+    """folder of the newest checkpoint whose part this rank has written since its last report"""
     ranks: int = 1
     """that train the next iteration, and share its data: 0 .. ranks - 1"""

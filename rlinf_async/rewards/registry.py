@@ -38,7 +38,7 @@ def load_verifier(name: str) -> Verifier:
         ConfigError: an import path that leads to no function of one argument.
         MissingExtra: a library that it needs is not installed.
     """
-    if ":" not in name:
+    if ":" not in name and not name.endswith(".py"):
         return VERIFIERS[name]()
     function = load_entry_point(name, path=("verifier",))
     try:

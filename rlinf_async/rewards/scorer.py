@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 from typing import Final, TypeVar
 
@@ -24,6 +23,7 @@ import psutil
 
 from rlinf_async.messages.language import Failed, Outcome
 from rlinf_async.rewards.answer import Answer
+from rlinf_async.rewards.ended import how_it_ended
 from rlinf_async.rewards.protocol import (
     HEADER,
     MAX_FRAME,
@@ -187,7 +187,7 @@ class Scorer:
         except TimeoutError:
             await self.kill()
             return "it closed the pipe to its owner"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return how_it_ended(code)
 
     def _kill_now(self) -> None:
         if not self.alive:

@@ -32,7 +32,7 @@ from rlinf_async.runtime.launching import Launch, check_launch, check_limits, sp
 from rlinf_async.runtime.placement import Placement, host_devices
 from rlinf_async.runtime.stall import internal
 from rlinf_async.runtime.supervise import Never, Restart, Supervisor
-from rlinf_async.runtime.together import all_or_none, stop_all, tell, unless
+from rlinf_async.runtime.together import all_or_none, settled, stop_all, tell, unless
 from rlinf_async.runtime.watch import Watch
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.context import Device
@@ -61,6 +61,7 @@ class Cluster:
         self.groups: dict[str, WorkerGroup[Any]] = {}
         self._spans: list[Span] = []
         self._lives: Counter[str] = Counter()
+        self._starting: set[asyncio.Task[None]] = set()
         self._parent: asyncio.Task[Any] | None = None
         self._cause = FirstCause()
         self._aborted = False
@@ -145,7 +146,11 @@ class Cluster:
         return made
 
     def latest(self, item_type: type[T], *, name: str) -> Latest[T]:
-        """A new `Latest`: a channel that holds only the newest value."""
+        """A new `Latest`: a channel that holds only the newest value.
+
+        Raises:
+            BuildError: the name is taken.
+        """
         made: Latest[T] = Latest(item_type, name=name)
         self._publish(made)
         return made
@@ -173,8 +178,11 @@ class Cluster:
             collective: torch.distributed backend for the group; see `Worker.join_collective`.
             env_vars: environment variables of the ranks' processes.
 
+        If it is cancelled, or one rank cannot be started, none is left.
+
         Raises:
-            BuildError: wrong arguments, name or placement; nothing was started.
+            BuildError: wrong arguments, name or placement, and nothing was started; or the cluster
+                was left meanwhile.
             WorkerError: ``__init__`` or ``setup`` raised in a rank.
         """
         launch = Launch(
@@ -198,14 +206,17 @@ class Cluster:
         ]
         made = WorkerGroup(worker, launch.group, supervisors, self._on_failure)
         self.groups[launch.group] = made
+        starts = [asyncio.create_task(one.start(), name=one.name) for one in supervisors]
+        self._starting.update(starts)
         try:
-            await all_or_none(
-                [asyncio.create_task(one.start(), name=one.name) for one in supervisors]
-            )
-        except Exception:
-            del self.groups[launch.group]  # those ranks that did start are of no use alone
+            await all_or_none(starts)
+        except BaseException as error:  # those ranks that did start are of no use alone
             tell(await stop_all(supervisors, self.grace))
+            del self.groups[launch.group]
+            self._explain_end(launch.group, error)
             raise
+        finally:
+            self._starting.difference_update(starts)
         return made
 
     # ---- seen
@@ -319,7 +330,10 @@ class Cluster:
             group.ended = True
         for call in calls:
             call.cancel()
-        await unless(self._hurry, *(call.finished(self.grace) for call in calls))
+        for start in self._starting:
+            start.cancel()
+        ending = (call.finished(self.grace) for call in calls)
+        await unless(self._hurry, *ending, settled(self._starting))
         supervisors = self._supervisors()
         results = await unless(self._hurry, *(one.stop(self.grace) for one in supervisors))
         if results is None:
@@ -349,6 +363,13 @@ class Cluster:
         except TypeError as error:
             raise BuildError(f"channel {made.name!r} cannot cross to workers: {error}") from error
         self.channels[made.name] = made
+
+    def _explain_end(self, group: str, error: BaseException) -> None:
+        """A launch whose starts were cancelled by `_close`, rather than itself, says so."""
+        task = asyncio.current_task()
+        by_others = task is None or not task.cancelling()
+        if self._closing and by_others and isinstance(error, asyncio.CancelledError):
+            raise BuildError(f"{group}: this cluster was left while it started") from None
 
     def _check_open(self, group: str) -> None:
         if self._closing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from rlinf_async.channels import MalformedFrame
@@ -48,15 +49,22 @@ class ArgumentsCodec:
                 f"{method.label} cannot be called in another process: what it returns: {error}"
             ) from error
 
-    def encode(self, arguments: dict[str, Any], server: ChannelServer, lent: list[int]) -> Encoded:
-        """The arguments. Channel ends among them are lent; their numbers are added to ``lent``."""
-        self._server, self._lent = server, lent
+    def encode(self, arguments: dict[str, Any], server: ChannelServer) -> Encoded:
+        """The arguments. Channel ends among them are lent: see `take_lent`, also if this fails."""
+        self._server = server
         try:
             return self._encoder.encode(tuple(arguments.values()))
         except TypeError as error:
             raise BuildError(f"an argument of {self.method.label}: {error}") from error
         finally:
-            self._server, self._lent = None, []
+            self._server = None
+
+    def take_lent(self) -> Sequence[int]:
+        """The numbers of the ends that were lent since this was asked."""
+        if not self._lent:
+            return ()
+        lent, self._lent = self._lent, []
+        return lent
 
     def decode(self, body: Encoded | None, ends: DecodeEnd) -> dict[str, Any]:
         """The arguments; channel ends are made by ``ends``."""

@@ -40,6 +40,7 @@ class WorkerGroup(Generic[W_co]):
         return len(self.supervisors)
 
     def __getitem__(self, rank: int) -> WorkerRef[W_co]:
+        """One rank, whose calls give the result itself. `IndexError` where there is none."""
         if not 0 <= rank < len(self):
             raise IndexError(f"{self.name} has ranks 0 to {len(self) - 1}, not {rank}")
         return WorkerRef(self, rank)
@@ -62,7 +63,7 @@ class WorkerGroup(Generic[W_co]):
         Raises:
             BuildError: an argument does not fit the method; nothing was sent.
         """
-        return self._issue(range(len(self)), method, args, kwargs)
+        return self.issue(range(len(self)), method, args, kwargs)
 
     def call_on(
         self,
@@ -71,28 +72,26 @@ class WorkerGroup(Generic[W_co]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> GroupCall[list[R]]:
-        """Run a method on some ranks. The result is in the order of ``ranks``."""
+        """Run a method on some ranks. The result is in the order of ``ranks``.
+
+        Raises:
+            BuildError: there is no such rank, or an argument does not fit; nothing was sent.
+        """
         chosen = list(ranks)
         wrong = [rank for rank in chosen if not 0 <= rank < len(self)]
         if wrong:
             raise BuildError(f"{self.name} has ranks 0 to {len(self) - 1}, not {wrong}")
-        return self._issue(chosen, method, args, kwargs)
+        return self.issue(chosen, method, args, kwargs)
 
-    def issue_one(
-        self, rank: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> GroupCall[Any]:
-        """A call on one rank whose result is the value itself."""
-        return self._issue((rank,), function, args, kwargs, single=True)
-
-    def _issue(
+    def issue(
         self,
         ranks: Iterable[int],
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
         single: bool = False,
     ) -> GroupCall[Any]:
+        """A call on these ranks; with ``single`` of one, whose result is the value itself."""
         method = method_of(self.worker_class, function)
         arguments, has_ends = method.bind(args, kwargs)
         if self.ended:
@@ -100,7 +99,9 @@ class WorkerGroup(Generic[W_co]):
         call: GroupCall[Any] = GroupCall(
             self.name, method, single, self._on_failure, self.calls.discard
         )
-        parts = [Part(call, self.supervisors[rank], method, arguments) for rank in ranks]
+        parts = list[Part]()
+        for rank in ranks:
+            parts.append(Part(call, self.supervisors[rank], method, arguments))
         if has_ends:
             with ExitStack() as undo:  # all of them or none
                 for part in parts:
@@ -131,4 +132,4 @@ class WorkerRef(Generic[W_co]):
         **kwargs: P.kwargs,
     ) -> GroupCall[R]:
         """Run a method on this rank; the result is its value."""
-        return self.group.issue_one(self.rank, method, args, kwargs)
+        return self.group.issue((self.rank,), method, args, kwargs, True)

@@ -92,10 +92,18 @@ class Part:
             asyncio.get_running_loop().call_soon(self._ended, None, error)
 
     def _ended(self, value: Any, error: BaseException | None) -> None:
-        if error is None or not isinstance(error, WorkerDied) or self._supervisor.stopping:
-            self._end(value, error)
+        if error is None:
+            self._over = True
+            self._stop = self._worker = None  # it leads back here: the garbage collector's work
+            self.value = value
+            for end in self._ends:
+                end.close()
+            self._call.ended(self)
+            self._supervisor.call_ended(None)
+        elif not isinstance(error, WorkerDied) or self._supervisor.stopping:
+            self._end(error)
         elif self.cancelled:
-            self._end(None, asyncio.CancelledError())
+            self._end(asyncio.CancelledError())
         else:
             if self._worker is not None:
                 self._supervisor.lost(self._worker, error)
@@ -113,18 +121,17 @@ class Part:
 
     def _waited(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
-            self._end(None, asyncio.CancelledError())
+            self._end(asyncio.CancelledError())
         elif (error := task.exception()) is not None:
-            self._end(None, error)
+            self._end(error)
 
-    def _end(self, value: Any, error: BaseException | None) -> None:
+    def _end(self, error: BaseException) -> None:
         self._over = True
-        self._stop = self._worker = None  # it leads back here: the garbage collector's work
-        self.value = value
+        self._stop = self._worker = None
         blamed: BaseException | None = None
         if isinstance(error, asyncio.CancelledError):
             self.cancelled = True
-        elif error is not None:
+        else:
             self.error = error
             blamed = error if self._call.failed(error) else None
         for end in self._ends:

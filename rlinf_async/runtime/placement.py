@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Protocol
 
@@ -103,7 +104,14 @@ def host_devices() -> tuple[Device, ...]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = len(list(_NVIDIA.iterdir())) if _NVIDIA.is_dir() else 0
     if present and visible is not None:
-        present = min(present, len([one for one in visible.split(",") if one.strip()]))
+        named = takewhile(_names_a_device, visible.split(","))
+        present = min(present, len(list(named)))
     if present:
         return tuple(Device("cuda", index) for index in range(present))
     return tuple(Device("cpu", core) for core in sorted(os.sched_getaffinity(0)))
+
+
+def _names_a_device(word: str) -> bool:
+    """CUDA sees what stands before the first that names none: of ``"0,-1,1"`` the first, of
+    ``"-1"`` nothing."""
+    return bool(word.strip()) and not word.strip().startswith("-")

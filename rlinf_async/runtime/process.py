@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -26,6 +25,7 @@ from rlinf_async.channels import Channel, ConnectionLost, Latest
 from rlinf_async.channels.wire import ChannelServer, Connection, Router, Traffic, traffic_of
 from rlinf_async.channels.wire.protocol import Nothing
 from rlinf_async.observe.trace import Span
+from rlinf_async.rewards.ended import how_it_ended
 from rlinf_async.runtime.backend import Activity, Stop, WorkerSpec
 from rlinf_async.runtime.child import Boot
 from rlinf_async.runtime.codecs import decode_spans
@@ -180,7 +180,6 @@ class ProcessWorker:
             self.exited.set_result(None)
 
     def _death(self, code: int) -> WorkerDied:
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         kind = WorkerDied if self._why is None else WorkerUnresponsive
         failure = Failure(
             worker=self.name,
@@ -188,7 +187,7 @@ class ProcessWorker:
             pid=self.pid,
             method="its process",
             error_type=kind.__name__,
-            message=self._why or f"the process ended by itself: {how}{self._hint()}",
+            message=self._why or f"the process ended by itself: {how_it_ended(code)}{self._hint()}",
             traceback="",
         )
         return kind(failure)
@@ -231,7 +230,6 @@ class ProcessBackend:
     async def start(self, spec: WorkerSpec) -> ProcessWorker:
         life = f"{spec.info.name}#{spec.info.incarnation}"
         connected: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
-        self._expected[life] = connected
         boot = Boot(
             spec=spec,
             life=life,
@@ -239,14 +237,16 @@ class ProcessBackend:
             secret=self._doors.secret,
             heartbeat_limit=self._heartbeat_limit,
         )
-        process = await spawn_whole(boot)
-        worker = ProcessWorker(spec, process, self._channels)
-        self._workers[spec.info.name] = worker
+        self._expected[life] = connected
         try:
-            await worker.attach(connected, self._connect_limit)
-        except BaseException:
-            await worker.kill()
-            raise
+            process = await spawn_whole(boot)
+            worker = ProcessWorker(spec, process, self._channels)
+            self._workers[spec.info.name] = worker
+            try:
+                await worker.attach(connected, self._connect_limit)
+            except BaseException:
+                await worker.kill()
+                raise
         finally:
             self._expected.pop(life, None)
         return worker
@@ -271,7 +271,7 @@ class ProcessBackend:
         return None if worker is None or worker.exited.done() else worker.pid
 
     async def close(self) -> None:
-        for worker in self._workers.values():
+        for worker in list(self._workers.values()):
             await worker.kill()
         await self._doors.close()
 

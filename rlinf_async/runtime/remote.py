@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -68,7 +69,7 @@ class RemoteCall:
         self._method = method
         self._codec: ArgumentsCodec
         self._ended = ended
-        self._lent: list[int] = []
+        self._lent: Sequence[int] = ()
         self._number = 0
         self._over = False
 
@@ -81,7 +82,10 @@ class RemoteCall:
         """
         self._codec = codec = arguments_codec(self._method, tuple(arguments))
         try:
-            body = codec.encode(arguments, self._server, self._lent)
+            try:
+                body = codec.encode(arguments, self._server)
+            finally:
+                self._lent = codec.take_lent()
             self._number = self._connection.post(self, CALL, codec.head, body)
         except ConnectionLost:
             self._wait_for_death()
@@ -176,7 +180,7 @@ class RemoteCall:
     def _take_back(self) -> None:
         for number in self._lent:
             self._server.take_back(number)
-        self._lent = []
+        self._lent = ()
 
 
 class _Cancelled:

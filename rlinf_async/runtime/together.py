@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from rlinf_async.runtime.supervise import Supervisor
@@ -21,6 +21,11 @@ async def all_or_none(tasks: list[asyncio.Task[None]]) -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+async def settled(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Wait until all of these have ended, however they did."""
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def unless(hurry: asyncio.Event, *waits: Coroutine[Any, Any, None]) -> list[Any] | None:

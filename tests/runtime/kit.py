@@ -182,12 +182,14 @@ def left_behind() -> set[str]:
 
 
 def children() -> set[int]:
-    """Processes whose parent is this one."""
-    from multiprocessing import resource_tracker
+    """Processes whose parent is this one, without multiprocessing's own."""
+    from multiprocessing import forkserver, resource_tracker
 
     tracker: Any = getattr(resource_tracker, "_resource_tracker")  # noqa: B009
+    server: Any = getattr(forkserver, "_forkserver")  # noqa: B009
     every = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    return {int(pid) for path in every for pid in path.read_text().split()} - {tracker._pid}
+    found = {int(pid) for path in every for pid in path.read_text().split()}
+    return found - {tracker._pid, server._forkserver_pid}
 
 
 def open_files() -> int:

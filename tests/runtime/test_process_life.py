@@ -10,6 +10,7 @@ import signal
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 import rlinf_async as ra
@@ -103,6 +104,16 @@ def test_a_script_without_a_main_guard_is_told_so() -> None:
     assert "a script must start its cluster under" in err.splitlines()[-1]
 
 
+@pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="only Linux shows it")
+def test_a_workers_process_is_known_by_the_workers_name() -> None:
+    async def main() -> str:
+        async with ra.Cluster.process() as cluster:
+            await cluster.launch(Waiter, name="Simulator_of_arms")
+            return psutil.Process(cluster.pid("Simulator_of_arms[0]")).name()
+
+    assert asyncio.run(main()) == "Simulator_of_ar"
+
+
 def test_an_environment_of_its_own_reaches_the_worker_alone() -> None:
     source = SCRIPT.replace("BODY", OWN_ENVIRONMENT)
     with running(source) as script:
@@ -141,6 +152,22 @@ async def test_a_worker_that_started_a_process_is_seen_to_die_and_takes_it_along
     assert pid is not None
     assert gone(pid)
     assert not process_runs(started)
+
+
+async def test_a_worker_that_a_signal_without_a_name_ends_is_seen_to_die(
+    new_cluster: NewCluster,
+) -> None:
+    nameless = signal.SIGRTMIN + 3
+    with pytest.raises(ra.WorkerDied, match=f"killed by signal {nameless}"):
+        async with new_cluster() as cluster:
+            started = cluster.channel(str, name="started")
+            waiters = await cluster.launch(Waiter)
+            running = waiters.call(Waiter.forever, started.sender)
+            await started.receiver.get()
+            pid = cluster.pid("Waiter[0]")
+            assert pid is not None
+            os.kill(pid, nameless)
+            await running
 
 
 async def test_a_worker_that_stops_ends_what_it_started(new_cluster: NewCluster) -> None:

@@ -37,7 +37,9 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables of every worker's process."""
-        return {"OMP_NUM_THREADS": str(self.threads)}
+        one = {"OMP_NUM_THREADS": str(self.threads)}
+        # A thread that spins while it waits for its neighbours keeps a core from another worker.
+        return one if self.threads == 1 else one | {"OMP_WAIT_POLICY": "passive"}
 
     def make_cluster(self) -> Cluster:
         """The cluster that this describes, not entered."""

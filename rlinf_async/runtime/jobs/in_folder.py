@@ -85,16 +85,24 @@ def run_in_folder(
     with folder:
         for note in folder.notes:
             print(note, file=sys.stderr)
-        try:
-            training = build(folder)
-        except ObserveError as error:  # what is to be resumed cannot be
-            raise UsageError(str(error)) from error
+        training = _built(build, folder)
         summary = _carry_out(training, folder)
         write_summary(folder.summary, summary)  # now: the pictures take seconds
         if _draw(training, folder, summary):
             write_summary(folder.summary, summary)
         print(last_line(folder, summary), flush=True)
     return summary
+
+
+def _built(build: Callable[[RunFolder], Run[S]], folder: RunFolder) -> Run[S]:
+    """The run; one whose input is wrong leaves no folder that stands in the way of the next try."""
+    try:
+        return build(folder)
+    except ObserveError as error:  # what is to be resumed cannot be
+        raise UsageError(str(error)) from error
+    except UsageError:
+        folder.discard()
+        raise
 
 
 def _carry_out(training: Run[S], folder: RunFolder) -> S:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+from typing import ClassVar
 
 import msgspec
 import numpy as np
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.backends.language import EngineDied, PromptTooLong
+from rlinf_async.backends.language import EngineDied, GenerationEngine, PromptTooLong
 from rlinf_async.backends.toy.config import ToyEngineConfig
+from rlinf_async.backends.toy.engine import ToyEngine
 from rlinf_async.backends.toy.responses import response_length, response_tokens, text
 from rlinf_async.messages.language import Request, Sample
 from rlinf_async.testing import explore, nothing_left_waiting, run, wait_all_blocked
@@ -74,6 +77,27 @@ def test_a_worker_that_nobody_lets_go_on_is_found_to_be_stuck() -> None:
 
     with pytest.raises(ra.Deadlock, match="'samples'"):
         ra.run(body())
+
+
+class Rebuilt(Rollout):
+    """Tells in which thread its engine is made."""
+
+    made_in: ClassVar[list[int]] = []
+
+    def make_engine(self) -> GenerationEngine:
+        """What it imports takes seconds."""
+        self.made_in.append(threading.get_ident())
+        return super().make_engine()
+
+
+def test_the_engines_module_is_not_imported_in_the_event_loop() -> None:
+    async def main() -> None:
+        async with ra.Cluster.local() as cluster:
+            await cluster.launch(Rebuilt, ToyEngineConfig())
+
+    asyncio.run(main())
+    [thread] = Rebuilt.made_in
+    assert thread != threading.get_ident()
 
 
 def test_of_two_workers_the_faster_one_gets_more() -> None:
@@ -269,6 +293,60 @@ def test_an_interruption_at_any_moment_loses_and_doubles_nothing() -> None:
     explore(body, seeds=range(60))
 
 
+class SlowToStart(ToyEngine):
+    async def start(self) -> None:
+        await asyncio.sleep(7.0)
+
+
+class BuiltSlowly(Rollout):
+    def make_engine(self) -> ToyEngine:
+        return SlowToStart(SLOW)
+
+    async def close_unfinished(self) -> None:
+        """What the end of a call does, if the call could not be told so."""
+        assert self._unfinished is not None
+        self._unfinished.close()
+
+
+def test_an_interruption_while_the_engine_is_built_again_hands_its_requests_back() -> None:
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            channels = Channels(cluster)
+            rollout = await cluster.launch(BuiltSlowly, SLOW)
+            channels.serve(rollout)
+            await channels.weights.sender.publish(update(0))
+            await channels.ask(*(request(index) for index in range(4)))
+            await asyncio.sleep(2.5)
+            await rollout[0].call(Rollout.kill_engine)
+            await asyncio.sleep(1.0)
+            began = asyncio.get_running_loop().time()
+            call = rollout[0].call(Rollout.interrupt, channels.requests.sender)
+            assert await call == 4
+            assert asyncio.get_running_loop().time() - began == pytest.approx(6.5)
+
+    explore(body, seeds=range(20))
+
+
+def test_an_interruption_whose_channel_is_closed_lets_the_requests_go_on() -> None:
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            channels = Channels(cluster)
+            unfinished = cluster.channel(Request, name="unfinished", capacity=1)
+            rollout = await cluster.launch(BuiltSlowly, SLOW)
+            channels.serve(rollout)
+            await channels.weights.sender.publish(update(0))
+            await channels.ask(*(request(index) for index in range(4)))
+            await asyncio.sleep(2.5)
+            interrupting = rollout[0].call(Rollout.interrupt, unfinished.sender)
+            await asyncio.sleep(2.0)  # one is in the channel, the others wait for room
+            await rollout[0].call(BuiltSlowly.close_unfinished)
+            for sample in (await channels.collect(3)).values():
+                right(sample, SLOW)
+            assert await interrupting == 1
+
+    explore(body, seeds=range(20))
+
+
 def test_an_engine_that_dies_is_built_again_and_everything_is_answered() -> None:
     async def body() -> None:
         async with ra.Cluster.local() as cluster:
@@ -372,6 +450,29 @@ def test_offloading_finishes_what_is_here_and_takes_nothing_until_onload() -> No
             assert await rollout[0].call(Rollout.version) == 0
             await rollout[0].call(Rollout.onload)
             await channels.collect(6)
+            channels.requests.close()
+            [report] = await serving
+            assert report.version == 1
+
+    explore(body, seeds=range(20))
+
+
+def test_offloading_or_onloading_twice_is_harmless() -> None:
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            channels = Channels(cluster)
+            rollout = await cluster.launch(Rollout, SLOW)
+            serving = channels.serve(rollout)
+            await channels.weights.sender.publish(update(0))
+            await channels.taken.receiver.get()
+            await rollout[0].call(Rollout.onload)
+            await asyncio.gather(*(rollout[0].call(Rollout.offload) for _ in range(2)))
+            await channels.weights.sender.publish(update(1))
+            await rollout[0].call(Rollout.offload)
+            assert await rollout[0].call(Rollout.version) == 0
+            await asyncio.gather(*(rollout[0].call(Rollout.onload) for _ in range(2)))
+            await channels.ask(request(0, min_version=1))
+            await channels.collect(1)
             channels.requests.close()
             [report] = await serving
             assert report.version == 1

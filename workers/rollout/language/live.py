@@ -45,6 +45,8 @@ class LiveEngine:
         self._ended = False
         self._waiting: list[WaitFuture] = []
         self._changing = asyncio.Lock()  # held while weights are loaded, or the engine is not there
+        self._moving = asyncio.Lock()  # held while it is offloaded or onloaded
+        self._offloaded = False
         self.interrupted = False
         """requests end with what they have, and nobody waits for weights any more"""
         self.loads = 0
@@ -52,8 +54,9 @@ class LiveEngine:
         self.restarts = 0
         """engines that died and were replaced"""
 
-    async def generate(self, request: Request) -> Generated:
-        """Generate under weights that are recent enough for the request.
+    async def generate(self, request: Request) -> Generated | None:
+        """Generate under weights that are recent enough for the request; None if it was interrupted
+        while there was no engine.
 
         Raises:
             WeightsEnded: they will never come.
@@ -66,6 +69,8 @@ class LiveEngine:
                 return await engine.generate(request)
             except EngineDied as death:
                 await self._revive(engine, death)
+                if self.interrupted:  # the engine that was told so is not this one
+                    return None
 
     def interrupt(self) -> None:
         """End every `reach`; who called it looks at ``interrupted``."""
@@ -133,23 +138,32 @@ class LiveEngine:
             self._wake()
 
     async def offload(self) -> None:
-        """Give the device's memory back; no weights are loaded until `onload`."""
-        await self._changing.acquire()
-        try:
-            await self.engine.offload()
-        except BaseException:
-            self._changing.release()
-            raise
+        """Give the device's memory back, if it was not; no weights are loaded until `onload`."""
+        async with self._moving:
+            if self._offloaded:
+                return
+            await self._changing.acquire()
+            try:
+                await self.engine.offload()
+            except BaseException:
+                self._changing.release()
+                raise
+            self._offloaded = True
 
     async def onload(self) -> None:
-        """Take the memory again, and the weights if the engine dropped them."""
-        try:
-            await self.engine.onload()
-            if self.engine.version < 0:
-                await self._load_newest(self.engine)
-        finally:
-            self._changing.release()
-            self._wake()
+        """Take the memory again, if it was given back, and the weights if the engine dropped
+        them."""
+        async with self._moving:
+            if not self._offloaded:
+                return
+            try:
+                await self.engine.onload()
+                if self.engine.version < 0:
+                    await self._load_newest(self.engine)
+            finally:
+                self._offloaded = False
+                self._changing.release()
+                self._wake()
 
     async def _load(self, update: WeightUpdate) -> int:
         while True:

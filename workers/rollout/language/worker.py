@@ -85,7 +85,8 @@ class LanguageRolloutWorker(Worker):
 
     async def setup(self) -> None:
         """Start the engine; unless it was told otherwise, weights come with the first update."""
-        self._live = LiveEngine(self.make_engine, self.config.engine_restarts)
+        # Its module brings torch along, which takes seconds: not in the event loop.
+        self._live = await self.compute(LiveEngine, self.make_engine, self.config.engine_restarts)
         await self._live.engine.start()
 
     async def teardown(self) -> None:
@@ -250,11 +251,14 @@ class LanguageRolloutWorker(Worker):
 
     async def _hand_back(self, request: Request) -> bool:
         """Put the request where `interrupt` says; False if it says nothing any more."""
-        if self._unfinished is None:
+        unfinished = self._unfinished
+        if unfinished is None:
             return False
         try:
-            await self._unfinished.put(request)
-        except ChannelClosed:  # the interruption was cancelled
+            await unfinished.put(request)
+        except ChannelClosed:  # the interruption was cancelled; it may still have to learn of it
+            if self._unfinished is unfinished:
+                self._unfinished, self._live.interrupted = None, False
             return False
         self._handed_back += 1
         return True

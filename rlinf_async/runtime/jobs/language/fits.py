@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from rlinf_async.config import ConfigError, UsageError
-from rlinf_async.data import DataError, Prompts, load_tokenizer
+from rlinf_async.data import DataError, Prompts, PromptTooLong, load_tokenizer
 from rlinf_async.rewards import UnknownVerifier, load_verifier
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.ledger import LedgerState
@@ -42,14 +42,23 @@ def open_prompts(config: LanguageConfig, model: Path) -> Prompts:
     try:
         prompts = Prompts(data, load_tokenizer(model))
     except DataError as error:
-        hint = f" ({why}: lower rollout.sampling.max_tokens for longer prompts)" if narrowed else ""
+        blamed = narrowed and isinstance(error, PromptTooLong)
+        hint = f" ({why}: lower rollout.sampling.max_tokens for longer prompts)" if blamed else ""
         raise ConfigError(f"{error}{hint}", path=("data",)) from error
     _check_count(config, prompts)
     for name in prompts.verifiers:
         try:
             load_verifier(name)
         except (UnknownVerifier, ConfigError) as error:
-            raise ConfigError(str(error), path=("data", "verifier")) from error
+            problem = error.problem if isinstance(error, ConfigError) else str(error)
+            raise ConfigError(problem, path=("data", "verifier")) from error
+        except UsageError:
+            raise
+        except Exception as error:  # a user's own code may raise anything
+            raise ConfigError(
+                f"{name!r} cannot be imported: {type(error).__name__}: {error}",
+                path=("data", "verifier"),
+            ) from error
     return prompts
 
 

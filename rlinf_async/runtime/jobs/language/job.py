@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 
 from rlinf_async.config import ConfigError
-from rlinf_async.data import DataError
+from rlinf_async.data import DataConfig, DataError
+from rlinf_async.data.records import existing
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import LanguageSummary
 from rlinf_async.runtime.jobs.checks import check_device, check_sinks
@@ -22,6 +23,8 @@ from rlinf_async.runtime.jobs.language.run import LanguageRun
 from rlinf_async.runtime.jobs.language.sizes import check_sizes
 from rlinf_async.runtime.jobs.language.warm_start import has_weights, warm_start
 from rlinf_async.runtime.loop import run
+
+WARM_START_DATA = ("warm_start", "data")
 
 
 class LanguageRL:
@@ -41,6 +44,9 @@ class LanguageRL:
         check_device(config.actor.device, actors=config.cluster.actors, path=("actor", "device"))
         check_sinks(config.training.metrics)
         checkpoint_folder(config.model)
+        for data, path in ((config.data, ("data",)), (config.warm_start.data, WARM_START_DATA)):
+            if data is not None and data.path:
+                _check_there(data, (*path, "path"))
 
     def run(self, config: LanguageConfig, out: Path | None, resume: bool) -> LanguageSummary:
         """Train, evaluate, and leave everything in the run folder."""
@@ -61,6 +67,13 @@ class LanguageRL:
             return LanguageRun(config, prompts, folder, model)
         except DataError as error:
             raise ConfigError(str(error), path=("data",)) from error
+
+
+def _check_there(data: DataConfig, path: tuple[str, ...]) -> None:
+    try:
+        existing(data)
+    except DataError as error:
+        raise ConfigError(str(error), path=path) from error
 
 
 def _warm_start(config: LanguageConfig, model: Path) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import difflib
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+from safetensors import SafetensorError, safe_open
 
 from rlinf_async.config import ConfigError, MissingExtra
 from rlinf_async.data.arithmetic import save_arithmetic_tokenizer
@@ -20,16 +21,24 @@ from rlinf_async.data.tokenizer import FILES as TOKENIZER_FILES
 from rlinf_async.observe.files import atomic_write
 from rlinf_async.runtime.jobs.language.sections import ModelConfig
 
+T = TypeVar("T")
+
 ARITHMETIC = "arithmetic"
 BESIDE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "merges.txt")
 """files that belong to some tokenizers"""
+
+
+class _Index(msgspec.Struct):
+    """What is read of ``model.safetensors.index.json``: tensor -> file."""
+
+    weight_map: dict[str, str]
 
 
 def checkpoint_folder(model: ModelConfig) -> Path | None:
     """The folder of a checkpoint, looked at; None for a model that starts from a configuration.
 
     Raises:
-        ConfigError: it is not there, or lacks config, weights or tokenizer.
+        ConfigError: it is not there, lacks config, weights or tokenizer, or one is damaged.
     """
     if not model.path:
         return None
@@ -58,7 +67,37 @@ def checkpoint_folder(model: ModelConfig) -> Path | None:
             "by model.tokenizer",
             path=("model", "path"),
         )
+    _check_whole(path)
     return path
+
+
+def _check_whole(folder: Path) -> None:
+    """Refuse a config that is no JSON, and weights of which a part is missing (a cut download)."""
+    _read_json(folder / "config.json", dict[str, Any])
+    for path in folder.glob("*.safetensors.index.json"):
+        shards = set(_read_json(path, _Index).weight_map.values())
+        missing = sorted(name for name in shards if not (folder / name).is_file())
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ConfigError(
+                f"{folder} lacks {missing[0]}{more}, which {path.name} names: copy it into it",
+                path=("model", "path"),
+            )
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(str(file), framework="numpy"):
+                pass
+        except SafetensorError as error:
+            raise ConfigError(
+                f"{file} is damaged ({error}): copy it anew", path=("model", "path")
+            ) from error
+
+
+def _read_json(file: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file} is damaged: {error}", path=("model", "path")) from error
 
 
 def make_model_folder(model: ModelConfig, into: Path) -> Path:

@@ -144,7 +144,7 @@ class LanguageRun:
     async def _run(self, cluster: Cluster, live: Live) -> LanguageSummary:
         live.note = "starting workers"
         graph = Graph(cluster, self.config)
-        stations = Stations(cluster, self.config, graph, self.model)
+        stations = Stations(cluster, self.config, graph, self.model, self._prompts.verifiers)
         await stations.launch(self._resume_path())
         stations.start()
         source = Source(

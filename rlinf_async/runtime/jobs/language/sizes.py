@@ -29,7 +29,7 @@ def check_sizes(config: LanguageConfig) -> None:
         raise ConfigError(
             f"an actor gets {groups} groups of {training.group_size} samples in an iteration "
             f"({training.prompts} prompts / {ranks} actors): they cannot be cut into "
-            f"{actor.global_batches} global batches of whole groups",
+            f"{actor.global_batches} global batches of whole groups: use a divisor of {groups}",
             path=("actor", "global_batches"),
         )
     if actor.micro_batch_size is not None and (share // actor.global_batches) % (
@@ -37,7 +37,8 @@ def check_sizes(config: LanguageConfig) -> None:
     ):
         raise ConfigError(
             f"a global batch has {share // actor.global_batches} samples on each actor, which "
-            f"micro_batch_size = {actor.micro_batch_size} does not divide",
+            f"micro_batch_size = {actor.micro_batch_size} does not divide: use "
+            f"{_near_divisors(share // actor.global_batches, actor.micro_batch_size)}",
             path=("actor", "micro_batch_size"),
         )
     if cluster.backend == "local" and ranks > 1:
@@ -67,6 +68,12 @@ def check_sizes(config: LanguageConfig) -> None:
             f"with {actor.epochs} epochs the samples become older than the weights, but 'current' "
             "compares with the weights as they are: use 'auto' or 'behaviour', or one epoch",
             path=("actor", "loss", "proximal"),
+        )
+    if config.warm_start.steps and config.model.path:
+        raise ConfigError(
+            "a supervised phase is for a model that begins from nothing (model.config), but "
+            f"model.path names {config.model.path!r}, which has weights: set it to 0",
+            path=("warm_start", "steps"),
         )
     _check_critics(config)
     if config.needs_reference and not cluster.inference_workers:
@@ -102,6 +109,13 @@ def _check_critics(config: LanguageConfig) -> None:
             "there is no critic to warm up: set cluster.critics, or leave it out",
             path=("critic", "warmup_iterations"),
         )
+
+
+def _near_divisors(number: int, wanted: int) -> str:
+    divisors = [one for one in range(1, number + 1) if number % one == 0]
+    below = [one for one in divisors if one < wanted][-1:]
+    above = [one for one in divisors if one > wanted][:1]
+    return " or ".join(str(one) for one in below + above)
 
 
 def _near(number: int, divisor: int) -> str:

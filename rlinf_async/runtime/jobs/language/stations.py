@@ -17,6 +17,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from rlinf_async.messages.language import Prompt, Request, Tokens
@@ -44,14 +45,23 @@ class Stations:
         config: of the run.
         graph: its channels.
         model: the model's folder.
+        verifiers: names of those that are known to be needed.
     """
 
-    def __init__(self, cluster: Cluster, config: LanguageConfig, graph: Graph, model: Path) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        config: LanguageConfig,
+        graph: Graph,
+        model: Path,
+        verifiers: Sequence[str] = (),
+    ) -> None:
         self.learners = Learners(cluster, config, graph, model)
         self._cluster = cluster
         self._config = config
         self._graph = graph
         self._model = model
+        self._verifiers = verifiers
         self._shared = config.cluster.placement == "collocated"
         self._rollouts_gave_way = False
         self._news = asyncio.Event()
@@ -197,9 +207,10 @@ class Stations:
                 restart=Restart(max=counts.max_restarts),
                 env_vars=counts.environment,
             )
+        preload = (*config.reward.preload, *self._verifiers)
         self._rewards: WorkerGroup[RewardWorker] = await self._cluster.launch(
             RewardWorker,
-            config.reward,
+            msgspec.structs.replace(config.reward, preload=preload),
             count=counts.reward_workers,
             name="Reward",
             restart=Restart(max=counts.max_restarts),

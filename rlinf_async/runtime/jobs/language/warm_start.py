@@ -18,13 +18,11 @@ from rlinf_async.backends.fsdp.language.config import (
     SupervisedConfig,
 )
 from rlinf_async.config import ConfigError
-from rlinf_async.data import Prompts, load_tokenizer
+from rlinf_async.data import DataError, Prompts, load_tokenizer
 from rlinf_async.messages.language import Tokens
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.workers.actor.supervised import SupervisedWorker
-
-WHERE = ("warm_start", "steps")
 
 
 def has_weights(folder: Path) -> bool:
@@ -36,8 +34,7 @@ def examples(config: LanguageConfig, model: Path) -> list[tuple[Tokens, Tokens]]
     """Every prompt of the phase's data, held-out ones left out, with its answer and the end token.
 
     Raises:
-        DataError: the data cannot be read.
-        ConfigError: the tokenizer has no end-of-sequence token.
+        ConfigError: the data cannot be read; the tokenizer has no end-of-sequence token.
     """
     tokenizer = load_tokenizer(model)
     if tokenizer.eos_token_id is None:
@@ -45,7 +42,11 @@ def examples(config: LanguageConfig, model: Path) -> list[tuple[Tokens, Tokens]]
             "the tokenizer has no end-of-sequence token, so the model could not learn to stop",
             path=("model", "tokenizer"),
         )
-    prompts = Prompts(config.warm_start.data or config.data, tokenizer)
+    try:
+        prompts = Prompts(config.warm_start.data or config.data, tokenizer)
+    except DataError as error:
+        section = ("warm_start", "data") if config.warm_start.data else ("data",)
+        raise ConfigError(str(error), path=section) from error
     found = []
     while prompts.epoch == 0:
         prompt = next(prompts)
