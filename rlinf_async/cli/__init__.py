@@ -9,6 +9,7 @@ that needs them.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
 import click
@@ -20,7 +21,22 @@ from rlinf_async.cli.jobs import FindJob, Session, registered_job
 from rlinf_async.cli.train import check, train
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Names the nearest command where one is not known."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            names = self.list_commands(ctx)
+            close = difflib.get_close_matches(args[0], names, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"There are: {', '.join(names)}."
+            raise click.UsageError(f"{error.message} {hint}", ctx) from None
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="rlinf-async", prog_name="rlinf-async")
 def commands() -> None:
     """Reinforcement-learning post-training as a graph of async workers and typed channels."""

@@ -9,7 +9,7 @@ import click
 from rlinf_async.config import UsageError
 
 
-@click.command()
+@click.command(short_help="Measure, against bars and against others.")
 @click.argument("name", required=False)
 @click.option("--list", "listed", is_flag=True, help="Name the benches, one line each.")
 @click.option("--peers", is_flag=True, help="Measure the others too (installs them once).")

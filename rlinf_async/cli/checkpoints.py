@@ -16,7 +16,7 @@ GIB = 1024**3
 _folder = click.Path(path_type=pathlib.Path)
 
 
-@click.command()
+@click.command(short_help="Write a checkpoint as a Hugging Face folder.")
 @click.argument("checkpoint", type=_folder)
 @click.argument("out", type=_folder)
 @click.option(
@@ -63,7 +63,7 @@ def export(
     click.echo(f"{out}: {done.tensors} tensors, {done.bytes / GIB:.2f} GiB")
 
 
-@click.command()
+@click.command(short_help="Write a checkpoint anew, for another number of ranks.")
 @click.argument("checkpoint", metavar="IN", type=_folder)
 @click.argument("out", type=_folder)
 @click.option(
@@ -85,6 +85,11 @@ def reshard(checkpoint: pathlib.Path, out: pathlib.Path, dp: int, tp: int) -> No
         with _progress(f"resharding to dp={dp} tp={tp}", made.total_bytes) as advance:
             done = made.run(out, advance)
     click.echo(f"{out}: {done.ranks} ranks (dp={dp} tp={tp}), {done.bytes / GIB:.2f} GiB")
+    if done.left:
+        click.echo(
+            f"not taken along: {', '.join(done.left)} (--resume needs the run's own folder, which "
+            "any number of ranks goes on from)"
+        )
 
 
 @contextlib.contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,11 +14,13 @@ from rlinf_async.cli import arguments
 from rlinf_async.cli.failures import FAILED, OK
 from rlinf_async.cli.jobs import Session
 from rlinf_async.config import ConfigError, Document, UsageError, to_toml
+from rlinf_async.config.overrides import Overrides
 
 if TYPE_CHECKING:
     from rlinf_async.runtime.jobs import Job
 
 JOB = "job"
+NO_RUN = "--resume needs --out DIR: which run is to go on?"
 
 _settings = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 
@@ -26,7 +29,9 @@ _settings = {"ignore_unknown_options": True, "allow_interspersed_args": True}
     context_settings=_settings,
     options_metavar="[OPTIONS] [--section.field VALUE]...",
 )
-@click.option("--out", type=click.Path(path_type=pathlib.Path), help="The run folder.")
+@click.option(
+    "--out", metavar="DIR", type=click.Path(path_type=pathlib.Path), help="The run folder."
+)
 @click.option("--resume", is_flag=True, help="Go on where the run in --out DIR was.")
 @click.option("--seed", type=int, help="The same as the setting 'seed' in the file.")
 @click.option("--traceback", is_flag=True, help="Show the driver's traceback if the run fails.")
@@ -46,10 +51,12 @@ def train(
     Exit code 1 where the run failed, or fell short of the target that the file sets.
     """
     session.traceback = traceback
-    file, overrides = arguments.split(tokens)
+    if resume and out is None:
+        raise UsageError(NO_RUN)
+    file, overrides = arguments.split(tokens, out)
     if seed is not None:
         overrides["seed"] = str(seed)
-    job, config = _read(session, file, overrides)
+    job, config = _read(session, file, overrides, _options(train))
     _check_folder(out, resume)
     summary = job.run(config, out, resume)
     return FAILED if summary.outcome == "fell short" else OK
@@ -58,6 +65,7 @@ def train(
 @click.command(
     context_settings=_settings,
     options_metavar="[OPTIONS] [--section.field VALUE]...",
+    short_help="Say whether a run could start; start nothing.",
 )
 @click.option("--show", is_flag=True, help="Print every setting with the value a run would have.")
 @click.argument("tokens", nargs=-1, type=click.UNPROCESSED, metavar="FILE.toml")
@@ -65,18 +73,26 @@ def train(
 def check(session: Session, show: bool, tokens: tuple[str, ...]) -> None:
     """Say whether the run that FILE.toml describes could start; start nothing."""
     file, overrides = arguments.split(tokens)
-    _, config = _read(session, file, overrides)
+    _, config = _read(session, file, overrides, _options(check))
     if show:
         click.echo(to_toml(config), nl=False)
     else:
         click.echo(f"{file}: ok")
 
 
-def _read(session: Session, file: str, overrides: Mapping[str, str]) -> tuple[Job, Any]:
-    """The job that a file names, and its checked configuration."""
+def _read(
+    session: Session, file: str, overrides: Overrides, options: Iterable[str]
+) -> tuple[Job, Any]:
+    """The job that a file names, and its checked configuration.
+
+    ``options`` are those of the command: a misspelled one looks like a setting.
+    """
     document = Document.read(file)
     job = _job_of(session, document)
-    config = _without_job_where_unknown(job, document).to(job.config_type, overrides)
+    try:
+        config = _without_job_where_unknown(job, document).to(job.config_type, overrides)
+    except ConfigError as error:
+        raise _with_options(error, overrides, options) from error
     try:
         job.check(config)
     except ConfigError as error:
@@ -84,11 +100,16 @@ def _read(session: Session, file: str, overrides: Mapping[str, str]) -> tuple[Jo
     return job, config
 
 
+def _options(command: click.Command) -> list[str]:
+    return [name for one in command.params if isinstance(one, click.Option) for name in one.opts]
+
+
 def _job_of(session: Session, document: Document) -> Job:
     name = document.tables.get(JOB)
     if not isinstance(name, str):
         raise ConfigError(
-            f'the file must say which job it is for, at its top: {JOB} = "embodied_ppo"',
+            "the file must say which job it is for, at its top: "
+            f'{JOB} = "embodied_ppo" or {JOB} = "language_rl"',
             path=(JOB,),
             origin=document.name,
         )
@@ -96,6 +117,16 @@ def _job_of(session: Session, document: Document) -> Job:
         return session.find_job(name)
     except ConfigError as error:
         raise document.located(error) from None
+
+
+def _with_options(error: ConfigError, overrides: Overrides, options: Iterable[str]) -> ConfigError:
+    """The error for ``--outt runs/a``, read as a setting: with the option that may be meant."""
+    flag = "--" + ".".join(error.path)
+    if len(error.path) != 1 or error.path[0] not in overrides:
+        return error
+    close = difflib.get_close_matches(flag, list(options), n=1)
+    hint = f"; did you mean the option {close[0]}?" if close else ""
+    return ConfigError(error.problem + hint, path=error.path, origin=error.origin)
 
 
 def _without_job_where_unknown(job: Job, document: Document) -> Document:
@@ -106,16 +137,29 @@ def _without_job_where_unknown(job: Job, document: Document) -> Document:
 
 def _check_folder(out: pathlib.Path | None, resume: bool) -> None:
     """A run is never written over; a run to go on with has to be named."""
-    if resume and out is None:
-        raise UsageError("--resume needs --out DIR: which run is to go on?")
     if out is None:
         return
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: is a file; name a folder")
-    occupied = out.is_dir() and any(out.iterdir())
-    if occupied and not resume:
+    there = [one.name for one in out.iterdir()] if out.is_dir() else []
+    if not resume:
+        _check_unused(out, there)
+    elif not there:
+        click.echo(f"nothing to resume in {out}: starting from the beginning", err=True)
+
+
+def _check_unused(out: pathlib.Path, there: Sequence[str]) -> None:
+    """Nothing may be there but what a start that was killed at once has left (hidden files)."""
+    from rlinf_async.observe.run_folder import MARKER  # the job has loaded it
+
+    if MARKER in there:
         raise UsageError(
             f"--out {out}: holds a run already; add --resume to go on with it, or name another"
         )
-    if resume and not occupied:
-        click.echo(f"nothing to resume in {out}: starting from the beginning", err=True)
+    strangers = sorted(name for name in there if not name.startswith("."))
+    if strangers:
+        more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
+        raise UsageError(
+            f"--out {out}: is no run's folder and holds {strangers[0]!r}{more}; "
+            "name an empty or a new folder"
+        )

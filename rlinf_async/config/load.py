@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import tomllib
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,7 +12,7 @@ import msgspec
 from rlinf_async.config.convert import convert_struct
 from rlinf_async.config.errors import ConfigError, Path
 from rlinf_async.config.locate import find_line
-from rlinf_async.config.overrides import apply_overrides, flag, path_of
+from rlinf_async.config.overrides import Overrides, apply_overrides, flag, path_of
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -51,7 +50,7 @@ class Document:
         line = find_line(self._text, path)
         return self.name if line is None else f"{self.name}:{line}"
 
-    def to(self, type_: type[S], overrides: Mapping[str, str] | None = None) -> S:
+    def to(self, type_: type[S], overrides: Overrides | None = None) -> S:
         """The document as a Struct, with ``dotted.path: text`` overrides over it."""
         changes = overrides or {}
         try:
@@ -60,19 +59,17 @@ class Document:
         except ConfigError as error:
             raise self.located(error, changes) from error.__cause__
 
-    def located(
-        self, error: ConfigError, overrides: Mapping[str, str] | None = None
-    ) -> ConfigError:
+    def located(self, error: ConfigError, overrides: Overrides | None = None) -> ConfigError:
         """The same error with the line or the flag that its path came from."""
         return error.at(self._blame(error.path, overrides or {}))
 
-    def _blame(self, path: Path, overrides: Mapping[str, str]) -> str:
+    def _blame(self, path: Path, overrides: Overrides) -> str:
         given = [path_of(name) for name in overrides]
         mine = [one for one in given if one == path[: len(one)] or one[: len(path)] == path != ()]
         return f"command line ({flag(mine[0])})" if mine else self.origin(path)
 
 
-def load(path: str | os.PathLike[str], overrides: Mapping[str, str], type_: type[S]) -> S:
+def load(path: str | os.PathLike[str], overrides: Overrides, type_: type[S]) -> S:
     """The configuration in the file ``path``, with ``{"actor.lr": "1e-5"}`` over it, as ``type_``.
 
     Raises `ConfigError` that names the file and line (or flag), the setting's full path, what was

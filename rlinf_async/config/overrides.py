@@ -2,7 +2,7 @@
 
 The text is read by the type of the field it is for: ``64,64`` is two integers for a ``list[int]``
 and a string for a ``str``; ``none`` is None where the field allows it. Numbers, tables and lists
-are written as in TOML.
+are written as in TOML. A flag without a value is None here, and sets a switch to true.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from rlinf_async.config.convert import NONE, convert, unknown_name
 from rlinf_async.config.errors import ConfigError, Path, dotted, nearest
 
 Table = dict[str, Any]
+Overrides = Mapping[str, str | None]
+"""``{"actor.lr": "1e-5"}``; None for a flag that stands without a value."""
 
 
-def apply_overrides(document: Table, overrides: Mapping[str, str], type_: Any) -> Table:
+def apply_overrides(document: Table, overrides: Overrides, type_: Any) -> Table:
     """A copy of ``document`` with every ``dotted.path: text`` of ``overrides`` set.
 
     Raises `ConfigError` for a path that the type does not have or a text that does not fit it.
@@ -34,12 +36,14 @@ def path_of(name: str) -> Path:
     return tuple(name.replace("-", "_").split("."))
 
 
-def _set(table: Table, path: Path, text: str, type_: Any) -> None:
+def _set(table: Table, path: Path, text: str | None, type_: Any) -> None:
     for depth, name in enumerate(path[:-1]):
         type_ = _type_within(type_, table, name, path[:depth])
         table = _section(table, name)
     field_type = _type_within(type_, table, path[-1], path[:-1])
-    table[path[-1]] = _value_of(text, field_type, path)
+    table[path[-1]] = (
+        _switched_on(field_type, path) if text is None else _value_of(text, field_type, path)
+    )
 
 
 def _section(table: Table, name: str) -> Table:
@@ -69,6 +73,15 @@ def _field_type(struct: Any, name: str, path: Path) -> Any:
     if name == schema.tag_field(struct):
         return str
     raise unknown_name(name, struct, path)
+
+
+def _switched_on(type_: Any, path: Path) -> bool:
+    try:
+        convert(True, type_, path)
+    except ConfigError:
+        wanted = describe.expected(type_)
+        raise ConfigError(f"no value is given: it takes {wanted}", path=path) from None
+    return True
 
 
 def _value_of(text: str, type_: Any, path: Path) -> object:

@@ -17,8 +17,10 @@ somebody's files, and two processes never write into one folder.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,7 +32,7 @@ import msgspec
 from rlinf_async.observe.errors import RunFolderError
 from rlinf_async.observe.files import atomic_write, explaining, is_partial
 
-_MARKER = "run.json"
+MARKER = "run.json"
 _LOCK = ".lock"
 _CONFIG = "config.toml"
 
@@ -45,8 +47,11 @@ class _Marker(msgspec.Struct, kw_only=True):
 class RunFolder:
     """A run's folder, held by this process until `close`. Made by `RunFolder.create`."""
 
-    def __init__(self, path: Path, lock: int, *, resumed: bool, notes: Iterable[str] = ()) -> None:
+    def __init__(
+        self, path: Path, lock: int, *, resumed: bool, made: bool, notes: Iterable[str] = ()
+    ) -> None:
         self.path = path
+        self._made = made
         self.resumed = resumed
         """Whether an earlier start of this run left its files here."""
         self.notes = tuple(notes)
@@ -67,6 +72,7 @@ class RunFolder:
                 run that is still going on; or the disk is full or not writable.
         """
         folder = Path(path).expanduser().absolute()
+        made = not folder.exists()
         with explaining("make the run folder", folder):
             folder.mkdir(parents=True, exist_ok=True)
         marker = _read_marker(folder, resume=resume)
@@ -76,7 +82,7 @@ class RunFolder:
         except BaseException:
             os.close(lock)
             raise
-        return cls(folder, lock, resumed=marker is not None, notes=notes)
+        return cls(folder, lock, resumed=marker is not None, made=made, notes=notes)
 
     @property
     def config(self) -> Path:
@@ -125,6 +131,22 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
+    def discard(self) -> None:
+        """Leave nothing of a run that could not begin, and `close`; one that is resumed stays.
+
+        The folder was empty, or not there, when it was created: all that is in it is ours.
+        """
+        if not self.resumed:
+            with contextlib.suppress(OSError):
+                for entry in list(self.path.iterdir()):
+                    if entry.is_dir() and not entry.is_symlink():
+                        shutil.rmtree(entry)
+                    else:
+                        entry.unlink()
+                if self._made:
+                    self.path.rmdir()
+        self.close()
+
     def __enter__(self) -> Self:
         return self
 
@@ -140,7 +162,7 @@ class RunFolder:
 def _read_marker(folder: Path, *, resume: bool) -> _Marker | None:
     """The marker of the run in the folder, None where it is empty; refuses what is not ours."""
     with explaining("read the run folder", folder):
-        marker = folder / _MARKER
+        marker = folder / MARKER
         if not marker.exists():
             _refuse_strangers(folder)
             return None
@@ -208,7 +230,7 @@ def _record_start(
         marker = _Marker(starts=[])
     marker.starts.append(time.time())
     # The marker first: a start killed right after it has left a folder that we know as ours.
-    atomic_write(folder / _MARKER, msgspec.json.format(msgspec.json.encode(marker)))
+    atomic_write(folder / MARKER, msgspec.json.format(msgspec.json.encode(marker)))
     _record_config(folder, config_text, notes)
     for name in ("tensorboard", "checkpoints"):
         with explaining("make", folder / name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -39,6 +40,19 @@ def test_a_checkpoint_is_cut_there_and_back(
     assert (code, out) == (0, f"{tmp_path / 'a'}: 6 ranks (dp=3 tp=2), 0.00 GiB\n")
     assert command_line.run("reshard", tmp_path / "a", tmp_path / "b")[0] == 0
     assert_same_tensors(tmp_path / "b", first)
+
+
+def test_what_a_run_keeps_beside_its_checkpoint_is_named_where_it_is_left(
+    command_line: CommandLine, run: Path, tmp_path: Path
+) -> None:
+    first = tmp_path / "first"
+    shutil.copytree(run / "checkpoints" / "version-000001", first)
+    (first / "run.msgpack").touch()
+    (first / "critic").mkdir()
+    code, out, _ = command_line.run("reshard", first, tmp_path / "a", "--dp", 2)
+    assert code == 0
+    assert out.splitlines()[1].startswith("not taken along: critic, run.msgpack (--resume needs")
+    assert not (tmp_path / "a" / "critic").exists()
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,8 @@ def test_the_traceback_is_shown_when_asked_for(command_line: CommandLine) -> Non
 def test_an_unknown_command_is_wrong_input(command_line: CommandLine) -> None:
     code, _, err = command_line.run("trian")
     assert code == 2
-    assert "No such command 'trian'" in err
+    assert "No such command 'trian'. Did you mean 'train'?" in err
+    assert "There are: bench, check, export, reshard, train." in command_line.run("walk")[2]
 
 
 @pytest.mark.parametrize(("option", "said"), [("--version", "rlinf-async"), ("--help", "Usage:")])

@@ -51,11 +51,32 @@ def test_the_run_folder_reaches_the_job(command_line: CommandLine, tmp_path: pat
 
 
 def test_a_run_is_not_written_over(command_line: CommandLine, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "run.json").touch()
     code, _, err = command_line.train("--out", tmp_path)
     assert code == 2
     assert "holds a run already" in err
     assert "--resume" in err
     assert command_line.job.runs == []
+
+
+def test_a_folder_with_something_else_in_it_is_not_called_a_run(
+    command_line: CommandLine, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "cat.jpg").touch()
+    code, _, err = command_line.train("--out", tmp_path)
+    assert code == 2
+    assert "is no run's folder and holds 'cat.jpg' and 1 more; name an empty" in err
+    assert "--resume" not in err
+    assert command_line.job.runs == []
+
+
+def test_what_a_start_that_was_killed_at_once_has_left_does_not_occupy_a_folder(
+    command_line: CommandLine, tmp_path: pathlib.Path
+) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / ".lock").touch()
+    assert command_line.train("--out", out) == (0, "", "")
 
 
 def test_a_run_is_gone_on_with_when_asked(
@@ -79,6 +100,16 @@ def test_resume_without_a_folder_is_wrong_input(command_line: CommandLine) -> No
     assert "--resume needs --out" in err
 
 
+def test_going_on_without_a_file_names_the_one_that_the_run_has(
+    command_line: CommandLine, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "config.toml").touch()
+    code, _, err = command_line.run("train", "--resume", "--out", tmp_path)
+    assert code == 2
+    assert f"{tmp_path / 'config.toml'} is what it ran with" in err
+    assert "--resume needs --out" in command_line.run("train", "--resume")[2]
+
+
 def test_a_file_as_run_folder_is_wrong_input(command_line: CommandLine) -> None:
     code, _, err = command_line.train("--out", command_line.file)
     assert code == 2
@@ -90,6 +121,11 @@ def test_a_file_as_run_folder_is_wrong_input(command_line: CommandLine) -> None:
     [
         (["--actor.rl", "1"], "command line (--actor.rl): actor.rl: unknown name"),
         (["--actor.lr", "fast"], "expected a number, found 'fast'"),
+        (["--actor.lr"], "actor.lr: no value is given: it takes a number"),
+        (["--device", "--seed", "3"], "device: no value is given: it takes a string"),
+        (["--outt", "runs/a"], "outt: unknown name; valid names"),
+        (["--outt", "runs/a"], "did you mean the option --out?"),
+        (["--resum"], "did you mean the option --resume?"),
         (["--actor.lr", "-1"], "command line (--actor.lr): actor.lr: must not be negative"),
         (["--device", "cuda:7"], "device 'cuda:7' is not on this machine"),
         (["--seed", "x"], "'x' is not a valid integer"),
@@ -109,7 +145,7 @@ def test_wrong_input_ends_with_code_2_before_anything_runs(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "job: the file must say which job it is for"),
+        ("", 'job: the file must say which job it is for, at its top: job = "embodied_ppo" or'),
         ("job = 3", "job: the file must say which job it is for"),
         ('job = "walk"', "there is no job 'walk'; there are: fake"),
         ('job = "fake"\nactor.lr = -1', "fake.toml:2: actor.lr: must not be negative"),

@@ -11,7 +11,7 @@ from rlinf_async.config import ConfigError, Document
 from tests.config.example import Actor, Kind, Linear, Run
 
 
-def value_of(name: str, text: str, document: str = "") -> Any:
+def value_of(name: str, text: str | None, document: str = "") -> Any:
     """The value at ``name`` after ``--name text`` over the document."""
     value: Any = Document("run.toml", document).to(Run, {name: text})
     for part in name.replace("-", "_").split("."):
@@ -19,7 +19,7 @@ def value_of(name: str, text: str, document: str = "") -> Any:
     return value
 
 
-def complaint(name: str, text: str, document: str = "") -> str:
+def complaint(name: str, text: str | None, document: str = "") -> str:
     with pytest.raises(ConfigError) as caught:
         value_of(name, text, document)
     return str(caught.value)
@@ -42,15 +42,21 @@ def complaint(name: str, text: str, document: str = "") -> str:
         ("name", "true", "true"),
         ("offload", "True", True),
         ("offload", "false", False),
+        ("offload", None, True),
         ("folder", "runs/a", pathlib.Path("runs/a")),
         ("slow.first.lr", "2", 2.0),
         ("actor.decay", "{schedule = 'linear', until = 3}", Linear(until=3)),
     ],
 )
-def test_a_text_becomes_the_fields_type(name: str, text: str, expected: object) -> None:
+def test_a_text_becomes_the_fields_type(name: str, text: str | None, expected: object) -> None:
     value = value_of(name, text)
     assert value == expected
     assert type(value) is type(expected)
+
+
+def test_a_flag_without_a_value_is_true_for_a_switch_and_nothing_else() -> None:
+    assert "no value is given: it takes a string" in complaint("name", None)
+    assert "no value is given: it takes a number" in complaint("actor.optimizer.lr", None)
 
 
 def test_an_override_changes_one_field_of_what_the_file_says() -> None:

@@ -48,6 +48,30 @@ def test_a_fresh_folder_is_made_with_its_parents_and_records_the_configuration(
         assert folder.notes == ()
 
 
+@pytest.mark.parametrize("there_before", [True, False])
+def test_a_run_that_could_not_begin_leaves_the_place_as_it_was(
+    tmp_path: Path, there_before: bool
+) -> None:
+    place = tmp_path / "a"
+    if there_before:
+        place.mkdir()
+    folder = RunFolder.create(place, config_text=CONFIG)
+    (folder.path / "model").mkdir()
+    (folder.path / "model" / "config.json").touch()
+    folder.discard()
+    assert place.exists() == there_before
+    assert not there_before or not any(place.iterdir())
+    RunFolder.create(place, config_text=CONFIG).close()
+
+
+def test_a_run_that_is_gone_on_with_is_never_discarded(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, config_text=CONFIG).close()
+    again = RunFolder.create(tmp_path, config_text=CONFIG, resume=True)
+    again.discard()
+    assert again.config.read_text() == CONFIG
+    RunFolder.create(tmp_path, config_text=CONFIG, resume=True).close()  # and is let go of
+
+
 def test_the_layout_has_the_documented_names(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "a", config_text=CONFIG) as folder:
         named = (
