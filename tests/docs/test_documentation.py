@@ -69,6 +69,22 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
 
 
+@pytest.mark.parametrize("index", ["README.md", "docs/README.md"])
+def test_every_page_stands_in_both_lists_of_pages(index: str) -> None:
+    listed = {(ROOT / index).parent / target.partition("#")[0] for target in links(ROOT / index)}
+    pages = {page for page in ROOT.glob("docs/*.md") if page.name != "README.md"}
+    assert pages <= listed, f"missing: {sorted(page.name for page in pages - listed)}"
+
+
+def test_every_package_stands_in_the_folders_of_the_architecture() -> None:
+    """Those under a role or a backend are that one's own affair."""
+    tree = next(one.text for one in blocks(ROOT / "docs" / "architecture.md"))
+    depths = ("channels/*", "workers/*", "rlinf_async/*", "rlinf_async/backends/*")
+    found = [one.parent.name for depth in depths for one in ROOT.glob(f"{depth}/__init__.py")]
+    assert len(found) > 20
+    assert [name for name in found if f"{name}/" not in tree] == []
+
+
 @pytest.mark.parametrize("script", list(scripts()), ids=lambda one: one.block.where)
 def test_every_example_runs_and_prints_what_the_page_shows(script: Script, tmp_path: Path) -> None:
     done = run_script(script.block.text, tmp_path)

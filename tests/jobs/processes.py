@@ -121,3 +121,7 @@ class Driver:
 
     def _all_gone(self) -> bool:
         return all(one.group != self._process.pid for one in processes())
+
+
+Start = Callable[..., Driver]
+"""Starts a driver."""

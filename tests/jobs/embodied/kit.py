@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import pathlib
 from collections.abc import Sequence
@@ -11,10 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
-from rlinf_async.cli import main
 from rlinf_async.messages.embodied import Trajectory
 from rlinf_async.observe.perfetto import read_perfetto
-from rlinf_async.observe.summary import EmbodiedSummary, read_summary
+from rlinf_async.observe.summary import EmbodiedSummary
+from tests.jobs import kit as jobs
 
 SMALL = """\
 job = "embodied_ppo"
@@ -48,52 +47,11 @@ LEFT = ("config.toml", "metrics.csv", "summary.json", "trace.json", "run.json")
 PICTURES = ("learning_curve.png", "timeline.png")
 
 
-class Ended(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-class Job:
+class Job(jobs.Job[EmbodiedSummary]):
     """One configuration file and one run folder."""
 
     def __init__(self, folder: pathlib.Path, capture: pytest.CaptureFixture[str]) -> None:
-        self.file = folder / "small.toml"
-        self.file.write_text(SMALL, encoding="utf-8")
-        self.out = folder / "run"
-        self._capture = capture
-
-    def train(self, *arguments: object) -> Ended:
-        """``rlinf-async train small.toml --out run ...``."""
-        return self.command("train", self.file, "--out", self.out, *arguments)
-
-    def command(self, *arguments: object) -> Ended:
-        self._capture.readouterr()
-        code = main([str(argument) for argument in arguments])
-        printed = self._capture.readouterr()
-        return Ended(code, printed.out, printed.err)
-
-    def succeed(self, *arguments: object) -> EmbodiedSummary:
-        """Train, and expect it to end well."""
-        ended = self.train(*arguments)
-        assert ended.code == 0, ended.err
-        return self.summary
-
-    @property
-    def summary(self) -> EmbodiedSummary:
-        return read_summary(self.out / "summary.json", EmbodiedSummary)
-
-    @property
-    def iterations(self) -> list[dict[str, str]]:
-        """The rows of ``metrics.csv`` that tell of an iteration."""
-        with (self.out / "metrics.csv").open(newline="") as file:
-            return [row for row in csv.DictReader(file) if row["iteration"]]
-
-    @property
-    def checkpoints(self) -> list[str]:
-        return sorted(path.name for path in (self.out / "checkpoints").glob("version-*"))
+        super().__init__(folder / "small.toml", SMALL, capture, EmbodiedSummary)
 
     @property
     def note(self) -> dict[str, Any]:

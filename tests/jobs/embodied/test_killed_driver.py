@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import pathlib
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from tests.jobs.embodied.kit import Job
-from tests.jobs.processes import Driver
+from tests.jobs.processes import Start
 
 PROCESS = ("--cluster.backend", "process", "--training.total_steps", 1536)
 """24 iterations"""
 
-Start = Callable[..., Driver]
-
 
 @pytest.fixture
-def temporary() -> Iterator[pathlib.Path]:
-    """Where runs put their sockets: a short path."""
-    with tempfile.TemporaryDirectory(prefix="ra-", dir="/tmp") as folder:
-        path = pathlib.Path(folder) / "tmp"
-        path.mkdir()
-        yield path
-
-
-@pytest.fixture
-def start(job: Job, temporary: pathlib.Path) -> Iterator[Start]:
-    """Starts the job with ``--resume`` and more; nothing of it survives the test."""
-    started: list[Driver] = []
-
-    def starting(*arguments: object) -> Driver:
-        command = ("train", job.file, "--out", job.out, "--resume", *PROCESS, *arguments)
-        started.append(Driver(temporary, *command))
-        return started[-1]
-
-    yield starting
-    for driver in started:
-        driver.end()
+def start(job: Job, start_driver: Start) -> Start:
+    """Starts the job with ``--resume`` and more."""
+    return partial(start_driver, "train", job.file, "--out", job.out, "--resume", *PROCESS)
 
 
 def reached(job: Job, iterations: int) -> bool:

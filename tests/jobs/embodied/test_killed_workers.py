@@ -2,59 +2,32 @@
 
 from __future__ import annotations
 
-import os
-import pathlib
-import signal
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from rlinf_async.channels import Channel
 from rlinf_async.messages.embodied import TrainReport
-from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun
+from tests.jobs import killing
 from tests.jobs.embodied.kit import Job
-from tests.jobs.processes import children
+from tests.jobs.killing import nothing_left_behind
 
 PROCESS = ("--cluster.backend", "process")
 
 
-class Killer:
-    """Kills workers of the runs of this process as soon as a certain iteration is booked."""
+class Killer(killing.Killer):
+    """Kills workers as soon as a certain iteration is booked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.victims: dict[int, str] = {}
-        """iteration -> worker"""
-        self.killed: list[str] = []
-        self.clusters: list[Cluster] = []
-        make, take = EmbodiedRun._cluster, EmbodiedRun._take
-
-        def making(run: EmbodiedRun) -> Cluster:
-            self.clusters.append(make(run))
-            return self.clusters[-1]
+        super().__init__(monkeypatch, EmbodiedRun)
+        take = EmbodiedRun._take
 
         async def taking(run: EmbodiedRun, report: TrainReport, *rest: Any) -> None:
             await take(run, report, *rest)
             self._kill(self.victims.pop(report.iteration, None))
 
-        monkeypatch.setattr(EmbodiedRun, "_cluster", making)
         monkeypatch.setattr(EmbodiedRun, "_take", taking)
-
-    def _kill(self, name: str | None) -> None:
-        if name is not None:
-            pid = self.clusters[-1].pid(name)
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-            self.killed.append(name)
-
-    @property
-    def dead_letters(self) -> list[Any]:
-        channels = self.clusters[-1].channels.values()
-        return [
-            letter for one in channels if isinstance(one, Channel) for letter in one.dead_letters
-        ]
 
 
 @pytest.fixture
@@ -63,13 +36,9 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Killer:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(job: Job, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = children()  # after `job`: its folder must not be made in the one below
-    with tempfile.TemporaryDirectory(prefix="ra-", dir="/tmp") as folder:
-        monkeypatch.setattr(tempfile, "tempdir", folder)
+def nothing_left(job: Job) -> Iterator[None]:
+    with nothing_left_behind():  # after `job`: its folder must not be made in the one here
         yield
-        assert list(pathlib.Path(folder).glob("rlinf-async-*")) == []
-    assert children() == before
 
 
 def test_killed_env_and_rollout_workers_are_replaced_and_nothing_is_lost_or_trained_twice(

@@ -8,22 +8,13 @@ import sys
 
 import pytest
 
-from rlinf_async.runtime.cluster import Cluster
 from tests.jobs.embodied.kit import Job
+
+pytestmark = pytest.mark.usefixtures("no_cluster")
 
 TOO_MANY = (
     "100000 samples are more than an actor gets in one iteration: 1 env workers x 4 envs x 16"
 )
-
-
-@pytest.fixture(autouse=True)
-def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here gets as far as a cluster."""
-
-    def refuse(*args: object, **options: object) -> None:
-        raise AssertionError("a cluster was made")
-
-    monkeypatch.setattr(Cluster, "__init__", refuse)
 
 
 def said(job: Job, *arguments: object) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import pathlib
 
 import pytest
 
-from rlinf_async.cli import main
-from rlinf_async.observe.summary import LanguageSummary, read_summary
-from tests.jobs.embodied.kit import Ended
+from rlinf_async.observe.summary import LanguageSummary
+from tests.jobs import kit as jobs
 
 TOY = """\
 job = "language_rl"
@@ -70,7 +68,7 @@ TINY = (
 """The same with a real model of random weights."""
 
 
-class Job:
+class Job(jobs.Job[LanguageSummary]):
     """One configuration file and one run folder."""
 
     def __init__(
@@ -79,37 +77,4 @@ class Job:
         data = folder / "sums.jsonl"
         lines = [f'{{"prompt": "{a}+{a + 1}=", "answer": "{2 * a + 1}"}}' for a in range(24)]
         data.write_text("\n".join(lines) + "\n")
-        self.file = folder / "run.toml"
-        self.file.write_text(text.format(data=data), encoding="utf-8")
-        self.out = folder / "run"
-        self._capture = capture
-
-    def train(self, *arguments: object) -> Ended:
-        """``rlinf-async train run.toml --out run ...``."""
-        return self.command("train", self.file, "--out", self.out, *arguments)
-
-    def command(self, *arguments: object) -> Ended:
-        self._capture.readouterr()
-        code = main([str(argument) for argument in arguments])
-        printed = self._capture.readouterr()
-        return Ended(code, printed.out, printed.err)
-
-    def succeed(self, *arguments: object) -> LanguageSummary:
-        """Train, and expect it to end well."""
-        ended = self.train(*arguments)
-        assert ended.code == 0, ended.err
-        return self.summary
-
-    @property
-    def summary(self) -> LanguageSummary:
-        return read_summary(self.out / "summary.json", LanguageSummary)
-
-    @property
-    def iterations(self) -> list[dict[str, str]]:
-        """The rows of ``metrics.csv`` that tell of an iteration."""
-        with (self.out / "metrics.csv").open(newline="") as file:
-            return [row for row in csv.DictReader(file) if row["iteration"]]
-
-    @property
-    def checkpoints(self) -> list[str]:
-        return sorted(path.name for path in (self.out / "checkpoints").glob("version-*"))
+        super().__init__(folder / "run.toml", text.format(data=data), capture, LanguageSummary)

@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 import pathlib
-import tempfile
-from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
 from tests.jobs.language.kit import Job
-from tests.jobs.processes import Driver
+from tests.jobs.processes import Start
 
 ITERATIONS = 24
 PROCESS = ("--cluster.backend", "process", "--training.iterations", ITERATIONS)
 AHEAD = ("--training.max_staleness", 1, "--training.checkpoint_every", 4)
 
-Start = Callable[[], Driver]
-
 
 @pytest.fixture
-def temporary() -> Iterator[pathlib.Path]:
-    """Where runs put their sockets: a short path."""
-    with tempfile.TemporaryDirectory(prefix="ra-", dir="/tmp") as folder:
-        path = pathlib.Path(folder) / "tmp"
-        path.mkdir()
-        yield path
-
-
-@pytest.fixture
-def start(job: Job, temporary: pathlib.Path) -> Iterator[Start]:
-    """Starts the job with ``--resume``; nothing of it survives the test."""
-    started: list[Driver] = []
-
-    def starting() -> Driver:
-        command = ("train", job.file, "--out", job.out, "--resume", *PROCESS, *AHEAD)
-        started.append(Driver(temporary, *command))
-        return started[-1]
-
-    yield starting
-    for driver in started:
-        driver.end()
+def start(job: Job, start_driver: Start) -> Start:
+    """Starts the job with ``--resume``."""
+    command = ("train", job.file, "--out", job.out, "--resume", *PROCESS, *AHEAD)
+    return partial(start_driver, *command)
 
 
 def test_a_killed_driver_leaves_no_worker_and_the_run_comes_to_its_end(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import pathlib
-import tempfile
 from collections.abc import Iterator
 
 import pytest
 
+from tests.jobs.killing import nothing_left_behind
 from tests.jobs.language.killing import Killer
 from tests.jobs.language.kit import Job
-from tests.jobs.processes import children
 
 PROCESS = ("--cluster.backend", "process")
 
@@ -21,13 +19,9 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Killer:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(job: Job, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = children()  # after `job`: its folder must not be made in the one below
-    with tempfile.TemporaryDirectory(prefix="ra-", dir="/tmp") as folder:
-        monkeypatch.setattr(tempfile, "tempdir", folder)
+def nothing_left(job: Job) -> Iterator[None]:
+    with nothing_left_behind():  # after `job`: its folder must not be made in the one here
         yield
-        assert list(pathlib.Path(folder).glob("rlinf-async-*")) == []
-    assert children() == before
 
 
 def check_books(job: Job, iterations: int) -> None:

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import math
+import pathlib
+import re
 
 import pytest
 
+from tests.docs.pages import ROOT
 from tests.jobs.language.kit import Job
+
+NOTING = """
+def note(what):
+    with open({path!r}, "a") as file:
+        file.write(what + " ")
+
+note("imported")
+
+def score(answer):
+    note("scored")
+    return 0.5
+"""
 
 LETTERS = "tests.jobs.language.verifiers:letters"
 
@@ -21,6 +36,16 @@ def test_a_run_trains_every_admitted_sample_once_and_leaves_its_results(job: Job
     assert job.checkpoints == ["version-000002", "version-000004"]
     for name in ("learning_curve.png", "timeline.png"):
         assert (job.out / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_scoring_process_has_its_verifier_before_the_first_sample(
+    job: Job, tmp_path: pathlib.Path
+) -> None:
+    noted, verifier = tmp_path / "noted", tmp_path / "noting.py"
+    verifier.write_text(NOTING.format(path=str(noted)))
+    job.succeed("--data.verifier", f"{verifier}:score", "--reward.processes", 3)
+    lines = noted.read_text().split()
+    assert lines.index("scored") == 1 + 3  # this process looks for the verifier, too
 
 
 def test_without_staleness_every_token_is_of_the_weights_it_trains(job: Job) -> None:
@@ -58,6 +83,17 @@ def test_a_real_model_is_trained_on_policy_in_every_mode(
         assert math.isfinite(float(row["policy_loss"]))
 
 
+def test_whoever_may_read_a_runs_files_may_read_the_weights_it_leaves(tiny: Job) -> None:
+    tiny.succeed(
+        *("--training.iterations", 1, "--warm_start.steps", 2, "--warm_start.batch_size", 4),
+        *("--evaluation.samples", 0, "--data.verifier", LETTERS),
+    )
+    for name in ("model", "trained"):
+        modes = {path.stat().st_mode for path in (tiny.out / name).iterdir() if path.is_file()}
+        assert (tiny.out / name / "model.safetensors").is_file()
+        assert len(modes) == 1
+
+
 def test_log_probs_of_the_actor_and_of_the_reference_pass_through_inference(tiny: Job) -> None:
     summary = tiny.succeed(
         *("--cluster.inference_workers", 1, "--actor.loss.kl_coefficient", 0.1),
@@ -66,3 +102,17 @@ def test_log_probs_of_the_actor_and_of_the_reference_pass_through_inference(tiny
     assert summary.samples == 16
     assert abs(float(tiny.iterations[0]["ref_kl"])) < 1e-6  # the reference is the first version
     assert float(tiny.iterations[1]["ref_kl"]) > 1e-6
+
+
+def test_every_column_of_the_metrics_is_explained(tiny: Job) -> None:
+    tiny.succeed(
+        *("--cluster.inference_workers", 1, "--actor.loss.kl_coefficient", 0.1),
+        *("--actor.loss.off_policy", "truncated", "--actor.loss.early_stop_ratio", 2.0),
+        *("--actor.epochs", 2, "--training.iterations", 1, "--data.verifier", LETTERS),
+    )
+    page = (ROOT / "docs" / "language.md").read_text(encoding="utf-8")
+    table = page.partition("| column | is |")[2].partition("\n\n")[0]
+    explained = set(re.findall(r"`(\w+)`", table))
+    columns = set(tiny.iterations[0])
+    assert len(columns) > 25
+    assert columns <= explained

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from rlinf_async.runtime.cluster import Cluster
 from tests.jobs.language.kit import TOY, Job
 
-
-@pytest.fixture(autouse=True)
-def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here gets as far as a cluster."""
-
-    def refuse(*args: object, **options: object) -> None:
-        raise AssertionError("a cluster was made")
-
-    monkeypatch.setattr(Cluster, "__init__", refuse)
+pytestmark = pytest.mark.usefixtures("no_cluster")
 
 
 def said(job: Job, *arguments: object) -> str:
@@ -29,6 +23,7 @@ def said(job: Job, *arguments: object) -> str:
     [line] = ended.err.splitlines()
     assert line.startswith("error: ")
     assert len(line) < 600
+    assert not job.out.exists()  # the next try may take the same folder
     return line
 
 
@@ -43,11 +38,16 @@ def said(job: Job, *arguments: object) -> str:
         ("actor.epochs", "0", "epochs is 0; it must be at least 1"),
         ("actor.global_batches", "3", "an actor gets 4 groups of 2 samples in an iteration (4 "),
         ("actor.micro_batch_size", "3", "8 samples on each actor, which micro_batch_size = 3 does"),
+        ("actor.micro_batch_size", "3", "does not divide: use 2 or 4"),
+        ("actor.micro_batch_size", "64", "does not divide: use 8"),
+        ("actor.global_batches", "3", "of whole groups: use a divisor of 4"),
         ("actor.backend", "fsdp", "toys have no weights, so both are 'toy' or none is"),
         ("training.group_size", "0", "group_size is 0; it must be at least 1"),
         ("data.verifier", "numerc", "no verifier is called 'numerc'; did you mean 'numeric'?"),
-        ("data.verifier", "no_such_module:score", "no_such_module"),
+        ("data.verifier", "no_such_module:score", "data.verifier: 'no_such_module:score': 'no"),
         ("data.verifier", "tests.jobs.language.verifiers:none", "has no function 'none'"),
+        ("data.verifier", "rewards.py", "'rewards.py' must be 'module:function' or 'file.py:funct"),
+        ("data.verifier", "tests.jobs.language.broken_verifiers:score", "RuntimeError: no key"),
         ("data.held_out", "24", "held_out = 24 are kept back: none is left to train on"),
         ("data.held_out", "0", "evaluation.samples is 4, but no record is held out"),
         ("data.prompt_column", "question", "sums.jsonl:1: column 'question' is missing (columns"),
@@ -73,6 +73,16 @@ def test_prompts_that_cannot_be_divided_among_actors_are_refused_with_what_would
     two = ("--cluster.actors", 2, "--cluster.backend", "process")
     line = said(job, *two, "--training.prompts", 5)
     assert "5 prompts cannot be divided among 2 actors: use 4 or 6" in line
+
+
+def test_a_missing_file_is_not_blamed_on_the_length_of_prompts(job: Job) -> None:
+    line = said(job, "--data.path", "none.jsonl", "--rollout.toy.context", 100)
+    assert "(--data.path): data.path: there is no file or folder 'none.jsonl'" in line
+    checked = job.command("check", job.file, "--data.path", "none.jsonl")
+    assert checked.code == 2
+    folder = said(job, "--data.path", job.file.parent, "--rollout.toy.context", 100)
+    assert "holds no data" in folder
+    assert "max_tokens" not in folder
 
 
 def test_critics_that_cannot_be_paired_with_the_actors_are_refused(job: Job) -> None:
@@ -113,8 +123,8 @@ CHECKPOINT = TOY.partition("[model]")[0] + "[model]\npath = '{model}'\n\n[data]"
         (None, "is not there: give a Hugging Face checkpoint on this disk"),
         ([], "has no config.json: it is not a Hugging Face checkpoint"),
         (["config.json"], "has no weights (*.safetensors)"),
-        (["config.json", "model.safetensors"], "holds no tokenizer (none of tokenizer.json"),
-        (["config.json", "model.safetensors", "tokenizer.json"], "cannot be loaded"),
+        (["config.json", "pytorch_model.bin"], "holds no tokenizer (none of tokenizer.json"),
+        (["config.json", "pytorch_model.bin", "tokenizer.json"], "cannot be loaded"),
     ],
 )
 def test_a_checkpoint_folder_that_lacks_something_is_named_with_what_to_do(
@@ -130,6 +140,46 @@ def test_a_checkpoint_folder_that_lacks_something_is_named_with_what_to_do(
     line = said(job)
     assert message in line
     assert str(folder) in line
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_damaged_file_of_a_checkpoint_is_named(
+    job: Job, tmp_path: pathlib.Path, name: str
+) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for file in ("config.json", "tokenizer.json"):
+        (folder / file).write_text(json.dumps({"model_type": "qwen3"}))
+    save_file({"weight": np.zeros((8, 8), np.float32)}, folder / "model.safetensors")
+    os.truncate(folder / name, (folder / name).stat().st_size - 4)
+    rest = job.file.read_text().partition("[data]")[2]
+    job.file.write_text(CHECKPOINT.format(model=folder) + rest)
+    assert f"model.path: {folder / name} is damaged" in said(job)
+
+
+def test_a_missing_shard_of_a_checkpoint_is_named(job: Job, tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    index = {"weight_map": {"a": shards[0], "b": shards[1]}}
+    for name, content in {
+        "config.json": {"model_type": "qwen3"},
+        "tokenizer.json": {},
+        "model.safetensors.index.json": index,
+    }.items():
+        (folder / name).write_text(json.dumps(content))
+    save_file({"a": np.zeros((8, 8), np.float32)}, folder / shards[0])
+    rest = job.file.read_text().partition("[data]")[2]
+    job.file.write_text(CHECKPOINT.format(model=folder) + rest)
+    assert f"lacks {shards[1]}, which model.safetensors.index.json names" in said(job)
+
+
+def test_a_supervised_phase_of_a_checkpoint_is_refused_and_not_left_out_in_silence(
+    job: Job, tmp_path: pathlib.Path
+) -> None:
+    rest = job.file.read_text().partition("[data]")[2]
+    job.file.write_text(CHECKPOINT.format(model=tmp_path / "checkpoint") + rest)
+    assert "warm_start.steps: a supervised phase is for" in said(job, "--warm_start.steps", 5)
 
 
 def test_a_checkpoint_and_a_config_together_are_refused(job: Job) -> None:

@@ -1,0 +1,45 @@
+"""Drivers in processes of their own, and runs that must not get as far as a cluster."""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+from rlinf_async.runtime.cluster import Cluster
+from tests.jobs.processes import Driver, Start
+
+
+@pytest.fixture
+def temporary() -> Iterator[pathlib.Path]:
+    """Where runs put their sockets: a short path."""
+    with tempfile.TemporaryDirectory(prefix="ra-", dir="/tmp") as folder:
+        path = pathlib.Path(folder) / "tmp"
+        path.mkdir()
+        yield path
+
+
+@pytest.fixture
+def start_driver(temporary: pathlib.Path) -> Iterator[Start]:
+    """Starts ``rlinf-async`` with these arguments; nothing of it survives the test."""
+    started: list[Driver] = []
+
+    def starting(*arguments: object) -> Driver:
+        started.append(Driver(temporary, *arguments))
+        return started[-1]
+
+    yield starting
+    for driver in started:
+        driver.end()
+
+
+@pytest.fixture
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that takes this must not get as far as a cluster."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("a cluster was made")
+
+    monkeypatch.setattr(Cluster, "__init__", refuse)
