@@ -1,6 +1,6 @@
 """GRPO against TRL's: the same model, prompts, algorithm and number of samples, two cores each.
 
-Both start from the same 5 M-parameter model and train it 16 on-policy steps of 16 prompts x 8
+Both start from the same 5 M-parameter model and train it 12 on-policy steps of 16 prompts x 8
 samples, whose lengths are long-tailed and end by themselves. Seconds are those of training: neither
 side's imports, start or end count. TRL generates with the Hugging Face library, its default; ours
 with the transformers engine.
@@ -56,6 +56,6 @@ BENCH = Bench(
     repetitions=3,
     notes=(
         "two cores each; seeds 0, 1, 2; on-policy, one optimizer step for 128 samples; float32",
-        "reward: of the samples of the last 4 of 16 steps, by the same prompts on both sides",
+        "reward: of the samples of the last 4 of 12 steps, by the same prompts on both sides",
     ),
 )

@@ -2,7 +2,8 @@
 
     python ours.py [--seed 0] [--size full|small] [--steps 16] [--out FOLDER]
 
-Settings are those of ``grpo.toml``. Each worker has a process of its own, with one thread.
+Settings are those of ``grpo.toml``. Each worker has a process of its own; the actor has two
+threads, the engine one.
 """
 
 from __future__ import annotations

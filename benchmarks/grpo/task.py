@@ -41,7 +41,7 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "full": Size(256, 6, 832, warm_steps=60, prompts=16, steps=16),
+    "full": Size(256, 6, 832, warm_steps=60, prompts=16, steps=12),
     "small": Size(64, 1, 128, warm_steps=2, prompts=2, steps=2),
 }
 """5 million parameters, and a small mode that only shows that everything runs"""

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from rlinf_async.bench import Bar, Bench, Case, bound
 
-RATES, UPDATE, TWO = "rollout worker and bare AsyncLLM", "weight update", "two engines"
+UPDATE, TWO = "weight update", "two engines"
+CONCURRENT = (64, 256)
+
+
+def _rates(concurrent: int) -> str:
+    return f"rollout worker and bare AsyncLLM, {concurrent} requests"
 
 
 def _case(name: str, *command: str) -> Case:
@@ -16,9 +21,20 @@ def _case(name: str, *command: str) -> Case:
 def _rate(concurrent: int) -> Bar:
     return bound(
         f"tokens/s at {concurrent} requests / bare AsyncLLM's",
-        (RATES, f"ratio_{concurrent}"),
+        (_rates(concurrent), f"ratio_{concurrent}"),
         at_least=0.97,
         unit="x",
+    )
+
+
+def _two_over_one(metric: str, engines: str) -> Bar:
+    return Bar(
+        name=f"seconds of an update of two engines {engines} / of one",
+        cases=(UPDATE, TWO),
+        value=lambda results: results.median(TWO, metric) / results.median(UPDATE, metric),
+        target=lambda _: 1.5,
+        unit="x",
+        at_most=True,
     )
 
 
@@ -26,13 +42,15 @@ BENCH = Bench(
     name="rollout",
     summary="the rollout worker against bare vLLM; weights for a live engine",
     cases=(
-        _case(RATES, "{here}/generate.py"),
+        *(
+            _case(_rates(count), "{here}/generate.py", "--concurrent", str(count))
+            for count in CONCURRENT
+        ),
         _case(UPDATE, "{here}/update.py", "1"),
         _case(TWO, "{here}/update.py", "2"),
     ),
     bars=(
-        _rate(64),
-        _rate(256),
+        *(_rate(count) for count in CONCURRENT),
         Bar(
             name="seconds of an update / the engine's own load",
             cases=(UPDATE,),
@@ -44,16 +62,8 @@ BENCH = Bench(
             unit="x",
             at_most=True,
         ),
-        Bar(
-            name="seconds of an update of two engines / of one",
-            cases=(UPDATE, TWO),
-            value=lambda results: (
-                results.median(TWO, "update_seconds") / results.median(UPDATE, "update_seconds")
-            ),
-            target=lambda _: 1.5,
-            unit="x",
-            at_most=True,
-        ),
+        _two_over_one("update_seconds", "that generate"),
+        _two_over_one("idle_update_seconds", "without requests"),
         Bar(
             name="requests dropped by updates",
             cases=(UPDATE, TWO),
@@ -75,6 +85,7 @@ BENCH = Bench(
     notes=(
         "two cores for all processes of a case; 0.2 M parameters, 96 tokens at most, float32",
         "tokens/s: one engine, asked in both ways by turns; medians of 7 of each, and of 7 ratios",
-        "updates: an FSDP actor and engines apart, 44 M parameters, 16 requests run; medians of 3",
+        "updates: an FSDP actor and engines apart, 50 M parameters, medians of 3; engines have 16",
+        "requests each, or none where it says idle",
     ),
 )

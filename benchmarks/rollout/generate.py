@@ -1,6 +1,6 @@
 """Tokens per second of vLLM, through the rollout worker and bare, by turns: one line of JSON.
 
-    python generate.py [--pairs 7] [--size full|small]
+    python generate.py [--pairs 7] [--size full|small] [--concurrent 64]
 
 One engine, in a rollout worker's process, answers the same requests in two ways::
 
@@ -180,11 +180,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The rollout worker against bare vLLM.")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--concurrent", type=int, help="one of the size's; all when left out")
     given = parser.parse_args()
     measured: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = save_model(Path(folder), hidden=64, layers=4)
         for concurrent, count in SIZES[given.size].items():
+            if given.concurrent not in (None, concurrent):
+                continue
             measured |= ra.run(measure(path, concurrent, count, given.pairs))
     print(json.dumps(measured))
 
