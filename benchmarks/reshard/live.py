@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import sys
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessContext
 
 from rlinf_async.backends.reshard.executor import DEFAULT_BUCKET_BYTES
 
@@ -29,71 +31,108 @@ from benchmarks.reshard.ranks import (
 )
 
 LAUNCHED = 4
+SIZES = (4, 2)
 ENOUGH = 5
-"""samples of one rescale; with fewer, its highest memory was hardly among them"""
+"""looks at the memory during a rescale; with fewer, its highest was hardly among them"""
 
 
 def rescale(rank: int, ranks: int, parameters: float, watched: Path | None) -> dict[str, Any]:
-    """One rank: go to two ranks, take a step, then 2 -> 4 -> 2.
+    """One rank: go to two ranks, take a step, then 2 -> 4 -> 2, until enough was seen of it.
 
-    ``watched``: where to ask for a look at the memory before each rescale.
+    ``watched``: the folder in which `Watcher` says what it has seen.
     """
     manager = BlocksManager(parameters, ranks, rank)
     manager.rescale(2)
     if manager.active:
         manager.take_a_step()
     before = manager.fingerprint() if manager.active else ""
-    found: dict[str, Any] = {"bytes": 0}
-    for size in (4, 2):
-        dist.barrier()
-        if watched is not None:
-            ctypes.CDLL(None).malloc_trim(0)  # what was freed is not to pay for what comes
+    found: dict[str, Any] = {}
+    for turn in itertools.count():
+        found["bytes"] = 0
+        for size in SIZES:
             dist.barrier()
-            if rank == 0:
-                (watched / f"still_{size}").touch()
-                while not (watched / f"seen_{size}").exists():
-                    time.sleep(0.01)
-            dist.barrier()
-        begin = time.monotonic()
-        with timed_together() as seconds:
-            report = manager.rescale(size)
-        found[f"to_{size}"] = seconds[0]
-        found[f"window_{size}"] = [begin, time.monotonic()]
-        found[f"buckets_{size}"] = report.peak_bytes
-        found["bytes"] += report.sent_bytes
-        found[f"held_{size}"] = manager.held_bytes() if manager.active else 0
+            if watched is not None:
+                ctypes.CDLL(None).malloc_trim(0)  # what was freed is not to pay for what comes
+                _meet(rank, watched, f"still_{turn}_{size}", f"seen_{turn}_{size}")
+            with timed_together() as seconds:
+                report = manager.rescale(size)
+            found[f"to_{size}"] = seconds[0]
+            found["bytes"] += report.sent_bytes
+            found[f"held_{size}"] = manager.held_bytes() if manager.active else 0
+            if watched is not None:
+                _meet(rank, watched, f"moved_{turn}_{size}", f"watched_{turn}_{size}")
+        if watched is None or (watched / "enough").exists():
+            break
     if manager.active and manager.fingerprint() != before:
         raise SystemExit(f"rank {rank} does not hold what it had")
     return found
 
 
-def memory_of(processes: list[int]) -> int:
-    """Bytes of all of them, shared pages counted once."""
-    total = 0
-    for process in processes:
-        with contextlib.suppress(OSError):
-            text = Path(f"/proc/{process}/smaps_rollup").read_text()
-            total += sum(
-                int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")
-            )
-    return total * 1024
+def _meet(rank: int, watched: Path, says: str, awaits: str) -> None:
+    """All ranks have come here, and the watcher has seen that."""
+    dist.barrier()
+    if rank == 0:
+        (watched / says).touch()
+        while not (watched / awaits).exists():
+            time.sleep(0.01)
+    dist.barrier()
+
+
+class Watcher:
+    """Looks at the memory of the ranks while they move; they move again until it has seen enough."""
+
+    def __init__(self, folder: Path, context: ProcessContext) -> None:
+        self._folder = folder
+        self._context = context
+        self.highest = dict.fromkeys(SIZES, 0)
+        """bytes above what there was before, by the size gone to"""
+        self._looks = dict.fromkeys(SIZES, 0)
+
+    def watch(self) -> None:
+        """Until there were `ENOUGH` looks at a rescale to each size."""
+        for turn in itertools.count():
+            for size in SIZES:
+                self._one(turn, size)
+            if min(self._looks.values()) >= ENOUGH:
+                return
+
+    def _one(self, turn: int, size: int) -> None:
+        while not self._said(f"still_{turn}_{size}"):
+            self._context.join(0.01)
+        before = self._memory()
+        (self._folder / f"seen_{turn}_{size}").touch()
+        while not self._said(f"moved_{turn}_{size}"):
+            self.highest[size] = max(self.highest[size], self._memory() - before)
+            self._looks[size] += 1
+            self._context.join(0.02)
+        if min(self._looks.values()) >= ENOUGH:
+            (self._folder / "enough").touch()
+        (self._folder / f"watched_{turn}_{size}").touch()
+
+    def _said(self, name: str) -> bool:
+        return (self._folder / name).exists()
+
+    def _memory(self) -> int:
+        """Bytes of all ranks, shared pages counted once."""
+        total = 0
+        for process in self._context.processes:
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+                total += sum(
+                    int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")
+                )
+        return total * 1024
 
 
 def main() -> None:
     asked = arguments("dp 2 -> 4 -> 2, live")
     watched = asked.folder if asked.memory else None
     context = start(rescale, LAUNCHED, asked.folder, asked.parameters, watched)
-    samples: list[tuple[float, int]] = []
-    before: dict[int, int] = {}
-    while not context.join(0.02 if watched else None):
-        if watched is None:
-            continue
-        running = [one.pid for one in context.processes if one.pid is not None]
-        samples.append((time.monotonic(), memory_of(running)))
-        for size in (4, 2):
-            if size not in before and (watched / f"still_{size}").exists():
-                before[size] = memory_of(running)
-                (watched / f"seen_{size}").touch()
+    watcher = Watcher(asked.folder, context)
+    if asked.memory:
+        watcher.watch()
+    while not context.join():
+        continue
     found = results(rescale, LAUNCHED, asked.folder)
     line: dict[str, float] = {
         "seconds": found[0]["to_4"] + found[0]["to_2"],
@@ -101,22 +140,11 @@ def main() -> None:
         "seconds_4_to_2": found[0]["to_2"],
         "sent_bytes": sum(one["bytes"] for one in found),
     }
-    for size, still in before.items():
-        line[f"buckets_per_rank_to_{size}"] = beside(found, samples, size, still)
+    if asked.memory:
+        for size, highest in watcher.highest.items():
+            new = sum(one[f"held_{size}"] for one in found)
+            line[f"buckets_per_rank_to_{size}"] = (highest - new) / LAUNCHED / DEFAULT_BUCKET_BYTES
     print(json.dumps(line))
-
-
-def beside(
-    found: list[dict[str, Any]], samples: list[tuple[float, int]], size: int, before: int
-) -> float:
-    """The highest memory of a rescale less that before it and the new shards: buckets by rank."""
-    begin = min(one[f"window_{size}"][0] for one in found)
-    end = max(one[f"window_{size}"][1] for one in found)
-    during = [amount for at, amount in samples if begin <= at <= end]
-    if len(during) < ENOUGH:
-        raise SystemExit(f"only {len(during)} looks at the memory in {end - begin:.1f} s")
-    new: int = sum(one[f"held_{size}"] for one in found)
-    return (max(during) - before - new) / LAUNCHED / DEFAULT_BUCKET_BYTES
 
 
 if __name__ == "__main__":
