@@ -79,7 +79,7 @@ def _meet(rank: int, watched: Path, says: str, awaits: str) -> None:
 
 
 class Watcher:
-    """Looks at the memory of the ranks while they move; they move again until it has seen enough."""
+    """Looks at the memory of ranks that move; they move again until it has seen enough."""
 
     def __init__(self, folder: Path, context: ProcessContext) -> None:
         self._folder = folder
