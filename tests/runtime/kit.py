@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -140,6 +140,33 @@ class Waiter(ra.Worker):
             if self.incarnation < 2:
                 await asyncio.Event().wait()
             await holds.put(number.value)
+
+
+class Waiting(NamedTuple):
+    """Waiters whose call of `Waiter.forever` has begun on every rank."""
+
+    workers: ra.WorkerGroup[Waiter]
+    running: ra.GroupCall[list[None]]
+    started: ra.Channel[str]
+    """ends when the call has ended"""
+
+
+async def waiting(cluster: ra.Cluster, count: int = 1) -> Waiting:
+    """Launch waiters and have them wait."""
+    started = cluster.channel(str, name="started")
+    workers = await cluster.launch(Waiter, count=count)
+    running = workers.call(Waiter.forever, started.sender)
+    names = {await started.receiver.get() for _ in range(count)}
+    assert names == {f"Waiter[{rank}]" for rank in range(count)}
+    return Waiting(workers, running, started)
+
+
+def kill(cluster: ra.Cluster, name: str, how: int = signal.SIGKILL) -> int:
+    """Send a signal to a worker's process; its pid."""
+    pid = cluster.pid(name)
+    assert pid is not None
+    os.kill(pid, how)
+    return pid
 
 
 class Parent(ra.Worker):

@@ -15,15 +15,12 @@ import rlinf_async as ra
 from rlinf_async.channels.wire import Connection
 from rlinf_async.runtime.process import ProcessWorker
 from rlinf_async.testing import explore, no_tasks_left, wait_all_blocked
-from tests.runtime.kit import Doubler, NewCluster, Number, Waiter
+from tests.runtime.kit import Doubler, NewCluster, Number, Waiter, kill, waiting
 
 
 async def test_a_cancelled_call_ends_its_methods(new_cluster: NewCluster) -> None:
     async with new_cluster() as cluster:
-        started = cluster.channel(str, name="started")
-        waiters = await cluster.launch(Waiter, count=2)
-        running = waiters.call(Waiter.forever, started.sender)
-        assert {await started.receiver.get() for _ in range(2)} == {"Waiter[0]", "Waiter[1]"}
+        _, running, started = await waiting(cluster, 2)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -43,11 +40,11 @@ async def test_a_cancelled_await_cancels_the_call(new_cluster: NewCluster) -> No
             begun.set()  # and goes on until it waits
             await running
 
-        waiting = asyncio.create_task(wait())
+        task = asyncio.create_task(wait())
         await begun.wait()
-        waiting.cancel()
+        task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await waiting
+            await task
         with pytest.raises(ra.EndOfChannel):
             await started.receiver.get()
 
@@ -55,10 +52,7 @@ async def test_a_cancelled_await_cancels_the_call(new_cluster: NewCluster) -> No
 async def test_a_timeout_around_the_cluster_ends_it(new_cluster: NewCluster) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(3600.0) as limit, new_cluster() as cluster:
-            started = cluster.channel(str, name="started")
-            waiters = await cluster.launch(Waiter, count=2)
-            waiters.call(Waiter.forever, started.sender)
-            await started.receiver.get()
+            await waiting(cluster, 2)
             limit.reschedule(asyncio.get_running_loop().time())
             await asyncio.Event().wait()
 
@@ -281,10 +275,7 @@ async def test_the_end_of_a_cancelled_call_does_not_wait_behind_data(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with ra.Cluster.process() as cluster:
-        started = cluster.channel(str, name="started")
-        waiters = await cluster.launch(Waiter)
-        running = waiters.call(Waiter.forever, started.sender)
-        await started.receiver.get()
+        waiters, running, _ = await waiting(cluster)
         kept = connection_to(waiters).outbox._kept
         assert kept is not None
         limit, kept._limit = kept._limit, 0  # data waits; control goes on
@@ -300,13 +291,8 @@ async def test_a_cancelled_call_of_a_worker_that_is_cut_off_is_said_to_be_so(
 ) -> None:
     monkeypatch.setattr("rlinf_async.runtime.remote.CANCEL_SECONDS", 0.1)
     async with ra.Cluster.process() as cluster:
-        started = cluster.channel(str, name="started")
-        waiters = await cluster.launch(Waiter)
-        running = waiters.call(Waiter.forever, started.sender)
-        await started.receiver.get()
-        pid = cluster.pid("Waiter[0]")
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)  # it does not connect again
+        waiters, running, _ = await waiting(cluster)
+        pid = kill(cluster, "Waiter[0]", signal.SIGSTOP)  # it does not connect again
         connection_to(waiters).make_way()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -13,7 +13,7 @@ import pytest
 import rlinf_async as ra
 from rlinf_async.channels import ChannelFailed
 from rlinf_async.testing import explore
-from tests.runtime.kit import Broken, Doubler, NewCluster, Number, Setup, Teller, Waiter
+from tests.runtime.kit import Broken, Doubler, NewCluster, Number, Setup, Teller, Waiter, waiting
 
 
 async def test_an_awaited_failure_names_who_where_and_what(new_cluster: NewCluster) -> None:
@@ -66,10 +66,7 @@ async def test_after_a_handled_failure_the_next_one_is_raised(new_cluster: NewCl
 async def test_the_bodys_own_error_is_raised_as_it_is(new_cluster: NewCluster) -> None:
     with pytest.raises(ZeroDivisionError):
         async with new_cluster() as cluster:
-            started = cluster.channel(str, name="started")
-            waiters = await cluster.launch(Waiter, count=2)
-            waiters.call(Waiter.forever, started.sender)
-            await started.receiver.get()
+            await waiting(cluster, 2)
             _ = 1 / 0
 
 
@@ -77,9 +74,7 @@ async def test_a_call_still_running_at_the_end_of_the_body_is_cancelled(
     new_cluster: NewCluster,
 ) -> None:
     async with new_cluster() as cluster:
-        started = cluster.channel(str, name="started")
-        running = (await cluster.launch(Waiter)).call(Waiter.forever, started.sender)
-        assert await started.receiver.get() == "Waiter[0]"
+        running = (await waiting(cluster)).running
     assert running.done()
     with pytest.raises(asyncio.CancelledError):
         await running

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -45,24 +44,22 @@ def _is_there(cluster: ra.Cluster) -> bool:
 async def test_a_launch_that_is_cancelled_stops_the_ranks_that_were_there(
     new_cluster: NewCluster, tmp_path: Path
 ) -> None:
-    folder = Path(tempfile.mkdtemp(dir=tmp_path))
     async with new_cluster(grace=30.0) as cluster:
-        launching = await under_way(cluster, folder)
+        launching = await under_way(cluster, tmp_path)
         launching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await launching
-        assert (folder / "Slow[0] left").exists()
+        assert (tmp_path / "Slow[0] left").exists()
         assert cluster.groups == {}
-        again = await cluster.launch(Slow, str(folder), count=1)
+        again = await cluster.launch(Slow, str(tmp_path), count=1)
         assert await again.call(Slow.rank_of) == [0]
 
 
 async def test_a_launch_whose_cluster_is_left_ends_with_it_and_says_so(
     new_cluster: NewCluster, tmp_path: Path
 ) -> None:
-    folder = Path(tempfile.mkdtemp(dir=tmp_path))
     async with new_cluster(grace=30.0) as cluster:
-        launching = await under_way(cluster, folder)
+        launching = await under_way(cluster, tmp_path)
     with pytest.raises(ra.BuildError, match="Slow: this cluster was left while it started"):
         await launching
-    assert (folder / "Slow[0] left").exists()
+    assert (tmp_path / "Slow[0] left").exists()

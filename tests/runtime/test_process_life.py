@@ -15,7 +15,7 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.workers import WorkerUnresponsive
-from tests.runtime.kit import NewCluster, Parent, Teller, Waiter
+from tests.runtime.kit import NewCluster, Parent, Teller, Waiter, kill, waiting
 from tests.runtime.scripts import gone, process_runs, running
 
 SCRIPT = """
@@ -126,13 +126,8 @@ async def test_a_stopped_worker_is_found_unresponsive_and_killed(new_cluster: Ne
     pid: int | None = None
     with pytest.raises(WorkerUnresponsive, match=r"Waiter\[0\] ") as caught:
         async with new_cluster(heartbeat_limit=0.5) as cluster:
-            started = cluster.channel(str, name="started")
-            waiters = await cluster.launch(Waiter)
-            running = waiters.call(Waiter.forever, started.sender)
-            await started.receiver.get()
-            pid = cluster.pid("Waiter[0]")
-            assert pid is not None
-            os.kill(pid, signal.SIGSTOP)
+            running = (await waiting(cluster)).running
+            pid = kill(cluster, "Waiter[0]", signal.SIGSTOP)
             await running
     assert caught.value.failure.pid == pid
 
@@ -145,9 +140,7 @@ async def test_a_worker_that_started_a_process_is_seen_to_die_and_takes_it_along
         async with new_cluster() as cluster:
             parent = (await cluster.launch(Parent))[0]
             started = await parent.call(Parent.started)
-            pid = cluster.pid("Parent[0]")
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
+            pid = kill(cluster, "Parent[0]")
             await parent.call(Parent.forever)
     assert pid is not None
     assert gone(pid)
@@ -160,13 +153,8 @@ async def test_a_worker_that_a_signal_without_a_name_ends_is_seen_to_die(
     nameless = signal.SIGRTMIN + 3
     with pytest.raises(ra.WorkerDied, match=f"killed by signal {nameless}"):
         async with new_cluster() as cluster:
-            started = cluster.channel(str, name="started")
-            waiters = await cluster.launch(Waiter)
-            running = waiters.call(Waiter.forever, started.sender)
-            await started.receiver.get()
-            pid = cluster.pid("Waiter[0]")
-            assert pid is not None
-            os.kill(pid, nameless)
+            running = (await waiting(cluster)).running
+            kill(cluster, "Waiter[0]", nameless)
             await running
 
 
@@ -195,9 +183,7 @@ async def test_a_socket_that_cannot_be_made_is_told_with_its_path(
 async def test_a_stopped_worker_does_not_hold_the_end_back(new_cluster: NewCluster) -> None:
     async with new_cluster(grace=0.2) as cluster:
         await cluster.launch(Teller)
-        pid = cluster.pid("Teller[0]")
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
+        kill(cluster, "Teller[0]", signal.SIGSTOP)
 
 
 async def test_a_launch_that_is_cancelled_leaves_no_process(new_cluster: NewCluster) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 
 import pytest
 
@@ -14,7 +13,7 @@ import rlinf_async as ra
 from rlinf_async.runtime import Restart
 from rlinf_async.runtime.backend import WorkerSpec
 from rlinf_async.testing import ExactlyOnce, explore, wait_all_blocked
-from tests.runtime.kit import Broken, Doubler, NewCluster, Number, Teller, Waiter
+from tests.runtime.kit import Broken, Doubler, NewCluster, Number, Teller, Waiter, kill, waiting
 from tests.runtime.mortal import Mortal, MortalBackend
 
 
@@ -22,13 +21,6 @@ from tests.runtime.mortal import Mortal, MortalBackend
 def setting() -> tuple[str, str]:
     """These need processes; the backend that fakes death is used without the fixtures."""
     return "process", "uvloop"
-
-
-def kill(cluster: ra.Cluster, name: str) -> int:
-    pid = cluster.pid(name)
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    return pid
 
 
 async def test_items_leased_by_a_killed_worker_are_delivered_again_once(
@@ -70,11 +62,7 @@ async def test_without_restarts_a_death_ends_the_run_and_names_the_signal(
     pid: int | None = None
     with pytest.raises(ra.WorkerDied, match=r"Waiter\[0\] .*killed by SIGKILL") as caught:
         async with new_cluster() as cluster:
-            started = cluster.channel(str, name="started")
-            waiters = await cluster.launch(Waiter, count=2)
-            waiters.call(Waiter.forever, started.sender)
-            await started.receiver.get()
-            await started.receiver.get()
+            await waiting(cluster, 2)
             pid = kill(cluster, "Waiter[0]")
             await asyncio.Event().wait()
     assert caught.value.failure.pid == pid

@@ -18,6 +18,20 @@ from tests.workers.actor.language.kit import BATCHES, Channels, groups
 pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
 
 
+async def two_ready(cluster: ra.Cluster, actor: type[FSDPActor]) -> ra.WorkerGroup[FSDPActor]:
+    """Two actors that share a model, ready for other strategies."""
+    actors = await cluster.launch(
+        actor,
+        language_config(),
+        BATCHES,
+        count=2,
+        collective="gloo",
+        env_vars={"OMP_NUM_THREADS": "1"},
+    )
+    await actors.call(FSDPActor.init_trainer_resharding, timeout=LIMIT)
+    return actors
+
+
 class NotReadyOnce(FSDPActor):
     """Rank 1 cannot take its model back the first time that it is asked to change."""
 
@@ -37,19 +51,11 @@ async def test_strategies_go_on_after_a_rank_that_was_not_ready_and_a_second_pre
     async with ra.Cluster.process() as cluster:
         channels = Channels(cluster)
         kept = channels.groups.receiver.clone()
-        actors = await cluster.launch(
-            NotReadyOnce,
-            language_config(),
-            BATCHES,
-            count=2,
-            collective="gloo",
-            env_vars={"OMP_NUM_THREADS": "1"},
-        )
+        actors = await two_ready(cluster, NotReadyOnce)
 
         async def sizes() -> list[int]:
             return [one.dp for one in await actors.call(FSDPActor.strategy)]
 
-        await actors.call(FSDPActor.init_trainer_resharding, timeout=LIMIT)
         with pytest.raises(ra.WorkerError, match="OSError: no room on the device"):
             await actors.call(FSDPActor.apply_parallel_strategy, Strategy(dp=1))
         assert await sizes() == [2, 2]
@@ -60,13 +66,7 @@ async def test_strategies_go_on_after_a_rank_that_was_not_ready_and_a_second_pre
         # One rank trains: this brings the other one back, though both were launched.
         await actors.call(FSDPActor.init_trainer_resharding, 2, timeout=LIMIT)
         assert await sizes() == [2, 2]
-        training = actors.call(
-            FSDPActor.train,
-            LanguageTrainingPlan(iterations=3),
-            channels.groups.receiver,
-            channels.weights.sender,
-            channels.reports.sender,
-        )
+        training = channels.train(actors, LanguageTrainingPlan(iterations=3))
         with pytest.raises(ra.WorkerError, match="trains or changes its ranks"):
             await actors.call(FSDPActor.init_trainer_resharding, 2)
         asked = actors.call(FSDPActor.apply_parallel_strategy, Strategy(dp=1))
@@ -112,22 +112,8 @@ async def test_training_ends_at_once_on_a_rank_that_cannot_know_the_strategy(
     async with ra.Cluster.process() as cluster:
         channels = Channels(cluster)
         kept = channels.groups.receiver.clone()
-        actors = await cluster.launch(
-            LosesTheStore,
-            language_config(),
-            BATCHES,
-            count=2,
-            collective="gloo",
-            env_vars={"OMP_NUM_THREADS": "1"},
-        )
-        await actors.call(FSDPActor.init_trainer_resharding, timeout=LIMIT)
-        training = actors.call(
-            FSDPActor.train,
-            LanguageTrainingPlan(iterations=3),
-            channels.groups.receiver,
-            channels.weights.sender,
-            channels.reports.sender,
-        )
+        actors = await two_ready(cluster, LosesTheStore)
+        training = channels.train(actors, LanguageTrainingPlan(iterations=3))
         asked = actors.call(FSDPActor.apply_parallel_strategy, Strategy(dp=1))
         await channels.send(groups(0), 2)
         # Nothing is sent for the next iteration: a rank that trained on would wait for it.

@@ -16,7 +16,7 @@ from rlinf_async.messages.language import (
     Sampling,
 )
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.workers.actor import LanguageBatches
+from rlinf_async.workers.actor import FSDPActor, LanguageBatches, LanguageTrainingPlan
 from tests.backends.language.kit import samples, trainer_config
 
 GROUP = 4
@@ -73,6 +73,18 @@ class Channels:
     async def send(self, made: list[SampleGroup], actors: int = 1) -> None:
         for group in made:
             await self.groups.sender.put(group, key=group.group % actors, weight=len(group.samples))
+
+    def train(
+        self, actors: ra.WorkerGroup[FSDPActor], plan: LanguageTrainingPlan
+    ) -> ra.GroupCall[list[int]]:
+        """Have the actors train what is sent."""
+        return actors.call(
+            FSDPActor.train,
+            plan,
+            self.groups.receiver,
+            self.weights.sender,
+            self.reports.sender,
+        )
 
 
 # An epsilon that keeps Adam from making large steps of the last bits of small gradients.

@@ -49,13 +49,7 @@ async def trained(
     async with ra.Cluster.local() as cluster:
         channels = Channels(cluster)
         actors = await cluster.launch(FSDPActor, trainer, batches, **actor)
-        training = actors.call(
-            FSDPActor.train,
-            plan,
-            channels.groups.receiver,
-            channels.weights.sender,
-            channels.reports.sender,
-        )
+        training = channels.train(actors, plan)
         for made in iterations:
             await channels.send(made)
         await training
@@ -197,13 +191,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written(
     async with ra.Cluster.local() as cluster:
         channels = Channels(cluster)
         actors = await cluster.launch(FSDPActor, CONFIG, BATCHES)
-        training = actors.call(
-            FSDPActor.train,
-            plan,
-            channels.groups.receiver,
-            channels.weights.sender,
-            channels.reports.sender,
-        )
+        training = channels.train(actors, plan)
         await channels.send(groups(0))
         report = await channels.reports.receiver.get()
         assert report.checkpoint is None

@@ -46,13 +46,7 @@ async def trained(
             env_vars={"OMP_NUM_THREADS": "1"},
         )
         plan = LanguageTrainingPlan(iterations=2, pipeline=pipeline)
-        training = actors.call(
-            FSDPActor.train,
-            plan,
-            channels.groups.receiver,
-            channels.weights.sender,
-            channels.reports.sender,
-        )
+        training = channels.train(actors, plan)
         for iteration in range(2):
             await channels.send(groups(iteration, version=iteration), world_size)
         assert await training == [2] * world_size
