@@ -46,7 +46,7 @@ def exchange(rank: int, ranks: int, parameters: float) -> dict[str, Any]:
         begin = time.process_time()
         with timed_together() as seconds:
             states = [State(one, allocate(new, rank, device=CPU)) for one in held]
-            reshard(made, states, device=CPU)
+            reshard((made, states), device=CPU)
         worked.append(STATES * whole / (time.process_time() - begin))
         moved.append(STATES * whole / seconds[0])
         del states

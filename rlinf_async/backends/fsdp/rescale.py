@@ -43,7 +43,7 @@ from rlinf_async.backends.fsdp.errors import (
 from rlinf_async.backends.fsdp.letting_go import collect_unless_back, memory_of, take_apart
 from rlinf_async.backends.fsdp.progress import Progress, fill_optimizer, moments, progress_of
 from rlinf_async.backends.fsdp.state import MOMENTS
-from rlinf_async.backends.reshard import NotAgreed, PeerLost, Report, State, allocate, reshard_all
+from rlinf_async.backends.reshard import NotAgreed, PeerLost, Report, State, allocate, reshard
 from rlinf_async.parallel import FSDP2, Layout, Model, Plan, Strategy, layout, plan
 
 if TYPE_CHECKING:
@@ -198,8 +198,8 @@ class Rescale:
 
     def move(self) -> None:
         """Fill the new shards."""
-        self._moved = reshard_all(
-            list(self._moves.values()),
+        self._moved = reshard(
+            *self._moves.values(),
             group=self._manager.groups.transfer,
             device=self._manager.device,
             bucket_bytes=self._bucket_bytes,

@@ -7,7 +7,7 @@ from rlinf_async.backends.reshard.errors import (
     PeerLost,
     ReshardError,
 )
-from rlinf_async.backends.reshard.executor import Report, State, allocate, reshard, reshard_all
+from rlinf_async.backends.reshard.executor import Report, State, allocate, reshard
 
 __all__ = [
     "BucketDamaged",
@@ -19,5 +19,4 @@ __all__ = [
     "State",
     "allocate",
     "reshard",
-    "reshard_all",
 ]

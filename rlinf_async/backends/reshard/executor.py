@@ -74,9 +74,7 @@ def allocate(
 
 
 def reshard(
-    plan: Plan,
-    states: Sequence[State],
-    *,
+    *moves: tuple[Plan, Sequence[State]],
     group: dist.ProcessGroup | None = None,
     device: torch.device,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -85,31 +83,12 @@ def reshard(
 ) -> Report:
     """Fill the new buffers of every state from the old ones. Collective over the group.
 
-    On one host, CPU tensors go through memory that the ranks share, unless ``shared_memory`` is
-    False on all of them. The plan's ranks are those of the group; ranks in neither layout only
-    vote. Returns only if every rank has verified everything. Raises `BuffersDiffer` before
-    anything is sent, `PeerLost`, `BucketDamaged`, and `NotAgreed` on the ranks where all was well
-    when it was not elsewhere."""
-    return reshard_all(
-        [(plan, states)],
-        group=group,
-        device=device,
-        bucket_bytes=bucket_bytes,
-        shared_memory=shared_memory,
-        timeout=timeout,
-    )
-
-
-def reshard_all(
-    moves: Sequence[tuple[Plan, Sequence[State]]],
-    *,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    shared_memory: bool = True,
-    timeout: timedelta = DEFAULT_TIMEOUT,
-) -> Report:
-    """Do what `reshard` does for several plans, whose ranks meet and vote once for all of them."""
+    ``moves``: a plan with the states that go by it; for several, ranks meet and vote once. On one
+    host, CPU tensors go through memory that the ranks share, unless ``shared_memory`` is False on
+    all of them. The plan's ranks are those of the group; ranks in neither layout only vote.
+    Returns only if every rank has verified everything. Raises `BuffersDiffer` before anything is
+    sent, `PeerLost`, `BucketDamaged`, and `NotAgreed` on the ranks where all was well when it was
+    not elsewhere."""
     rank = dist.get_rank(group)
     faults = [
         fault

@@ -137,7 +137,7 @@ def round_the_ring(rank: int, shared_memory: bool) -> list[dict[str, int | bool]
         fresh = [allocate(new, rank, device=CPU) for _ in held]
         states = [State(*pair) for pair in zip(held, fresh, strict=True)]
         made = plan(old, new)
-        done = reshard(made, states, device=CPU, bucket_bytes=BUCKET, shared_memory=shared_memory)
+        done = reshard((made, states), device=CPU, bucket_bytes=BUCKET, shared_memory=shared_memory)
         arrived = all(equal(one, filled(new, rank, seed)) for seed, one in enumerate(fresh))
         runs = made.of_rank(rank)
         report.append(
@@ -176,7 +176,7 @@ def narrowed(rank: int) -> bool:
     weights = State(filled(old, rank, 0), allocate(new, rank, device=CPU))
     wide = allocate(new, rank, device=CPU, dtype=torch.float32)
     moments = State(filled(old, rank, 1), wide, torch.float32)
-    reshard(plan(old, new), [weights, moments], device=CPU, bucket_bytes=512)
+    reshard((plan(old, new), [weights, moments]), device=CPU, bucket_bytes=512)
     rounded = {name: one.bfloat16() for name, one in filled(new, rank, 0).items()}
     return equal(dict(weights.new), rounded) and equal(wide, filled(new, rank, 1))
 
@@ -202,8 +202,7 @@ def damaged(rank: int, shared_memory: bool) -> tuple[str, bool]:
     states = [State(held, allocate(new, rank, device=CPU))]
     said = outcome(
         lambda: reshard(
-            plan(old, new),
-            states,
+            (plan(old, new), states),
             device=CPU,
             bucket_bytes=BUCKET,
             shared_memory=shared_memory,
@@ -235,7 +234,7 @@ def lacking(rank: int) -> str:
     if rank == 2:
         del fresh["model.norm.weight"]
     states = [State(filled(old, rank, 0), fresh)]
-    return outcome(lambda: reshard(plan(old, new), states, device=CPU))
+    return outcome(lambda: reshard((plan(old, new), states), device=CPU))
 
 
 def test_a_rank_without_its_buffers_fails_all_before_anything_is_sent(outcomes: Outcomes) -> None:
@@ -261,8 +260,7 @@ def dying(rank: int, shared_memory: bool) -> tuple[str, bool]:
     limit = timedelta(seconds=20)
     said = outcome(
         lambda: reshard(
-            plan(old, new),
-            states,
+            (plan(old, new), states),
             device=CPU,
             bucket_bytes=BUCKET // 8,
             shared_memory=shared_memory,
