@@ -28,7 +28,7 @@ from rlinf_async.messages.embodied import TrainReport, Trajectory
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.observe.files import explaining
 from rlinf_async.parallel import StrategyError
-from rlinf_async.workers.actor.rescaling import Rescaling
+from rlinf_async.workers.actor.rescaling import Rescaling, as_rescalable
 
 if TYPE_CHECKING:
     from rlinf_async.backends.base import TrainerBackend
@@ -136,11 +136,7 @@ class EmbodiedFSDPActor(Rescaling):
 
     def rescalable(self) -> Rescalable:
         """The trainer; raises `StrategyError` where its backend cannot change its ranks."""
-        if not isinstance(self._trainer, Rescalable):
-            raise StrategyError(
-                [f"backend {self._backend_name!r} cannot change its ranks while it trains"]
-            )
-        return self._trainer
+        return as_rescalable(self._trainer, self._backend_name)
 
     def check_share(self, dp: int) -> None:
         """Raise `StrategyError` unless ``dp`` ranks can share minibatches and trajectories."""

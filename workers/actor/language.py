@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,7 +23,6 @@ from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGroup, Tokens
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.workers.actor.config import LanguageBatches
 from rlinf_async.workers.actor.errors import WeightsDisagree
 from rlinf_async.workers.actor.rescaling_language import RescalingLanguageWorker
 from rlinf_async.workers.inference.answers import bare_sample, with_log_probs
@@ -44,29 +42,7 @@ class LanguageTrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FSDPActor(RescalingLanguageWorker):
-    """One rank of the actor group.
-
-    Args:
-        trainer: configuration of the trainer backend, as its own Struct.
-        batches: sizes of an iteration.
-        backend: its registered name.
-        resume: folder of the checkpoint to go on from.
-        max_staleness: versions that a token's weights may be behind those that are trained; None:
-            any number.
-    """
-
-    def __init__(
-        self,
-        trainer: Any,
-        batches: LanguageBatches,
-        *,
-        backend: str = "fsdp",
-        resume: str | None = None,
-        max_staleness: int | None = None,
-    ) -> None:
-        super().__init__(
-            trainer, batches, backend=backend, resume=resume, max_staleness=max_staleness
-        )
+    """One rank of the actor group; see `TrainerWorker` for what it is made with."""
 
     async def train(
         self,

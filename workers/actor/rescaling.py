@@ -19,6 +19,7 @@ reach them at different times.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -50,7 +51,14 @@ class AppliedStrategy(msgspec.Struct, frozen=True, kw_only=True):
     received_bytes: int
 
 
-class Rescaling(Worker):
+def as_rescalable(trainer: object, backend: str) -> Rescalable:
+    """The trainer; raises `StrategyError` where its backend, of this name, cannot."""
+    if not isinstance(trainer, Rescalable):
+        raise StrategyError([f"backend {backend!r} cannot change its ranks while it trains"])
+    return trainer
+
+
+class Rescaling(Worker, ABC):
     """What an actor needs beside its trainer, which is a `Rescalable`."""
 
     _dp = 0
@@ -64,17 +72,17 @@ class Rescaling(Worker):
     _unknown: StrategyUnknown | None = None
     """why this rank must not go on"""
 
+    @abstractmethod
     def rescalable(self) -> Rescalable:
         """The trainer; raises `StrategyError` where its backend cannot."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check_share(self, dp: int) -> None:
         """Raise `ValueError` or `StrategyError` unless ``dp`` ranks can share an iteration."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take_share(self, dp: int) -> None:
         """Use the batch sizes of one of ``dp`` ranks from the next iteration on."""
-        raise NotImplementedError
 
     async def make_ready(self) -> None:
         """What this rank does before it changes."""

@@ -10,33 +10,17 @@ What it waits for: see `LanguageTrainingWorker` and `Rescaling`.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from rlinf_async.backends.base import Rescalable
 from rlinf_async.channels import Receiver
 from rlinf_async.messages.language import LanguageTrainReport, SampleGroup
-from rlinf_async.parallel import StrategyError, check_batch
-from rlinf_async.workers.actor.config import LanguageBatches
+from rlinf_async.parallel import check_batch
 from rlinf_async.workers.actor.language_training import LanguageTrainingWorker
-from rlinf_async.workers.actor.rescaling import Rescaling
+from rlinf_async.workers.actor.rescaling import Rescaling, as_rescalable
 
 
 class RescalingLanguageWorker(Rescaling, LanguageTrainingWorker):
     """One rank of an actor or critic group; see `TrainerWorker` for what it is made with."""
-
-    def __init__(
-        self,
-        trainer: Any,
-        batches: LanguageBatches,
-        *,
-        backend: str,
-        resume: str | None = None,
-        max_staleness: int | None = None,
-    ) -> None:
-        super().__init__(
-            trainer, batches, backend=backend, resume=resume, max_staleness=max_staleness
-        )
-        self._shares = batches
 
     async def run_training(self, input_channel: Receiver[SampleGroup]) -> LanguageTrainReport:
         """Collect this rank's whole share of one iteration, then train on it.
@@ -85,21 +69,17 @@ class RescalingLanguageWorker(Rescaling, LanguageTrainingWorker):
 
     def rescalable(self) -> Rescalable:
         """The trainer; raises `StrategyError` where its backend cannot change its ranks."""
-        if not isinstance(self._trainer, Rescalable):
-            raise StrategyError(
-                [f"backend {self._backend_name!r} cannot change its ranks while it trains"]
-            )
-        return self._trainer
+        return as_rescalable(self._trainer, self._backend_name)
 
     def check_share(self, dp: int) -> None:
         """Raise `ValueError` unless ``dp`` ranks can share a global batch in whole groups."""
-        shares = self._shares
+        shares = self._batch_sizes
         check_batch(shares.samples // shares.optimizer_steps, dp, group_size=shares.group_size)
         shares.of_rank(dp)
 
     def take_share(self, dp: int) -> None:
         """Use the batch sizes of one of ``dp`` ranks."""
-        self._sizes = self._shares.of_rank(dp)
+        self._sizes = self._batch_sizes.of_rank(dp)
 
     async def make_ready(self) -> None:
         """Take the model back to the device."""

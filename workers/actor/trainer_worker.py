@@ -45,7 +45,7 @@ class TrainerWorker(Worker):
         trainer: Any,
         batches: LanguageBatches,
         *,
-        backend: str,
+        backend: str = "fsdp",
         resume: str | None = None,
         max_staleness: int | None = None,
     ) -> None:
@@ -53,6 +53,8 @@ class TrainerWorker(Worker):
         self._backend_name = backend
         self._resume = resume
         self._max_staleness = max_staleness
+        self._batch_sizes = batches
+        """of an iteration, over all ranks"""
         self._sizes = batches.of_rank(self.world_size)
         self._epochs = batches.epochs
         self._group_size = batches.group_size

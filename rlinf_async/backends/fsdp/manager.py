@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class ShardedModelManager:
+class ShardedModelManager(ABC):
     """Builds, shards, optimises, offloads, saves and loads one model on one rank.
 
     At world size 1 the model is a plain module (see `sharding`). Methods marked collective must be
@@ -132,9 +133,9 @@ class ShardedModelManager:
             objection=objection,
         ).run()
 
+    @abstractmethod
     def model_provider_func(self) -> nn.Module:
         """Return a new model, on the CPU."""
-        raise NotImplementedError
 
     def setup_model_and_optimizer(self) -> None:
         """Build the model, shard it, and build optimizer, LR scheduler and loss scaler. Collective.

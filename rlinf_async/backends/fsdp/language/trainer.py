@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -54,7 +55,7 @@ SILENT_AT_ZERO = frozenset({"ppo", "gspo", "reinforce"})
 """losses without a gradient where the advantage is 0"""
 
 
-class LanguageTrainerBase:
+class LanguageTrainerBase(ABC):
     """What a policy and a critic have in common. torch.distributed is up where it is needed."""
 
     critic = False
@@ -96,14 +97,15 @@ class LanguageTrainerBase:
         """Make one optimizer step; see `step.optimizer_step`. Collective."""
         return optimizer_step(self.manager, micro_batches, self._part)
 
+    @abstractmethod
     def _part(self, micro_batch: MicroBatch) -> Part | NothingToDo:
-        raise NotImplementedError
+        """The loss of one micro-batch, which `training_step` adds up."""
 
     def end_iteration(self) -> None:
         """Count the version up."""
         self._version += 1
 
-    def check_ranks(self, world_size: int) -> None:
+    def check_ranks(self, world_size: int) -> None:  # noqa: B027  # most have no limit
         """Any number of ranks will do."""
 
     def sit_out(self) -> None:
