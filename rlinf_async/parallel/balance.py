@@ -40,8 +40,8 @@ class Items(NamedTuple):
         return volume(self.size) * self.item_bytes
 
 
-class Assigned(NamedTuple):
-    """Items after cutting: which item, its sub-box, and which member of its pool sends it."""
+class Parts(NamedTuple):
+    """What items were cut into, one behind another of the same item."""
 
     item: Ints
     member: Ints
@@ -90,16 +90,18 @@ def level(pools: list[Ints], demand: Ints, forced: Floats) -> list[Floats]:
     return shares
 
 
-def assign(items: Items, pools: list[Ints], forced: Floats) -> Assigned:
-    """Say who sends each item, cutting items where that levels the traffic.
+def assign(items: Items, pools: list[Ints], forced: Floats) -> tuple[Ints, Parts]:
+    """Say which member of its pool sends each item, cutting items where that levels the traffic.
 
     Every rank's bytes stay within 10 % of the least possible maximum, but for what one row of a
-    box weighs."""
-    order = ordered_by([items.pool, items.to_rank])
-    pool, size = items.pool[order], items.bytes[order]
-    demand = np.bincount(pool, size, len(pools)).astype(np.int64)
+    box weighs. Returns ``[items]`` members, and what goes instead of the items that are cut."""
+    bytes_ = items.bytes
+    demand = np.bincount(items.pool, bytes_, len(pools)).astype(np.int64)
     shares = level(pools, demand, forced)
     cuts, member = _cuts(shares, demand)
+    # Items lie on the line by pool and receiver; millions of rows are moved there only for this.
+    order = ordered_by([items.pool, items.to_rank])
+    size = bytes_[order]
     stop = np.cumsum(size)
     start = stop - size
     busiest = _busiest(pools, shares, forced)
@@ -107,26 +109,34 @@ def assign(items: Items, pools: list[Ints], forced: Floats) -> Assigned:
     whole = size <= busiest * SLACK / used
     first = np.searchsorted(cuts, np.where(whole, (start + stop) // 2, start), "right") - 1
     last = np.searchsorted(cuts, stop) - 1
-    last = np.maximum(np.where(whole, first, last), first)
+    segment = np.empty_like(first)
+    segment[order] = first
+    several = np.flatnonzero(~whole & (last > first))
+    parts = _parts(items, order[several], start[several], first[several], last[several], cuts)
+    return member[segment], parts._replace(member=member[parts.member])
+
+
+def _parts(items: Items, item: Ints, start: Ints, first: Ints, last: Ints, cuts: Ints) -> Parts:
+    """Cut items that lie from ``start`` on the line, in segments ``first`` to ``last``, there.
+
+    `Parts.member` of what is returned is the segment."""
+    boxes = rows_of(items.size, item)
+    size = volume(boxes) * items.item_bytes[item]
+    row_start, row_size, dim = _rows(rows_of(items.start, item), boxes)
     owner, number = spread(last - first + 1)
     segment = first[owner] + number
-    row_start, row_size, dim = _rows(items, order)
     begin, end = np.zeros(len(owner), np.int64), row_size[owner]
     for side, rows in ((begin, number > 0), (end, segment < last[owner])):
         cut = np.flatnonzero(rows)
         at = cuts[segment[cut] + (side is end)] - start[owner[cut]]
         side[cut] = _row_at(at, size, row_size, owner[cut])
-    empty = end <= begin
-    if empty.any():
-        keep = np.flatnonzero(~empty)
-        owner, segment, begin, end = owner[keep], segment[keep], begin[keep], end[keep]
-    item = order[owner]
-    box_start, box_size = rows_of(items.start, item), rows_of(items.size, item)
-    cut = np.flatnonzero(end - begin < row_size[owner])
-    along, begin, end = dim[owner[cut]], begin[cut], end[cut]
-    box_start[cut, along] = row_start[owner[cut]] + begin
-    box_size[cut, along] = end - begin
-    return Assigned(item, member[segment], box_start, box_size)
+    keep = np.flatnonzero(end > begin)
+    owner, segment, begin, end = owner[keep], segment[keep], begin[keep], end[keep]
+    box_start, box_size = rows_of(items.start, item[owner]), rows_of(items.size, item[owner])
+    each, along = np.arange(len(owner)), dim[owner]
+    box_start[each, along] = row_start[owner] + begin
+    box_size[each, along] = end - begin
+    return Parts(item[owner], segment, box_start, box_size)
 
 
 def _pour(load: Floats, amount: float) -> Floats:
@@ -158,13 +168,12 @@ def _busiest(pools: list[Ints], shares: list[Floats], forced: Floats) -> float:
     return float(load.max(initial=0))
 
 
-def _rows(items: Items, order: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return first row, rows, and the dimension along which each item can be cut."""
-    size, start = rows_of(items.size, order), rows_of(items.start, order)
+def _rows(start: Ints, size: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return first row, rows, and the dimension along which each box can be cut."""
     dim = _longest(size)
     for place in reversed(range(size.shape[1])):
         dim[size[:, place] >= FINE] = place
-    each = np.arange(len(order))
+    each = np.arange(len(size))
     return start[each, dim], size[each, dim], dim
 
 

@@ -10,7 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlinf_async.parallel.columns import Ints, distinct, in_order, ordered_by, rows_of, spread
+from rlinf_async.parallel.columns import (
+    Flags,
+    Ints,
+    distinct,
+    in_order,
+    ordered_by,
+    rows_of,
+    spread,
+)
 
 
 class Boxes(NamedTuple):
@@ -107,28 +115,40 @@ def overlaps(old: Boxes, new: Boxes, tensors: int) -> tuple[Ints, Ints]:
     np.maximum.at(extent, new.tensor, new_start + new_size)
     base = np.cumsum(extent) - extent
     old_start, new_start = old_start + base[old.tensor], new_start + base[new.tensor]
-    points = distinct(np.concatenate([old_start, old_start + old_size]))
+    points = distinct(np.stack([old_start, old_start + old_size], axis=1).ravel())
     first_old = np.searchsorted(points, old_start)
-    owner, number = spread(np.searchsorted(points, old_start + old_size) - first_old)
+    slots_old = np.searchsorted(points, old_start + old_size) - first_old
+    owner, number = spread(slots_old)
     slot = first_old[owner] + number
     by_slot = in_order(slot)
-    members, slot = owner[by_slot], slot[by_slot]
-    first_of = np.searchsorted(slot, np.arange(len(points) + 1))
+    members = owner[by_slot]
+    first_of = np.concatenate([[0], np.cumsum(np.bincount(slot, minlength=len(points)))])
     first_new = np.maximum(np.searchsorted(points, new_start, "right") - 1, 0)
     last_new = np.searchsorted(points, new_start + new_size)
     wanted, number = spread(np.maximum(last_new - first_new, 0))
     wanted_slot = first_new[wanted] + number
     meeting, number = spread(first_of[wanted_slot + 1] - first_of[wanted_slot])
     a, b = members[first_of[wanted_slot[meeting]] + number], wanted[meeting]
-    # Two boxes that meet in several slots are counted in the first of them.
-    keep = wanted_slot[meeting] == np.maximum(first_old[a], first_new[b])
-    keep &= old.tensor[a] == new.tensor[b]
-    for dim in range(old.start.shape[1]):
-        keep &= old.start[:, dim][a] < (new.start[:, dim] + new.size[:, dim])[b]
-        keep &= new.start[:, dim][b] < (old.start[:, dim] + old.size[:, dim])[a]
-    a, b = a[keep], b[keep]
+    unwanted = _elsewhere_apart(old, new, a, b, along)
+    if int(slots_old.max(initial=1)) > 1:
+        # Two boxes that meet in several slots are counted in the first of them.
+        unwanted |= wanted_slot[meeting] != np.maximum(first_old[a], first_new[b])
+    if unwanted.any():
+        keep = np.flatnonzero(~unwanted)
+        a, b = a[keep], b[keep]
     order = ordered_by([b, a])
     return a[order], b[order]
+
+
+def _elsewhere_apart(old: Boxes, new: Boxes, a: Ints, b: Ints, along: Ints) -> Flags:
+    """Whether pairs that meet in the dimension ``along`` of their tensor do not meet in others."""
+    apart = np.zeros(len(a), bool)
+    for dim in range(old.start.shape[1]):
+        if (along == dim).all():
+            continue
+        apart |= old.start[:, dim][a] >= (new.start[:, dim] + new.size[:, dim])[b]
+        apart |= new.start[:, dim][b] >= (old.start[:, dim] + old.size[:, dim])[a]
+    return apart
 
 
 def common(old: Boxes, new: Boxes, a: Ints, b: Ints) -> tuple[Ints, Ints]:
@@ -145,13 +165,11 @@ def _busiest_dimension(old: Boxes, new: Boxes, tensors: int) -> Ints:
     slots = np.zeros((dims, tensors), np.int64)
     if not old.start[:, 1:].any() and not new.start[:, 1:].any():
         return np.zeros(tensors, np.int64)
-    tensor = np.concatenate([old.tensor, new.tensor])
-    for dim in range(dims):
-        start = np.concatenate([old.start[:, dim], new.start[:, dim]])
-        if not start.any():
-            continue
-        width = int(start.max()) + 1
-        found = distinct(tensor * width + start)
-        slots[dim] = np.bincount(found // width, minlength=tensors)
+    for tensor, start, _ in (old, new):
+        for dim in range(dims):
+            if start[:, dim].any():
+                width = int(start[:, dim].max()) + 1
+                found = distinct(tensor * width + start[:, dim])
+                slots[dim] += np.bincount(found // width, minlength=tensors)
     busiest: Ints = np.argmax(slots, axis=0)
     return busiest

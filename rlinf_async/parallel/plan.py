@@ -27,7 +27,7 @@ import numpy as np
 
 from rlinf_async.parallel.balance import Items, assign, pools_of
 from rlinf_async.parallel.boxes import Boxes, common, overlaps, volume
-from rlinf_async.parallel.columns import Flags, Ints, in_order, numbered, rows_of, spread
+from rlinf_async.parallel.columns import Flags, Ints, numbered, rows_of, spread
 from rlinf_async.parallel.errors import ModelMismatch, NotHeld, PlanTooLarge, nearest_names
 from rlinf_async.parallel.groups import widened
 from rlinf_async.parallel.layout import Layout
@@ -47,7 +47,7 @@ MOST_MOVES = 1 << 25
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Moves as columns, ordered by source, destination, tensor and box. Made by `plan`."""
+    """Moves as columns. Made by `plan`, in an order that the two layouts decide."""
 
     old: Layout
     new: Layout
@@ -62,12 +62,12 @@ class Plan:
     round: Ints | None = None
     """``[moves]``: when it goes, after `in_rounds`; None: all at once"""
 
-    @property
+    @cached_property
     def from_rank(self) -> Ints:
         """``[moves]``: who has it."""
         return self.source.rank[self.source_piece]
 
-    @property
+    @cached_property
     def to_rank(self) -> Ints:
         """``[moves]``: who needs it."""
         return self.target.rank[self.target_piece]
@@ -127,14 +127,15 @@ def plan(old: Layout, new: Layout) -> Plan:
     regions = disjoint(regions_of(source), source, len(shapes)).one_per_rank(source.rank)
     wanted = regions_of(target)
     a, b = overlaps(regions.boxes, wanted.boxes, len(shapes))
+    copies = wanted.copies
+    _check_size(int(copies[b].sum()))
+    holder = wanted.first[b]
+    if int(copies.max(initial=1)) > 1:
+        overlap, number = spread(copies[b])
+        a, b, holder = a[overlap], b[overlap], holder[overlap] + number
     start, size = common(regions.boxes, wanted.boxes, a, b)
     _check_covered(new, wanted, target, b, volume(size))
-    _check_size(int(wanted.copies[b].sum()))
-    demand = Demand(Boxes(wanted.boxes.tensor[b], start, size), a, wanted.holders[wanted.first[b]])
-    if int(wanted.copies.max(initial=1)) > 1:
-        overlap, number = spread(wanted.copies[b])
-        holders = wanted.holders[wanted.first[b[overlap]] + number]
-        demand = demand.take(overlap)._replace(target_piece=holders)
+    demand = Demand(Boxes(wanted.boxes.tensor[b], start, size), a, wanted.holders[holder])
     return _moves(old, new, source, target, regions, demand)
 
 
@@ -154,6 +155,10 @@ def _moves(
     old: Layout, new: Layout, source: Pieces, target: Pieces, regions: Regions, demand: Demand
 ) -> Plan:
     """Meet the demand: by copies where the rank has it, by levelled traffic otherwise."""
+    if len(regions.holders) == len(regions.boxes.tensor):
+        # Every region is on one rank: nothing to choose.
+        sender = regions.holders[demand.region]
+        return Plan(old, new, source, target, demand.boxes, sender, demand.target_piece)
     sender = regions.at(demand.region, target.rank[demand.target_piece], source.rank)
     # Of what only one rank holds, that rank is the sender: nothing to choose.
     only = np.flatnonzero((sender < 0) & (regions.copies[demand.region] == 1))
@@ -166,9 +171,7 @@ def _moves(
     ).astype(np.float64)
     open_rows = np.flatnonzero(sender < 0)
     if len(open_rows) == 0:
-        order = _order(source.rank[sender], target.rank[demand.target_piece])
-        made = demand.take(order)
-        return Plan(old, new, source, target, made.boxes, sender[order], made.target_piece)
+        return Plan(old, new, source, target, demand.boxes, sender, demand.target_piece)
     asked, region = numbered(demand.region[open_rows], len(regions.copies))
     some = regions.take(asked)
     pool, pools = pools_of(some.first, source.rank[some.holders])
@@ -180,25 +183,23 @@ def _moves(
         item_bytes[chosen.boxes.tensor],
         target.rank[chosen.target_piece],
     )
-    sent = assign(items, pools, forced)
-    fixed, made = np.flatnonzero(sender >= 0), chosen.take(sent.item)
+    member, parts = assign(items, pools, forced)
+    holders = some.first[region]
+    sender[open_rows] = some.holders[holders + member]
+    rows, holders = open_rows[parts.item], some.holders[holders[parts.item] + parts.member]
+    head = np.diff(parts.item, prepend=-1) != 0
+    first, more = np.flatnonzero(head), np.flatnonzero(~head)
+    demand.boxes.start[rows[first]] = parts.start[first]
+    demand.boxes.size[rows[first]] = parts.size[first]
+    sender[rows[first]] = holders[first]
     boxes = Boxes(
-        np.concatenate([demand.boxes.tensor[fixed], made.boxes.tensor]),
-        np.concatenate([demand.boxes.start[fixed], sent.start]),
-        np.concatenate([demand.boxes.size[fixed], sent.size]),
+        np.concatenate([demand.boxes.tensor, demand.boxes.tensor[rows[more]]]),
+        np.concatenate([demand.boxes.start, parts.start[more]]),
+        np.concatenate([demand.boxes.size, parts.size[more]]),
     )
-    senders = np.concatenate(
-        [sender[fixed], some.holders[some.first[region[sent.item]] + sent.member]]
-    )
-    targets = np.concatenate([demand.target_piece[fixed], made.target_piece])
-    order = in_order(np.concatenate([fixed, open_rows[sent.item]]))
-    order = order[_order(source.rank[senders[order]], target.rank[targets[order]])]
-    return Plan(old, new, source, target, boxes.take(order), senders[order], targets[order])
-
-
-def _order(from_rank: Ints, to_rank: Ints) -> Ints:
-    """Order moves that are ordered by tensor and box by source and destination first."""
-    return in_order(from_rank * (int(to_rank.max(initial=0)) + 1) + to_rank)
+    senders = np.concatenate([sender, holders[more]])
+    targets = np.concatenate([demand.target_piece, demand.target_piece[rows[more]]])
+    return Plan(old, new, source, target, boxes, senders, targets)
 
 
 def _on_common_tensors(old: Layout, new: Layout) -> tuple[Pieces, Pieces, Ints]:
@@ -226,12 +227,14 @@ def _on_common_tensors(old: Layout, new: Layout) -> tuple[Pieces, Pieces, Ints]:
 
 def _pieces(layout: Layout, renumber: Ints, dims: int) -> Pieces:
     tensor = renumber[layout.boxes.tensor]
-    kept = np.flatnonzero(tensor >= 0)
-    start, size = layout.boxes.start[kept], layout.boxes.size[kept]
-    boxes = Boxes(tensor[kept], widened(start, dims, 0)[:, :dims], widened(size, dims, 1)[:, :dims])
-    return Pieces(
-        layout.piece_rank[kept], layout.piece_buffer[kept], layout.piece_offset[kept], boxes
-    )
+    rank, buffer, offset = layout.piece_rank, layout.piece_buffer, layout.piece_offset
+    start, size = layout.boxes.start, layout.boxes.size
+    if int(renumber.min(initial=0)) < 0:
+        kept = np.flatnonzero(tensor >= 0)
+        tensor, rank, buffer, offset = tensor[kept], rank[kept], buffer[kept], offset[kept]
+        start, size = rows_of(start, kept), rows_of(size, kept)
+    boxes = Boxes(tensor, widened(start, dims, 0)[:, :dims], widened(size, dims, 1)[:, :dims])
+    return Pieces(rank, buffer, offset, boxes)
 
 
 def _item_bytes(tensors: Sequence[GlobalTensor]) -> Ints:
@@ -239,7 +242,7 @@ def _item_bytes(tensors: Sequence[GlobalTensor]) -> Ints:
 
 
 def _check_covered(new: Layout, wanted: Regions, target: Pieces, b: Ints, volumes: Ints) -> None:
-    found = np.bincount(b, volumes, len(wanted.boxes.tensor))
+    found = np.bincount(b, volumes, len(wanted.boxes.tensor)) // wanted.copies
     short = np.flatnonzero(found < wanted.boxes.volume)
     if not len(short):
         return

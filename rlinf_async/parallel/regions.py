@@ -60,6 +60,8 @@ class Regions(NamedTuple):
 
     def one_per_rank(self, piece_rank: Ints) -> Regions:
         """Forget further copies of a region on one rank (tied parameters)."""
+        if len(self.holders) == len(self.boxes.tensor):
+            return self
         owner, _ = spread(self.copies)
         rank = piece_rank[self.holders]
         again = np.zeros(len(owner), bool)
@@ -88,13 +90,10 @@ def flattened(pieces: Pieces, shapes: Ints, flat: Flags) -> Pieces:
     another."""
     mine = flat[pieces.boxes.tensor]
     tensor = pieces.boxes.tensor
-    start, size = pieces.boxes.start.copy(), pieces.boxes.size.copy()
     at = np.zeros(len(tensor), np.int64)
     for place, step in zip(pieces.boxes.start.T, strides(shapes).T, strict=True):
         at += place * step[tensor]
     length = pieces.boxes.volume
-    start[mine], size[mine] = 0, 1
-    start[mine, 0], size[mine, 0] = at[mine], length[mine]
     goes_on = np.zeros(len(tensor), bool)
     goes_on[1:] = (
         mine[1:]
@@ -104,7 +103,12 @@ def flattened(pieces: Pieces, shapes: Ints, flat: Flags) -> Pieces:
         & (pieces.offset[1:] == pieces.offset[:-1] + length[:-1])
     )
     if flat.all():
-        start, size = start[:, :1].copy(), size[:, :1].copy()
+        start, size = at[:, None], length[:, None].copy()
+    else:
+        start = np.where(mine[:, None], 0, pieces.boxes.start)
+        size = np.where(mine[:, None], 1, pieces.boxes.size)
+        start[:, 0] += np.where(mine, at, 0)
+        size[:, 0] *= np.where(mine, length, 1)
     made = Pieces(pieces.rank, pieces.buffer, pieces.offset, Boxes(tensor, start, size))
     if not goes_on.any():
         return made
@@ -150,17 +154,16 @@ def _put_together(boxes: Boxes, holders: Ints, rank: Ints) -> Regions:
 
 
 def _overlapping_pairs(boxes: Boxes, tensors: int) -> tuple[Ints, Ints]:
-    """Pairs of different regions that share elements. Boxes are ordered by tensor and start."""
-    lines = ~any_of(boxes.size[:, 1:] != 1) & ~any_of(boxes.start[:, 1:] != 0)
-    only_lines = np.ones(tensors, bool)
-    only_lines[boxes.tensor[~lines]] = False
+    """Pairs of different regions that share elements. Boxes are ordered by tensor and start, so
+    where none meets the next in the first dimension all are apart."""
     tensor, low = boxes.tensor, boxes.start[:, 0]
     high = low + boxes.size[:, 0]
     meets = (tensor[1:] == tensor[:-1]) & (low[1:] < high[:-1])
     suspects = np.zeros(tensors, bool)
     suspects[tensor[1:][meets]] = True
-    suspects |= ~only_lines
     rows = np.flatnonzero(suspects[tensor])
+    if not len(rows):
+        return rows, rows
     some = boxes.take(rows)
     a, b = overlaps(some, some, tensors)
     return rows[a[a != b]], rows[b[a != b]]

@@ -30,7 +30,7 @@ def in_rounds(plan: Plan, bucket_bytes: int) -> Plan:
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes is {bucket_bytes}; it must be at least 1")
     cut = _cut(plan, bucket_bytes)
-    cut = cut.take(in_order(cut.boxes.tensor))
+    cut = cut.take(ordered_by([cut.boxes.tensor, cut.from_rank, cut.to_rank]))
     when = _rounds(cut, bucket_bytes)
     made = dataclasses.replace(cut, round=when)
     width = int(made.to_rank.max(initial=0)) + 1

@@ -58,8 +58,8 @@ def test_a_thousand_ranks_and_tensors_are_planned_in_two_seconds_of_cpu(
     seconds = time.process_time() - begin
     sent = made.sent()
     assert sum(sent.values()) == sum(made.received().values()) > 0
-    # Two seconds on an idle core; neighbours who share its caches and its clock may double that.
-    assert seconds < 4.0
+    # 0.7 on an idle core; neighbours, and memory that a process touches first, may treble that.
+    assert seconds < 3.0
 
 
 def test_a_million_moves_are_put_in_rounds_in_a_second_of_cpu() -> None:
