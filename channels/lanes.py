@@ -90,6 +90,12 @@ class Lane:
         self.weight -= entry.weight
         return entry
 
+    def pop_many(self, count: int) -> list[Entry]:
+        pop = self.entries.popleft
+        popped = [pop() for _ in range(count)]
+        self.weight -= sum([entry.weight for entry in popped])
+        return popped
+
     def push_back(self, entries: Iterable[Entry]) -> None:
         """Return entries to where they were: the head, in order of their first arrival."""
         returned = sorted(entries, key=lambda entry: entry.seq)

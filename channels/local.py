@@ -211,7 +211,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         entry = queue.take_one(key)
         if entry is None:
             entry = (await self._entries(1, None, key))[0]
-        item: T_co = entry.item if queue.decode is None else queue.values(key, [entry])[0]
+        item: T_co = entry.item if queue.decode is None else queue.value_of(key, entry)
         return item
 
     def get_nowait(self, *, key: Key | None = None) -> T_co:
@@ -219,7 +219,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         entry = self._queue.take_one(key)
         if entry is None:
             raise self._queue.empty_error(key)
-        item: T_co = self._queue.values(key, [entry])[0]
+        item: T_co = self._queue.value_of(key, entry)
         return item
 
     async def get_batch(

@@ -128,6 +128,18 @@ class Queue(Reserving):
                 raise
         return found
 
+    def value_of(self, key: Key | None, entry: Entry) -> Any:
+        """As `values`, of one entry."""
+        item = entry.item
+        if item.__class__ is not Encoded or self.decode is None:
+            return item
+        try:
+            return self.decode(item)
+        except MalformedFrame as error:
+            self.bury(entry, error)
+            self.return_entries(key, [])
+            raise
+
     def values(self, key: Key | None, entries: list[Entry]) -> list[Any]:
         """The items to hand out; one that cannot be decoded is buried, the others go back.
 

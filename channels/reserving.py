@@ -143,7 +143,7 @@ class Reserving(Serving):
         self._serve(lane)
 
     def _count_ahead(self, lane: Lane, entries: Sequence[Entry], sign: int) -> None:
-        count, weight = sign * len(entries), sign * sum(entry.weight for entry in entries)
+        count, weight = sign * len(entries), sign * sum([entry.weight for entry in entries])
         lane.held += count
         lane.held_weight += weight
         self.ahead += count

@@ -228,7 +228,7 @@ def join(parts: Sequence[Encoded]) -> tuple[list[tuple[int, int]], Encoded]:
         return [(len(parts[0].data), len(parts[0].buffers))], parts[0]
     sizes = [(len(part.data), len(part.buffers)) for part in parts]
     buffers = [buffer for part in parts for buffer in part.buffers]
-    return sizes, Encoded(b"".join(part.data for part in parts), buffers)
+    return sizes, Encoded(b"".join([part.data for part in parts]), buffers)
 
 
 def split(sizes: Sequence[tuple[int, int]], body: Encoded | None) -> list[Encoded]:
@@ -240,13 +240,14 @@ def split(sizes: Sequence[tuple[int, int]], body: Encoded | None) -> list[Encode
     whole = body if body is not None else Encoded(b"")
     if len(sizes) == 1 and sizes[0] == (len(whole.data), len(whole.buffers)):
         return [whole]
+    data, buffers = whole.data, whole.buffers
     parts: list[Encoded] = []
     start = first = 0
     for length, count in sizes:
-        data, buffers = whole.data[start : start + length], whole.buffers[first : first + count]
-        parts.append(Encoded(data, buffers))
-        start, first = start + length, first + count
-    if start != len(whole.data) or first != len(whole.buffers):
+        stop, last = start + length, first + count
+        parts.append(Encoded(data[start:stop], buffers[first:last] if count else ()))
+        start, first = stop, last
+    if start != len(data) or first != len(buffers):
         raise MalformedFrame(
             f"{len(sizes)} items of {start} bytes and {first} buffers were announced, "
             f"{len(whole.data)} bytes and {len(whole.buffers)} buffers arrived"

@@ -71,6 +71,8 @@ class Promises:
         self._outbox = connection.outbox
         self._loop = asyncio.get_running_loop()
         self.purses = Purses(connection)
+        self.turn_due = False
+        """whether so much was collected that it should be sent"""
         self._senders: WeakValueDictionary[int, RemoteSender[Any]] = WeakValueDictionary()
         self._runs: list[tuple[Purse, int, int]] = []
         self._counts: list[int] = []
@@ -98,11 +100,6 @@ class Promises:
         """Tell this sender of what becomes of its items."""
         self._senders[end] = sender
 
-    @property
-    def turn_due(self) -> bool:
-        """Whether so much was collected that it should be sent."""
-        return len(self._data) >= FRAME_ITEMS
-
     def fits(self, purse: Purse, body: Encoded, weight: int) -> bool:
         """Whether this can be put without asking."""
         return (
@@ -120,21 +117,22 @@ class Promises:
         purse.weight -= weight
         purse.used = True
         run = (purse, end, weight)
-        if self._runs and self._runs[-1] == run:
+        collected = self._data
+        if collected and self._runs[-1] == run:
             self._counts[-1] += 1
         else:
-            if not self._data:
+            if not collected:
                 self._outbox.collect(self._send)
             self._runs.append(run)
             self._counts.append(1)
-        self._data.append(data)
-        self._size += len(data)
-        if (
-            self._size >= FRAME_BYTES
-            or len(self._runs) >= FRAME_ITEMS
-            or len(self._data) >= FRAME_MOST
-        ):
+        collected.append(data)
+        self._size = size = self._size + len(data)
+        if size >= FRAME_BYTES:
             self._send()
+        elif (count := len(collected)) >= FRAME_ITEMS:
+            self.turn_due = True
+            if count >= FRAME_MOST or len(self._runs) >= FRAME_ITEMS:
+                self._send()
 
     async def confirmed(self) -> None:
         """Return once all that was put is in its place, or refused.
@@ -159,6 +157,7 @@ class Promises:
             by_end[end] = by_end.get(end, 0) + count
         body = b"".join(data) if len(data) > 1 else data[0]
         self._size = 0
+        self.turn_due = False
         if not self._under_way:
             _unconfirmed.add(self)
         self._under_way.append(_Frame(len(data), len(body), by_end))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from rlinf_async.channels.encoded import Encoded
@@ -113,23 +114,22 @@ class Sent:
         others = any(reader is not self for reader in lane.readers)
         if others or now() - lane.contested < ALONE_SECONDS:
             return []
-        limit = min(limit, len(lane.entries))
-        found: list[Entry] = []
-        size = 0
-        while len(found) < limit and size < MAX_BYTES:
-            entry = lane.entries[0]
+        size, before = 0, len(bodies)
+        for entry in islice(lane.entries, max(0, limit)):
             item = entry.item
             if item.__class__ is not Encoded:
                 try:
                     item = _encode(item)
                 except WrongItemType:  # whoever asks for it is told
                     break
-            if item.buffers or len(item.data) > MAX_ITEM_BYTES:
+            more = len(item.data)
+            if item.buffers or more > MAX_ITEM_BYTES:
                 break
-            found.append(lane.pop())
             bodies.append(item)
-            size += len(item.data)
-        return found
+            size += more
+            if size >= MAX_BYTES:
+                break
+        return lane.pop_many(len(bodies) - before)
 
     def _hold(self, entries: list[Entry], number: int) -> None:
         if not self._reads:
@@ -142,17 +142,17 @@ class Sent:
 
     def took(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Somebody has these. Whoever says so calls `forget`, or uses it again."""
-        if self.ahead:
-            taken = [entry for _, entry, ahead in self._pop(ranges) if ahead]
-            if taken:
-                self.queue.took_ahead(self.key, taken)
-        else:
-            for first, length in ranges:
-                for index in range(first, first + length):
-                    self.asked.pop(index, None)
-            return
-        if self._reads and not self.ahead:
-            self._read_all()
+        ahead, asked, taken = self.ahead, self.asked, list[Entry]()
+        for first, length in ranges:
+            for index in range(first, first + length):
+                if (entry := ahead.pop(index, None)) is not None:
+                    taken.append(entry)
+                else:
+                    asked.pop(index, None)
+        if taken:
+            self.queue.took_ahead(self.key, taken)
+            if self._reads and not self.ahead:
+                self._read_all()
 
     def back(self, ranges: Iterable[tuple[int, int]], error: str | None) -> None:
         """These were not taken: they go back; with an error they are buried."""

@@ -95,11 +95,13 @@ class Windows:
 
     def took(self, window: Window, index: int) -> None:
         """Say so with the next write."""
-        ranges, _ = self._said_of(window)
-        if ranges and sum(ranges[-1]) == index:
-            ranges[-1] = (ranges[-1][0], ranges[-1][1] + 1)
-        else:
-            ranges.append((index, 1))
+        ranges, _ = self._took.get(window) or self._said_of(window)
+        if ranges:
+            first, length = ranges[-1]
+            if first + length == index:
+                ranges[-1] = first, length + 1
+                return
+        ranges.append((index, 1))
 
     def answered(self, window: Window, number: int) -> None:
         """This request's answer arrived: it cannot be undone as a whole any more."""
