@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 import rlinf_async as ra
 from rlinf_async.backends.toy.config import ToyEngineConfig
 from rlinf_async.backends.toy.engine import ToyEngine
+from rlinf_async.backends.toy.responses import response_length, response_tokens, text
 from rlinf_async.messages.language import Request, Sample, WeightsTaken
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.rollout.language import (
@@ -15,6 +18,8 @@ from rlinf_async.workers.rollout.language import (
     LanguageRolloutReport,
     LanguageRolloutWorker,
 )
+
+SLOW = ToyEngineConfig(slots=4, seconds_per_step=1.0, mean_tokens=10)
 
 
 class Rollout(LanguageRolloutWorker):
@@ -33,6 +38,19 @@ class Rollout(LanguageRolloutWorker):
 def update(version: int) -> WeightUpdate:
     """Weights without tensors."""
     return WeightUpdate(version, (), 1000 + version)
+
+
+def right(sample: Sample, config: ToyEngineConfig) -> None:
+    """The sample is what the toy engine makes of its request, in however many pieces."""
+    asked = sample.request
+    length = min(response_length(config, asked.seed), asked.sampling.max_tokens)
+    expected = response_tokens(config, asked, length)
+    np.testing.assert_array_equal(sample.generated.token_ids, expected)
+    assert sample.text == text(expected)
+    assert len(sample.generated.version) == len(sample.generated.log_prob) == length
+    assert sample.generated.version.min() >= asked.min_version
+    assert sample.generated.finish in ("stop", "length")
+    assert asked.partial is None
 
 
 class Channels:

@@ -15,15 +15,23 @@ def check_sizes(config: LanguageConfig) -> None:
     Raises:
         ConfigError: with the numbers, and the nearest that would do.
     """
-    training, cluster, actor = config.training, config.cluster, config.actor
-    ranks = cluster.actors
+    _check_batches(config)
+    _check_places(config)
+    _check_evaluation(config)
+    _check_learning(config)
+    _check_critics(config)
+    _check_reference(config)
+
+
+def _check_batches(config: LanguageConfig) -> None:
+    """Prompts over actors, groups over global batches, samples over micro-batches."""
+    training, actor, ranks = config.training, config.actor, config.cluster.actors
     if training.prompts % ranks:
         raise ConfigError(
             f"{training.prompts} prompts cannot be divided among {ranks} actors: use "
             f"{_near(training.prompts, ranks)}",
             path=("training", "prompts"),
         )
-    share = config.iteration_samples // ranks
     groups = training.prompts // ranks
     if groups % actor.global_batches:
         raise ConfigError(
@@ -32,16 +40,19 @@ def check_sizes(config: LanguageConfig) -> None:
             f"{actor.global_batches} global batches of whole groups: use a divisor of {groups}",
             path=("actor", "global_batches"),
         )
-    if actor.micro_batch_size is not None and (share // actor.global_batches) % (
-        actor.micro_batch_size
-    ):
+    size = config.iteration_samples // ranks // actor.global_batches
+    if actor.micro_batch_size is not None and size % actor.micro_batch_size:
         raise ConfigError(
-            f"a global batch has {share // actor.global_batches} samples on each actor, which "
+            f"a global batch has {size} samples on each actor, which "
             f"micro_batch_size = {actor.micro_batch_size} does not divide: use "
-            f"{_near_divisors(share // actor.global_batches, actor.micro_batch_size)}",
+            f"{_near_divisors(size, actor.micro_batch_size)}",
             path=("actor", "micro_batch_size"),
         )
-    if cluster.backend == "local" and ranks > 1:
+
+
+def _check_places(config: LanguageConfig) -> None:
+    training, cluster = config.training, config.cluster
+    if cluster.backend == "local" and cluster.actors > 1:
         raise ConfigError(
             "several actors need a process each: use backend = 'process', or actors = 1",
             path=("cluster", "backend"),
@@ -52,6 +63,9 @@ def check_sizes(config: LanguageConfig) -> None:
             "devices have nothing to be ahead of: set it to 0, or placement to 'disaggregated'",
             path=("cluster", "placement"),
         )
+
+
+def _check_evaluation(config: LanguageConfig) -> None:
     if config.evaluation.samples and not config.data.held_out:
         raise ConfigError(
             f"evaluation.samples is {config.evaluation.samples}, but no record is held out: set "
@@ -63,6 +77,10 @@ def check_sizes(config: LanguageConfig) -> None:
             "there is a target but no evaluation: set evaluation.samples",
             path=("evaluation", "target_accuracy"),
         )
+
+
+def _check_learning(config: LanguageConfig) -> None:
+    actor = config.actor
     if actor.epochs > 1 and actor.loss.proximal == "current":
         raise ConfigError(
             f"with {actor.epochs} epochs the samples become older than the weights, but 'current' "
@@ -74,12 +92,6 @@ def check_sizes(config: LanguageConfig) -> None:
             "a supervised phase is for a model that begins from nothing (model.config), but "
             f"model.path names {config.model.path!r}, which has weights: set it to 0",
             path=("warm_start", "steps"),
-        )
-    _check_critics(config)
-    if config.needs_reference and not cluster.inference_workers:
-        raise ConfigError(
-            "a KL to the reference needs reference log-probs: set cluster.inference_workers",
-            path=("cluster", "inference_workers"),
         )
 
 
@@ -108,6 +120,14 @@ def _check_critics(config: LanguageConfig) -> None:
         raise ConfigError(
             "there is no critic to warm up: set cluster.critics, or leave it out",
             path=("critic", "warmup_iterations"),
+        )
+
+
+def _check_reference(config: LanguageConfig) -> None:
+    if config.needs_reference and not config.cluster.inference_workers:
+        raise ConfigError(
+            "a KL to the reference needs reference log-probs: set cluster.inference_workers",
+            path=("cluster", "inference_workers"),
         )
 
 

@@ -1,0 +1,232 @@
+"""What an interruption and an offload leave: nothing is lost, nothing comes twice."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+import rlinf_async as ra
+from rlinf_async.backends.toy.config import ToyEngineConfig
+from rlinf_async.backends.toy.engine import ToyEngine
+from rlinf_async.messages.language import Request
+from rlinf_async.testing import explore, nothing_left_waiting
+from tests.backends.requests import request
+from tests.workers.rollout.language_kit import SLOW, Channels, Rollout, right, update
+
+
+def test_interrupted_requests_go_on_elsewhere_after_the_tokens_they_have() -> None:
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            channels = Channels(cluster)
+            rollout = await cluster.launch(Rollout, SLOW, count=2)
+            await channels.weights.sender.publish(update(0))
+            with channels.requests.receiver, channels.samples.sender, channels.taken.sender:
+                first = channels.serve(rollout, [0])
+                await channels.ask(*(request(index) for index in range(6)))
+                await asyncio.sleep(5.5)
+                returned = await rollout[0].call(Rollout.interrupt, channels.requests.sender)
+                assert returned == 4  # the other two wait in the channel
+                assert channels.requests.statistics().depth == 6
+                await channels.weights.sender.publish(update(1))
+                await asyncio.sleep(100)
+                assert channels.samples.statistics().depth == 0  # it takes none meanwhile
+                second = channels.serve(rollout, [1])
+                samples = await channels.collect(6)
+                for sample in samples.values():
+                    right(sample, SLOW)
+                assert {one.rollout_rank for one in samples.values()} == {1}
+                old = [int((one.generated.version == 0).sum()) for one in samples.values()]
+                assert sorted(old) == [0, 0, 6, 6, 6, 6]
+                await rollout[0].call(Rollout.resume)
+                channels.requests.close()
+                [report] = await first
+                assert (report.samples, report.handed_back) == (0, 4)
+                [report] = await second
+                assert report.tokens == 4 * 4 + 2 * 10
+
+    explore(body, seeds=range(40))
+
+
+def test_an_interruption_at_any_moment_loses_and_doubles_nothing() -> None:
+    seeds = iter(range(1000))
+
+    async def body() -> None:
+        chance = random.Random(next(seeds))
+        async with ra.Cluster.local() as cluster:
+            channels = Channels(cluster)
+            rollout = await cluster.launch(Rollout, SLOW, count=2)
+            with channels.requests.receiver, channels.samples.sender, channels.taken.sender:
+                serving = channels.serve(rollout, [0, 1])
+                await channels.ask(*(request(i, min_version=i % 2) for i in range(12)))
+                await channels.weights.sender.publish(update(0))
+
+                async def interrupt() -> None:
+                    for _ in range(3):
+                        await asyncio.sleep(chance.uniform(0.0, 8.0))
+                        one = rollout[chance.randrange(2)]
+                        handing = one.call(Rollout.interrupt, channels.requests.sender)
+                        if chance.random() < 0.3:  # it is called off
+                            await asyncio.sleep(chance.uniform(0.0, 1.0))
+                            handing.cancel()
+                            await handing.finished(within=9)
+                        else:
+                            await handing
+                        await asyncio.sleep(chance.uniform(0.0, 3.0))
+                        await one.call(Rollout.resume)
+
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(interrupt())
+                    await asyncio.sleep(chance.uniform(0.0, 20.0))
+                    await channels.weights.sender.publish(update(1))
+                for sample in (await channels.collect(12)).values():
+                    right(sample, SLOW)
+                channels.requests.close()
+                await serving
+            nothing_left_waiting(channels.requests, channels.samples)
+
+    explore(body, seeds=range(60))
+
+
+class SlowToStart(ToyEngine):
+    async def start(self) -> None:
+        await asyncio.sleep(7.0)
+
+
+class BuiltSlowly(Rollout):
+    def make_engine(self) -> ToyEngine:
+        return SlowToStart(SLOW)
+
+    async def close_unfinished(self) -> None:
+        """What the end of a call does, if the call could not be told so."""
+        assert self._unfinished is not None
+        self._unfinished.close()
+
+
+def test_an_interruption_while_the_engine_is_built_again_hands_its_requests_back() -> None:
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            channels = Channels(cluster)
+            rollout = await cluster.launch(BuiltSlowly, SLOW)
+            channels.serve(rollout)
+            await channels.weights.sender.publish(update(0))
+            await channels.ask(*(request(index) for index in range(4)))
+            await asyncio.sleep(2.5)
+            await rollout[0].call(Rollout.kill_engine)
+            await asyncio.sleep(1.0)
+            began = asyncio.get_running_loop().time()
+            call = rollout[0].call(Rollout.interrupt, channels.requests.sender)
+            assert await call == 4
+            assert asyncio.get_running_loop().time() - began == pytest.approx(6.5)
+
+    explore(body, seeds=range(20))
+
+
+def test_an_interruption_whose_channel_is_closed_lets_the_requests_go_on() -> None:
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            channels = Channels(cluster)
+            unfinished = cluster.channel(Request, name="unfinished", capacity=1)
+            rollout = await cluster.launch(BuiltSlowly, SLOW)
+            channels.serve(rollout)
+            await channels.weights.sender.publish(update(0))
+            await channels.ask(*(request(index) for index in range(4)))
+            await asyncio.sleep(2.5)
+            interrupting = rollout[0].call(Rollout.interrupt, unfinished.sender)
+            await asyncio.sleep(2.0)  # one is in the channel, the others wait for room
+            await rollout[0].call(BuiltSlowly.close_unfinished)
+            for sample in (await channels.collect(3)).values():
+                right(sample, SLOW)
+            assert await interrupting == 1
+
+    explore(body, seeds=range(20))
+
+
+async def test_a_request_carries_its_partial_between_processes() -> None:
+    async with ra.Cluster.process() as cluster:
+        channels = Channels(cluster)
+        config = ToyEngineConfig(seconds_per_step=0.05, mean_tokens=60)
+        rollout = await cluster.launch(Rollout, config, count=2)
+        await channels.weights.sender.publish(update(0))
+        with channels.requests.receiver, channels.samples.sender, channels.taken.sender:
+            first = channels.serve(rollout, [0])
+            await channels.taken.receiver.get()
+            await channels.ask(request(6, max_tokens=2))
+            await channels.ask(*(request(index, max_tokens=100) for index in range(6)))
+            await channels.samples.receiver.get()
+            unfinished = cluster.channel(Request, name="unfinished", capacity=10)
+            count = await rollout[0].call(Rollout.interrupt, unfinished.sender)
+            assert count == 6
+            back: list[Request] = [await unfinished.receiver.get() for _ in range(count)]
+            await channels.ask(*back)
+            second = channels.serve(rollout, [1])
+            for sample in (await channels.collect(6)).values():
+                right(sample, config)
+                assert sample.rollout_rank == 1
+            await rollout[0].call(Rollout.resume)
+            channels.requests.close()
+            await first
+            await second
+
+
+def test_offloading_finishes_what_is_here_and_takes_nothing_until_onload() -> None:
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            channels = Channels(cluster)
+            rollout = await cluster.launch(Rollout, SLOW)
+            serving = channels.serve(rollout)
+            await channels.weights.sender.publish(update(0))
+            await channels.ask(*(request(index) for index in range(6)))
+            await asyncio.sleep(0.5)
+            await rollout[0].call(Rollout.offload)
+            assert channels.samples.statistics().depth == 4
+            await channels.weights.sender.publish(update(1))
+            await asyncio.sleep(100)
+            assert channels.samples.statistics().depth == 4
+            assert await rollout[0].call(Rollout.version) == 0
+            await rollout[0].call(Rollout.onload)
+            await channels.collect(6)
+            channels.requests.close()
+            [report] = await serving
+            assert report.version == 1
+
+    explore(body, seeds=range(20))
+
+
+def test_offloading_or_onloading_twice_is_harmless() -> None:
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            channels = Channels(cluster)
+            rollout = await cluster.launch(Rollout, SLOW)
+            serving = channels.serve(rollout)
+            await channels.weights.sender.publish(update(0))
+            await channels.taken.receiver.get()
+            await rollout[0].call(Rollout.onload)
+            await asyncio.gather(*(rollout[0].call(Rollout.offload) for _ in range(2)))
+            await channels.weights.sender.publish(update(1))
+            await rollout[0].call(Rollout.offload)
+            assert await rollout[0].call(Rollout.version) == 0
+            await asyncio.gather(*(rollout[0].call(Rollout.onload) for _ in range(2)))
+            await channels.ask(request(0, min_version=1))
+            await channels.collect(1)
+            channels.requests.close()
+            [report] = await serving
+            assert report.version == 1
+
+    explore(body, seeds=range(20))
+
+
+def test_a_worker_that_nobody_lets_go_on_is_found_to_be_stuck() -> None:
+    async def body() -> None:
+        async with ra.Cluster.local(deadlock_after=0.2) as cluster:
+            channels = Channels(cluster)
+            rollout = await cluster.launch(Rollout, SLOW)
+            await channels.weights.sender.publish(update(0))
+            channels.serve(rollout)
+            await rollout.call(Rollout.offload)
+            await channels.ask(request(0))
+            await channels.samples.receiver.get()
+
+    with pytest.raises(ra.Deadlock, match="'samples'"):
+        ra.run(body())
