@@ -48,10 +48,16 @@ def check_launch(launch: Launch, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Check a launch by itself.
 
     Raises:
-        BuildError: no worker class, a wrong count, a policy that cannot be kept, wrong arguments.
+        BuildError: no worker class or an abstract one, a wrong count, a policy that cannot be
+            kept, wrong arguments.
     """
     if not isinstance(launch.worker, type) or not issubclass(launch.worker, Worker):
         raise BuildError(f"launch() takes a subclass of Worker, not {launch.worker!r}")
+    if missing := sorted(getattr(launch.worker, "__abstractmethods__", ())):
+        raise BuildError(
+            f"{launch.worker.__name__} is abstract: launch a subclass that has "
+            f"{' and '.join(missing)}"
+        )
     group, count = launch.group, launch.count
     if type(count) is not int or count < 1:
         raise BuildError(f"{group}: count must be a whole number from 1, got {count!r}")

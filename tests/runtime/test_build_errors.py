@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,16 @@ class Stranger(ra.Worker):
 class Needy(ra.Worker):
     def __init__(self, what: str) -> None:
         self.what = what
+
+
+class Unfinished(ra.Worker, ABC):
+    """Leaves to subclasses what it does."""
+
+    @abstractmethod
+    async def sing(self) -> None: ...
+
+    @abstractmethod
+    async def dance(self) -> None: ...
 
 
 class Named(ra.Worker):
@@ -191,6 +202,7 @@ async def test_a_wrong_call_is_refused(case: str) -> None:
 
 LAUNCHES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "no worker": ((Number,), {}, r"takes a subclass of Worker, not <class .*Number'>"),
+    "an abstract class": ((Unfinished,), {}, r"Unfinished is abstract: .* has dance and sing"),
     "an instance": ((5,), {}, r"takes a subclass of Worker, not 5"),
     "missing constructor argument": (
         (Needy,),
