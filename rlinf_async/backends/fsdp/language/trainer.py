@@ -42,7 +42,7 @@ from rlinf_async.backends.fsdp.language.publishing import (
 )
 from rlinf_async.backends.fsdp.language.reference import KeptWeights
 from rlinf_async.backends.fsdp.language.step import NothingToDo, Part, optimizer_step
-from rlinf_async.backends.fsdp.manager import DTYPES
+from rlinf_async.backends.fsdp.optimized import DTYPES
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
