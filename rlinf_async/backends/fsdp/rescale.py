@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
@@ -36,36 +36,21 @@ from rlinf_async.backends.fsdp import skeleton
 from rlinf_async.backends.fsdp.ballot import Ballot, Word
 from rlinf_async.backends.fsdp.errors import (
     FSDPError,
-    OffloadedError,
     RescaleError,
     RescaleUndecided,
 )
 from rlinf_async.backends.fsdp.letting_go import collect_unless_back, memory_of, take_apart
-from rlinf_async.backends.fsdp.progress import Progress, fill_optimizer, moments, progress_of
-from rlinf_async.backends.fsdp.state import MOMENTS
-from rlinf_async.backends.reshard import NotAgreed, PeerLost, Report, State, allocate, reshard
-from rlinf_async.parallel import FSDP2, Layout, Model, Plan, Strategy, layout, plan
+from rlinf_async.backends.fsdp.progress import Progress, fill_optimizer
+from rlinf_async.backends.fsdp.proposal import Proposal, check_same, proposal_of
+from rlinf_async.backends.fsdp.rooms import Rooms, Shards
+from rlinf_async.backends.reshard import NotAgreed, PeerLost, Report
 
 if TYPE_CHECKING:
     from rlinf_async.backends.fsdp.manager import ShardedModelManager
 
-Shards = dict[str, Tensor]
-
 _attempts = itertools.count()
 """Of this process, like torch's groups: models share one store, and all ranks rescale them in the
 same order."""
-
-
-class Proposal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one rank was asked for, and brings along."""
-
-    world_size: int
-    bucket_bytes: int
-    groups: list[int]
-    """the sizes for which it has a process group"""
-    progress: Progress | None
-    """None from an idle rank"""
-    extra: bytes
 
 
 class _Standing(NamedTuple):
@@ -99,10 +84,7 @@ class Rescale:
         launched = manager.groups.launched
         self._ballot = Ballot(store, manager.rank, launched, self._began + timeout)
         self._proposals: list[Proposal] = []
-        self._states: list[State] = []
-        """weights, moments in the order of `MOMENTS` if there are any, then what is kept"""
-        self._moves: dict[frozenset[str], tuple[Plan, list[State]]] = {}
-        """by the names of the tensors that move"""
+        self._rooms = Rooms(manager, self._old, world_size)
         self._moved: Report | None = None
         self._standing: _Standing | None = None
 
@@ -142,22 +124,9 @@ class Rescale:
 
     def propose(self) -> bytes:
         """Say what this rank was asked for, and what it brings along."""
-        manager = self._manager
         if self._objection:
             raise FSDPError(self._objection)
-        if manager.cfg.strategy != "fsdp2":
-            raise FSDPError(
-                f"strategy {manager.cfg.strategy!r} cannot change its number of ranks while it "
-                "trains: use strategy 'fsdp2', or a checkpoint, which any number can load"
-            )
-        if manager.param_offloaded or manager.optimizer_offloaded:
-            raise OffloadedError(
-                "rescale() while model or optimizer is offloaded: call load_param_and_grad() and "
-                "load_optimizer() first"
-            )
-        progress = progress_of(manager) if manager.active else None
-        groups = manager.groups.sizes
-        proposal = Proposal(self._new, self._bucket_bytes, groups, progress, self._extra)
+        proposal = proposal_of(self._manager, self._new, self._bucket_bytes, self._extra)
         return msgspec.msgpack.encode(proposal)
 
     def connect(self) -> None:
@@ -184,47 +153,25 @@ class Rescale:
 
     def build(self) -> None:
         """Plan, and make room for the new shards."""
-        manager = self._manager
-        whole = skeleton.described(manager.skeleton)
-        held = skeleton.shards_of(manager.model) if manager.active else {}
-        self._room(whole, held, frozenset(one.name for one in whole.parameters))
-        stepped = frozenset(self._agreed.optimizer_steps)
-        if stepped:
-            for key in MOMENTS:
-                self._room(whole, moments(manager, key), stepped)
-        for kept in manager.kept.values():
-            trained = frozenset(name for name, _ in manager.skeleton.named_parameters())
-            self._room(whole, kept, trained, torch.device("cpu"))
+        self._rooms.make(frozenset(self._agreed.optimizer_steps))
 
     def move(self) -> None:
         """Fill the new shards."""
-        self._moved = reshard(
-            *self._moves.values(),
-            group=self._manager.groups.transfer,
-            device=self._manager.device,
-            bucket_bytes=self._bucket_bytes,
-            timeout=timedelta(seconds=self._ballot.left),
-        )
+        self._moved = self._rooms.fill(self._bucket_bytes, timedelta(seconds=self._ballot.left))
 
     def verify(self) -> None:
         """Put model and optimizer together, ready to train."""
-        manager, rooms = self._manager, [state.new for state in self._states]
-        progress = self._agreed
+        manager, rooms, progress = self._manager, self._rooms, self._agreed
         model = manager.skeleton
         if self._joins:
             group = manager.groups.active(self._new)
-            model = skeleton.put_together(model, rooms[0], self._new, group, manager.device)
+            model = skeleton.put_together(model, rooms.weights, self._new, group, manager.device)
         optimizer = manager.build_optimizer(model, manager.cfg.critic_warmup_steps > 0)
         scheduler = manager.build_lr_scheduler(optimizer)
         if self._joins:
-            stepped = (
-                dict(zip(MOMENTS, rooms[1:], strict=False)) if progress.optimizer_steps else {}
-            )
-            fill_optimizer(optimizer, model, progress, stepped)
+            fill_optimizer(optimizer, model, progress, rooms.moments)
         scheduler.load_state_dict(progress.schedule)
-        kept = rooms[len(rooms) - len(manager.kept) :]
-        by_name = {name: dict(one) for name, one in zip(manager.kept, kept, strict=True)}
-        self._standing = _Standing(model, optimizer, scheduler, by_name)
+        self._standing = _Standing(model, optimizer, scheduler, rooms.kept)
 
     def decide(self) -> None:
         """Commit, unless a rank has given up."""
@@ -235,10 +182,7 @@ class Rescale:
     def _meet(self) -> None:
         """Agree on what is asked for; after this every rank comes to `connect`."""
         self._take_in(self._through("propose", self.propose))
-        for field in ("world_size", "bucket_bytes"):
-            asked = [getattr(one, field) for one in self._proposals]
-            if len(set(asked)) > 1:
-                raise RescaleError(f"the ranks were asked for different {field}: {asked}")
+        check_same(self._proposals)
         self._ballot.decide()
 
     def _take_in(self, contents: list[bytes]) -> None:
@@ -296,7 +240,7 @@ class Rescale:
 
     def _roll_back(self) -> None:
         manager = self._manager
-        self._forget_rooms()
+        self._rooms.forget()
         self._standing = None
         if manager.active and not manager.param_offloaded and not manager.has_gradients():
             manager.zero_grad()
@@ -304,7 +248,7 @@ class Rescale:
     def _commit(self) -> None:
         standing, progress, manager = self._standing, self._agreed, self._manager
         assert standing is not None  # the vote on `verify` was well
-        self._forget_rooms()
+        self._rooms.forget()
         before = memory_of(manager.model, manager.optimizer)
         take_apart(manager.model, manager.optimizer)
         manager.world_size, manager.group = self._new, manager.groups.active(self._new)
@@ -314,10 +258,6 @@ class Rescale:
         if manager.active:
             manager.zero_grad()
         collect_unless_back(before)
-
-    def _forget_rooms(self) -> None:
-        self._states.clear()
-        self._moves.clear()
 
     def _report(self) -> RescaleReport:
         moved = self._moved
@@ -338,26 +278,3 @@ class Rescale:
         progress = self._proposals[0].progress
         assert progress is not None  # rank 0 is always active
         return progress
-
-    def _room(
-        self,
-        whole: Model,
-        held: Shards,
-        names: frozenset[str],
-        device: torch.device | None = None,
-    ) -> None:
-        """Make room for the new shards of what this rank holds of these tensors."""
-        manager = self._manager
-        if names not in self._moves:
-            part = skeleton.only(whole, names)
-            made = plan(sharded_over(part, self._old), sharded_over(part, self._new))
-            self._moves[names] = made, []
-        made, states = self._moves[names]
-        new = allocate(made.new, manager.rank, device=device or manager.device)
-        states.append(State(held, new))
-        self._states.append(states[-1])
-
-
-def sharded_over(model: Model, ranks: int) -> Layout:
-    """Return who holds what on the first ranks."""
-    return layout(model, Strategy(dp=ranks, sharding=FSDP2()))
