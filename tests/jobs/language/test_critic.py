@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 
+from rlinf_async.backends.fsdp.language.critic import CriticTrainer
+from rlinf_async.backends.fsdp.language.trainer import LanguageTrainerBase, PolicyTrainer
+from rlinf_async.backends.language import MicroBatch
 from tests.jobs.language.kit import TINY, Job
 from tests.jobs.language.test_resumed import Killed, die_after
 
@@ -41,6 +46,57 @@ def test_actors_and_critics_of_several_processes_are_paired_by_rank(tiny: Job) -
     )
     assert summary.samples == 16
     assert len(column(tiny, "critic_loss")) == 2
+
+
+class Cut:
+    """How many samples each micro-batch has that actor and critic train on; as they arrive."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.of: dict[type, set[int]] = {}
+        step = LanguageTrainerBase.training_step
+
+        def counted(trainer: LanguageTrainerBase, micro: Iterable[MicroBatch]) -> Any:
+            def seen() -> Iterator[MicroBatch]:
+                for one in micro:
+                    self.of.setdefault(type(trainer), set()).add(len(one.samples))
+                    yield one
+
+            return step(trainer, seen())
+
+        patch.setattr(LanguageTrainerBase, "training_step", counted)
+
+
+@pytest.mark.parametrize("pipelined", ["true", "false"])
+@pytest.mark.parametrize(
+    ("settings", "actor", "critic"),
+    [
+        ((), {4}, {4}),
+        (("--critic.micro_batch_size", 2), {4}, {2}),
+        (("--critic.micro_batch_size", 8), {4}, {8}),
+    ],
+)
+def test_a_critic_has_the_actors_micro_batches_or_its_own(
+    tiny: Job,
+    monkeypatch: pytest.MonkeyPatch,
+    pipelined: str,
+    settings: tuple[str | int, ...],
+    actor: set[int],
+    critic: set[int],
+) -> None:
+    cut = Cut(monkeypatch)
+    once = ("--training.iterations", 1, "--actor.pipelined", pipelined)
+    tiny.succeed(*GAE, *LETTERS, *once, *settings)
+    assert cut.of == {PolicyTrainer: actor, CriticTrainer: critic}
+
+
+def test_a_critic_has_fixed_micro_batches_where_the_actors_have_so_many_tokens(
+    tiny: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = Cut(monkeypatch)
+    tiny.file.write_text(tiny.file.read_text().replace("micro_batch_size = 4", "max_tokens = 1000"))
+    window = ("--actor.balance_window", 8, "--critic.micro_batch_size", 2)
+    tiny.succeed(*GAE, *LETTERS, "--training.iterations", 1, *window)
+    assert cut.of == {PolicyTrainer: {8}, CriticTrainer: {2}}
 
 
 def test_while_the_critic_warms_up_the_actor_stays_as_it_is(tiny: Job) -> None:

@@ -90,6 +90,19 @@ def test_critics_that_cannot_be_paired_with_the_actors_are_refused(job: Job) -> 
     assert "2 critics cannot be paired with 1 actors, each with the one of its rank: set it" in line
 
 
+def test_micro_batches_of_a_critic_that_do_not_divide_are_refused_with_what_would_do(
+    job: Job,
+) -> None:
+    gae = ("--actor.advantage.name", "gae", "--cluster.critics", 1)
+    line = said(job, *gae, "--critic.micro_batch_size", 3)
+    assert (
+        "8 samples on each critic, which micro_batch_size = 3 does not divide: use 2 or 4" in line
+    )
+    assert "micro_batch_size is 0; it must be at least 1" in said(
+        job, *gae, "--critic.micro_batch_size", 0
+    )
+
+
 def test_fewer_prompts_than_the_run_needs_are_found_before_it(job: Job) -> None:
     line = said(job, "--data.epochs", 1, "--training.iterations", 6)
     assert "20 records x 1 epochs are 20 prompts, but 6 iterations of 4 need 24" in line

@@ -94,3 +94,13 @@ def batches(config: LanguageConfig) -> LanguageBatches:
         max_tokens_per_micro_batch=actor.max_tokens,
         balance_window=actor.balance_window,
     )
+
+
+def critic_batches(config: LanguageConfig) -> LanguageBatches:
+    """How a critic cuts an iteration up: as the actors do, but for its own micro-batches."""
+    size = config.critic.micro_batch_size
+    if size is None:
+        return batches(config)
+    return msgspec.structs.replace(
+        batches(config), micro_batch_size=size, max_tokens_per_micro_batch=None, balance_window=None
+    )

@@ -29,7 +29,12 @@ from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.checkpoints import beside
-from rlinf_async.runtime.jobs.language.backends import batches, critic_config, trainer_config
+from rlinf_async.runtime.jobs.language.backends import (
+    batches,
+    critic_batches,
+    critic_config,
+    trainer_config,
+)
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.graph import Graph
 from rlinf_async.workers.actor import FSDPActor
@@ -97,7 +102,7 @@ class Learners:
         self._critics: WorkerGroup[FSDPCritic] = await self._cluster.launch(
             FSDPCritic,
             critic_config(config, self._model),
-            batches(config),
+            critic_batches(config),
             actor_ranks=config.cluster.actors,
             backend="toy" if toy else "fsdp_critic",
             resume=None if resume is None else str(resume / CRITIC),

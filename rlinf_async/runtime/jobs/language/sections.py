@@ -116,6 +116,9 @@ class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """for so many iterations the critic learns alone, and the actor stays as it is"""
     value_clip: float | None = None
     """new values are held this near to the old ones"""
+    micro_batch_size: int | None = None
+    """samples of one forward and backward pass; the actor's, or its ``max_tokens``, when left
+    out"""
     device: str | None = None
     """the actor's when left out"""
     precision: Literal["float32", "bfloat16"] | None = None
@@ -123,6 +126,8 @@ class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         check_counts(self, least=0, names=("warmup_iterations",))
+        if self.micro_batch_size is not None:
+            check_counts(self, least=1, names=("micro_batch_size",))
         if self.value_clip is not None and not self.value_clip > 0.0:
             raise ValueError(f"value_clip is {self.value_clip}; it must be above 0, or left out")
 

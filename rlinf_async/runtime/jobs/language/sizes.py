@@ -41,13 +41,9 @@ def _check_batches(config: LanguageConfig) -> None:
             path=("actor", "global_batches"),
         )
     size = config.iteration_samples // ranks // actor.global_batches
-    if actor.micro_batch_size is not None and size % actor.micro_batch_size:
-        raise ConfigError(
-            f"a global batch has {size} samples on each actor, which "
-            f"micro_batch_size = {actor.micro_batch_size} does not divide: use "
-            f"{_near_divisors(size, actor.micro_batch_size)}",
-            path=("actor", "micro_batch_size"),
-        )
+    _check_micro_batches("actor", size, actor.micro_batch_size)
+    if config.has_critic:
+        _check_micro_batches("critic", size, config.critic.micro_batch_size)
 
 
 def _check_places(config: LanguageConfig) -> None:
@@ -92,6 +88,15 @@ def _check_learning(config: LanguageConfig) -> None:
             "a supervised phase is for a model that begins from nothing (model.config), but "
             f"model.path names {config.model.path!r}, which has weights: set it to 0",
             path=("warm_start", "steps"),
+        )
+
+
+def _check_micro_batches(whose: str, samples: int, size: int | None) -> None:
+    if size is not None and samples % size:
+        raise ConfigError(
+            f"a global batch has {samples} samples on each {whose}, which micro_batch_size = "
+            f"{size} does not divide: use {_near_divisors(samples, size)}",
+            path=(whose, "micro_batch_size"),
         )
 
 
