@@ -118,7 +118,8 @@ class Sample(msgspec.Struct, kw_only=True):
     """of the response, special tokens left out"""
     rollout_rank: int
     prev_log_prob: Floats | None = None
-    """``[R]``, by the actor's forward under the weights that training starts from"""
+    """``[R]``, by the actor's forward under weights at least as new as the newest token, and as
+    those that training begins with where the run is on-policy; one version for all tokens"""
     ref_log_prob: Floats | None = None
     """``[R]``, by the actor's forward under the reference weights"""
     value: Floats | None = None

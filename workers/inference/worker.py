@@ -41,7 +41,9 @@ class InferenceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_samples: int = 32
     """of one batch; fewer where fewer are ready"""
     previous: bool = True
-    """log-probs under the weights that training starts from"""
+    """log-probs under the newest weights that have come: at least as new as the sample's newest
+    token. They are those that training begins with where the run is on-policy; with a staleness of
+    k, up to k versions older"""
     reference: bool = False
     """log-probs under the first weights, which the trainer keeps (``reference = true``)"""
 

@@ -61,8 +61,9 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """with a negative advantage the loss is held below ``-dual_clip * advantage``; above 1"""
     proximal: Literal["auto", "behaviour", "current"] = "auto"
     """what the ratio compares with. ``auto``: the log-probs recomputed by the actor where the
-    sample has them, else those it was sampled with; ``behaviour``: always the latter; ``current``:
-    the weights as they are, which is exact where an iteration is one optimizer step"""
+    sample has them, under the version of the time, else those it was sampled with; ``behaviour``:
+    always the latter; ``current``: the weights as they are, which are those that training begins
+    with where an iteration is one optimizer step"""
     off_policy: Literal["none", "truncated", "decoupled"] = "none"
     """weight of each token for having been sampled by another policy than the proximal one"""
     off_policy_cap: float = 2.0

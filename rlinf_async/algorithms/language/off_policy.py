@@ -1,8 +1,10 @@
 """Weights for tokens that another policy sampled than the one the ratio compares with.
 
-The ratio's denominator is the *proximal* policy: the actor's weights when training began. Tokens
-were sampled by the *behaviour* policy: an engine with its own kernels, or older weights. Each
-token's loss is multiplied by ``w = exp(proximal - behaviour)``, a constant to the gradient.
+The ratio's denominator is the *proximal* policy: the actor's weights when the sample's log-probs
+were recomputed. On-policy these are the weights that training begins with; where samples may be
+stale they lie between those that sampled and those. Tokens were sampled by the *behaviour* policy:
+an engine with its own kernels, or older weights. Each token's loss is multiplied by
+``w = exp(proximal - behaviour)``, a constant to the gradient.
 
 - ``truncated``: ``min(w, cap)`` (truncated importance sampling, Ionides 2008; for engine and
   trainer that disagree: Yao et al. 2025).

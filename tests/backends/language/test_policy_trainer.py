@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -226,6 +226,31 @@ def test_what_the_ratio_compares_with(proximal: Any) -> None:
         ratios += np.exp(log_prob - old)[one.loss_mask].tolist()
     found = trainer.training_step(micro_batches(batch, 6))["ratio"]
     assert found == pytest.approx(np.mean(ratios), rel=1e-5)
+
+
+@pytest.mark.parametrize("proximal", ["auto", "current"])
+def test_log_probs_that_were_recomputed_a_version_ago_are_the_proximal_ones(
+    proximal: Literal["auto", "current"],
+) -> None:
+    loss = LanguageLossConfig(proximal=proximal, off_policy="truncated", off_policy_cap=1000.0)
+    trainer = PolicyTrainer(trainer_config(loss=loss), 1, 0)
+    batch = ready(trainer)
+    for one, log_prob in zip(batch, trainer.log_probs(batch), strict=True):
+        one.prev_log_prob = log_prob
+    trainer.training_step(micro_batches(ready(trainer), 6))
+    trainer.end_iteration()
+    now = trainer.log_probs(batch)
+    ratios: list[float] = []
+    off_policy: list[float] = []
+    for one, newest in zip(batch, now, strict=True):
+        assert one.prev_log_prob is not None
+        assert np.abs(newest - one.prev_log_prob).max() > 1e-4
+        old = {"auto": one.prev_log_prob, "current": newest}[proximal]
+        ratios += np.exp(newest - old)[one.loss_mask].tolist()
+        off_policy += np.exp(old - one.log_prob)[one.loss_mask].tolist()
+    found = trainer.training_step(micro_batches(batch, 6))
+    assert found["ratio"] == pytest.approx(np.mean(ratios), rel=1e-5)
+    assert found["off_policy_weight"] == pytest.approx(np.mean(off_policy), rel=1e-5)
 
 
 @pytest.mark.parametrize("model", [QWEN3, UNTIED], ids=["tied", "untied"])

@@ -100,6 +100,17 @@ async def test_a_sample_waits_for_the_weights_of_its_newest_token(loop_kind: str
     assert np.abs(done[0].prev_log_prob - done[0].ref_log_prob).max() > 1e-4
 
 
+async def test_older_samples_are_answered_for_under_the_newest_weights_too(loop_kind: str) -> None:
+    (first, old), (second, new) = await versions(2)
+    sent = [as_sample(0, 0, version=0), as_sample(0, 1, version=1)]
+    [stale, _], [report] = await answered(sent, [old, new], InferenceConfig())
+    assert report.batches == 1
+    assert stale.generated.version.max() == 0
+    assert stale.prev_log_prob is not None
+    np.testing.assert_allclose(stale.prev_log_prob, expected(second, stale), atol=1e-5)
+    assert np.abs(stale.prev_log_prob - expected(first, stale)).max() > 1e-4
+
+
 async def test_weights_that_will_never_come_are_an_error(loop_kind: str) -> None:
     [(_, update)] = await versions(1)
     async with ra.Cluster.local() as cluster:
