@@ -21,6 +21,8 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     weight: int
     seq: int
     deliveries: int = 0
+    ready: Any = None
+    """as it travels, where that was made before it was asked for"""
 
 
 class Borrower(Protocol):

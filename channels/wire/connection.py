@@ -25,6 +25,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import MalformedFrame
 from rlinf_async.channels.saying import fit
 from rlinf_async.channels.wire.answering import Answering
@@ -111,6 +112,16 @@ class Connection(Talking):
     def arrived(self, answers: Iterable[int]) -> None:
         """The peer has got these answers, and says by itself what becomes of them."""
         self._answering.arrived(answers)
+
+    def share(self, body: Encoded) -> Encoded | None:
+        """The body as it travels with `Flag.SHARED`: its large arrays are copied and lent now. None
+        where the peer cannot look at them at once. Whoever gets it sends it."""
+        return self._sharing.send_now(body)
+
+    def prepare(self, body: Encoded) -> bool:
+        """Copy its large arrays to shared memory, so that sending it later takes no time. Whether
+        they will travel by it."""
+        return self._sharing.prepare(body)
 
     def on_close(self, callback: Closed, *, first: bool = False) -> None:
         """Call this once, with the reason, when the connection is closed or lost.

@@ -15,8 +15,10 @@ from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ChannelError, MalformedFrame
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.wire.connection import Connection
+from rlinf_async.channels.wire.delivery import count_put
 from rlinf_async.channels.wire.failures import Report, report
 from rlinf_async.channels.wire.protocol import Credit, Puts, Room, Run, Untaken
+from rlinf_async.channels.wire.unasked import cut
 
 MIN_CAPACITY: Final = 4
 """Smaller channels lend nothing."""
@@ -199,31 +201,17 @@ class Creditor:
         Raises:
             MalformedFrame: they do not fit what was lent, or the body.
         """
-        data, sizes = body.data, puts.sizes
-        count = 0
-        for run in puts.runs:
-            if run.count < 0 or run.weight < 1:
-                raise MalformedFrame("items came in negative numbers or weights")
-            count += run.count
-        if sum(sizes) != len(data) or count != len(sizes):
-            raise MalformedFrame(f"{len(sizes)} items of {sum(sizes)} bytes came in {len(data)}")
-        if sizes and min(sizes) < 0:
-            raise MalformedFrame("items came in negative sizes")
-        index = start = 0
-        for run in puts.runs:
-            items: list[Encoded] = []
-            first = start
-            for size in sizes[index : index + run.count]:
-                stop = start + size
-                items.append(Encoded(data[start:stop]))
-                start = stop
-            index += run.count
+        for run, items, nbytes in cut(puts, body):
             lent = self._put(run, items, refusal.get(run.end))
-            if lent is not None:
-                edges = lent.queue.edges
-                edges.put_many(holders.get(run.end, ""), run.count, start - first)
-        self._handled += len(sizes)
-        self._handled_bytes += len(data)
+            if lent is None:
+                continue
+            holder = holders.get(run.end, "")
+            if body.buffers:
+                count_put(lent.queue, holder, body)
+            else:
+                lent.queue.edges.put_many(holder, run.count, nbytes)
+        self._handled += len(puts.sizes)
+        self._handled_bytes += len(body.data)
         self._confirm_later()
 
     def _put(self, run: Run, items: list[Encoded], refused: ChannelError | None) -> Lent | None:

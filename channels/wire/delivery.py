@@ -15,14 +15,14 @@ from rlinf_async.channels.errors import ItemTooLarge, WrongItemType
 from rlinf_async.channels.lanes import Entry, GetWait, PutWait
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.saying import say
-from rlinf_async.channels.wire.codec import Decoder, Encoder, join
+from rlinf_async.channels.wire.codec import Decoder, join
 from rlinf_async.channels.wire.protocol import Get, Nothing, Put, Taken
+from rlinf_async.channels.wire.ready import as_travels, make_next_ready
 from rlinf_async.channels.wire.router import Refused, Request, Undo
 from rlinf_async.channels.wire.slab import is_private
 from rlinf_async.channels.wire.transfer import SHARE_BYTES
 
 NOTHING = Nothing()
-_encode = Encoder().encode
 
 
 class Leases:
@@ -71,7 +71,7 @@ def answer_put(request: Request[Put], queue: Queue, end: int) -> None:
     """Put the request's body; answer when there was room for it."""
     put = request.meta
     item = request.body or Encoded(b"")
-    _count(queue, queue.senders.get(end, put.party), item)
+    count_put(queue, queue.senders.get(end, put.party), item)
     wait = queue.start_put(item, put.key, put.weight, put.party, end)
     if wait is None:
         request.reply(NOTHING, undo=partial(_retract, queue, put, item))
@@ -80,7 +80,8 @@ def answer_put(request: Request[Put], queue: Queue, end: int) -> None:
     wait.future.add_done_callback(partial(_admitted, request, queue, wait))
 
 
-def _count(queue: Queue, party: str, item: Encoded) -> None:
+def count_put(queue: Queue, party: str, item: Encoded) -> None:
+    """An item came from this party, in another process."""
     edge = queue.edges.put(party, item)
     if not item.buffers:
         return
@@ -174,20 +175,18 @@ def _deliver(request: Request[Get], queue: Queue, leases: Leases, entries: list[
             raise
         raise ItemTooLarge(f"channel {queue.name!r}: {error}: ask for a smaller batch") from error
     queue.edges.take(get.party, len(entries), body.nbytes)
+    make_next_ready(request.connection, queue, get.key, body)
 
 
 def _encoded(queue: Queue, get: Get, entries: list[Entry]) -> list[Encoded]:
     """The items as they travel; one that cannot is buried, the others go back."""
     found: list[Encoded] = []
     for index, entry in enumerate(entries):
-        item = entry.item
-        if item.__class__ is not Encoded:
-            try:
-                item = _encode(item)
-            except WrongItemType as error:
-                _return(queue, get, entries, Refused(index, say(error)))
-                raise WrongItemType(f"channel {queue.name!r}: {error}") from error
-        found.append(item)
+        try:
+            found.append(as_travels(entry))
+        except WrongItemType as error:
+            _return(queue, get, entries, Refused(index, say(error)))
+            raise WrongItemType(f"channel {queue.name!r}: {error}") from error
     return found
 
 

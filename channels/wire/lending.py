@@ -73,6 +73,11 @@ class Lending:
         self.lent.update(loans)
         return Encoded(body.data, [memoryview(table), *beside]), copied
 
+    def prepare(self, body: Encoded) -> bool:
+        """Bring its large arrays into shared memory: `share` then copies nothing. Whether that was
+        possible."""
+        return not self.refused and self._move(body) is not None
+
     def opened(self, notice: Opened) -> None:
         """The peer has this slab."""
         if notice.slab in self._open:  # it may be gone by now

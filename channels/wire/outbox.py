@@ -151,9 +151,9 @@ class Outbox:
         )
         if lane == DATA or not small:
             self._data.append(message)
+            self._schedule()
         else:
-            self._control.extend(message.next_frame() or ())
-        self._schedule()
+            self._add(b"".join(message.next_frame() or ()), CONTROL)
 
     def add_control(self, frame: bytes) -> None:
         """Send a small frame ahead of all data."""

@@ -5,6 +5,9 @@
     put --room left--> collected --next write--> under way --Credit--> confirmed, or refused
      \\--none, or one waits--> asks, and waits
 
+An item with large arrays is not collected: it goes by itself, its arrays by shared memory. Where
+they cannot, it asks.
+
 What is kept:
 
 * a purse is what one key of a channel has lent to this process: all of its senders spend from it,
@@ -30,10 +33,11 @@ import msgspec
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ConnectionLost
 from rlinf_async.channels.wire.failures import rebuild
-from rlinf_async.channels.wire.framing import CHUNK_BYTES
+from rlinf_async.channels.wire.framing import CHUNK_BYTES, Flag
 from rlinf_async.channels.wire.hangup import GRACE_SECONDS
 from rlinf_async.channels.wire.protocol import Credit, Flush, Nothing, Puts, Run, Untaken
 from rlinf_async.channels.wire.purse import Purse, Purses
+from rlinf_async.channels.wire.transfer import SHARE_BYTES
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.connection import Connection
@@ -51,6 +55,7 @@ FRAME_MOST: Final = 4 * FRAME_ITEMS
 changes of key, sender or weight as `FRAME_ITEMS`: its head is bounded."""
 MAX_UNDER_WAY: Final = 1024**2
 """Bytes that may be unconfirmed; whoever would exceed it asks."""
+_SHARED: Final = int(Flag.SHARED)
 
 _unconfirmed: set[Promises] = set()
 
@@ -73,6 +78,8 @@ class Promises:
         self.purses = Purses(connection)
         self.turn_due = False
         """whether so much was collected that it should be sent"""
+        self.copied = 0
+        """bytes of arrays that were put, since others in this loop had a turn"""
         self._senders: WeakValueDictionary[int, RemoteSender[Any]] = WeakValueDictionary()
         self._runs: list[tuple[Purse, int, int]] = []
         self._counts: list[int] = []
@@ -134,6 +141,31 @@ class Promises:
             if count >= FRAME_MOST or len(self._runs) >= FRAME_ITEMS:
                 self._send()
 
+    def fits_apart(self, purse: Purse, body: Encoded, weight: int) -> bool:
+        """Whether this may be put without asking if its arrays, which are large, can be shared."""
+        return (
+            purse.items > 0
+            and not purse.waiting
+            and weight <= purse.weight
+            and self._under_way_bytes + self._size < MAX_UNDER_WAY
+            and sum(map(len, body.buffers)) >= SHARE_BYTES
+        )
+
+    def put_apart(self, purse: Purse, end: int, weight: int, body: Encoded) -> bool:
+        """Put an item by shared memory, now; False where that cannot be. Its arrays are copied
+        by then."""
+        travels = self._connection.share(body)
+        if travels is None:
+            return False
+        self._send()
+        purse.items -= 1
+        purse.weight -= weight
+        purse.used = True
+        self.copied += body.nbytes
+        run = Run(purse.queue, end, purse.key, weight, 1)
+        self._notify(Puts([run], [len(body.data)]), travels, {end: 1}, _SHARED)
+        return True
+
     async def confirmed(self) -> None:
         """Return once all that was put is in its place, or refused.
 
@@ -158,12 +190,14 @@ class Promises:
         body = b"".join(data) if len(data) > 1 else data[0]
         self._size = 0
         self.turn_due = False
+        self._notify(Puts(found, [*map(len, data)]), Encoded(body), by_end)
+
+    def _notify(self, puts: Puts, body: Encoded, by_end: dict[int, int], flags: int = 0) -> None:
         if not self._under_way:
             _unconfirmed.add(self)
-        self._under_way.append(_Frame(len(data), len(body), by_end))
-        self._under_way_bytes += len(body)
-        puts = Puts(found, [*map(len, data)])
-        self._connection.notify("channel.puts", puts, Encoded(body), control=True)
+        self._under_way.append(_Frame(len(puts.sizes), len(body.data), by_end))
+        self._under_way_bytes += len(body.data)
+        self._connection.notify("channel.puts", puts, body, control=True, flags=flags)
 
     # ---- what comes in
 

@@ -20,6 +20,7 @@ from rlinf_async.channels.itemtypes import check_key_and_weight
 from rlinf_async.channels.saying import say
 from rlinf_async.channels.waitfor import current_party
 from rlinf_async.channels.wire import protocol
+from rlinf_async.channels.wire.outbox import TURN_BYTES
 from rlinf_async.channels.wire.promises import Promises
 from rlinf_async.channels.wire.purse import Purse
 from rlinf_async.channels.wire.remote import Wire
@@ -61,6 +62,22 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
             promises.add(purse, self._number, weight, body.data)
             if self._told is not None:  # room was lent since, so somebody takes it again
                 self._told = None
+        elif body.buffers:
+            await self._put_apart(purse, body, weight)
+        else:
+            await self._ask(purse, body, weight)
+
+    async def _put_apart(self, purse: Purse, body: Encoded, weight: int) -> None:
+        """Put an item with large arrays; without asking if they go by shared memory."""
+        promises = self._promises
+        if promises.copied >= TURN_BYTES:
+            promises.copied = 0
+            await asyncio.sleep(0)
+            self._check()
+        if promises.fits_apart(purse, body, weight) and promises.put_apart(
+            purse, self._number, weight, body
+        ):
+            self._told = None
         else:
             await self._ask(purse, body, weight)
 

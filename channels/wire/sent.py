@@ -19,9 +19,10 @@ from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ItemTooLarge, WrongItemType
 from rlinf_async.channels.lanes import Entry, Lane, now
 from rlinf_async.channels.queue import Queue
-from rlinf_async.channels.wire.codec import Encoder, join
+from rlinf_async.channels.wire.codec import join
 from rlinf_async.channels.wire.framing import CHUNK_BYTES
 from rlinf_async.channels.wire.protocol import Get, More, Taken, Wanted
+from rlinf_async.channels.wire.ready import as_travels, make_next_ready
 from rlinf_async.channels.wire.router import Refused, Request
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ MAX_ITEM_BYTES: Final = 32 * 1024
 """Larger items are not sent ahead."""
 ALONE_SECONDS: Final = 1.0
 """Nothing is sent ahead for so long after somebody else wanted it."""
-_encode = Encoder().encode
 
 
 class Sent:
@@ -93,14 +93,12 @@ class Sent:
             raise ItemTooLarge(f"channel {queue.name!r}: {error}") from error
         if bodies:
             queue.edges.take(request.meta.party, count, body.nbytes)
+            make_next_ready(self._connection, queue, key, body)
 
     def _encoded(self, entry: Entry) -> Encoded:
         """One item as it travels; one that cannot is buried."""
-        item = entry.item
-        if item.__class__ is Encoded:
-            return item
         try:
-            return _encode(item)
+            return as_travels(entry)
         except WrongItemType as error:
             self.queue.bury(entry, error)
             self.queue.return_entries(self.key, [])
@@ -119,7 +117,7 @@ class Sent:
             item = entry.item
             if item.__class__ is not Encoded:
                 try:
-                    item = _encode(item)
+                    item = as_travels(entry)
                 except WrongItemType:  # whoever asks for it is told
                     break
             more = len(item.data)

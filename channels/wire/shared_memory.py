@@ -132,6 +132,18 @@ class Sharing:
             self._sent_shared += 1
         return shared
 
+    def send_now(self, body: Encoded) -> Encoded | None:
+        """As `send`, for what is written with the next frame; None where that cannot be."""
+        shared = self._lending.share(body)[0] if self._pid else None
+        if not isinstance(shared, Encoded):
+            return None
+        self._sent_shared += 1
+        return shared
+
+    def prepare(self, body: Encoded) -> bool:
+        """Bring its large arrays into shared memory before it is sent; whether they lie there."""
+        return self._pid > 0 and self._lending.prepare(body)
+
     def hurry(self) -> None:
         """Do not wait any more for what the peer says: the connection is about to close."""
         self._lending.patient = False

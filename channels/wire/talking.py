@@ -123,9 +123,15 @@ class Talking(Streams):
         return not self.closed and self._asking.cancel(number)
 
     def notify(
-        self, kind: str, meta: Any, body: Encoded | None = None, *, control: bool = False
+        self,
+        kind: str,
+        meta: Any,
+        body: Encoded | None = None,
+        *,
+        control: bool = False,
+        flags: int = 0,
     ) -> None:
-        """Tell the peer something that it does not answer.
+        """Tell the peer something that it does not answer. ``flags`` say what is special about it.
 
         Raises:
             ConnectionLost: the connection is closed.
@@ -134,7 +140,7 @@ class Talking(Streams):
         if self.closed:
             raise self._lost()
         lane = CONTROL if control else DATA
-        self._outbox.send(_NOTICE, 0, head_of(kind, meta), body, lane, what=kind)
+        self._outbox.send(_NOTICE, 0, head_of(kind, meta), body, lane, flags=flags, what=kind)
 
     # ---- inside
 

@@ -87,7 +87,8 @@ def outgoing(
         whole: list[Bytes] = [header + head]
         return Outgoing(kind, number, iter([whole])), True
     total = check_sizes(len(head), len(body.data), body.buffers, what)
-    if share is not None and total - len(body.data) >= SHARE_BYTES:
+    apart = total - len(body.data) >= SHARE_BYTES and not flags & _SHARED
+    if share is not None and apart:
         return Outgoing(kind, number, _shared(kind, number, head, body, lane, flags, share)), False
     flags |= _BODY
     if total <= CHUNK_BYTES:

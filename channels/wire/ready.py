@@ -1,0 +1,67 @@
+"""The next item with large arrays is made ready while its receiver is busy with the one before.
+
+A get is then answered at once: its arrays lie in shared memory already. Nothing else changes by it:
+until it is asked for, the item stays where it is, and whoever takes it gets it as it was put.
+
+::
+
+    answered with a large item --next turn--> the head of its key is copied --get--> answered
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.ends import Key
+from rlinf_async.channels.errors import WrongItemType
+from rlinf_async.channels.lanes import Entry
+from rlinf_async.channels.queue import Queue
+from rlinf_async.channels.wire.codec import Encoder
+from rlinf_async.channels.wire.connection import Connection
+from rlinf_async.channels.wire.transfer import SHARE_BYTES
+
+READY_BYTES: Final = 16 * 1024**2
+"""Larger items are copied when they are sent: they would hold others up, and take memory, for what
+may not be asked for."""
+_encode = Encoder().encode
+
+
+def as_travels(entry: Entry) -> Encoded:
+    """An item as it travels; made now if it was not made ready.
+
+    Raises:
+        WrongItemType: it cannot travel.
+    """
+    ready: Encoded | None = entry.ready
+    if ready is not None:
+        entry.ready = None  # what comes back is not kept twice
+        return ready
+    item = entry.item
+    return item if item.__class__ is Encoded else _encode(item)
+
+
+def make_next_ready(connection: Connection, queue: Queue, key: Key | None, sent: Encoded) -> None:
+    """A receiver of this key was sent an item: make the next one ready, if it may be as large."""
+    if sent.buffers and _worth_it(sent):
+        asyncio.get_running_loop().call_soon(_make_ready, connection, queue, key)
+
+
+def _make_ready(connection: Connection, queue: Queue, key: Key | None) -> None:
+    lane = queue.lane_of(key)
+    if connection.closed or lane is None or not lane.entries:
+        return
+    entry = lane.entries[0]
+    if entry.ready is not None:
+        return
+    try:
+        body = as_travels(entry)
+    except WrongItemType:  # whoever asks for it is told
+        return
+    if _worth_it(body) and connection.prepare(body) and body is not entry.item:
+        entry.ready = body
+
+
+def _worth_it(body: Encoded) -> bool:
+    return SHARE_BYTES <= sum(map(len, body.buffers)) <= READY_BYTES

@@ -1,0 +1,52 @@
+"""The items of one message that were put without asking, found again in its body. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.errors import MalformedFrame
+from rlinf_async.channels.wire.protocol import Puts, Run
+from rlinf_async.channels.wire.slab import is_private
+from rlinf_async.channels.wire.transfer import SHARE_BYTES
+
+
+def cut(puts: Puts, body: Encoded) -> list[tuple[Run, list[Encoded], int]]:
+    """Each run with its items, and the bytes of MessagePack that these take.
+
+    Raises:
+        MalformedFrame: they do not fit the body, or are not as such items may be.
+    """
+    data, arrays, sizes = body.data, body.buffers, puts.sizes
+    count = 0
+    for run in puts.runs:
+        if run.count < 0 or run.weight < 1:
+            raise MalformedFrame("items came in negative numbers or weights")
+        count += run.count
+    if sum(sizes) != len(data) or count != len(sizes):
+        raise MalformedFrame(f"{len(sizes)} items of {sum(sizes)} bytes came in {len(data)}")
+    if sizes and min(sizes) < 0:
+        raise MalformedFrame("items came in negative sizes")
+    if arrays:
+        _check_arrays(count, arrays)
+    found: list[tuple[Run, list[Encoded], int]] = []
+    index = start = 0
+    for run in puts.runs:
+        items: list[Encoded] = []
+        first = start
+        for size in sizes[index : index + run.count]:
+            stop = start + size
+            items.append(Encoded(data[start:stop], arrays))
+            start = stop
+        index += run.count
+        found.append((run, items, start - first))
+    return found
+
+
+def _check_arrays(items: int, arrays: Sequence[memoryview | bytearray]) -> None:
+    """What was lent is room in a channel, not this process's memory: arrays lie in the peer's."""
+    beside = sum(len(one) for one in arrays if not is_private(one))
+    if items != 1 or beside >= SHARE_BYTES:
+        raise MalformedFrame(
+            f"{items} items with arrays came unasked, {beside} bytes of them not in shared memory"
+        )
