@@ -19,7 +19,7 @@ class Unbroken:
         """Wait for the work; a cancellation ends the wait only."""
         task = asyncio.create_task(work)
         self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
+        task.add_done_callback(self._ended)
         try:
             return await asyncio.shield(task)
         finally:
@@ -29,3 +29,8 @@ class Unbroken:
         """Wait until nothing is under way."""
         while self._under_way:
             await asyncio.wait(self._under_way)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled():
+            task.exception()  # asyncio would report one that nobody has looked at

@@ -110,8 +110,8 @@ class TransformersEngine:
 
     async def generate(self, request: Request) -> Generated:
         """Generate the response. See `GenerationEngine.generate`."""
-        assert self._folder is not None
         self._check_alive()
+        assert self._folder is not None
         self._folder.check_fits(request)
         row = Row(request)
         if row.finish is not None:  # the partial has all that was asked for

@@ -89,12 +89,16 @@ class VllmEngine:
         return self._folder.decode(token_ids)
 
     async def start(self) -> None:
-        """Start the engine's process and have it generate a token.
+        """Start the engine's process and have it generate a token. Cancelled, it goes on: `close`
+        ends what it makes.
 
         Raises:
             ModelFolderError: something is missing in the folder.
             ModuleNotFoundError: vLLM is not installed.
         """
+        await self._unbroken.run(self._start())
+
+    async def _start(self) -> None:
         config = self._config
         needs_weights = config.weights == "folder"
         folder = self._folder = await asyncio.to_thread(
@@ -102,13 +106,14 @@ class VllmEngine:
         )
         self._shapes = await asyncio.to_thread(ModelShapes, folder.config)
         self._llm = await asyncio.to_thread(start_llm, config, folder, self._seed, self._device)
+        self._check_alive()  # it may have been closed meanwhile
         await self._warm_up()
         await self._set_version(0 if needs_weights else -1)
 
     async def generate(self, request: Request) -> Generated:
         """Generate the response. See `GenerationEngine.generate`."""
-        assert self._folder is not None
         self._check_alive()
+        assert self._folder is not None
         self._folder.check_fits(request)
         partial, sampling = request.partial, request.sampling
         made = 0 if partial is None else len(partial.token_ids)
@@ -193,6 +198,8 @@ class VllmEngine:
         self._fail("the vllm engine was closed")
         llm, self._llm = self._llm, None
         await self._unbroken.ended()  # it sees that the engine is gone
+        if llm is None:
+            llm, self._llm = self._llm, None  # it was being started
         if llm is not None:
             handler = llm.output_handler
             if handler is not None:  # or it would report the end as an error

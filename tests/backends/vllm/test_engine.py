@@ -6,7 +6,9 @@ import asyncio
 import gc
 import os
 import signal
+import threading
 from collections.abc import Collection, Coroutine
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,9 @@ from msgspec.structs import replace
 from torch import nn
 
 from rlinf_async.backends.language import EngineDied, PromptTooLong
+from rlinf_async.backends.vllm import engine as engine_module
+from rlinf_async.backends.vllm.config import VllmEngineConfig
+from rlinf_async.backends.vllm.engine import VllmEngine
 from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.language import Generated, Request
 from rlinf_async.messages.weights import WeightUpdate
@@ -25,10 +30,10 @@ from tests.backends.engine_protocol import (
     refuses_older_weights,
     until_made,
 )
-from tests.backends.models import END, log_probs, make_model, publish, qwen3
+from tests.backends.models import END, log_probs, make_model, publish, qwen3, save_folder
 from tests.backends.requests import request
 from tests.backends.transformers.kit import processed_log_probs
-from tests.backends.vllm.kit import Served, shared_memory, wait_for_shared_memory
+from tests.backends.vllm.kit import PATIENCE, SMALL, Served, shared_memory, wait_for_shared_memory
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -379,6 +384,34 @@ def test_the_weights_of_a_folder_are_version_0(untied: Served, untied_model: nn.
     serve(untied, new, 1)
     [got] = generate(untied, request(max_tokens=30))
     close(got.log_prob, log_probs(new, [5, 6, 7], got.token_ids))
+
+
+async def test_an_engine_that_is_closed_while_it_starts_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_way, started = threading.Event(), threading.Event()
+    start_llm = engine_module.start_llm
+    processes: list[Any] = []
+
+    def start(*given: Any) -> Any:
+        under_way.set()
+        llm = start_llm(*given)
+        processes.extend(llm.engine_core.resources.engine_manager.processes)
+        started.set()
+        return llm
+
+    monkeypatch.setattr(engine_module, "start_llm", start)
+    engine = VllmEngine(VllmEngineConfig(model=save_folder(tmp_path, qwen3()), **SMALL))
+    starting = asyncio.create_task(engine.start())
+    await asyncio.to_thread(under_way.wait, PATIENCE)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await engine.close()
+    assert await asyncio.to_thread(started.wait, PATIENCE)
+    assert [one.is_alive() for one in processes] == [False]
+    with pytest.raises(EngineDied, match="was closed"):
+        await engine.generate(request())
 
 
 def test_an_engine_killed_within_a_load_is_an_error_for_whoever_waits_and_whoever_comes(

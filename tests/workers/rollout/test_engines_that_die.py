@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.backends.language import EngineDied
+from rlinf_async.backends.toy.engine import ToyEngine
+from rlinf_async.messages.language import Generated, Request
 from rlinf_async.testing import explore, run
 from rlinf_async.workers.rollout.language import LanguageRolloutConfig
 from tests.backends.requests import request
@@ -101,6 +104,62 @@ def test_an_engine_that_dies_too_often_ends_the_run_and_the_requests_are_still_t
                 assert channels.requests.statistics().depth == 4
 
     run(body())
+
+
+class Slow(ToyEngine):
+    """Takes a while to start, and cannot do anything before that, as real ones."""
+
+    held: ClassVar[set[ToyEngine]] = set()
+    """with processes that nobody has ended"""
+    ready = False
+
+    async def start(self) -> None:
+        self.held.add(self)
+        await asyncio.sleep(7.0)
+        self.ready = True
+
+    async def generate(self, request: Request) -> Generated:
+        self._check_alive()
+        assert self.ready
+        return await super().generate(request)
+
+    async def close(self) -> None:
+        await super().close()
+        self.held.discard(self)
+
+
+class SlowRollout(Rollout):
+    def make_engine(self) -> ToyEngine:
+        return Slow(SLOW)
+
+
+def test_an_engine_whose_start_is_cancelled_is_closed_and_the_next_call_makes_another() -> None:
+    async def body() -> None:
+        Slow.held.clear()
+        async with ra.Cluster.local() as cluster:
+            channels = Channels(cluster)
+            once = LanguageRolloutConfig(engine_restarts=1)
+            rollout = await cluster.launch(SlowRollout, SLOW, once)
+            await channels.weights.sender.publish(update(0))
+            with channels.requests.receiver, channels.samples.sender, channels.taken.sender:
+                first = channels.serve(rollout)
+                await channels.ask(*(request(index) for index in range(4)))
+                await asyncio.sleep(2.5)
+                await rollout[0].call(Rollout.kill_engine)
+                await asyncio.sleep(1.0)
+                assert len(Slow.held) == 1  # it is starting
+                first.cancel()
+                await first.finished(within=9)
+                assert Slow.held == set()
+                second = channels.serve(rollout)
+                for sample in (await channels.collect(4)).values():
+                    right(sample, SLOW)
+                channels.requests.close()
+                [report] = await second
+                assert (report.samples, report.engine_restarts) == (4, 1)
+        assert Slow.held == set()
+
+    explore(body, seeds=range(20))
 
 
 def test_whoever_takes_a_dead_workers_requests_answers_them() -> None:

@@ -187,12 +187,16 @@ class LiveEngine:
     async def _replace(self, dead: GenerationEngine, death: EngineDied) -> None:
         if self._restarts_left == 0:
             raise death
-        self._restarts_left -= 1
-        self.restarts += 1
         log.warning("the engine died (%s) and is built again", death)
         await dead.close()
         self.engine = self._build()
-        await self.engine.start()
+        try:
+            await self.engine.start()
+        except BaseException:  # a cancellation too: whoever comes next must not find half an engine
+            await self.engine.close()
+            raise
+        self._restarts_left -= 1
+        self.restarts += 1
 
     async def _load_newest(self, engine: GenerationEngine) -> None:
         """Load what was published last, if anything was."""
