@@ -64,12 +64,16 @@ class CollocatedEnvWorker(Worker):
         self._rollout = make(RolloutWorker, own, (policy, rollout), {})
 
     async def setup(self) -> None:
-        await self._env.setup()
+        """The policy first: where it cannot be made, no environment is open."""
         await self._rollout.setup()
+        await self._env.setup()
 
     async def teardown(self) -> None:
-        await self._rollout.teardown()
-        await self._env.teardown()
+        """The environments first: they hold what has to be released."""
+        try:
+            await self._env.teardown()
+        finally:
+            await self._rollout.teardown()
 
     async def collect(
         self,
