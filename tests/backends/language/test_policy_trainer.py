@@ -446,6 +446,18 @@ def test_weights_that_lack_tensors_of_the_configuration_are_refused(tmp_path: Pa
         PolicyTrainer(from_folder(tmp_path), 1, 0)
 
 
+def test_weights_of_other_sizes_than_the_configurations_are_refused(tmp_path: Path) -> None:
+    PolicyTrainer(trainer_config(), 1, 0).save_pretrained(tmp_path)
+    described = msgspec.json.decode((tmp_path / "config.json").read_bytes())
+    size, wider = described["intermediate_size"], 2 * described["intermediate_size"]
+    (tmp_path / "config.json").write_bytes(
+        msgspec.json.encode(described | {"intermediate_size": wider})
+    )
+    says = rf"0\.mlp\.down_proj\.weight, which is \[\d+, {size}\] there and \[\d+, {wider}\] by"
+    with pytest.raises(ValueError, match=says):
+        PolicyTrainer(from_folder(tmp_path), 1, 0)
+
+
 def test_a_folder_with_only_a_configuration_begins_at_random_where_asked_to(
     tmp_path: Path,
 ) -> None:

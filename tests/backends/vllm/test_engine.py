@@ -18,9 +18,9 @@ from msgspec.structs import replace
 from torch import nn
 
 from rlinf_async.backends.language import EngineDied, PromptTooLong
-from rlinf_async.backends.vllm import engine as engine_module
 from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.backends.vllm.engine import VllmEngine
+from rlinf_async.backends.vllm.library import start_llm
 from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.language import Generated, Request
 from rlinf_async.messages.weights import WeightUpdate
@@ -390,7 +390,6 @@ async def test_an_engine_that_is_closed_while_it_starts_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     under_way, started = threading.Event(), threading.Event()
-    start_llm = engine_module.start_llm
     processes: list[Any] = []
 
     def start(*given: Any) -> Any:
@@ -400,7 +399,7 @@ async def test_an_engine_that_is_closed_while_it_starts_leaves_no_process(
         started.set()
         return llm
 
-    monkeypatch.setattr(engine_module, "start_llm", start)
+    monkeypatch.setattr("rlinf_async.backends.vllm.engine.start_llm", start)
     engine = VllmEngine(VllmEngineConfig(model=save_folder(tmp_path, qwen3()), **SMALL))
     starting = asyncio.create_task(engine.start())
     await asyncio.to_thread(under_way.wait, PATIENCE)

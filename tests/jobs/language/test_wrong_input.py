@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.backends.models import make_model, qwen3, save_folder
 from tests.jobs.language.kit import TOY, Job
 
 pytestmark = pytest.mark.usefixtures("no_cluster")
@@ -168,6 +169,48 @@ def test_a_damaged_file_of_a_checkpoint_is_named(
     rest = job.file.read_text().partition("[data]")[2]
     job.file.write_text(CHECKPOINT.format(model=folder) + rest)
     assert f"model.path: {folder / name} is damaged" in said(job)
+
+
+@pytest.mark.parametrize("section", ["model", "critic"])
+def test_a_checkpoint_whose_config_is_that_of_another_size_is_told_with_a_tensor_and_both_shapes(
+    tiny: Job, tmp_path: pathlib.Path, section: str
+) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    config = qwen3(layers=1, vocab_size=102)
+    save_folder(folder, config, make_model(config))
+    described = json.loads((folder / "config.json").read_text())
+    described["intermediate_size"] *= 2
+    (folder / "config.json").write_text(json.dumps(described))
+    if section == "model":
+        head, _, rest = tiny.file.read_text().partition("[model]")
+        rest = rest.partition("[data]")[2]
+        model = f"[model]\npath = '{folder}'\ntokenizer = 'arithmetic'\n\n[data]"
+        tiny.file.write_text(head + model + rest)
+        line = said(tiny)
+    else:
+        critic = ("--cluster.critics", 1, "--actor.advantage.name", "gae")
+        line = said(tiny, *critic, "--critic.path", folder)
+    assert f"{section}.path: {folder}: 3 tensors" in line
+    assert (
+        "model.layers.0.mlp.down_proj.weight is [64, 128] in model.safetensors and [64, 256] "
+        in line
+    )
+
+
+def test_too_few_examples_for_a_batch_of_the_warm_start_are_told_with_both_numbers(
+    tiny: Job,
+) -> None:
+    line = said(tiny, "--warm_start.steps", 2, "--warm_start.batch_size", 21)
+    assert "warm_start.batch_size: there are 20 examples, which do not fill a batch of 21" in line
+
+
+def test_a_batch_of_the_warm_start_that_actors_cannot_share_is_told_with_what_would_do(
+    tiny: Job,
+) -> None:
+    two = ("--cluster.actors", 2, "--cluster.backend", "process")
+    line = said(tiny, *two, "--warm_start.steps", 2, "--warm_start.batch_size", 5)
+    assert "a batch of 5 examples cannot be divided among 2 actors: use 4 or 6" in line
 
 
 def test_a_missing_shard_of_a_checkpoint_is_named(job: Job, tmp_path: pathlib.Path) -> None:

@@ -109,9 +109,18 @@ def _instantiate(
             attn_implementation=implementation,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     except OSError as error:
         raise ValueError(f"the model in {config.path!r} cannot be loaded: {error}") from error
+    differing = sorted(report["mismatched_keys"])
+    if differing:
+        name, there, wanted = differing[0]
+        raise ValueError(
+            f"the weights in {config.path!r} are not those of its config.json: {len(differing)} "
+            f"tensors are of another size, the first is {name}, which is {list(there)} there and "
+            f"{list(wanted)} by its config.json"
+        )
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(

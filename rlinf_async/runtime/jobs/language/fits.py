@@ -22,6 +22,7 @@ from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.ledger import LedgerState
 from rlinf_async.runtime.jobs.language.sections import TrainingConfig
 from rlinf_async.runtime.jobs.language.warm_start import has_weights
+from rlinf_async.runtime.jobs.language.weights import check_weights
 
 
 def open_prompts(config: LanguageConfig, model: Path) -> Prompts:
@@ -86,6 +87,7 @@ def check_critic(config: LanguageConfig, model: Path) -> None:
             "what the actor wrote, so it needs the same tokenizer",
             path=where,
         )
+    check_weights(folder, where)
 
 
 def _described(model: Path) -> dict[str, Any]:

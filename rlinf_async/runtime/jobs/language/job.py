@@ -21,7 +21,8 @@ from rlinf_async.runtime.jobs.language.fits import check_critic, open_prompts
 from rlinf_async.runtime.jobs.language.model_folder import checkpoint_folder, make_model_folder
 from rlinf_async.runtime.jobs.language.run import LanguageRun
 from rlinf_async.runtime.jobs.language.sizes import check_sizes
-from rlinf_async.runtime.jobs.language.warm_start import has_weights, warm_start
+from rlinf_async.runtime.jobs.language.warm_start import examples, has_weights, warm_start
+from rlinf_async.runtime.jobs.language.weights import check_weights
 from rlinf_async.runtime.loop import run
 
 WARM_START_DATA = ("warm_start", "data")
@@ -61,6 +62,8 @@ class LanguageRL:
         model = make_model_folder(config.model, folder.path / "model")
         try:
             prompts = open_prompts(config, model)
+            if config.model.path and config.actor.backend != "toy":
+                check_weights(Path(config.model.path).expanduser(), ("model", "path"))
             check_critic(config, model)
             if config.warm_start.steps and not has_weights(model):
                 _warm_start(config, model)
@@ -78,7 +81,7 @@ def _check_there(data: DataConfig, path: tuple[str, ...]) -> None:
 
 def _warm_start(config: LanguageConfig, model: Path) -> None:
     began = time.monotonic()
-    losses = run(warm_start(config, model))
+    losses = run(warm_start(config, model, examples(config, model)))
     print(
         f"{config.name}: warm start of {len(losses)} steps in {time.monotonic() - began:.0f} s, "
         f"loss {losses[0]:.3f} -> {losses[-1]:.3f}",

@@ -89,6 +89,13 @@ def _check_learning(config: LanguageConfig) -> None:
             f"model.path names {config.model.path!r}, which has weights: set it to 0",
             path=("warm_start", "steps"),
         )
+    batch, ranks = config.warm_start.batch_size, config.cluster.actors
+    if config.warm_start.steps and batch % ranks:
+        raise ConfigError(
+            f"a batch of {batch} examples cannot be divided among {ranks} actors: use "
+            f"{_near(batch, ranks)}",
+            path=("warm_start", "batch_size"),
+        )
 
 
 def _check_micro_batches(whose: str, samples: int, size: int | None) -> None:

@@ -24,17 +24,21 @@ from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.workers.actor.supervised import SupervisedWorker
 
+Examples = list[tuple[Tokens, Tokens]]
+"""prompts, and what is to be answered"""
+
 
 def has_weights(folder: Path) -> bool:
     """Whether a model folder has weights."""
     return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
 
 
-def examples(config: LanguageConfig, model: Path) -> list[tuple[Tokens, Tokens]]:
+def examples(config: LanguageConfig, model: Path) -> Examples:
     """Every prompt of the phase's data, held-out ones left out, with its answer and the end token.
 
     Raises:
-        ConfigError: the data cannot be read; the tokenizer has no end-of-sequence token.
+        ConfigError: the data cannot be read, or do not fill a batch; the tokenizer has no
+            end-of-sequence token.
     """
     tokenizer = load_tokenizer(model)
     if tokenizer.eos_token_id is None:
@@ -52,10 +56,16 @@ def examples(config: LanguageConfig, model: Path) -> list[tuple[Tokens, Tokens]]
         prompt = next(prompts)
         ids = tokenizer(prompt.reference, add_special_tokens=False)["input_ids"]
         found.append((prompt.token_ids, np.asarray([*ids, tokenizer.eos_token_id], np.int32)))
+    if len(found) < config.warm_start.batch_size:
+        raise ConfigError(
+            f"there are {len(found)} examples, which do not fill a batch of "
+            f"{config.warm_start.batch_size}: set it to at most {len(found)}, or give more data",
+            path=("warm_start", "batch_size"),
+        )
     return found
 
 
-async def warm_start(config: LanguageConfig, model: Path) -> list[float]:
+async def warm_start(config: LanguageConfig, model: Path, learnt: Examples) -> list[float]:
     """Fit the model of this folder, and put its weights there; the loss of every step."""
     phase, actor = config.warm_start, config.actor
     optimizer = OptimizerConfig(lr=phase.lr, eps=1e-8, max_grad_norm=1.0)
@@ -90,5 +100,5 @@ async def warm_start(config: LanguageConfig, model: Path) -> list[float]:
             collective=config.collective,
             env_vars=counts.environment,
         )
-        losses = await workers.call(SupervisedWorker.fit, examples(config, model), str(model))
+        losses = await workers.call(SupervisedWorker.fit, learnt, str(model))
     return losses[0]
