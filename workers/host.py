@@ -50,7 +50,7 @@ Ended = Callable[[Any, BaseException | None], None]
 class Invocation:
     """A call that runs."""
 
-    __slots__ = ("_ended", "_task", "arguments", "cancelled", "error", "method", "value")
+    __slots__ = ("_ended", "arguments", "cancelled", "error", "method", "task", "value")
 
     def __init__(self, method: str, arguments: dict[str, Any], ended: Ended) -> None:
         self.method = method
@@ -61,17 +61,14 @@ class Invocation:
         self.cancelled = False
         """its caller does not want it any more"""
         self._ended = ended
-        self._task: asyncio.Task[None] | None = None
-
-    def runs_in(self, task: asyncio.Task[None]) -> None:
-        """Its method was started."""
-        self._task = task
+        self.task: asyncio.Task[None] | None = None
+        """in which its method runs, once that was started"""
 
     def cancel(self) -> None:
         """Cancel the method. The call has ended, as cancelled, once the method has."""
         self.cancelled = True
-        if self._task is not None:
-            self._task.cancel()
+        if self.task is not None:
+            self.task.cancel()
 
     def returned(self, value: Any) -> None:
         """Its method has returned. Nothing but the end of its task is left, nobody waits for it."""
@@ -143,7 +140,7 @@ class WorkerHost:
         if label is None:
             label = self._labels[method] = f"{self.info.name}.{method}"
         task = asyncio.get_running_loop().create_task(self._run(invocation, label), name=label)
-        invocation.runs_in(task)
+        invocation.task = task
         self.calls[task] = invocation
         task.add_done_callback(self._forget)
         return invocation
@@ -191,11 +188,12 @@ class WorkerHost:
             self._returned(invocation, value)
 
     def _returned(self, invocation: Invocation, value: Any) -> None:
-        task = asyncio.current_task()
-        if task is None or task not in self.calls:  # an eager task: `begin` has not returned yet
+        task = invocation.task
+        if task is None:  # an eager one: `begin` has not returned yet
             invocation.value = value
         elif not invocation.cancelled:
             del self.calls[task]
+            task.remove_done_callback(self._forget)  # it would find nothing, in a turn of its own
             invocation.returned(value)
 
     def _fail(self, invocation: Invocation, error: Exception) -> None:

@@ -79,7 +79,8 @@ class Borrowing:
     def _check(self, places: list[Place | None], beside: int) -> None:
         if places.count(None) != beside or len(places) > MAX_BUFFERS:
             raise MalformedFrame(f"{len(places)} arrays, {beside} of them not shared")
-        total, slab_of = 0, dict[int, int]()
+        total = 0
+        slab_of: dict[int, int] = {}
         for place in places:
             if place is None:
                 continue

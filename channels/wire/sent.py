@@ -140,7 +140,8 @@ class Sent:
 
     def took(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Somebody has these. Whoever says so calls `forget`, or uses it again."""
-        ahead, asked, taken = self.ahead, self.asked, list[Entry]()
+        ahead, asked = self.ahead, self.asked
+        taken: list[Entry] = []
         for first, length in ranges:
             for index in range(first, first + length):
                 if (entry := ahead.pop(index, None)) is not None:

@@ -59,7 +59,8 @@ class ChannelServer(Published):
 
     def _puts(self, request: Request[protocol.Puts]) -> None:
         connection = request.connection
-        refused, holders = dict[int, ChannelError](), dict[int, str]()
+        refused: dict[int, ChannelError] = {}
+        holders: dict[int, str] = {}
         for run in request.meta.runs:
             try:
                 end = self._find(connection, run.end, "sender")

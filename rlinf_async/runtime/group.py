@@ -99,9 +99,7 @@ class WorkerGroup(Generic[W_co]):
         call: GroupCall[Any] = GroupCall(
             self.name, method, single, self._on_failure, self.calls.discard
         )
-        parts = list[Part]()
-        for rank in ranks:
-            parts.append(Part(call, self.supervisors[rank], method, arguments))
+        parts = [Part(call, self.supervisors[rank], method, arguments) for rank in ranks]
         if has_ends:
             with ExitStack() as undo:  # all of them or none
                 for part in parts:
