@@ -22,6 +22,15 @@ from rlinf_async.channels.waitfor import current_party
 class Admitting(abc.ABC):
     """The state of a channel, and the rules by which items are let into it."""
 
+    __slots__ = (
+        "__weakref__", "_numbers", "_seq", "_unput", "ahead", "ahead_weight", "born", "capacity",
+        "copied", "credit_waits", "dead_letters", "decode", "deserted", "edges", "failure",
+        "get_wait_seconds", "get_waits", "gets", "had_sender", "item_class", "item_type", "lane",
+        "lanes", "leases", "lent", "max_deliveries", "max_weight", "name", "open",
+        "put_wait_seconds", "put_waits", "receivers", "redelivered", "refused", "senders", "shared",
+        "stale", "unconfirmed",
+    )  # fmt: skip
+
     def __init__(
         self, item_type: Any, name: str, capacity: int, max_weight: int | None, max_deliveries: int
     ) -> None:

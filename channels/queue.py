@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 class Queue(Reserving):
     """The state of one channel."""
 
+    __slots__ = ()
+
     # ---- ends
 
     def add_sender(self, holder: str) -> int:

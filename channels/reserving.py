@@ -22,6 +22,8 @@ from rlinf_async.channels.serving import Serving
 class Reserving(Serving):
     """The room of a channel's lanes, and who has been lent how much of it."""
 
+    __slots__ = ()
+
     def borrow(self, key: Key | None, borrower: Borrower) -> Lane:
         """The lane in which this borrower may be lent room. It is kept until `forget_borrower`."""
         lane = self._lane(key)

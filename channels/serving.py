@@ -32,6 +32,8 @@ from rlinf_async.channels.waitfor import current_party
 class Serving(Admitting):
     """How those who want items are served. See the invariants."""
 
+    __slots__ = ()
+
     # ---- get
 
     def take_one(self, key: Key | None) -> Entry | None:
