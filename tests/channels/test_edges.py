@@ -54,6 +54,7 @@ async def test_a_connection_counts_bytes_and_copies_on_both_sides() -> None:
         sender = owner.sender(channel, connection)
         for _ in range(4):
             await sender.put(np.zeros(LARGE, np.uint8))
+        await sender.flush()
         [server_side] = owner.server.connections
         here, there = traffic_of(server_side), traffic_of(connection)
         assert (here.peer, there.peer) == ("producer", "owner")
