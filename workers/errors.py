@@ -43,6 +43,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     traceback: str
     channel_error: bool = False
     """it only passes on what somebody else did to a channel"""
+    explained: bool = False
+    """its message names the cause and a way out, which lies outside of the program"""
 
 
 def is_secondary(error: BaseException) -> bool:
@@ -89,6 +91,8 @@ class WorkerError(RuntimeError):
     @classmethod
     def of(cls, error: BaseException, *, worker: str, host: str, pid: int, method: str) -> Self:
         """Wrap an exception caught here. Of a very long text the beginning and the end are kept."""
+        from rlinf_async.observe.errors import RunFolderError
+
         return cls(
             Failure(
                 worker=worker,
@@ -101,6 +105,7 @@ class WorkerError(RuntimeError):
                     "".join(traceback.format_exception(error)), MAX_TRACEBACK_BYTES
                 ),
                 channel_error=is_secondary(error),
+                explained=isinstance(error, RunFolderError),
             )
         )
 

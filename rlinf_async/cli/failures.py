@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeGuard
 
 import click
 
 from rlinf_async.cli.jobs import Session
 from rlinf_async.config.errors import UsageError
+
+if TYPE_CHECKING:
+    from rlinf_async.workers.errors import WorkerError
 
 OK = 0
 FAILED = 1
@@ -57,18 +61,27 @@ def _report(error: Exception, session: Session) -> None:
         click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
         return
     click.echo(f"error: {_text(error)}", err=True)
-    if not _is_ours(error):
+    if not _is_ours(error) or _is_explained(error):
         click.echo("(--traceback shows where this was raised)", err=True)
 
 
 def _text(error: BaseException) -> str:
     """Our own errors speak for themselves; another's text is often nothing without its type."""
+    if _is_explained(error):
+        return error.summary
     if _is_ours(error):
         return str(error)
     if isinstance(error, BaseExceptionGroup):
         causes = "\n".join(f"- {_text(inner)}" for inner in error.exceptions)
         return f"{len(error.exceptions)} things failed:\n{causes}"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _is_explained(error: BaseException) -> TypeGuard[WorkerError]:
+    """Whether the worker's traceback tells nothing that its message does not (a full disk)."""
+    from rlinf_async.workers.errors import WorkerError
+
+    return isinstance(error, WorkerError) and error.failure.explained
 
 
 def _is_ours(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import tempfile
 from collections.abc import Iterator
@@ -33,6 +34,19 @@ def start_driver(temporary: pathlib.Path) -> Iterator[Start]:
     yield starting
     for driver in started:
         driver.end()
+
+
+@pytest.fixture
+def full_disk() -> Iterator[pathlib.Path]:
+    """A disk of 64 KiB."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = f"mount -t tmpfs -o size=64k tmpfs {folder} 2>/dev/null"
+        if os.geteuid() != 0 or os.system(command) != 0:
+            pytest.skip("a small disk needs the right to mount one")
+        try:
+            yield pathlib.Path(folder)
+        finally:
+            os.system(f"umount {folder}")
 
 
 @pytest.fixture

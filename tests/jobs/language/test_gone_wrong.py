@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import pytest
 
 from tests.jobs.language.kit import Job
@@ -109,3 +111,18 @@ def test_a_resumed_run_refuses_other_data_and_loses_nothing(job: Job) -> None:
     assert "go on with the same data and settings, or start anew" in changed.err
     data.write_text(kept)
     assert job.succeed("--resume", "--training.iterations", 6).samples == 48
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_disk_that_fills_up_at_a_checkpoint_is_told_in_one_line_unless_more_is_asked_for(
+    tiny: Job, full_disk: pathlib.Path, shown: bool
+) -> None:
+    tiny.out = full_disk / "run"
+    ended = tiny.train("--cluster.backend", "process", *(["--traceback"] if shown else []))
+    assert ended.code == 1
+    assert f"cannot write the checkpoint {tiny.out}/checkpoints/version-000002: No " in ended.err
+    assert ("Traceback" in ended.err) is shown
+    if not shown:
+        last = ended.err.splitlines()[-2:]
+        assert last[0].startswith("error: Actor[0] failed in checkpoint_written (process ")
+        assert last[1] == "(--traceback shows where this was raised)"
