@@ -84,9 +84,9 @@ class Watcher:
     def __init__(self, folder: Path, context: ProcessContext) -> None:
         self._folder = folder
         self._context = context
-        self.highest = dict.fromkeys(SIZES, 0)
+        self.highest: dict[int, int] = dict.fromkeys(SIZES, 0)
         """bytes above what there was before, by the size gone to"""
-        self._looks = dict.fromkeys(SIZES, 0)
+        self._looks: dict[int, int] = dict.fromkeys(SIZES, 0)
 
     def watch(self) -> None:
         """Until there were `ENOUGH` looks at a rescale to each size."""
