@@ -24,6 +24,7 @@ from rlinf_async.channels import (
     Sender,
     find_cycle,
 )
+from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.wire import ChannelClient, Connection, Encoded, protocol, purse
 from rlinf_async.channels.wire.promises import Promises
 from rlinf_async.testing import wait_all_blocked
@@ -329,7 +330,9 @@ async def test_flush_returns_when_every_item_is_in_the_channel() -> None:
         await local.flush()
 
 
-async def test_a_lease_is_settled_after_the_items_that_were_put_inside() -> None:
+async def test_a_lease_is_settled_after_the_items_that_were_put_inside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tasks, results = Channel(int, name="tasks"), Channel(int, name="results")
     async with wired() as owner:
         connection = await owner.join()
@@ -337,13 +340,13 @@ async def test_a_lease_is_settled_after_the_items_that_were_put_inside() -> None
         await with_credit(giving, results)
         await tasks.sender.put(7)
         depths: list[int] = []
-        settle = tasks.queue.acknowledge
+        settle = Queue.acknowledge
 
-        def watch(number: int) -> None:
+        def watch(queue: Queue, number: int) -> None:
             depths.append(results.statistics().depth)
-            settle(number)
+            settle(queue, number)
 
-        tasks.queue.acknowledge = watch  # type: ignore[method-assign]
+        monkeypatch.setattr(Queue, "acknowledge", watch)
         async with taking.lease() as taken:
             await giving.put(taken[0])
         await until(lambda: depths)
