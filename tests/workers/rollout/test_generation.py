@@ -45,6 +45,32 @@ def test_each_sample_goes_on_when_it_is_done() -> None:
     run(body())
 
 
+@pytest.mark.parametrize(("most", "asking", "left"), [(None, 4, 6), (1, 1, 9), (3, 3, 7)])
+def test_a_few_requests_are_asked_for_at_a_time_and_no_more_are_taken_than_there_is_room(
+    most: int | None, asking: int, left: int
+) -> None:
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            channels = Channels(cluster)
+            rollout = await cluster.launch(
+                Rollout, SLOW, LanguageRolloutConfig(max_concurrent=most)
+            )
+            serving = channels.serve(rollout)
+            await channels.weights.sender.publish(update(0))
+            await wait_all_blocked()
+            assert channels.requests.statistics().waiting_getters == asking
+            await channels.ask(*(request(index) for index in range(10)))
+            await wait_all_blocked()
+            assert channels.requests.statistics().depth == left
+            channels.requests.close()
+            found = [await channels.samples.receiver.get() for _ in range(10)]
+            assert len({one.request.name for one in found}) == 10
+            [report] = await serving
+            assert report.samples == 10
+
+    run(body())
+
+
 class Rebuilt(Rollout):
     """Tells in which thread its engine is made."""
 

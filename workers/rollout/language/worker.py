@@ -8,7 +8,7 @@
                                  +--------------+
 
                 waits for                                unblocked by
-    taking      room, then a request                     a sample that is done; the source
+    taking      room, then requests                      a sample that is done; the source
     answering   weights of the version it asks for       the actor
                 its tokens                               the engine
                 room for the sample                      reward or inference workers
@@ -41,6 +41,9 @@ from rlinf_async.workers.rollout.language.taking import Taking
 
 AHEAD = 16
 """one request more is held for so many that the engine works on"""
+ASKING = 4
+"""requests that are asked for at a time, where there is room: each answer takes a round trip, and
+an engine with free slots would wait for one after the other"""
 
 
 class LanguageRolloutReport(msgspec.Struct, kw_only=True):
@@ -121,14 +124,17 @@ class LanguageRolloutWorker(Worker):
         live = self._live
         loads, restarts = live.loads, live.restarts
         live.listen(weights)
-        room = asyncio.Semaphore(self.config.max_concurrent or _held(live.engine.max_concurrent))
+        held = self.config.max_concurrent or _held(live.engine.max_concurrent)
+        room = asyncio.Semaphore(held)
         try:
             async with asyncio.TaskGroup() as group:
                 following = group.create_task(live.follow(weights, taken, self.rank))
                 async with asyncio.TaskGroup() as answering:
-                    await self._taking.run(
-                        partial(self._start_next, requests, samples, room, answering, report)
-                    )
+                    step = partial(self._start_next, requests, samples, room, answering, report)
+                    for _ in range(min(ASKING, held) - 1):
+                        answering.create_task(self._taking.run(step))
+                    # One of them here: a run in which nobody lets it go on is found to be stuck.
+                    await self._taking.run(step)
                 following.cancel()
         except ExceptionGroup as failures:
             raise (first := _first(failures)) from first.__cause__
