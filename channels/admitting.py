@@ -23,10 +23,11 @@ class Admitting(abc.ABC):
     """The state of a channel, and the rules by which items are let into it."""
 
     __slots__ = (
-        "__weakref__", "_numbers", "_seq", "_unput", "ahead", "ahead_weight", "born", "capacity",
-        "copied", "credit_waits", "dead_letters", "decode", "deserted", "edges", "failure",
-        "get_wait_seconds", "get_waits", "gets", "had_sender", "item_class", "item_type", "lane",
-        "lanes", "leases", "lent", "max_deliveries", "max_weight", "name", "open",
+        "__weakref__", "_numbers", "_seq", "_unput", "ahead", "ahead_weight", "born", "brought",
+        "capacity", "copied", "credit_waits", "dead_letters", "decode", "deserted", "direct",
+        "edges", "failure", "get_wait_seconds", "get_waits", "gets", "had_sender", "item_class",
+        "item_type", "lane", "lanes", "leases", "lent", "lost", "max_deliveries", "max_weight",
+        "name", "open",
         "put_wait_seconds", "put_waits", "receivers", "redelivered", "refused", "senders", "shared",
         "stale", "unconfirmed",
     )  # fmt: skip
@@ -55,6 +56,7 @@ class Admitting(abc.ABC):
         self.put_wait_seconds = self.get_wait_seconds = 0.0
         self.redelivered = self.unconfirmed = self.stale = self.shared = self.copied = 0
         self.lent = self.credit_waits = self.refused = 0
+        self.direct = self.brought = self.lost = 0
         self.edges = Edges()
         self.ahead = self.ahead_weight = 0
         self._numbers = count(1)

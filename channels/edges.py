@@ -31,6 +31,8 @@ class Edge(msgspec.Struct, kw_only=True):
     """items put whose large arrays came by shared memory, without a copy"""
     copied: int = 0
     """items put whose large arrays came through the socket"""
+    direct: int = 0
+    """items whose large arrays did not come to the channel's owner, or did not leave from there"""
     credit_waits: int = 0
     """puts that had to ask, because the room that was lent was used up"""
 
@@ -57,16 +59,23 @@ class Edges:
         edge.items += items
         edge.nbytes += nbytes
 
+    def put_direct(self, party: str, sizes: list[int]) -> None:
+        """The large arrays of so many of them did not come with them."""
+        edge = self._sent.get(party) or _add(self._sent, "sender", party)
+        edge.direct += len(sizes)
+        edge.nbytes += sum(sizes)
+
     def asked(self, party: str) -> None:
         """A put had to ask, because what was lent was used up."""
         edge = self._sent.get(party) or _add(self._sent, "sender", party)
         edge.credit_waits += 1
 
-    def take(self, party: str, items: int, nbytes: int) -> None:
-        """Items leave for another process."""
+    def take(self, party: str, items: int, nbytes: int, direct: int = 0) -> None:
+        """Items leave for another process, so many of them without their large arrays."""
         edge = self._taken.get(party) or _add(self._taken, "receiver", party)
         edge.items += items
         edge.nbytes += nbytes
+        edge.direct += direct
 
     def seen(self) -> tuple[Edge, ...]:
         """What they are now."""

@@ -6,17 +6,20 @@ from collections.abc import Sequence
 
 import msgspec
 
+Buffer = memoryview | bytearray
+
 
 class Encoded(msgspec.Struct, eq=False, gc=False):
     """MessagePack bytes, and the large arrays that were left out of them.
 
     A queue carries an item that came from another process in this form until somebody here takes
     it, so an item that is only forwarded is never decoded. Not tracked by the garbage collector,
-    which would visit every one that is queued.
+    which would visit every one that is queued. Arrays that are still with their producer have an
+    `Away` in their place.
     """
 
     data: bytes
-    buffers: Sequence[memoryview | bytearray] = ()
+    buffers: Sequence[Buffer] = ()
 
     @property
     def nbytes(self) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
+from rlinf_async.channels.away import away_of, bring, start_ahead
 from rlinf_async.channels.ends import Key, Lease, Receiver, Sender
-from rlinf_async.channels.errors import ChannelClosed, ChannelFull
+from rlinf_async.channels.errors import ChannelClosed, ChannelEmpty, ChannelFull
 from rlinf_async.channels.lanes import Entry, GetWait
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.statistics import DeadLetter, Statistics
@@ -211,7 +212,12 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         entry = queue.take_one(key)
         if entry is None:
             entry = (await self._entries(1, None, key))[0]
-        item: T_co = entry.item if queue.decode is None else queue.value_of(key, entry)
+        if queue.decode is None:
+            own: T_co = entry.item
+            return own
+        while queue.direct and not await bring(queue, key, [entry]):
+            entry = (await self._entries(1, None, key))[0]
+        item: T_co = queue.value_of(key, entry)
         return item
 
     def get_nowait(self, *, key: Key | None = None) -> T_co:
@@ -219,6 +225,12 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         entry = self._queue.take_one(key)
         if entry is None:
             raise self._queue.empty_error(key)
+        if away_of(entry.item) is not None:
+            self._queue.return_entries(key, [entry])
+            start_ahead(self._queue, key)
+            raise ChannelEmpty(
+                f"channel {self._queue.name!r}: the next item is still on its way from its producer"
+            )
         item: T_co = self._queue.value_of(key, entry)
         return item
 
@@ -226,7 +238,10 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         self, *, weight: int, at_least: int | None = None, key: Key | None = None
     ) -> list[T_co]:
         self.open()
-        return self._queue.values(key, await self._entries(weight, at_least, key))
+        entries = await self._entries(weight, at_least, key)
+        while self._queue.direct and not await bring(self._queue, key, entries):
+            entries = await self._entries(weight, at_least, key)
+        return self._queue.values(key, entries)
 
     async def _entries(
         self, weight: int, at_least: int | None, key: Key | None, lent: list[int] | None = None
@@ -259,6 +274,9 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         self.open()
         lent: list[int] = []
         entries = await self._entries(weight, at_least, key, lent)
+        while self._queue.direct and not await bring(self._queue, key, entries, lent[0]):
+            lent.clear()
+            entries = await self._entries(weight, at_least, key, lent)
         items: list[T_co] = self._queue.lend_values(lent[0], entries)
         return lent[0], Lease(items, [entry.deliveries for entry in entries])
 

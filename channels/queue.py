@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from rlinf_async.channels import endings, seen
+from rlinf_async.channels.away import Away, away_of, is_lost
 from rlinf_async.channels.encoded import Encoded, copy_of
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import (
@@ -161,6 +162,9 @@ class Queue(Reserving):
     def bury(self, entry: Entry, error: BaseException | str) -> None:
         """Nobody can use this item: keep it with the dead letters."""
         item = entry.item
+        if self.direct and (away := away_of(item)) is not None:
+            away.start().add_done_callback(lambda _: self._bury_brought(entry, away, error))
+            return
         with contextlib.suppress(MalformedFrame):  # then it is kept as it came
             item = self.value(entry)
         self.dead_letters.append(DeadLetter(item, entry.deliveries, say(error)))
@@ -170,6 +174,43 @@ class Queue(Reserving):
             entry.deliveries,
             say(error),
         )
+
+    def _bury_brought(self, entry: Entry, away: Away, error: BaseException | str) -> None:
+        if away.brought is None:
+            self.lose([entry])
+        else:
+            self.bury(entry, error)
+
+    def lose(self, entries: list[Entry]) -> None:
+        """These were taken, but cannot be had: their producer died with their arrays."""
+        self.gets -= len(entries)
+        self._count_lost(entries)
+
+    def drop_lost(self) -> None:
+        """A producer died: what it had not given away yet is in the channel no more."""
+        found: list[Entry] = []
+        for lane in self.every_lane():
+            if not any(is_lost(entry.item) for entry in lane.entries) and not lane.getters:
+                continue
+            for getter in lane.getters:
+                lane.push_back(getter.give_back())
+            lost = [entry for entry in lane.entries if is_lost(entry.item)]
+            for entry in lost:
+                lane.entries.remove(entry)
+                lane.weight -= entry.weight
+            found += lost
+            self._serve(lane)
+            self._forget(lane)
+        self._count_lost(found)
+
+    def _count_lost(self, entries: list[Entry]) -> None:
+        self.lost += len(entries)
+        holders = [entry.item.buffers.holder for entry in entries]
+        for holder in dict.fromkeys(holders):
+            log.error(
+                "channel %r: %d items are lost, since %s was lost before anybody had fetched "
+                "their arrays from it", self.name, holders.count(holder), holder,
+            )  # fmt: skip
 
     # ---- leases
 

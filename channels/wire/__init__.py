@@ -12,6 +12,7 @@
     endpoint    serve and connect: a Unix socket, or TCP
     server      the owner of channels answers the ends of other processes
     client      those ends
+    direct      large arrays from producer to consumer, past the owner of their channel
 
 """
 
@@ -20,6 +21,7 @@ from rlinf_async.channels.wire.client import ChannelClient
 from rlinf_async.channels.wire.codec import Decoder, Encoder, encode
 from rlinf_async.channels.wire.connection import Connection
 from rlinf_async.channels.wire.devices import SharedTensor, share_tensor
+from rlinf_async.channels.wire.direct import Direct
 from rlinf_async.channels.wire.endpoint import Server, connect, serve
 from rlinf_async.channels.wire.failures import RemoteError
 from rlinf_async.channels.wire.protocol import EndRef
@@ -37,6 +39,7 @@ __all__ = [
     "ChannelServer",
     "Connection",
     "Decoder",
+    "Direct",
     "Encoded",
     "Encoder",
     "EndRef",

@@ -13,6 +13,7 @@ from rlinf_async.channels.ends import Key
 from rlinf_async.channels.lanes import Entry, GetWait
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.wire.connection import Connection
+from rlinf_async.channels.wire.delivery import forget
 from rlinf_async.channels.wire.protocol import Back, Get, More
 from rlinf_async.channels.wire.router import Request
 from rlinf_async.channels.wire.sent import Sent
@@ -105,7 +106,10 @@ class Aheads:
     def back(self, back: Back) -> None:
         """Items were not taken."""
         if (sent := self._sent.get((back.end, back.key))) is not None:
-            sent.back(back.ranges, back.error)
+            if back.lost:
+                sent.lose(back.ranges)
+            else:
+                sent.back(back.ranges, back.error)
 
     def close(self) -> None:
         """The process is gone: all of it goes back."""
@@ -118,4 +122,5 @@ def _abandon(sent: Sent, wait: GetWait) -> None:
     sent.waiting -= 1
     sent.queue.abandon_get(wait)
     sent.queue.finish_get(wait)
+    forget(wait)
     sent.forget()

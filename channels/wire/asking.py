@@ -55,10 +55,15 @@ class Answer(Generic[R]):
         if self._confirm:
             self._asking.confirm(self._number)
 
-    def refuse(self, part: int, error: BaseException) -> None:
+    def refuse(self, part: int, error: BaseException, *, lost: bool = False) -> None:
         """This part of it cannot be used, and nothing of it was taken."""
         if self._confirm:
-            self._asking.refuse(self._number, Refused(part, say(error)))
+            self._asking.refuse(self._number, Refused(part, say(error), lost))
+
+    def give_back(self) -> None:
+        """Nobody wants it any more: nothing of it was taken."""
+        if self._confirm:
+            self._asking.cancel(self._number)
 
 
 class Asking:

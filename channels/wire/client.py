@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlinf_async.channels.wire.connection import Connection
+from rlinf_async.channels.wire.direct import Direct
 from rlinf_async.channels.wire.promises import Promises
 from rlinf_async.channels.wire.protocol import EndRef
 from rlinf_async.channels.wire.remote import Wire
@@ -22,10 +23,16 @@ AnyRemoteEnd = (
 
 
 class ChannelClient:
-    """Makes ends of what the owner sent over this connection."""
+    """Makes ends of what the owner sent over this connection.
 
-    def __init__(self, connection: Connection) -> None:
+    Args:
+        direct: by which large arrays go from producer to consumer, past the owner. Without it they
+            go through the owner.
+    """
+
+    def __init__(self, connection: Connection, direct: Direct | None = None) -> None:
         self._connection = connection
+        self._direct = direct
         self._senders: list[RemoteSender[Any]] = []
 
     @property
@@ -50,7 +57,7 @@ class ChannelClient:
         Raises:
             TypeError: items of this type cannot travel.
         """
-        wire = Wire(self._connection, ref, item_type)
+        wire = Wire(self._connection, ref, item_type, self._direct)
         if ref.kind == "sender":
             self._senders.append(sender := RemoteSender[Any](wire, ref.number))
             return sender

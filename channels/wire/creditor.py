@@ -18,6 +18,7 @@ from rlinf_async.channels.wire.connection import Connection
 from rlinf_async.channels.wire.delivery import count_put
 from rlinf_async.channels.wire.failures import Report, report
 from rlinf_async.channels.wire.protocol import Credit, Puts, Room, Run, Untaken
+from rlinf_async.channels.wire.sources import take_kept
 from rlinf_async.channels.wire.unasked import cut
 
 MIN_CAPACITY: Final = 4
@@ -201,7 +202,14 @@ class Creditor:
         Raises:
             MalformedFrame: they do not fit what was lent, or the body.
         """
+        index = 0
         for run, items, nbytes in cut(puts, body):
+            elsewhere: list[int] = []
+            if puts.kept:
+                into = self._lent.get((run.queue, run.key))
+                queue = into.queue if into else None
+                elsewhere = take_kept(self._connection, puts, items, index, queue)
+            index += run.count
             lent = self._put(run, items, refusal.get(run.end))
             if lent is None:
                 continue
@@ -210,6 +218,8 @@ class Creditor:
                 count_put(lent.queue, holder, body)
             else:
                 lent.queue.edges.put_many(holder, run.count, nbytes)
+            if elsewhere:
+                lent.queue.edges.put_direct(holder, elsewhere)
         self._handled += len(puts.sizes)
         self._handled_bytes += len(body.data)
         self._confirm_later()

@@ -10,19 +10,22 @@ import asyncio
 from functools import partial
 from typing import Any
 
+from rlinf_async.channels.away import away_of, is_lost
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.errors import ItemTooLarge, WrongItemType
+from rlinf_async.channels.errors import ItemTooLarge, MalformedFrame, WrongItemType
 from rlinf_async.channels.lanes import Entry, GetWait, PutWait
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.saying import say
 from rlinf_async.channels.wire.codec import Decoder, join
-from rlinf_async.channels.wire.protocol import Get, Nothing, Put, Taken
+from rlinf_async.channels.wire.protocol import Get, Left, Nothing, Put, Taken
 from rlinf_async.channels.wire.ready import as_travels, make_next_ready
 from rlinf_async.channels.wire.router import Refused, Request, Undo
 from rlinf_async.channels.wire.slab import is_private
+from rlinf_async.channels.wire.sources import Source, leave_out
 from rlinf_async.channels.wire.transfer import SHARE_BYTES
 
 NOTHING = Nothing()
+NO_LEFT: list[Left] = []
 
 
 class Leases:
@@ -71,13 +74,22 @@ def answer_put(request: Request[Put], queue: Queue, end: int) -> None:
     """Put the request's body; answer when there was room for it."""
     put = request.meta
     item = request.body or Encoded(b"")
+    if put.kept is not None:
+        if item.buffers:
+            raise MalformedFrame("an item has arrays here and arrays that stay with its producer")
+        item = Source.of(request.connection).take(item.data, put.kept, queue)
     count_put(queue, queue.senders.get(end, put.party), item)
     wait = queue.start_put(item, put.key, put.weight, put.party, end)
     if wait is None:
         request.reply(NOTHING, undo=partial(_retract, queue, put, item))
         return
-    request.abandon = partial(queue.abandon_put, wait)
+    request.abandon = partial(_abandon_put, queue, wait)
     wait.future.add_done_callback(partial(_admitted, request, queue, wait))
+
+
+def _abandon_put(queue: Queue, wait: PutWait) -> None:
+    queue.abandon_put(wait)
+    wait.future.cancel()  # or it and its callback would keep the item, and each other
 
 
 def count_put(queue: Queue, party: str, item: Encoded) -> None:
@@ -85,7 +97,9 @@ def count_put(queue: Queue, party: str, item: Encoded) -> None:
     edge = queue.edges.put(party, item)
     if not item.buffers:
         return
-    if any(map(is_private, item.buffers)):
+    if away_of(item) is not None:
+        edge.direct += 1
+    elif any(map(is_private, item.buffers)):
         queue.shared += 1
         edge.shared += 1
     elif sum(map(len, item.buffers)) >= SHARE_BYTES:
@@ -133,6 +147,13 @@ def answer_get(request: Request[Get], queue: Queue, leases: Leases, end: int) ->
 def _abandon_get(queue: Queue, wait: GetWait) -> None:
     queue.abandon_get(wait)
     queue.finish_get(wait)
+    forget(wait)
+
+
+def forget(wait: GetWait) -> None:
+    """A get was abandoned: it, its future and that one's callback must not keep what it had."""
+    wait.taken.clear()
+    wait.future.cancel()
 
 
 def _collected(
@@ -159,13 +180,17 @@ def _deliver(request: Request[Get], queue: Queue, leases: Leases, entries: list[
         WrongItemType, ItemTooLarge: they cannot travel; none is lost.
     """
     get = request.meta
-    sizes, body = join(_encoded(queue, get, entries))
-    taken = Taken(sizes)
+    items, left = _encoded(queue, get, entries), NO_LEFT
+    nbytes = sum(item.nbytes for item in items)
+    if queue.direct:
+        items, left = leave_out(items)
+    sizes, body = join(items)
+    taken = Taken(sizes, left=left)
     undo: Undo = partial(_return, queue, get, entries)
     if get.lease:
         number = queue.grant(get.key, entries, get.party)
         leases.queues[number] = queue
-        taken = Taken(sizes, number, [entry.deliveries for entry in entries])
+        taken = Taken(sizes, number, [entry.deliveries for entry in entries], left=left)
         undo = partial(_ungrant, queue, leases, number)
     try:
         request.reply(taken, body, undo=undo)
@@ -174,7 +199,7 @@ def _deliver(request: Request[Get], queue: Queue, leases: Leases, entries: list[
         if not isinstance(error, ItemTooLarge):
             raise
         raise ItemTooLarge(f"channel {queue.name!r}: {error}: ask for a smaller batch") from error
-    queue.edges.take(get.party, len(entries), body.nbytes)
+    queue.edges.take(get.party, len(entries), nbytes, len(left))
     make_next_ready(request.connection, queue, get.key, body)
 
 
@@ -209,5 +234,10 @@ def _ungrant(queue: Queue, leases: Leases, number: int, why: str | Refused | Non
 def _without_refused(queue: Queue, entries: list[Entry], why: str | Refused | None) -> list[Entry]:
     if not isinstance(why, Refused) or not 0 <= why.part < len(entries):
         return entries
-    queue.bury(entries[why.part], why.error)
+    if why.lost and not is_lost(entries[why.part].item):
+        return entries
+    if why.lost:
+        queue.lose([entries[why.part]])
+    else:
+        queue.bury(entries[why.part], why.error)
     return entries[: why.part] + entries[why.part + 1 :]

@@ -35,7 +35,7 @@ from rlinf_async.channels.errors import ConnectionLost
 from rlinf_async.channels.wire.failures import rebuild
 from rlinf_async.channels.wire.framing import CHUNK_BYTES, Flag
 from rlinf_async.channels.wire.hangup import GRACE_SECONDS
-from rlinf_async.channels.wire.protocol import Credit, Flush, Nothing, Puts, Run, Untaken
+from rlinf_async.channels.wire.protocol import Credit, Flush, Kept, Nothing, Puts, Run, Untaken
 from rlinf_async.channels.wire.purse import Purse, Purses
 from rlinf_async.channels.wire.transfer import SHARE_BYTES
 
@@ -50,6 +50,8 @@ MAX_PROMISED: Final = 32 * 1024
 FRAME_BYTES: Final = CHUNK_BYTES // 4
 FRAME_ITEMS: Final = 128
 """So many items are sent together, and then the loop has a turn."""
+FRAME_KEPT: Final = 64
+"""So many of them at most leave arrays behind."""
 FRAME_MOST: Final = 4 * FRAME_ITEMS
 """Many tasks that put in one turn may collect more; no message has more than these, or than so many
 changes of key, sender or weight as `FRAME_ITEMS`: its head is bounded."""
@@ -84,6 +86,7 @@ class Promises:
         self._runs: list[tuple[Purse, int, int]] = []
         self._counts: list[int] = []
         self._data: list[bytes] = []
+        self._kept: list[Kept] = []
         self._size = 0
         self._under_way: deque[_Frame] = deque()
         self._under_way_bytes = 0
@@ -118,7 +121,9 @@ class Promises:
             and self._under_way_bytes + self._size < MAX_UNDER_WAY
         )
 
-    def add(self, purse: Purse, end: int, weight: int, data: bytes) -> None:
+    def add(
+        self, purse: Purse, end: int, weight: int, data: bytes, kept: Kept | None = None
+    ) -> None:
         """Put this, with the next write at the latest."""
         purse.items -= 1
         purse.weight -= weight
@@ -132,6 +137,8 @@ class Promises:
                 self._outbox.collect(self._send)
             self._runs.append(run)
             self._counts.append(1)
+        if kept is not None:
+            self._kept.append(Kept(len(collected), kept.number, kept.sizes))
         collected.append(data)
         self._size = size = self._size + len(data)
         if size >= FRAME_BYTES:
@@ -140,6 +147,8 @@ class Promises:
             self.turn_due = True
             if count >= FRAME_MOST or len(self._runs) >= FRAME_ITEMS:
                 self._send()
+        if kept is not None and len(self._kept) >= FRAME_KEPT:
+            self._send()
 
     def fits_apart(self, purse: Purse, body: Encoded, weight: int) -> bool:
         """Whether this may be put without asking if its arrays, which are large, can be shared."""
@@ -182,6 +191,7 @@ class Promises:
             return
         data, runs, counts = self._data, self._runs, self._counts
         self._data, self._runs, self._counts = [], [], []
+        kept, self._kept = self._kept, []
         by_end: dict[int, int] = {}
         found: list[Run] = []
         for (purse, end, weight), count in zip(runs, counts, strict=True):
@@ -190,7 +200,7 @@ class Promises:
         body = b"".join(data) if len(data) > 1 else data[0]
         self._size = 0
         self.turn_due = False
-        self._notify(Puts(found, [*map(len, data)]), Encoded(body), by_end)
+        self._notify(Puts(found, [*map(len, data)], kept), Encoded(body), by_end)
 
     def _notify(self, puts: Puts, body: Encoded, by_end: dict[int, int], flags: int = 0) -> None:
         if not self._under_way:

@@ -28,6 +28,28 @@ class Nothing(msgspec.Struct, array_like=True, frozen=True):
     """A reply that says no more than that it was done."""
 
 
+class Kept(msgspec.Struct, array_like=True, frozen=True):
+    """Large arrays of an item that stay with its producer (see `direct_protocol`)."""
+
+    item: int
+    """which one of the items beside it"""
+    number: int
+    sizes: list[int]
+
+
+class Left(msgspec.Struct, array_like=True, frozen=True):
+    """Large arrays of an item that are with its producer, and how they are got there."""
+
+    item: int
+    """which one of the items beside it"""
+    number: int
+    sizes: list[int]
+    token: bytes
+    """of the process that keeps them"""
+    host: str
+    addresses: list[str]
+
+
 class Put(msgspec.Struct, array_like=True, frozen=True):
     """client -> owner: put the body."""
 
@@ -37,6 +59,7 @@ class Put(msgspec.Struct, array_like=True, frozen=True):
     party: str
     want: bool = False
     """more will follow: lend me room for them"""
+    kept: Kept | None = None
 
 
 class Run(msgspec.Struct, array_like=True, frozen=True):
@@ -57,6 +80,7 @@ class Puts(msgspec.Struct, array_like=True, frozen=True):
     runs: list[Run]
     sizes: list[int]
     """of each item: bytes of MessagePack"""
+    kept: list[Kept] = []
 
 
 class Room(msgspec.Struct, array_like=True, frozen=True):
@@ -132,6 +156,8 @@ class Back(msgspec.Struct, array_like=True, frozen=True):
     key: Key | None
     ranges: list[tuple[int, int]]
     error: str | None
+    lost: bool = False
+    """their arrays went with their producer"""
 
 
 class Wanted(msgspec.Struct, array_like=True, frozen=True):
@@ -150,6 +176,8 @@ class Taken(msgspec.Struct, array_like=True, frozen=True):
     deliveries: list[int] = []
     first: int = 0
     """number of the first item, for `Took` and `Back`"""
+    left: list[Left] = []
+    """of those whose arrays are not in the body"""
 
 
 class Settle(msgspec.Struct, array_like=True, frozen=True):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
+from rlinf_async.channels.away import away_of
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import WrongItemType
@@ -53,7 +54,7 @@ def _make_ready(connection: Connection, queue: Queue, key: Key | None) -> None:
     if connection.closed or lane is None or not lane.entries:
         return
     entry = lane.entries[0]
-    if entry.ready is not None:
+    if entry.ready is not None or away_of(entry.item) is not None:
         return
     try:
         body = as_travels(entry)

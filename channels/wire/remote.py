@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlinf_async.channels.away import PayloadLost
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ChannelError, MalformedFrame, WrongItemType
 from rlinf_async.channels.itemtypes import check_item, runtime_class
@@ -11,6 +12,8 @@ from rlinf_async.channels.wire import protocol
 from rlinf_async.channels.wire.asking import Answer
 from rlinf_async.channels.wire.codec import Decoder, Encoder, split
 from rlinf_async.channels.wire.connection import Connection
+from rlinf_async.channels.wire.direct import Direct
+from rlinf_async.channels.wire.fetching import attach, fetch_all
 from rlinf_async.channels.wire.protocol import EndRef
 
 _encode = Encoder().encode
@@ -19,8 +22,11 @@ _encode = Encoder().encode
 class Wire:
     """A channel of another process, as this one sees it."""
 
-    def __init__(self, connection: Connection, ref: EndRef, item_type: Any) -> None:
+    def __init__(
+        self, connection: Connection, ref: EndRef, item_type: Any, direct: Direct | None = None
+    ) -> None:
         self.connection = connection
+        self.direct = direct
         self.queue = ref.queue
         self.channel_name = ref.channel
         self.item_type = item_type
@@ -40,7 +46,26 @@ class Wire:
         except WrongItemType as error:
             raise WrongItemType(f"channel {self.channel_name!r}: {error}") from error
 
-    def decode_each(self, answer: Answer[protocol.Taken]) -> list[Any]:
+    async def here(self, answer: Answer[protocol.Taken]) -> list[Encoded] | None:
+        """The items of an answer with all their arrays; None if some are lost, and the others back
+        in the channel, as they are if this is cancelled."""
+        parts = split(answer.meta.sizes, answer.body)
+        if not answer.meta.left:
+            return parts
+        try:
+            attach(parts, answer.meta.left)
+            lost = await fetch_all(self.connection, self.direct, parts)
+        except BaseException:
+            answer.give_back()
+            raise
+        if lost is None:
+            return parts
+        answer.refuse(
+            lost, PayloadLost("it was not fetched before its producer was lost"), lost=True
+        )
+        return None
+
+    def decode_each(self, answer: Answer[protocol.Taken], parts: list[Encoded]) -> list[Any]:
         """The items of an answer, which counts as taken if all of them can be read. Of one that
         cannot be, the owner is told: it goes to the dead letters, the others back to the head.
 
@@ -48,7 +73,7 @@ class Wire:
             MalformedFrame: an item is not of the channel's type.
         """
         found: list[Any] = []
-        for index, part in enumerate(split(answer.meta.sizes, answer.body)):
+        for index, part in enumerate(parts):
             try:
                 found.append(self.decode(part))
             except MalformedFrame as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TypeVar
 
+from rlinf_async.channels.away import Away
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key, Lease, Receiver
 from rlinf_async.channels.errors import ConnectionLost, LeaseLost, MalformedFrame
 from rlinf_async.channels.itemtypes import check_key_and_weight
@@ -12,6 +14,7 @@ from rlinf_async.channels.saying import say
 from rlinf_async.channels.waitfor import current_party
 from rlinf_async.channels.wire import protocol
 from rlinf_async.channels.wire.asking import Answer
+from rlinf_async.channels.wire.fetching import fetch_all
 from rlinf_async.channels.wire.remote import Wire
 from rlinf_async.channels.wire.remote_end import RemoteEnd
 from rlinf_async.channels.wire.window import TURN_ITEMS, Window
@@ -43,6 +46,10 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
         if not window.kept:
             window = self._find(key)
         index, part = window.items.popleft() if window.items else await window.next()
+        while part.buffers.__class__ is Away:
+            if await self._here(window, index, part):
+                break
+            index, part = window.items.popleft() if window.items else await window.next()
         try:
             item: T_co = self._wire.decode(part)
         except MalformedFrame as error:
@@ -50,6 +57,18 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
             raise self._wire.unreadable(error) from error
         window.took(index)
         return item
+
+    async def _here(self, window: Window, index: int, part: Encoded) -> bool:
+        """Fetch the arrays of an item; False if they are lost. Cancelled, it goes back."""
+        wire = self._wire
+        try:
+            lost = await fetch_all(wire.connection, wire.direct, [part])
+        except BaseException:
+            window.return_one((index, part))
+            raise
+        if lost is not None:
+            window.lose(index)
+        return lost is None
 
     def _find(self, key: Key | None) -> Window:
         """The window as it is known now: one that was forgotten is empty, and what it asked for
@@ -70,19 +89,24 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
     async def get_batch(
         self, *, weight: int, at_least: int | None = None, key: Key | None = None
     ) -> list[T_co]:
-        return self._wire.decode_each(await self._ask(weight, at_least, key))
+        answer, parts = await self._ask(weight, at_least, key)
+        return self._wire.decode_each(answer, parts)
 
     async def _ask(
         self, weight: int, at_least: int | None, key: Key | None, lease: bool = False
-    ) -> Answer[protocol.Taken]:
+    ) -> tuple[Answer[protocol.Taken], list[Encoded]]:
         self.open()
         check_key_and_weight(self.channel_name, key, 1)
         self._check_batch(weight, at_least)
         self._windows.give_back(self._number, key)
         get = protocol.Get(self._number, key, weight, at_least, current_party.get(), lease)
-        return await self._wire.connection.ask(
-            "channel.get", get, reply=protocol.Taken, on_channel=True
-        )
+        while True:
+            answer = await self._wire.connection.ask(
+                "channel.get", get, reply=protocol.Taken, on_channel=True
+            )
+            parts = await self._wire.here(answer)
+            if parts is not None:
+                return answer, parts
 
     def _check_batch(self, weight: object, at_least: object) -> None:
         """Refuse what could not be asked for; its owner refuses a batch that cannot be."""
@@ -96,8 +120,8 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
     async def _take(
         self, weight: int, at_least: int | None, key: Key | None
     ) -> tuple[int, Lease[T_co]]:
-        answer = await self._ask(weight, at_least, key, lease=True)
-        items: list[T_co] = self._wire.decode_each(answer)
+        answer, parts = await self._ask(weight, at_least, key, lease=True)
+        items: list[T_co] = self._wire.decode_each(answer, parts)
         return answer.meta.lease, Lease(items, answer.meta.deliveries)
 
     async def _acknowledge(self, lease: int) -> None:

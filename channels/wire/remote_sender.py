@@ -20,8 +20,10 @@ from rlinf_async.channels.itemtypes import check_key_and_weight
 from rlinf_async.channels.saying import say
 from rlinf_async.channels.waitfor import current_party
 from rlinf_async.channels.wire import protocol
+from rlinf_async.channels.wire.keeping import Keeping
 from rlinf_async.channels.wire.outbox import TURN_BYTES
 from rlinf_async.channels.wire.promises import Promises
+from rlinf_async.channels.wire.protocol import Kept
 from rlinf_async.channels.wire.purse import Purse
 from rlinf_async.channels.wire.remote import Wire
 from rlinf_async.channels.wire.remote_end import RemoteEnd
@@ -34,7 +36,7 @@ log = logging.getLogger(__name__)
 class RemoteSender(RemoteEnd, Sender[T_contra]):
     """A sender of a channel in another process. It puts without asking where that has lent room."""
 
-    __slots__ = ("__weakref__", "_error", "_promises", "_purse", "_told")
+    __slots__ = ("__weakref__", "_error", "_keeping", "_promises", "_purse", "_told")
 
     def __init__(self, wire: Wire, number: int) -> None:
         super().__init__(wire, number)
@@ -43,6 +45,7 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
         self._promises = Promises.of(wire.connection)
         self._promises.join(number, self)
         self._purse = self._promises.purses.find(wire.queue, None)
+        self._keeping = Keeping.over(wire.connection, wire.direct)
 
     async def put(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
         promises, purse = self._promises, self._purse
@@ -52,6 +55,9 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
             check_key_and_weight(self.channel_name, key, weight)
             purse = promises.purses.find(self._wire.queue, key)
         body = self._wire.encode(item)
+        if body.buffers and self._keeping is not None:
+            await self._put_kept(self._keeping, purse, body, weight)
+            return
         if promises.fits(purse, body, weight):
             if promises.turn_due:
                 await asyncio.sleep(0)  # it is sent, and room that was lent meanwhile is seen
@@ -81,14 +87,32 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
         else:
             await self._ask(purse, body, weight)
 
-    async def _ask(self, purse: Purse, body: Encoded, weight: int) -> None:
+    async def _put_kept(self, keeping: Keeping, purse: Purse, whole: Encoded, weight: int) -> None:
+        """Put an item whose large arrays stay here until somebody fetches them."""
+        self._check()
+        body, kept = keeping.keep(whole)
+        if kept and not keeping.turn_due and self._promises.fits(purse, body, weight):
+            self._promises.add(purse, self._number, weight, body.data, kept)
+            self._told = None
+            return
+        try:
+            await self._ask(purse, body, weight, kept)
+        except BaseException:
+            if kept is not None:
+                keeping.give_up(kept)
+            raise
+
+    async def _ask(
+        self, purse: Purse, body: Encoded, weight: int, kept: Kept | None = None
+    ) -> None:
         """Put, and wait until it is done."""
         self._check()
         if not purse.kept:
             purse = self._promises.purses.find(purse.queue, purse.key)
             if purse.key is None:
                 self._purse = purse
-        put = protocol.Put(self._number, purse.key, weight, current_party.get(), purse.wants)
+        party = current_party.get()
+        put = protocol.Put(self._number, purse.key, weight, party, purse.wants, kept)
         purse.waiting += 1
         try:
             await self._wire.connection.request(

@@ -24,6 +24,8 @@ class Refused(msgspec.Struct, array_like=True, frozen=True):
 
     part: int
     error: str
+    lost: bool = False
+    """its arrays went with its producer"""
 
 
 Undo = Callable[[str | Refused | None], None]

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+from rlinf_async.channels.away import is_lost
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ItemTooLarge, WrongItemType
@@ -21,9 +22,10 @@ from rlinf_async.channels.lanes import Entry, Lane, now
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.wire.codec import join
 from rlinf_async.channels.wire.framing import CHUNK_BYTES
-from rlinf_async.channels.wire.protocol import Get, More, Taken, Wanted
+from rlinf_async.channels.wire.protocol import Get, Left, More, Taken, Wanted
 from rlinf_async.channels.wire.ready import as_travels, make_next_ready
 from rlinf_async.channels.wire.router import Refused, Request
+from rlinf_async.channels.wire.sources import leave_out
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.ahead import Aheads
@@ -82,17 +84,21 @@ class Sent:
             self._hold(ahead, number + len(asked))
         elif asked:
             self.asked[number] = asked[0]
+        nbytes, left = 0, list[Left]()
+        if queue.direct:
+            nbytes = sum(one.nbytes for one in bodies)
+            bodies, left = leave_out(bodies)
         sizes, body = join(bodies)
         undo = partial(self.undo, number, count)
         try:
-            request.reply(Taken(sizes, first=number), body, undo=undo)
+            request.reply(Taken(sizes, first=number, left=left), body, undo=undo)
         except Exception as error:
             undo(None)
             if not isinstance(error, ItemTooLarge):
                 raise
             raise ItemTooLarge(f"channel {queue.name!r}: {error}") from error
         if bodies:
-            queue.edges.take(request.meta.party, count, body.nbytes)
+            queue.edges.take(request.meta.party, count, nbytes or body.nbytes, len(left))
             make_next_ready(self._connection, queue, key, body)
 
     def _encoded(self, entry: Entry) -> Encoded:
@@ -152,6 +158,13 @@ class Sent:
             self.queue.took_ahead(self.key, taken)
             if self._reads and not self.ahead:
                 self._read_all()
+
+    def lose(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """The arrays of these went with their producer."""
+        found = [entry for _, entry, _ in self._pop(ranges)]
+        self.queue.lose([entry for entry in found if is_lost(entry.item)])
+        self.queue.return_entries(self.key, [entry for entry in found if not is_lost(entry.item)])
+        self.forget()
 
     def back(self, ranges: Iterable[tuple[int, int]], error: str | None) -> None:
         """These were not taken: they go back; with an error they are buried."""

@@ -16,6 +16,7 @@ from rlinf_async.channels.wire.delivery import NOTHING, answer_get, answer_put
 from rlinf_async.channels.wire.opened import OpenEnd
 from rlinf_async.channels.wire.published import Published
 from rlinf_async.channels.wire.router import Reply, Request, Router
+from rlinf_async.channels.wire.sources import Sources
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class ChannelServer(Published):
         super().__init__()
         self._encode = Encoder().encode
         self._register(router)
+        Sources(router)
 
     # ---- requests
 
@@ -52,7 +54,11 @@ class ChannelServer(Published):
 
     def _put(self, request: Request[protocol.Put]) -> None:
         end = self._queue_end(request, "sender")
-        answer_put(request, end.queue, end.number)
+        try:
+            answer_put(request, end.queue, end.number)
+        except MalformedFrame as error:
+            _hang_up(request.connection, error)
+            return
         if request.meta.want and (known := self._published.get(id(end.queue))) is not None:
             creditor = self._peer(request.connection).creditor
             creditor.want(known[0], end.queue, request.meta.key, end.holder)

@@ -53,7 +53,7 @@ class Streams(abc.ABC):
         """what is done about a cut"""
         self._link: Link | None = None
         self._pid = 0
-        self._blind = False
+        self._local = self._blind = False
         self._outbox = Outbox(self._loop, keep=patience > 0)
         self._pulse = Pulse(heartbeat, self._beat, self._silent)
         self._patient = redial is not None
@@ -71,6 +71,11 @@ class Streams(abc.ABC):
     def reconnecting(self) -> bool:
         """Whether it is cut now: what is asked waits until it goes on, or is lost."""
         return self.reach.cut
+
+    @property
+    def local(self) -> bool:
+        """Whether it goes, or went last, over a Unix socket: the peer is on this host."""
+        return self._local
 
     def peer_ended(self) -> None:
         """Whoever started the peer's process says that it has ended: do not wait for it after a
@@ -112,7 +117,8 @@ class Streams(abc.ABC):
             return
         self._link = link
         self._pid = peer_pid(link.transport)
-        self._blind = is_local(link.transport) and not can_watch(self._pid)
+        self._local = is_local(link.transport)
+        self._blind = self._local and not can_watch(self._pid)
         self._carried(link.transport)
         self.reach.found()
         self._pulse.start()

@@ -30,6 +30,7 @@ from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
 from rlinf_async.channels.saying import say
 from rlinf_async.channels.waitfor import WaitFuture, current_party
 from rlinf_async.channels.wire.codec import split
+from rlinf_async.channels.wire.fetching import attach
 from rlinf_async.channels.wire.protocol import Back, Get, More, Taken
 from rlinf_async.channels.wire.transfer import Message
 
@@ -159,6 +160,16 @@ class Window:
         """This item cannot be read."""
         self._windows.notify("channel.back", Back(self.end, self.key, [(index, 1)], say(error)))
 
+    def lose(self, index: int) -> None:
+        """The arrays of this item went with its producer."""
+        self._windows.notify("channel.back", Back(self.end, self.key, [(index, 1)], None, True))
+
+    def return_one(self, part: Part) -> None:
+        """Whoever had this item does not want it."""
+        if not self._windows.connection.closed:
+            self.items.appendleft(part)
+            self.give_back()
+
     def give_back(self) -> None:
         """Nothing that is here will be taken."""
         self._low, self._size, self._streak = -1, 0, 0
@@ -205,6 +216,8 @@ class Window:
         try:
             taken = _decode_taken(message.head)
             parts = split(taken.sizes, message.body)
+            if taken.left:
+                attach(parts, taken.left)
             return (
                 [(taken.first, parts[0])] if len(parts) == 1 else [*enumerate(parts, taken.first)]
             )
@@ -225,9 +238,8 @@ class Window:
         if not get.done() or get.cancelled():
             if get.number:
                 self._windows.give_up(get)
-        elif get.exception() is None and not self._windows.connection.closed:
-            self.items.appendleft(get.result())
-            self.give_back()
+        elif get.exception() is None:
+            self.return_one(get.result())
 
     def _ahead(self) -> int:
         """How many items may come ahead: as many as are taken soon."""

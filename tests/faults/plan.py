@@ -12,6 +12,10 @@ FaultKind = Literal["kill", "stop", "pause", "cut"]
 HEARTBEAT: Final = 0.4
 """Seconds after which the owner gives a silent process up."""
 OWNER: Final = "owner"
+LEAST: Final = 5_000
+"""Bytes of arrays that stay with their producer, where `Plan.direct` says so."""
+PATIENCE: Final = 0.5
+"""Seconds after which the owner gives a process up that is cut off, or died at the end of TCP."""
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -49,6 +53,8 @@ class Plan(msgspec.Struct, frozen=True):
     uvloop: bool
     roles: tuple[Role, ...]
     faults: tuple[Fault, ...]
+    direct: bool = False
+    """over TCP, where large arrays go from producer to consumer past the owner"""
 
     @property
     def items(self) -> int:
@@ -72,7 +78,7 @@ def plan(seed: int) -> Plan:
     ]
     faults = [_fault(rng, roles, 3 * first) for _ in range(rng.randint(1, 3))]
     faults.sort(key=lambda fault: fault.after)
-    return Plan(
+    made = Plan(
         seed=seed,
         capacity=rng.choice([1, 2, 4, 8, 32]),
         array_bytes=rng.choice([0, 0, 0, 1000, 100_000]),
@@ -80,6 +86,10 @@ def plan(seed: int) -> Plan:
         roles=tuple(roles),
         faults=tuple(faults),
     )
+    if rng.random() < 0.3:
+        size = rng.choice([8_000, 100_000, 1_000_000])
+        return msgspec.structs.replace(made, direct=True, array_bytes=size)
+    return made
 
 
 def _fault(rng: Random, roles: list[Role], records: int) -> Fault:

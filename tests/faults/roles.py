@@ -27,13 +27,15 @@ from rlinf_async.channels.wire import (
     ChannelClient,
     ChannelServer,
     Connection,
+    Direct,
     EndRef,
     Router,
     connect,
     serve,
 )
+from rlinf_async.channels.wire.side import Times
 from tests.faults.journal import Did, Page
-from tests.faults.plan import HEARTBEAT, Plan, Role
+from tests.faults.plan import HEARTBEAT, LEAST, PATIENCE, Plan, Role
 
 SECRET: Final = b"a secret for schedules, 32 bytes"
 LOST: Final = 3
@@ -92,26 +94,36 @@ async def own(control: socket.socket, plan: Plan, folder: str) -> None:
     lost: list[str] = []
     loop = asyncio.get_running_loop()
 
+    gone = asyncio.Event()
+
     def note(connection: Connection, reason: str) -> None:
+        gone.set()
         lost.append(f"{connection.peer}: {reason}")
 
+    times: Times = {"heartbeat_limit": HEARTBEAT}
+    if plan.direct:
+        times["patience"] = PATIENCE
     async with await serve(
-        f"{folder}/s", SECRET, router=router, name="owner", on_disconnect=note,
-        heartbeat_limit=HEARTBEAT,
-    ):  # fmt: skip
+        "tcp://127.0.0.1:0" if plan.direct else f"{folder}/s",
+        SECRET, router=router, name="owner", on_disconnect=note,
+        **times,
+    ) as server:  # fmt: skip
         refs: dict[str, EndRef] = {}
         for role in plan.roles:
             end: Any = channel.sender if role.kind == "sender" else channel.receiver
             refs[role.name] = channels.end_ref(end, role.name)
         with channel.receiver.clone("the stage") as rest:
             control.setblocking(False)
-            await loop.sock_sendall(control, _line(Started(f"{folder}/s", refs)))
+            await loop.sock_sendall(control, _line(Started(server.address, refs)))
             said = b""
             while b"over" not in said:
                 said += await loop.sock_recv(control, 4096)
                 *names, said = said.split(b" ")
                 for name in names:  # it will not come back
                     channels.release(refs[name.decode()].number)
+            while server.connections:  # what was killed at the end of TCP has some patience left
+                await gone.wait()
+                gone.clear()
             drained: list[int] = []
             with suppress(EndOfChannel):
                 while True:
@@ -133,7 +145,11 @@ async def work(control: socket.socket, order: Order, page: Page, plan: Plan) -> 
     assert connection._transport is not None
     found: socket.socket = connection._transport.get_extra_info("socket")
     socket.send_fds(control, [b"s"], [found.fileno()])
-    end = ChannelClient(connection).end(order.end, Item)
+    direct: Direct | None = None
+    if plan.direct:
+        listen = ["tcp://127.0.0.1:0"] if order.role.kind == "sender" else []
+        direct = await Direct.open(SECRET, name=order.role.name, listen=listen, least=LEAST)
+    end = ChannelClient(connection, direct).end(order.end, Item)
     try:
         rng = Random(order.seed)
         if isinstance(end, Sender):
@@ -148,6 +164,8 @@ async def work(control: socket.socket, order: Order, page: Page, plan: Plan) -> 
         return LOST
     connection.close("done")
     await connection.wait_closed()
+    if direct is not None:
+        await direct.close()
     return 0
 
 

@@ -49,6 +49,7 @@ def describe(total: Verdict, seconds: float) -> str:
         f"  seen again after plain gets, and counted as unconfirmed: {total.again}",
         f"  gone with a lease whose holder was told that it cannot know: {total.holder_told}",
         f"  gone with their channel's owner, everybody was told: {total.with_the_owner}",
+        f"  gone with a producer that kept their arrays, counted: {total.with_their_producer}",
         f"  lost: {total.lost}; doubled without a report: {total.doubled}",
         f"schedules that hung: {total.hung}; broken: {len(total.broken)}",
     )

@@ -48,9 +48,12 @@ def test_the_schedules_have_every_kind_of_fault() -> None:
     }  # fmt: skip
     assert {role.lease for one in plans for role in one.roles} == {0, 1, 3}
     assert any(one.array_bytes >= 64 * 1024 for one in plans)
+    assert {one.direct for one in plans if one.array_bytes} == {False, True}
 
 
-def outcome(*workers: tuple[Records, int], unconfirmed: int = 0, rest: int = 0) -> Outcome:
+def outcome(
+    *workers: tuple[Records, int], unconfirmed: int = 0, rest: int = 0, lost: int = 0
+) -> Outcome:
     """What one item's schedule left, each worker with its records and how it ended."""
     role = Role("worker", "sender", 0, 1)
     made = Outcome(Plan(0, 1, 0, False, (role,), ()))
@@ -58,7 +61,10 @@ def outcome(*workers: tuple[Records, int], unconfirmed: int = 0, rest: int = 0) 
         for did, item in records:
             page.write(did, item)
         made.pages.append((role, page, status))
-    counts = dict.fromkeys(Statistics.__struct_fields__, 0) | {"unconfirmed": unconfirmed}
+    counts = dict.fromkeys(Statistics.__struct_fields__, 0) | {
+        "unconfirmed": unconfirmed,
+        "lost": lost,
+    }
     statistics = Statistics(**counts | {"name": "items"})  # type: ignore[arg-type]
     made.closed = Closed(statistics, [0] * rest, [], [])
     return made
@@ -70,6 +76,7 @@ def outcome(*workers: tuple[Records, int], unconfirmed: int = 0, rest: int = 0) 
         (outcome((PUT, 0), ([(Did.GOT, 0)], 0)), "once"),
         (outcome((PUT, 0), (ACKNOWLEDGED, 0)), "once"),
         (outcome((PUT, 0), rest=1), "once"),
+        (outcome((PUT, -9), lost=1), "with_their_producer"),
         (outcome((PUT, 0), (ACKNOWLEDGED[:2], -9)), "once"),
         (outcome(([(Did.PUTTING, 0), (Did.TOLD, 0)], LOST)), "told"),
         (outcome(([(Did.PUTTING, 0)], -9)), "died_putting"),
@@ -77,7 +84,8 @@ def outcome(*workers: tuple[Records, int], unconfirmed: int = 0, rest: int = 0) 
         (outcome((PUT, 0), ([(Did.GOT, 0)], -9), ([(Did.GOT, 0)], 0), unconfirmed=1), "again"),
     ],
     ids=[
-        "got", "acknowledged", "drained", "died acknowledging", "told", "died", "holder", "again",
+        "got", "acknowledged", "drained", "kept", "died acknowledging", "told", "died", "holder",
+        "again",
     ],
 )  # fmt: skip
 def test_what_is_reported_is_not_broken(found: Outcome, count: str) -> None:

@@ -6,6 +6,7 @@ What counts as a report:
 * to whoever held a lease, `LeaseLost`: its items go to another, or it cannot be known;
 * by ``statistics().unconfirmed``, how many items of plain gets went back because the process they
   were sent to was lost, and may be seen twice;
+* by ``statistics().lost``, how many items died with the producer that still kept their arrays;
 * `ConnectionLost` at every end, when the owner died, and the queue with it.
 """
 
@@ -41,6 +42,8 @@ class Verdict(msgspec.Struct):
     """items that nobody else got, and whose holder was told that it cannot know: `LeaseLost`"""
     with_the_owner: int = 0
     """items that died with the owner of the channel: everybody was told"""
+    with_their_producer: int = 0
+    """items that died with their producer, which kept their arrays: the owner counts as many"""
     lost: int = 0
     doubled: int = 0
     hung: int = 0
@@ -99,6 +102,7 @@ class _Seen:
         closed = outcome.closed
         self.rest = Counter([*closed.drained, *closed.dead]) if closed else Counter[int]()
         self.doubly_got = 0
+        self.counted_lost = closed.statistics.lost if closed else 0
 
 
 def _check_endings(outcome: Outcome, verdict: Verdict) -> None:
@@ -132,6 +136,9 @@ def _check_item(item: int, seen: _Seen, outcome: Outcome, verdict: Verdict) -> N
         verdict.holder_told += 1
     elif put and outcome.closed is None:
         verdict.with_the_owner += 1
+    elif put and seen.counted_lost:
+        seen.counted_lost -= 1
+        verdict.with_their_producer += 1
     elif put:
         verdict.lost += 1
         verdict.broken.append(f"item {item} was put, and nobody got it")
