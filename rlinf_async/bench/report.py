@@ -15,6 +15,7 @@ from rlinf_async.bench.model import Bench, Case
 from rlinf_async.bench.results import Results, Sample
 from rlinf_async.bench.verdict import FELL_SHORT, HELD, NOT_MEASURED, Verdict
 
+_LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
 _COLOURS = {HELD: "green", FELL_SHORT: "red", NOT_MEASURED: "yellow"}
 
 
@@ -75,7 +76,10 @@ def show(report: Report, console: Console) -> None:
 
 
 def number(value: float) -> str:
-    """A measurement with as many digits as mean something."""
+    """A measurement with as many digits as mean something: ``0.25``, ``12,345``, ``3.243 G``."""
+    for limit, prefix in _LARGE:
+        if abs(value) >= limit:
+            return f"{value / limit:.4g} {prefix}"
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"
@@ -92,13 +96,15 @@ def _case_report(case: Case, results: Results) -> CaseReport:
 
 def _measurements(report: Report) -> Table:
     table = Table(title=f"{report.bench}: medians of {report.repetitions}", title_justify="left")
-    table.add_column("case", no_wrap=True)
+    table.add_column("case")
     table.add_column("metric", no_wrap=True)
     table.add_column("median", justify="right", no_wrap=True)
-    table.add_column("lowest .. highest", justify="right", overflow="fold")
+    repeated = report.repetitions > 1
+    if repeated or any(case.gap for case in report.cases.values()):
+        table.add_column("lowest .. highest" if repeated else "", justify="right", overflow="fold")
     for name, case in report.cases.items():
         for row in _rows(name, case):
-            table.add_row(*row)
+            table.add_row(*row[: len(table.columns)])
         table.add_section()
     return table
 
@@ -108,7 +114,8 @@ def _rows(name: str, case: CaseReport) -> Iterator[Sequence[str]]:
         yield name, "", "", case.gap
     for position, (metric, median) in enumerate(case.medians.items()):
         values = [sample[metric] for sample in case.samples]
-        spread = f"{number(min(values))} .. {number(max(values))}"
+        low, high = number(min(values)), number(max(values))
+        spread = f"{low} .. {high}" if len(values) > 1 else ""
         label = "" if position else name
         yield label, metric, number(median), spread
 

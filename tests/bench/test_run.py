@@ -64,6 +64,17 @@ def test_a_bar_that_is_missed_makes_the_exit_code_1(run: Runner) -> None:
     assert (code, printed[-1]) == (1, "0 bars held, 1 fell short")
 
 
+def test_one_repetition_of_large_numbers_fits_a_narrow_terminal(
+    run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    ours = printing("ours, of which the name is a long one", "print('{{\"rate\": 3624892384}}')")
+    bench = Bench("small", "a small bench", cases=(ours,), bars=(), repetitions=1)
+    _, printed, _ = run(bench)
+    assert any("long one" in line and "rate" in line and "3.625 G" in line for line in printed)
+    assert not any("lowest" in line for line in printed)
+
+
 def test_the_json_holds_every_sample_and_the_machine(run: Runner) -> None:
     _, _, report = run(versus(printing("ours", FAST), printing("theirs", SLOW)))
     assert report["cases"]["ours"]["samples"] == [{"rate": 30.0}] * 3
