@@ -25,7 +25,11 @@ class HangUp:
         the end before it has read all; so it is left to close the socket.
         """
         if first and transport.can_write_eof():
-            transport.write_eof()
+            try:
+                transport.write_eof()
+            except OSError:  # it has just reset the socket, which the loop has not seen yet
+                transport.abort()
+                return
         else:
             transport.close()
         self._watch(transport, peer, transport.get_write_buffer_size())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import struct
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -305,6 +306,30 @@ async def test_closing_does_not_wait_for_a_peer_that_stopped(
             await wait_all_blocked()
             await owner.server.close()
             assert connection.closed
+
+
+class Ends(asyncio.Protocol):
+    """Notes that its socket was closed."""
+
+    def __init__(self) -> None:
+        self.closed = asyncio.Event()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set()
+
+
+async def test_closing_a_socket_that_its_peer_has_just_reset_is_no_error() -> None:
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        peer = socket.create_connection(listening.getsockname())
+        ours, _ = listening.accept()
+    transport, protocol = await loop.create_connection(Ends, sock=ours)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    peer.close()  # resets it, which the loop has not seen
+    hanging = hangup.HangUp(loop)
+    hanging.start(transport, "a peer", first=True)
+    await protocol.closed.wait()
+    hanging.stop()
 
 
 async def test_a_callback_that_raises_keeps_no_lease_from_going_back(
