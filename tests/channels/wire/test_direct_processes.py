@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ from rlinf_async.channels import Channel, EndOfChannel
 from tests.channels.wire import direct_worker
 from tests.channels.wire.harness import Wired, until, wired
 from tests.channels.wire.memory_worker import SIZE, Numbered, check
+from tests.channels.wire.running import running
 
 BYTES = 8 * SIZE
 
@@ -24,16 +24,11 @@ BYTES = 8 * SIZE
 async def worker(owner: Wired, end: Any, what: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """A process that does this with an end like this one; dead when the block ends."""
     ref = owner.channels.end_ref(end, "w")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", direct_worker.__name__, owner.server.address,
-        msgspec.json.encode(ref).decode(), what,
-    )  # fmt: skip
+    text = msgspec.json.encode(ref).decode()
     try:
-        yield process
+        async with running(direct_worker, owner.server.address, text, what) as process:
+            yield process
     finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
         owner.channels.release(ref.number)
 
 

@@ -329,6 +329,7 @@ async def test_closing_a_socket_that_its_peer_has_just_reset_is_no_error() -> No
     hanging = hangup.HangUp(loop)
     hanging.start(transport, "a peer", first=True)
     await protocol.closed.wait()
+    assert transport.is_closing()
     hanging.stop()
 
 

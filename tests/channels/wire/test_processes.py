@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager
 
 import msgspec
 
@@ -14,21 +12,15 @@ from rlinf_async.channels import Channel
 from rlinf_async.channels.wire import EndRef
 from tests.channels.wire import remote_worker
 from tests.channels.wire.harness import Wired, wired
+from tests.channels.wire.running import running
 
 
-@asynccontextmanager
-async def worker(owner: Wired, ref: EndRef, what: str) -> AsyncIterator[asyncio.subprocess.Process]:
+def worker(
+    owner: Wired, ref: EndRef, what: str
+) -> AbstractAsyncContextManager[asyncio.subprocess.Process]:
     """A process that does this with that end; dead when the block ends."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", remote_worker.__name__, owner.server.address,
-        msgspec.json.encode(ref).decode(), what,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+    text = msgspec.json.encode(ref).decode()
+    return running(remote_worker, owner.server.address, text, what)
 
 
 def producer(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import random
 import re
-import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -21,20 +19,12 @@ from rlinf_async.channels.wire import EndRef
 from tests.channels.wire import memory_worker
 from tests.channels.wire.harness import Wired, until, wired
 from tests.channels.wire.memory_worker import Numbered, check
+from tests.channels.wire.running import running
 
 
-@asynccontextmanager
-async def run(*arguments: str) -> AsyncIterator[Process]:
+def run(*arguments: str) -> AbstractAsyncContextManager[Process]:
     """A process that does this; dead when the block ends."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", memory_worker.__name__, *arguments, stdout=PIPE
-    )
-    try:
-        yield process
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+    return running(memory_worker, *arguments, stdout=PIPE)
 
 
 @asynccontextmanager
