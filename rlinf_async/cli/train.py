@@ -125,7 +125,8 @@ def _with_options(error: ConfigError, overrides: Overrides, options: Iterable[st
     if len(error.path) != 1 or error.path[0] not in overrides:
         return error
     close = difflib.get_close_matches(flag, list(options), n=1)
-    hint = f"; did you mean the option {close[0]}?" if close else ""
+    misspelled = close and close[0] != flag  # an option may set a setting of its name: --seed
+    hint = f"; did you mean the option {close[0]}?" if misspelled else ""
     return ConfigError(error.problem + hint, path=error.path, origin=error.origin)
 
 

@@ -7,6 +7,7 @@ import tomllib
 
 import pytest
 
+from rlinf_async import cli
 from tests.cli.conftest import CommandLine
 from tests.cli.fake import FakeConfig, Settings
 
@@ -186,3 +187,13 @@ def test_check_can_show_every_setting(command_line: CommandLine) -> None:
     _, out, _ = command_line.run("check", command_line.file, "--show", "--seed", "9")
     assert tomllib.loads(out)["actor"] == {"lr": 0.5}
     assert tomllib.loads(out)["seed"] == 9
+
+
+def test_an_option_with_a_wrong_value_is_not_offered_in_its_own_place(
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    example = pathlib.Path(__file__).parents[2] / "examples" / "grpo_arithmetic.toml"
+    assert cli.main(["train", str(example), "--out", str(tmp_path / "run"), "--seed", "-3"]) == 2
+    said = capsys.readouterr().err
+    assert "seed: -3 is below 0" in said
+    assert "did you mean" not in said
