@@ -8,7 +8,10 @@ import pathlib
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
+
+import psutil
 
 from rlinf_async.bench.model import Case, Outcome
 from rlinf_async.bench.results import Sample
@@ -20,6 +23,8 @@ SKIPPED = 77
 """Exit code of a command that cannot run on this machine; its last words say why."""
 _GRACE = 10.0
 """seconds between asking a command to stop and killing it"""
+_DYING = 60.0
+"""seconds at most until what was killed is gone: it may have much memory to give back"""
 
 
 class CaseFailed(Exception):
@@ -99,16 +104,22 @@ def pinned(cores: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stopped_at_the_end(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Leaves nothing running: the command's whole session is asked to stop, then killed."""
+    """Leaves nothing running: the command's whole group is asked to stop, then killed.
+
+    What it started in sessions of their own, such as workers, is given time to follow, then killed.
+    """
     try:
         yield
     finally:
+        started: list[psutil.Process] = []
         if process.poll() is None:
+            started = _started_by(process.pid)
             _signal(process, signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE)
         _signal(process, signal.SIGKILL)
         process.wait()
+        _end(started, session=process.pid)
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
@@ -117,3 +128,39 @@ def _stopped_at_the_end(process: subprocess.Popen[str]) -> Iterator[None]:
 def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
+
+
+def _started_by(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).children(recursive=True)
+    return []
+
+
+def _end(started: list[psutil.Process], session: int) -> None:
+    """Wait until none of these nor of a killed session runs: the next case is to be alone."""
+    members = [one for one in psutil.process_iter() if _session_of(one) == session]
+    for one in (alive := _wait_for({*started, *members}, _GRACE)):
+        with contextlib.suppress(psutil.Error):
+            one.kill()
+    _wait_for(alive, _DYING)
+
+
+def _session_of(process: psutil.Process) -> int | None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        return os.getsid(process.pid)
+    return None
+
+
+def _wait_for(processes: set[psutil.Process], seconds: float) -> set[psutil.Process]:
+    """Return those that still run then; a dead one that nobody has reaped does not."""
+    end = time.monotonic() + seconds
+    while (alive := {one for one in processes if _runs(one)}) and time.monotonic() < end:
+        time.sleep(0.01)
+    return alive
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
