@@ -126,7 +126,11 @@ BENCH = Bench(
         *(
             _two(f"{name}{side}", "hosts.py", what, cable)
             for cable, name in CABLES.items()
-            for what, side in (("ours", "ours"), ("raw", "raw TCP (limit)"))
+            for what, side in (
+                ("ours", "ours"),
+                ("raw", "raw TCP (limit)"),
+                ("past", "worker to worker"),
+            )
         ),
     ),
     bars=(
@@ -188,5 +192,6 @@ BENCH = Bench(
         "arrays: float32; received, first and last element read, not copied out",
         "memcpy: one thread, between arrays of 2 GiB in all",
         "two hosts: two network namespaces, each side on a core of its own; the slower direction",
+        "worker to worker: 4 MiB arrays of a channel of the other host, through it and past it",
     ),
 )

@@ -1,10 +1,11 @@
 """Two hosts: network namespaces of this machine, and a cable between them.
 
-    python hosts.py ours | raw  good | bad
+    python hosts.py ours | raw | past  good | bad
 
 ``good`` is a veth pair; ``bad`` delays each packet by 20 ms one way and loses one of a hundred, by
 `tc netem`, or where the kernel lacks that by two tun devices and a thread of this process. The two
-sides are in `far`. What is not allowed here is said, with exit code 77: the case is skipped.
+sides are in `far`; in `past`, two workers of one host and an owner on the other. What is not
+allowed here is said, with exit code 77: the case is skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from benchmarks.channels import far
+from benchmarks.channels import far, past
 from rlinf_async.bench.execute import SKIPPED
 from tests.net.badcable import bad_cable
 from tests.net.hosts import Hosts, NotAllowed, good_cable, python_in, slow_cable, two_hosts
@@ -54,7 +55,8 @@ def connected(cable: str) -> Iterator[Hosts]:
 def measure(hosts: Hosts, what: str, cable: str) -> str:
     """Run both sides; what the worker's prints."""
     environment = {**os.environ, "RLINF_ASYNC_SECRET": secrets.token_hex()}
-    command = ("-m", far.__name__, what, cable)
+    sides = past if what == "past" else far
+    command = ("-m", sides.__name__, what, cable)
     with subprocess.Popen(
         python_in(hosts.owner, *command, "owner"),
         env=environment, stdout=subprocess.PIPE, text=True,
