@@ -7,7 +7,7 @@ loop. It fails if it leaves a task, keeps the loop from answering, or lets an er
 Models are tiny, and computed by one thread: several wait longer for one another than they work.
 
 With ``-n`` (pytest-xdist) the tests of a file stay together, in one process and in their order:
-many share what takes seconds to start.
+many share what takes seconds to start. ``tests/together.py`` sees to it.
 """
 
 from __future__ import annotations
@@ -16,30 +16,35 @@ import inspect
 import os
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from rlinf_async.testing import no_tasks_left
 from tests.loops import run_on_kind
 
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler.protocol import Scheduling
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in children
 
+# How long an example takes says something of the machine and its load, not of the code.
+settings.register_profile(
+    "tests", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tests")
 
-TOGETHER = ("backends/vllm", "gpu")
-"""Folders whose files stay together too: they share engines, or a device."""
 
+@pytest.hookimpl(optionalhook=True)  # where pytest-xdist is not installed there is no such hook
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
+    """``--dist loadgroup``: files stay together. xdist's own groups do not, since pytest 9.2."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from tests.together import FilesTogether
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Group tests for ``--dist loadgroup``."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        file = item.path.relative_to(config.rootpath / "tests").with_suffix("")
-        folder = file.parent.as_posix()
-        group = folder if folder in TOGETHER else file.as_posix()
-        item.add_marker(pytest.mark.xdist_group(group))
+    return FilesTogether(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

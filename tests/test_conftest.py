@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 
 from rlinf_async.testing import InvariantBroken, LoopBlocked, Unhandled, no_tasks_left
+from rlinf_async.testing.blocking import LoopWatch
 from tests.loops import FACTORIES, VIRTUAL, run_on_kind
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("kind", [*FACTORIES, VIRTUAL])
@@ -26,10 +33,19 @@ def test_a_test_that_leaves_a_task_fails(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FACTORIES)
-def test_a_test_that_blocks_its_loop_fails(kind: str) -> None:
+def test_a_test_that_blocks_its_loop_fails(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, stack = threading.Event(), LoopWatch._stack
+
+    def noted(watch: LoopWatch) -> str:
+        said = stack(watch)
+        found.set()
+        return said
+
+    monkeypatch.setattr(LoopWatch, "_stack", noted)
+
     async def main() -> None:
         await asyncio.sleep(0)
-        time.sleep(1.5)  # noqa: ASYNC251  the very mistake
+        assert found.wait(60)  # the very mistake; in seconds, for a busy machine
 
     with pytest.raises(LoopBlocked, match="did not answer"):
         run_on_kind(kind, main)
@@ -67,3 +83,15 @@ def test_eager_tasks_run_up_to_their_first_wait_at_once() -> None:
         assert seen == [task, "end"]
 
     run_on_kind("eager", main)
+
+
+def test_the_tests_of_a_file_run_in_one_process() -> None:
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-n", "2"]
+    grouped = ["--dist", "loadgroup", "--no-loadscope-reorder", "tests/algorithms"]
+    done = subprocess.run(
+        [*command, *grouped], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    places = set(re.findall(r"^\[(gw\d)\] .* (tests/\S+\.py)::", done.stdout, re.MULTILINE))
+    assert {process for process, _ in places} == {"gw0", "gw1"}
+    assert len(places) == len({file for _, file in places}) > 3

@@ -24,7 +24,7 @@ from rlinf_async.channels.wire.framing import LAST_TYPE, pack_header
 from tests.fuzz.pieces import Pieces
 from tests.fuzz.pure import SECRET, Broken
 
-SECONDS: Final = 10.0
+SECONDS: Final = 60.0
 """Within which whoever is not at fault is served, and whoever left is forgotten."""
 
 TURNS: Final = 8

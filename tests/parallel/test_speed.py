@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 
@@ -16,9 +18,30 @@ from rlinf_async.parallel import (
 )
 from rlinf_async.parallel.decoders import Decoder, huggingface
 
+T = TypeVar("T")
+
 DECODER = Decoder(
     layers=112, hidden=4096, heads=32, kv_heads=8, head_dim=128, mlp=11008, vocabulary=32000
 )
+
+
+def measured(work: Callable[[], T]) -> tuple[T, float, float]:
+    """What it returns, its seconds of CPU, and those of a yardstick just before or after it.
+
+    The yardstick makes and sorts as many objects as there are moves: it too slows down with the
+    machine, with neighbours that take its cache, and with memory that a process touches first.
+    """
+    yard = yardstick()
+    begin = time.process_time()
+    made = work()
+    seconds = time.process_time() - begin
+    return made, seconds, max(yard, yardstick())
+
+
+def yardstick() -> float:
+    begin = time.process_time()
+    sorted({(at * 7919 % 1_000_003, str(at)) for at in range(300_000)})
+    return time.process_time() - begin
 
 
 def sharded(**sizes: int) -> Strategy:
@@ -47,26 +70,21 @@ def sharded(**sizes: int) -> Strategy:
         "fsdp-to-model-parallel-fsdp",
     ],
 )
-def test_a_thousand_ranks_and_tensors_are_planned_in_two_seconds_of_cpu(
+def test_a_thousand_ranks_and_tensors_are_planned_in_seconds_of_cpu(
     old: Strategy, new: Strategy
 ) -> None:
     model = huggingface(DECODER)
     assert len(model.parameters) > 1000
     before, after = layout(model, old), layout(model, new)
-    begin = time.process_time()
-    made = plan(before, after)
-    seconds = time.process_time() - begin
+    made, seconds, yard = measured(lambda: plan(before, after))
     sent = made.sent()
     assert sum(sent.values()) == sum(made.received().values()) > 0
-    # 0.7 on an idle core; neighbours, and memory that a process touches first, may treble that.
-    assert seconds < 3.0
+    assert seconds < 8 * yard  # twice as much at most, on an idle core
 
 
-def test_a_million_moves_are_put_in_rounds_in_a_second_of_cpu() -> None:
+def test_a_million_moves_are_put_in_rounds_in_seconds_of_cpu() -> None:
     model = huggingface(DECODER)
     made = plan(layout(model, sharded(dp=1024)), layout(model, sharded(dp=512)))
-    begin = time.process_time()
-    rounds = in_rounds(made, 8 << 20)
-    seconds = time.process_time() - begin
+    rounds, seconds, yard = measured(lambda: in_rounds(made, 8 << 20))
     assert len(rounds.bytes) >= len(made.bytes) > 1_000_000
-    assert seconds < 2.0
+    assert seconds < 5 * yard

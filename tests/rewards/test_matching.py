@@ -75,9 +75,9 @@ def test_a_reference_without_a_number_is_rejected_and_no_answer_called_wrong() -
     "text", ["1," * 200_000, "1,234" * 50_000, "123,456," * 40_000, "-" * 500_000]
 )
 def test_a_long_answer_is_read_in_time_that_grows_with_its_length(text: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     outcome("numeric", text, "1")
-    assert time.perf_counter() - started < 5.0
+    assert time.process_time() - started < 5.0
 
 
 @pytest.mark.parametrize(

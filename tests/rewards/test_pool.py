@@ -19,6 +19,7 @@ from rlinf_async.config import ConfigError
 from rlinf_async.messages.language import Failed, Outcome, Rejected, Scored
 from rlinf_async.rewards import Answer
 from rlinf_async.rewards.pool import ScoringPool
+from rlinf_async.testing import wait_all_blocked
 from tests.jobs.processes import processes, until
 
 LIMIT = 60.0
@@ -100,15 +101,38 @@ async def test_a_verifier_that_hangs_is_ended_at_the_time_limit(name: str) -> No
         error = await error_of(made, name)
         assert "took longer than the time limit of 0.2 s" in error
         assert made.pids() == []
+        made._time_limit = LIMIT  # who does not hang may still be slow
         assert await judged(made, "length") == Scored(reward=2.0)
 
 
-async def test_importing_a_verifier_does_not_count_against_the_time_limit(tmp_path: Path) -> None:
+IMPORTED_SLOWLY = """
+import pathlib, time
+folder = pathlib.Path(__file__).parent
+(folder / "begun").touch()
+while not (folder / "released").exists():
+    time.sleep(0.002)
+
+def score(answer):
+    return 1.0
+"""
+
+
+async def test_importing_a_verifier_does_not_count_against_the_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "slow.py"
-    file.write_text("import time\ntime.sleep(0.5)\ndef score(answer): return 1.0\n")
-    async with pool(time_limit=0.3) as made:
+    file.write_text(IMPORTED_SLOWLY)
+    loop = asyncio.get_running_loop()
+    clock = loop.time
+    async with pool() as made:
         answer = Answer(prompt="", text="", reference="")
-        assert await made.judge(f"{file}:score", answer) == Scored(reward=1.0)
+        judging = asyncio.create_task(made.judge(f"{file}:score", answer))
+        await appears(tmp_path / "begun")
+        monkeypatch.setattr(loop, "time", lambda: clock() + LIMIT + 1)
+        await wait_all_blocked()
+        assert not judging.done()
+        (tmp_path / "released").touch()
+        assert await judging == Scored(reward=1.0)
 
 
 @pytest.mark.parametrize(
@@ -210,10 +234,15 @@ async def test_a_cancelled_answer_leaves_no_process_that_works_on_it(tmp_path: P
 
 
 async def test_programs_that_a_verifier_started_are_ended_with_it(tmp_path: Path) -> None:
-    async with pool(time_limit=2.0) as made:
+    async with pool() as made:
         said = tmp_path / "pid"
-        await error_of(made, "starts_a_program_that_hangs", said)
-        assert not lives(int(said.read_text()))
+        judging = asyncio.create_task(judged(made, "starts_a_program_that_hangs", said))
+        pid = int(await appears(said))
+        judging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await judging
+        # It was sent SIGKILL; nobody here is its parent, who would be told when it has died.
+        await asyncio.to_thread(until, lambda: not lives(pid), "the program is gone")
 
 
 async def test_closing_ends_processes_that_work(tmp_path: Path) -> None:
@@ -250,6 +279,7 @@ OWNER = """
 import asyncio, sys
 from rlinf_async.rewards import Answer
 from rlinf_async.rewards.pool import ScoringPool
+from rlinf_async.testing import wait_all_blocked
 
 async def main():
     pool = ScoringPool(processes=1, time_limit=600.0)

@@ -114,18 +114,23 @@ async def hangs_asynchronously(answer: Answer) -> float:
 def starts_a_program_that_hangs(answer: Answer) -> float:
     """Writes the program's number into the file that the reference names."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) as program:
-        Path(answer.reference).write_text(str(program.pid))
+        _say(program.pid, answer.reference)
         program.wait()
     return 1.0
 
 
 def says_pid_and_hangs(answer: Answer) -> float:
     """Writes the number of its process into the file that the reference names."""
-    part = Path(answer.reference + ".part")
-    part.write_text(str(os.getpid()))
-    part.rename(answer.reference)
+    _say(os.getpid(), answer.reference)
     hangs(answer)
     return 1.0
+
+
+def _say(pid: int, file: str) -> None:
+    """The file is there with the whole number in it, or is not there."""
+    part = Path(file + ".part")
+    part.write_text(str(pid))
+    part.rename(file)
 
 
 def says_pid_and_hangs_once(answer: Answer) -> float:

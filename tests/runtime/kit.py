@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 
 import rlinf_async as ra
+from rlinf_async.channels.wire import Connection
+from rlinf_async.runtime.process import ProcessWorker
 
 NewCluster = Callable[..., ra.Cluster]
 
@@ -159,6 +161,14 @@ async def waiting(cluster: ra.Cluster, count: int = 1) -> Waiting:
     names = {await started.receiver.get() for _ in range(count)}
     assert names == {f"Waiter[{rank}]" for rank in range(count)}
     return Waiting(workers, running, started)
+
+
+def connection_to(workers: ra.WorkerGroup[Waiter]) -> Connection:
+    """That to the process of the first rank."""
+    handle = workers.supervisors[0].handle_nowait()
+    assert isinstance(handle, ProcessWorker)
+    assert handle.connection is not None
+    return handle.connection
 
 
 def kill(cluster: ra.Cluster, name: str, how: int = signal.SIGKILL) -> int:

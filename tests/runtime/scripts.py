@@ -15,6 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
+PATIENCE = 100.0
+"""seconds; how long a script may take on a busy machine, before it is taken to hang"""
+
 
 class Script:
     """A running script. Its temporary folder is its own."""
@@ -34,7 +37,7 @@ class Script:
     def end(self) -> tuple[int, list[str], str]:
         """Its exit code, the lines in order of the alphabet that it and its workers printed, and
         their errors; returns when all of them have closed their output."""
-        out, err = self.process.communicate(timeout=20)
+        out, err = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, sorted(("".join(self._read) + out).splitlines()), err
 
     @property
@@ -68,7 +71,7 @@ def running(source: str) -> Iterator[Script]:
                     os.killpg(process.pid, signal.SIGKILL)
 
 
-def gone(group: int, within: float = 5.0) -> bool:
+def gone(group: int, within: float = PATIENCE) -> bool:
     """Whether nobody is left in a process group, or will be in so many seconds."""
     until = time.monotonic() + within
     while (left := alive(group)) and time.monotonic() < until:

@@ -12,10 +12,8 @@ import signal
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.channels.wire import Connection
-from rlinf_async.runtime.process import ProcessWorker
 from rlinf_async.testing import explore, no_tasks_left, wait_all_blocked
-from tests.runtime.kit import Doubler, NewCluster, Number, Waiter, kill, waiting
+from tests.runtime.kit import Doubler, NewCluster, Number, Waiter, connection_to, kill, waiting
 
 
 async def test_a_cancelled_call_ends_its_methods(new_cluster: NewCluster) -> None:
@@ -247,14 +245,6 @@ async def test_a_method_that_does_not_end_when_it_is_cancelled_is_not_waited_for
         with pytest.raises(asyncio.CancelledError):
             await running
     assert "Deaf.run was cancelled, and did not end within 0.1 s" in caplog.text
-
-
-def connection_to(workers: ra.WorkerGroup[Waiter]) -> Connection:
-    """That to the process of the first rank."""
-    handle = workers.supervisors[0].handle_nowait()
-    assert isinstance(handle, ProcessWorker)
-    assert handle.connection is not None
-    return handle.connection
 
 
 async def test_a_cancelled_call_that_was_never_sent_ends_at_once() -> None:

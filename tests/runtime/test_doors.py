@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -39,8 +41,8 @@ def listening() -> set[str]:
     """The TCP sockets of this process that listen."""
     inodes = set()
     for name in os.listdir("/proc/self/fd"):
-        if os.path.islink(link := f"/proc/self/fd/{name}"):
-            inodes.add(os.readlink(link))
+        with contextlib.suppress(FileNotFoundError):  # closed since, by whomever
+            inodes.add(os.readlink(f"/proc/self/fd/{name}"))
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
@@ -127,7 +129,7 @@ async def test_a_report_says_who_is_cut_off_and_what_waits_for_it(
         link.drop()
         connection.cut(link, "a test")
         report = cluster.report()
-        assert "Waiter[0] is cut off: reconnecting for 0.0 s" in report
+        assert re.search(r"Waiter\[0\] is cut off: reconnecting for \d+\.\d s", report)
         assert "Waiter[0].for_item: cut off, reconnecting" in report
         await until(lambda: not connection.reconnecting)
         assert "cut off" not in cluster.report()

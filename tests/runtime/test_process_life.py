@@ -14,8 +14,17 @@ import psutil
 import pytest
 
 import rlinf_async as ra
+from rlinf_async.channels.wire.heartbeat import Heartbeat
 from rlinf_async.workers import WorkerUnresponsive
-from tests.runtime.kit import NewCluster, Parent, Teller, Waiter, kill, waiting
+from tests.runtime.kit import (
+    NewCluster,
+    Parent,
+    Teller,
+    Waiter,
+    connection_to,
+    kill,
+    waiting,
+)
 from tests.runtime.scripts import gone, process_runs, running
 
 SCRIPT = """
@@ -125,9 +134,13 @@ def test_an_environment_of_its_own_reaches_the_worker_alone() -> None:
 async def test_a_stopped_worker_is_found_unresponsive_and_killed(new_cluster: NewCluster) -> None:
     pid: int | None = None
     with pytest.raises(WorkerUnresponsive, match=r"Waiter\[0\] ") as caught:
-        async with new_cluster(heartbeat_limit=0.5) as cluster:
-            running = (await waiting(cluster)).running
+        async with new_cluster(heartbeat_limit=45.0) as cluster:
+            waiters, running, _ = await waiting(cluster)
             pid = kill(cluster, "Waiter[0]", signal.SIGSTOP)
+            pulse = connection_to(waiters)._pulse
+            assert pulse._heartbeat.limit == 45.0
+            pulse._heartbeat = Heartbeat.of(0.5)  # before, it may have been slow to start
+            pulse.start()
             await running
     assert caught.value.failure.pid == pid
 
@@ -143,7 +156,7 @@ async def test_a_worker_that_started_a_process_is_seen_to_die_and_takes_it_along
             pid = kill(cluster, "Parent[0]")
             await parent.call(Parent.forever)
     assert pid is not None
-    assert gone(pid)
+    assert await asyncio.to_thread(gone, pid)
     assert not process_runs(started)
 
 
@@ -164,7 +177,7 @@ async def test_a_worker_that_stops_ends_what_it_started(new_cluster: NewCluster)
         pid, started = cluster.pid("Parent[0]"), await parent.call(Parent.started)
         assert process_runs(started)
     assert pid is not None
-    assert gone(pid)
+    assert await asyncio.to_thread(gone, pid)
     assert not process_runs(started)
 
 

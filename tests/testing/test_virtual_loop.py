@@ -236,9 +236,9 @@ def test_every_item_passes_a_queue_once_on_every_seed() -> None:
             taker.cancel()
         return sorted(got)
 
-    began = time.monotonic()
+    began = time.process_time()
     assert all(got == list(range(10)) for got in explore(main, seeds=range(500)))
-    assert time.monotonic() - began < 5  # 0.3 s on an idle core
+    assert time.process_time() - began < 5  # 0.3 s on an idle core
 
 
 def test_a_deadlock_names_every_task_and_what_it_waits_for() -> None:

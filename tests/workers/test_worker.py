@@ -187,7 +187,7 @@ async def test_a_failed_setup_is_told_and_leaves_no_thread(loop_kind: str) -> No
 
 async def _until(condition: Callable[[], bool]) -> None:
     """A thread ends a moment after it was told to."""
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60.0):
         while not condition():  # noqa: ASYNC110  (threads set no event when they end)
             await asyncio.sleep(0.001)
 
@@ -223,7 +223,7 @@ def test_the_watchdog_names_who_blocks_the_loop(caplog: pytest.LogCaptureFixture
             reported.set()
 
     def blocks_the_loop() -> None:
-        assert reported.wait(20.0)
+        assert reported.wait(60.0)
 
     async def main() -> int:
         dog = Listening("Cook[0]", limit=0.05)

@@ -6,6 +6,7 @@ The engine lives on an event loop in a thread of its own; tests hand it coroutin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -57,7 +58,10 @@ class Served:
 
 def shared_memory() -> list[str]:
     """The weights that this process has in shared memory now."""
-    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    links = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another thread has closed it since
+            links.append(os.readlink(path))
     return [link for link in links if "rlinf_async weights" in link]
 
 

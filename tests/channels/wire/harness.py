@@ -25,13 +25,26 @@ T = TypeVar("T")
 SECRET = b"a secret for tests, 32 bytes long"
 
 
+PATIENCE = 100.0
+"""seconds, for what another process does on a busy machine"""
+
+
 async def until(condition: Callable[[], object]) -> None:
-    """Let the loop turn until something holds; it needs no time, only turns."""
-    for _ in range(1_000_000):
+    """Let the loop turn until something holds.
+
+    What this process does itself takes turns only. Another process takes time too, and the core on
+    which this one would turn.
+    """
+    for _ in range(10_000):
         if condition():
             return
         await asyncio.sleep(0)
-    raise AssertionError("it never held")
+    try:
+        async with asyncio.timeout(PATIENCE):
+            while not condition():  # noqa: ASYNC110  (what is looked at sets no event)
+                await asyncio.sleep(0.001)
+    except TimeoutError:
+        raise AssertionError("it never held") from None
 
 
 class Wired:

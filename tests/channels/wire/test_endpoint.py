@@ -15,7 +15,7 @@ from rlinf_async.channels.wire import Router, connect, serve
 from rlinf_async.channels.wire.auth import Handshake
 from rlinf_async.channels.wire.framing import PROTOCOL_VERSION
 from rlinf_async.testing import wait_all_blocked
-from tests.channels.wire.harness import SECRET, wired
+from tests.channels.wire.harness import SECRET, until, wired
 
 
 @pytest.fixture
@@ -126,6 +126,7 @@ async def test_a_server_that_says_nothing_is_given_up_in_time(folder: Path) -> N
     async with await asyncio.start_unix_server(silent, folder / "s"):
         with pytest.raises(HandshakeFailed, match=r"no handshake within 0\.05 seconds"):
             await connect(folder / "s", SECRET, name="w", router=Router(), handshake_timeout=0.05)
+        await until(lambda: served)
         await served[0].wait_closed()
 
 

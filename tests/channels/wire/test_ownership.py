@@ -29,7 +29,14 @@ from rlinf_async.channels import (
 )
 from rlinf_async.channels.wire import ChannelClient, Connection, Encoded, EndRef, encode
 from rlinf_async.testing import wait_all_blocked
-from tests.channels.wire.harness import Wired, remote_latest_pair, remote_pair, until, wired
+from tests.channels.wire.harness import (
+    PATIENCE,
+    Wired,
+    remote_latest_pair,
+    remote_pair,
+    until,
+    wired,
+)
 
 
 class Sample(msgspec.Struct):
@@ -217,7 +224,7 @@ async def test_a_lost_connection_gives_its_leases_back_in_order_with_their_count
         connection = await owner.join()
         receiver = owner.receiver(channel, connection)
         await filled(channel, 5)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             _, first = await receiver._take(2, None, None)
             _, second = await receiver._take(2, None, None)
         assert [*first, *second] == [0, 1, 2, 3]

@@ -10,8 +10,9 @@ import msgspec
 
 from rlinf_async.channels import Channel
 from rlinf_async.channels.wire import EndRef
+from rlinf_async.channels.wire.heartbeat import Heartbeat
 from tests.channels.wire import remote_worker
-from tests.channels.wire.harness import Wired, wired
+from tests.channels.wire.harness import Wired, until, wired
 from tests.channels.wire.running import running
 
 
@@ -87,9 +88,13 @@ async def test_a_process_killed_while_it_waits_leaves_what_was_collected_for_it(
 
 async def test_a_stopped_holder_is_noticed_by_its_heartbeat() -> None:
     channel = await filled(3)
-    async with wired(heartbeat_limit=0.4) as owner:
+    async with wired() as owner:
         ref = owner.channels.end_ref(channel.receiver, "w")
         async with worker(owner, ref, "stop holding"):
+            await until(lambda: channel.statistics().leases_out)
+            [connection] = owner.server.connections  # to start, it may take its time
+            connection._pulse._heartbeat = Heartbeat.of(0.4)
+            connection._pulse.start()
             _, reason = await owner.lost.get()
             assert reason.startswith("nothing was heard for 0.")
             assert reason.endswith("s: the process is stopped, or blocked")

@@ -35,7 +35,7 @@ class Busy(ra.Worker):
         def slow() -> None:
             self.inside += 1
             loop.call_soon_threadsafe(started.set)
-            release.wait(5)
+            release.wait(60)
             self.inside -= 1
 
         task = asyncio.create_task(self.pace.run("slow", slow))

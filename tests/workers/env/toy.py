@@ -91,7 +91,7 @@ class Gated(Counting):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        if not self.gate.wait(30):
+        if not self.gate.wait(60):
             raise TimeoutError("nobody opened the gate")
         return super().reset(seed=seed, options=options)
 

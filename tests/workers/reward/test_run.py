@@ -11,12 +11,26 @@ import pytest
 import rlinf_async as ra
 from rlinf_async.messages.language import Failed, Outcome, Rejected, Sample, Scored
 from rlinf_async.rewards import Answer
+from rlinf_async.rewards.scorer import Scorer
 from rlinf_async.testing import explore, nothing_left_waiting
 from rlinf_async.workers.reward import RewardConfig, RewardReport, RewardWorker
 from tests.jobs.processes import processes, until
 from tests.workers.reward.kit import Channels, custom, sample
 
 
+@pytest.fixture
+def only_hanging_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does not hang may still be slow, on a busy machine."""
+    judge = Scorer.judge
+
+    async def patient(scorer: Scorer, verifier: str, answer: Answer, limit: float) -> Outcome:
+        hangs = verifier.endswith(":hangs")
+        return await judge(scorer, verifier, answer, limit if hangs else 60.0)
+
+    monkeypatch.setattr(Scorer, "judge", patient)
+
+
+@pytest.mark.usefixtures("only_hanging_is_limited")
 async def test_every_sample_comes_out_once_with_its_outcome() -> None:
     async with ra.Cluster.local() as cluster:
         channels = Channels(cluster)

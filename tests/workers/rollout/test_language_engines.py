@@ -146,9 +146,11 @@ async def _an_engine_and_then_its_worker_are_killed(folder: str) -> None:
         await channels.weights.sender.publish(publish(model, 4))
         taken = await channels.taken.receiver.get()
         assert (taken.version, taken.checksum) == (4, publish(model, 4).checksum)
-        await channels.ask(*(request(i, max_tokens=200) for i in range(24)))
+        await channels.ask(*(request(i, max_tokens=200) for i in range(12)))
         worker, core = await rollout[0].call(VllmRollout.process_ids)
         first = await channels.samples.receiver.get()
+        os.kill(core, signal.SIGSTOP)  # what is asked for from now on, it cannot answer
+        await channels.ask(*(request(i, max_tokens=200) for i in range(12, 24)))
         os.kill(core, signal.SIGKILL)
         samples: dict[str, Any] = {first.request.name: first, **await channels.collect(23)}
         assert len(samples) == 24
