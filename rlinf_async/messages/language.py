@@ -240,8 +240,9 @@ class LanguageTrainReport(msgspec.Struct, kw_only=True):
     """versions between the weights that made a token and those that were trained, over tokens"""
     lag_max: int
     wait_seconds: float
-    """until all samples of the share were there; 0 in pipeline mode, where waiting is overlapped"""
+    """in which it stood still until samples came: before it trained, or, pipelined, in between"""
     train_seconds: float
+    """of the iteration once it had begun; pipelined, those of waiting are among them"""
     checkpoint: str | None = None
     """folder of the newest checkpoint whose part this rank has written since its last report"""
     ranks: int = 1

@@ -43,6 +43,8 @@ class Tally:
         self.groups = self.without_signal = self.samples = self.unscored = 0
         self.prompt_tokens = self.response_tokens = 0
         self.lag_max = self._lag_total = 0
+        self.wait_seconds = 0.0
+        """for which the trainer stood still until they came"""
         self._rewards: list[float] = []
 
     @property

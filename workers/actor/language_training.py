@@ -19,7 +19,8 @@ they are is counted where they arrive.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import msgspec
 
@@ -35,8 +36,13 @@ from rlinf_async.messages.language import LanguageTrainReport, SampleGroup
 from rlinf_async.workers.actor.epochs import is_spent, means, shuffled
 from rlinf_async.workers.actor.groups import GroupOps, Tally
 from rlinf_async.workers.actor.trainer_worker import TrainerWorker
+from rlinf_async.workers.spans import Turns
 
 Batches = BatchResizingIterator[SampleGroup]
+Waiting = Callable[[], AbstractContextManager[None]]
+"""around each wait for a micro-batch"""
+
+WAIT = "wait samples"
 
 
 class LanguageTrainingWorker(TrainerWorker):
@@ -52,7 +58,7 @@ class LanguageTrainingWorker(TrainerWorker):
             BatchingError: groups do not make up the share.
         """
         began = asyncio.get_running_loop().time()
-        with self.span("wait samples", iteration=self._trainer.version):
+        with self.span(WAIT, iteration=self._trainer.version):
             collected = await self._collect(input_channel)
         waited = asyncio.get_running_loop().time() - began
         await self.onload()
@@ -67,9 +73,10 @@ class LanguageTrainingWorker(TrainerWorker):
         on which came first. ``waited``: seconds that it took to come, for the report.
         """
         tally = self._tally()
+        tally.wait_seconds = waited
         inside = sorted(collected, key=lambda group: group.group)
         batches = self._batches(_channel_of(inside, f"{self.name} collected").receiver, tally)
-        return await self._iteration(batches, tally, waited)
+        return await self._iteration(batches, tally, arriving=False)
 
     async def skip_training(self, input_channel: Receiver[SampleGroup]) -> LanguageTrainReport:
         """Take this rank's share of one iteration and count the version up, without training.
@@ -80,8 +87,8 @@ class LanguageTrainingWorker(TrainerWorker):
         for group in await self._collect(input_channel):
             tally.add(group)
         await self.compute(self._trainer.end_iteration)
-        waited = asyncio.get_running_loop().time() - began
-        return self._report(tally, [], waited=waited, seconds=0.0)
+        tally.wait_seconds = asyncio.get_running_loop().time() - began
+        return self._report(tally, [], seconds=0.0)
 
     async def run_training_pipeline(
         self, input_channel: Receiver[SampleGroup]
@@ -93,7 +100,8 @@ class LanguageTrainingWorker(TrainerWorker):
         """
         await self.onload()
         tally = self._tally()
-        return await self._iteration(self._batches(input_channel, tally, key=self.rank), tally, 0.0)
+        batches = self._batches(input_channel, tally, key=self.rank)
+        return await self._iteration(batches, tally, arriving=True)
 
     def compute_advantages_and_returns(self, batch: SampleGroup) -> SampleGroup:
         """The same samples with advantages and returns; those that have them are left alone."""
@@ -155,33 +163,42 @@ class LanguageTrainingWorker(TrainerWorker):
         )
 
     async def _iteration(
-        self, batches: Batches, tally: Tally, waited: float
+        self, batches: Batches, tally: Tally, *, arriving: bool
     ) -> LanguageTrainReport:
-        loop, iteration = asyncio.get_running_loop(), self._trainer.version
+        """Train on an iteration; ``arriving``: on what is still to come."""
+        loop = asyncio.get_running_loop()
         began = loop.time()
-        with self.span("train", iteration=iteration):
-            steps = await self._epoch(batches)
+        with Turns(self.span, "train", iteration=self._trainer.version) as turns:
+
+            @contextmanager
+            def waiting() -> Iterator[None]:
+                since = loop.time()
+                with turns.waiting(WAIT):
+                    yield
+                tally.wait_seconds += loop.time() - since
+
+            steps = await self._epoch(batches, waiting if arriving else nullcontext)
             kept = batches.get_all_batches() if self._epochs > 1 else None
             for epoch in range(1, self._epochs):
                 if kept is None or is_spent(steps[-self._sizes.num_global_batches :]):
                     break
-                steps += await self._epoch(self._again(kept, epoch))
+                steps += await self._epoch(self._again(kept, epoch), nullcontext)
             self._check_learnt(steps)
             await self.compute(self._trainer.end_iteration)
-        return self._report(tally, steps, waited=waited, seconds=loop.time() - began)
+        return self._report(tally, steps, seconds=loop.time() - began)
 
-    async def _epoch(self, batches: Batches) -> list[Mapping[str, float]]:
+    async def _epoch(self, batches: Batches, waiting: Waiting) -> list[Mapping[str, float]]:
         """Go through the iteration once; the metrics of its optimizer steps."""
         view = batches.blocking(asyncio.get_running_loop())
         try:
-            return await self.compute(self._train, batches, view)
+            return await self.compute(self._train, batches, view, waiting)
         except HandlerFailed as failed:
             raise (failed.__cause__ or failed) from None
         finally:
             view.close()  # a cancelled call leaves the thread waiting for samples otherwise
 
     def _report(
-        self, tally: Tally, steps: Sequence[Mapping[str, float]], *, waited: float, seconds: float
+        self, tally: Tally, steps: Sequence[Mapping[str, float]], *, seconds: float
     ) -> LanguageTrainReport:
         metrics = means(steps)
         if self._epochs > 1:
@@ -201,16 +218,18 @@ class LanguageTrainingWorker(TrainerWorker):
             reward_mean=tally.reward_mean,
             lag_mean=tally.lag_mean,
             lag_max=tally.lag_max,
-            wait_seconds=waited,
+            wait_seconds=tally.wait_seconds,
             train_seconds=seconds,
         )
 
     def _train(
-        self, batches: Batches, view: BlockingBatches[SampleGroup]
+        self, batches: Batches, view: BlockingBatches[SampleGroup], waiting: Waiting
     ) -> list[Mapping[str, float]]:
         """Go through the iteration once. Runs in the compute thread."""
-        count = self._sizes.num_global_batches
-        steps = [self._trainer.training_step(_micro_batches(batches, view)) for _ in range(count)]
+        steps = []
+        for _ in range(self._sizes.num_global_batches):
+            arrive = _micro_batches(batches, view, waiting)
+            steps.append(self._trainer.training_step(arrive))
         if batches.queued_samples:
             raise RuntimeError(
                 f"{batches.queued_samples} samples are left after an iteration of "
@@ -236,6 +255,13 @@ def _channel_of(groups: Sequence[SampleGroup], name: str) -> Channel[SampleGroup
     return channel
 
 
-def _micro_batches(batches: Batches, view: BlockingBatches[SampleGroup]) -> Iterator[MicroBatch]:
-    for micro_batch in view.global_batch():
-        yield MicroBatch(micro_batch.samples, batches.finished_global_batch)
+def _micro_batches(
+    batches: Batches, view: BlockingBatches[SampleGroup], waiting: Waiting
+) -> Iterator[MicroBatch]:
+    last = False
+    micro_batches = view.global_batch()
+    while not last:
+        with waiting():
+            micro_batch = next(micro_batches)
+        last = batches.finished_global_batch
+        yield MicroBatch(micro_batch.samples, last)

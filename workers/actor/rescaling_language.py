@@ -62,7 +62,7 @@ class RescalingLanguageWorker(Rescaling, LanguageTrainingWorker):
             else:
                 tally = self._tally()
                 await self.compute(self.rescalable().sit_out)
-                report = self._report(tally, [], waited=0.0, seconds=0.0)
+                report = self._report(tally, [], seconds=0.0)
             await self.scheduler_scale_sync()
             report.ranks = self.active_world_size
             return report

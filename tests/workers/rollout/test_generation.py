@@ -45,6 +45,26 @@ def test_each_sample_goes_on_when_it_is_done() -> None:
     run(body())
 
 
+def test_the_trace_shows_when_the_engine_generates_and_when_weights_are_loaded() -> None:
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            channels = Channels(cluster)
+            rollout = await cluster.launch(Rollout, SLOW)
+            serving = channels.serve(rollout)
+            await channels.weights.sender.publish(update(0))
+            await channels.ask(request(0), request(1))
+            await wait_all_blocked()
+            await channels.weights.sender.publish(update(1))  # in the middle of both
+            await channels.collect(2)
+            channels.requests.close()
+            await serving
+            spans = sorted(await cluster.spans(), key=lambda one: one.start)
+        assert [one.name for one in spans] == ["load weights", "generate"] * 2
+        assert [one.args for one in spans[::2]] == [{"version": 0}, {"version": 1}]
+
+    run(body())
+
+
 @pytest.mark.parametrize(("most", "asking", "left"), [(None, 4, 6), (1, 1, 9), (3, 3, 7)])
 def test_a_few_requests_are_asked_for_at_a_time_and_no_more_are_taken_than_there_is_room(
     most: int | None, asking: int, left: int

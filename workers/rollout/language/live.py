@@ -22,7 +22,9 @@ from rlinf_async.channels import EndOfChannel, LatestReceiver, NoReceivers, Send
 from rlinf_async.channels.waitfor import WaitFuture
 from rlinf_async.messages.language import Generated, Request, WeightsTaken
 from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.workers.context import OpenSpan
 from rlinf_async.workers.rollout.errors import WeightsEnded
+from rlinf_async.workers.spans import Together
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +37,14 @@ class LiveEngine:
     Args:
         build: makes an engine, not started.
         restarts: how often a dead one is replaced.
+        span: where it is to be seen when the engine generates and when weights are loaded.
     """
 
-    def __init__(self, build: Build, restarts: int) -> None:
+    def __init__(self, build: Build, restarts: int, span: OpenSpan) -> None:
         self._build = build
         self._restarts_left = restarts
+        self._span = span
+        self._generating = Together(span, "generate")
         self.engine = build()
         self._weights: LatestReceiver[WeightUpdate] | None = None
         self._ended = False
@@ -66,7 +71,8 @@ class LiveEngine:
         while True:
             engine = self.engine
             try:
-                return await engine.generate(request)
+                with self._generating.piece():
+                    return await engine.generate(request)
             except EngineDied as death:
                 await self._revive(engine, death)
                 if self.interrupted:  # the engine that was told so is not this one
@@ -169,9 +175,13 @@ class LiveEngine:
         while True:
             engine = self.engine
             try:
-                return await engine.load(update)
+                return await self._loaded(engine, update)
             except EngineDied as death:
                 await self._replace(engine, death)
+
+    async def _loaded(self, engine: GenerationEngine, update: WeightUpdate) -> int:
+        with self._generating.cut(), self._span("load weights", version=update.version):
+            return await engine.load(update)
 
     async def _revive(self, dead: GenerationEngine, death: EngineDied) -> None:
         async with self._changing:
@@ -201,7 +211,7 @@ class LiveEngine:
     async def _load_newest(self, engine: GenerationEngine) -> None:
         """Load what was published last, if anything was."""
         if self.loads and self._weights is not None:
-            await engine.load(await self._weights.get(newer_than=0))
+            await self._loaded(engine, await self._weights.get(newer_than=0))
             self._wake()
 
     def _wake(self) -> None:

@@ -89,7 +89,8 @@ class LanguageRolloutWorker(Worker):
     async def setup(self) -> None:
         """Start the engine; unless it was told otherwise, weights come with the first update."""
         # Its module brings torch along, which takes seconds: not in the event loop.
-        self._live = await self.compute(LiveEngine, self.make_engine, self.config.engine_restarts)
+        restarts = self.config.engine_restarts
+        self._live = await self.compute(LiveEngine, self.make_engine, restarts, self.span)
         await self._live.engine.start()
 
     async def teardown(self) -> None:

@@ -110,6 +110,11 @@ async def test_pipelined_training_begins_before_the_last_group_is_there(
         await channels.send(made[1:])
         [report] = await training
         assert report.samples == 16
+        spans = sorted(await cluster.spans(), key=lambda one: one.start)
+        assert [one.name for one in spans] == [*["train", "wait samples"] * 4, "train"]
+        waited = sum(one.duration for one in spans if one.waiting) / 1e9
+        assert 0 < waited < report.train_seconds
+        assert report.wait_seconds == pytest.approx(waited, abs=0.05)
 
 
 async def test_a_pipelined_training_that_waits_for_samples_can_be_cancelled(
