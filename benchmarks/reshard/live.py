@@ -113,13 +113,18 @@ class Watcher:
         return (self._folder / name).exists()
 
     def _memory(self) -> int:
-        """Bytes of all ranks, shared pages counted once."""
+        """Bytes that the ranks themselves have filled, shared pages counted once.
+
+        Not those of files: a library's pages count for less while others on the machine use it.
+        """
         total = 0
         for process in self._context.processes:
             with contextlib.suppress(OSError):
                 text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
                 total += sum(
-                    int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")
+                    int(line.split()[1])
+                    for line in text.splitlines()
+                    if line.startswith(("Pss_Anon:", "Pss_Shmem:"))
                 )
         return total * 1024
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-PATIENCE = 60.0
-"""seconds"""
+PATIENCE = 200.0
+"""seconds that anything may take on a busy machine"""
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
@@ -109,7 +109,7 @@ class Driver:
     def wait(self, seconds: float = PATIENCE) -> int:
         """Its exit code, once nobody of its group is left."""
         code = self._process.wait(seconds)
-        until(self._all_gone, "every process of the run is gone", 20.0)
+        until(self._all_gone, "every process of the run is gone")
         return code
 
     def end(self) -> None:

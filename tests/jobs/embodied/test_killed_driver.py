@@ -11,8 +11,9 @@ import pytest
 from tests.jobs.embodied.kit import Job
 from tests.jobs.processes import Start
 
-PROCESS = ("--cluster.backend", "process", "--training.total_steps", 1536)
-"""24 iterations"""
+ITERATIONS = 60
+"""So many that no run ends before this process, held up for a second, has killed it."""
+PROCESS = ("--cluster.backend", "process", "--training.total_steps", 64 * ITERATIONS)
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_killed_while_starting_training_and_saving_a_run_still_comes_to_its_end(
         if moment != "starting":  # then there may be no worker yet that could clean up
             assert set(temporary.glob("rlinf-async-*")) == before, moment
     assert start("--training.checkpoint_every", 4).wait() == 0
-    job.check_books(24, 64, resumed=True)
+    job.check_books(ITERATIONS, 64, resumed=True)
     assert job.summary.outcome == "finished"
 
 
@@ -71,7 +72,7 @@ def test_ctrl_c_stops_the_run_leaves_nothing_and_the_run_can_be_resumed(
     assert job.summary.outcome == "stopped"
     assert job.summary.error is None
     done = job.summary.iterations
-    assert 3 <= done < 24
+    assert 3 <= done < ITERATIONS
     job.succeed("--resume", *PROCESS, "--cluster.backend", "local")
-    job.check_books(24, 64, resumed=True)
+    job.check_books(ITERATIONS, 64, resumed=True)
     assert job.trained_in_trace()[0] == done - done % 2

@@ -10,7 +10,8 @@ import pytest
 from tests.jobs.language.kit import Job
 from tests.jobs.processes import Start
 
-ITERATIONS = 24
+ITERATIONS = 60
+"""So many that no run ends before this process, held up for a second, has killed it."""
 PROCESS = ("--cluster.backend", "process", "--training.iterations", ITERATIONS)
 AHEAD = ("--training.max_staleness", 1, "--training.checkpoint_every", 4)
 
