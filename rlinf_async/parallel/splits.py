@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -57,26 +57,23 @@ def divides(field: str, value: int, what: str, number: int) -> list[str]:
     ]
 
 
-class Split(msgspec.Struct, frozen=True):
-    """A rule that cuts a parameter's tensors over ``tp`` ranks."""
-
-    @property
-    def stacked(self) -> bool:
-        """Whether the expert-parallel grid holds it."""
-        return False
+class Split(Protocol):
+    """A rule that cuts a parameter's tensors over ``tp`` ranks: hashable, and equal by value."""
 
     def faults(self, shapes: Sequence[Shape], tp: int, ep: int) -> list[str]:
         """Return one line for every reason why the tensors cannot be cut so."""
-        raise NotImplementedError
+        ...
 
     def cut(
         self, shapes: Sequence[Shape], tp: int, rank: int, ep: int = 1, ep_rank: int = 0
     ) -> Cut:
         """Return what tensor-parallel rank ``rank`` of ``tp`` holds. Call `faults` first."""
-        raise NotImplementedError
+        ...
+
+    def __hash__(self) -> int: ...
 
 
-class Whole(Split, frozen=True):
+class Whole(msgspec.Struct, frozen=True):
     """Every tensor-parallel rank has all of the one tensor."""
 
     def faults(self, shapes: Sequence[Shape], tp: int, ep: int) -> list[str]:
@@ -89,7 +86,7 @@ class Whole(Split, frozen=True):
         return Cut(shape, (Piece(0, (0,) * len(shape), shape, 0),))
 
 
-class Column(Split, frozen=True):
+class Column(msgspec.Struct, frozen=True):
     """Rows ``[out, ...]`` over ranks: Megatron's column-parallel linear layer."""
 
     def faults(self, shapes: Sequence[Shape], tp: int, ep: int) -> list[str]:
@@ -102,7 +99,7 @@ class Column(Split, frozen=True):
         return _rows(shape, rank * (shape[0] // tp), shape[0] // tp)
 
 
-class Row(Split, frozen=True):
+class Row(msgspec.Struct, frozen=True):
     """Columns ``[out, in]`` over ranks: Megatron's row-parallel linear layer."""
 
     def faults(self, shapes: Sequence[Shape], tp: int, ep: int) -> list[str]:
@@ -117,7 +114,7 @@ class Row(Split, frozen=True):
         return Cut(size, (Piece(0, (0, rank * width, *(0,) * (len(shape) - 2)), size, 0),))
 
 
-class Vocabulary(Split, frozen=True):
+class Vocabulary(msgspec.Struct, frozen=True):
     """Rows over ranks after padding to a multiple, so that any ``tp`` divides them.
 
     vLLM pads to 64 whatever ``tp`` is; Megatron to ``make_vocab_size_divisible_by x tp``
@@ -146,7 +143,7 @@ class Vocabulary(Split, frozen=True):
         return Cut((rows, *shape[1:]), held.pieces)
 
 
-class Heads(Split, frozen=True):
+class Heads(msgspec.Struct, frozen=True):
     """Rows over ranks by whole heads. With fewer heads than ranks, ``tp / count`` ranks share a
     head."""
 
@@ -175,7 +172,7 @@ class Heads(Split, frozen=True):
         return rank * (self.count // tp), self.count // tp
 
 
-class Joined(Split, frozen=True):
+class Joined(msgspec.Struct, frozen=True):
     """The slices of several tensors, each by its own rule, one behind the other."""
 
     splits: tuple[Split, ...]
@@ -201,7 +198,7 @@ class Joined(Split, frozen=True):
         return _one_behind_the_other(cuts, range(len(cuts)))
 
 
-class GroupedHeads(Split, frozen=True):
+class GroupedHeads(msgspec.Struct, frozen=True):
     """Query, key and value ``[heads x head size, ...]``: for each key-value group its q heads, k,
     v.
 
@@ -235,17 +232,13 @@ class GroupedHeads(Split, frozen=True):
         return _one_behind_the_other(each, [index % 3 for index in range(len(each))])
 
 
-class Stacked(Split, frozen=True):
+class Stacked(msgspec.Struct, frozen=True):
     """Experts behind one another ``[experts of this rank, ...]``; tensors in turn for each
-    expert."""
+    expert. The expert-parallel grid holds it."""
 
     each: Split
     """how one expert's tensors are cut"""
     experts: int
-
-    @property
-    def stacked(self) -> bool:
-        return True
 
     def faults(self, shapes: Sequence[Shape], tp: int, ep: int) -> list[str]:
         if not shapes or len(shapes) % self.experts:

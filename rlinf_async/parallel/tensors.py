@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from rlinf_async.parallel.errors import ModelMismatch, nearest_names
-from rlinf_async.parallel.splits import Split, Whole
+from rlinf_async.parallel.splits import Split, Stacked, Whole
 
 ITEM_BYTES: Mapping[str, int] = {
     "bool": 1,
@@ -85,7 +85,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def of_experts(self) -> bool:
         """Whether the expert-parallel grid holds it."""
-        return self.expert is not None or self.split.stacked
+        return self.expert is not None or isinstance(self.split, Stacked)
 
 
 class Model(msgspec.Struct, frozen=True):
