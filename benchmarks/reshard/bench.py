@@ -6,6 +6,7 @@ from rlinf_async.bench import Bench, Case, bound, quotient
 
 LIVE, MEMORY, RESTART = "live rescale", "memory of a live rescale", "save, restart, load"
 PAIR, PLAN = "one rank to another", "plan"
+TOUCH = "touching the new shards alone"
 
 
 def _case(name: str, script: str, *more: str, cores: int = 2) -> Case:
@@ -18,6 +19,7 @@ BENCH = Bench(
     summary="live rescale of 200 M parameters with Adam against a checkpoint and a restart",
     cases=(
         _case(LIVE, "live.py"),
+        _case(TOUCH, "touch.py"),
         _case(RESTART, "restart.py"),
         _case(PAIR, "pair.py"),
         _case(MEMORY, "live.py", "--memory"),
@@ -59,6 +61,8 @@ BENCH = Bench(
     notes=(
         "2.4 GB of weights and moments, dp 2 -> 4 -> 2, on two cores; a bucket is 16 MiB",
         "a restart is from the start of new processes until all ranks have loaded",
+        "touching: what the machine takes to hand out the memory of the new shards, nothing moved;",
+        "live_over_touch: a live rescale of the same minute by that. No bar",
         "memcpy: both ranks at once, a core each",
     ),
 )

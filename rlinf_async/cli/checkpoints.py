@@ -47,7 +47,7 @@ def export(
 
     transformers and vLLM load it. CHECKPOINT is a checkpoint's folder, or a run's: its newest.
     """
-    with _as_usage():
+    with _as_usage(checkpoint, out):
         import torch
 
         from rlinf_async.backends.checkpoint.exporting import Export
@@ -76,27 +76,42 @@ def reshard(checkpoint: pathlib.Path, out: pathlib.Path, dp: int, tp: int) -> No
     """Write the checkpoint IN anew as OUT, as DP x TP ranks would have written it.
 
     Weights, moments and what each rank kept of its own; nothing is lost, so the way back gives the
-    same bits. IN is a checkpoint's folder, or a run's: its newest.
+    same bits. A critic's checkpoint inside IN is cut too, all else in it is copied. IN is a
+    checkpoint's folder; or a run's, and OUT then is a run's folder too, with the newest checkpoint:
+    `train --resume` goes on from it.
     """
-    with _as_usage():
+    with _as_usage(checkpoint, out):
         from rlinf_async.backends.checkpoint.resharding import Resharding
 
         made = Resharding(checkpoint, dp=dp, tp=tp)
         with _progress(f"resharding to dp={dp} tp={tp}", made.total_bytes) as advance:
             done = made.run(out, advance)
     click.echo(f"{out}: {done.ranks} ranks (dp={dp} tp={tp}), {done.bytes / GIB:.2f} GiB")
-    if done.left:
-        click.echo(
-            f"not taken along: {', '.join(done.left)} (--resume needs the run's own folder, which "
-            "any number of ranks goes on from)"
-        )
+    for what, names in (("cut too", done.cut), ("copied", done.copied)):
+        if names:
+            click.echo(f"{what}: {', '.join(names)}")
+    if done.of_run:
+        click.echo(f"to go on from it: rlinf-async train FILE.toml --resume --out {out}")
 
 
 @contextlib.contextmanager
-def _as_usage() -> Iterator[None]:
-    """Checkpoints and sizes that do not fit are wrong input."""
+def _as_usage(source: pathlib.Path, out: pathlib.Path) -> Iterator[None]:
+    """Checkpoints and sizes that do not fit are wrong input; so is a disk that is full."""
+    from rlinf_async.observe.errors import ObserveError
+    from rlinf_async.observe.files import explaining
+
     try:
+        from rlinf_async.backends.checkpoint.streaming import check_new
+
+        check_new(out)  # before gigabytes are read
         yield
+    except OSError as error:
+        path = pathlib.Path(error.filename or out)
+        try:
+            with explaining("read" if path.is_relative_to(source) else "write", path):
+                raise
+        except ObserveError as explained:
+            raise UsageError(str(explained)) from error
     except Exception as error:
         from rlinf_async.backends.checkpoint.errors import CheckpointError
         from rlinf_async.parallel import ParallelError

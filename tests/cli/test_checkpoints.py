@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from tests.backends.checkpoint.kit import assert_same_tensors, model_folder, trained
+from tests.backends.checkpoint.kit import assert_same_tensors, model_folder, noted, trained
 from tests.cli.conftest import CommandLine
 
 
@@ -42,17 +45,86 @@ def test_a_checkpoint_is_cut_there_and_back(
     assert_same_tensors(tmp_path / "b", first)
 
 
-def test_what_a_run_keeps_beside_its_checkpoint_is_named_where_it_is_left(
+def test_what_lies_beside_a_checkpoint_goes_along(
     command_line: CommandLine, run: Path, tmp_path: Path
 ) -> None:
     first = tmp_path / "first"
     shutil.copytree(run / "checkpoints" / "version-000001", first)
-    (first / "run.msgpack").touch()
-    (first / "critic").mkdir()
+    shutil.copytree(run / "checkpoints" / "version-000001", first / "critic")
+    (first / "run.msgpack").write_bytes(b"position")
+    (first / ".run.partial").touch()
+    (first / "notes").mkdir()
+    (first / "notes" / "why.txt").write_text("a trial")
+    (first / "link").symlink_to("notes")
+    code, out, _ = command_line.run("reshard", first, tmp_path / "a", "--dp", 2, "--tp", 2)
+    assert code == 0
+    assert out.splitlines()[1:] == ["cut too: critic", "copied: link, notes, run.msgpack"]
+    made = tmp_path / "a"
+    assert_same_tensors(made / "critic", first)
+    assert noted(made / "critic").strategy.tp == 2
+    assert (made / "run.msgpack").read_bytes() == b"position"
+    assert (made / "notes" / "why.txt").read_text() == "a trial"
+    assert (made / "link").readlink() == first / "notes"
+    assert not (made / ".run.partial").exists()
+
+
+def test_out_of_a_run_comes_a_run_at_its_newest_checkpoint(
+    command_line: CommandLine, run: Path, tmp_path: Path
+) -> None:
+    first = tmp_path / "run"
+    shutil.copytree(run, first)
+    shutil.copytree(first / "checkpoints/version-000001", first / "checkpoints/version-000002")
+    (first / ".lock").touch()
+    (first / "metrics.csv").write_text("step\n1\n")
     code, out, _ = command_line.run("reshard", first, tmp_path / "a", "--dp", 2)
     assert code == 0
-    assert out.splitlines()[1].startswith("not taken along: critic, run.msgpack (--resume needs")
-    assert not (tmp_path / "a" / "critic").exists()
+    assert out.splitlines()[-1].endswith(f"rlinf-async train FILE.toml --resume --out {tmp_path}/a")
+    assert {one.name for one in (tmp_path / "a").iterdir()} == {
+        *("checkpoints", "model", "metrics.csv")
+    }
+    assert sorted(one.name for one in (tmp_path / "a" / "checkpoints").iterdir()) == [
+        *("latest.json", "version-000001")
+    ]
+    code, _, _ = command_line.run("reshard", first / "checkpoints", tmp_path / "b")
+    assert code == 0
+    assert_same_tensors(
+        tmp_path / "b" / "version-000001", tmp_path / "a/checkpoints/version-000001"
+    )
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from rlinf_async.backends.checkpoint import folders, resharding
+rename = os.rename
+def dying(*given):
+    left.append(given)
+    if len(left) == {last}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    rename(*given)
+left = []
+os.rename = dying
+Path.rename = lambda self, target: dying(self, target)
+resharding.Resharding(Path(sys.argv[1]), dp=2, tp=1).run(Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("last", [1, 2, 3])
+def test_a_kill_before_the_last_rename_leaves_nothing_of_that_name(
+    command_line: CommandLine, run: Path, tmp_path: Path, last: int
+) -> None:
+    # The renames: the checkpoint's metadata, the run's note, the folder itself.
+    script = KILLED.format(last=last)
+    done = subprocess.run([sys.executable, "-c", script, run, tmp_path / "out"], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [one.name for one in tmp_path.iterdir() if one.is_dir()] == [".out.partial"]
+    assert command_line.run("reshard", run, tmp_path / "out")[0] == 0
+    assert [one.name for one in tmp_path.iterdir() if one.is_dir()] == ["out"]
+
+
+def _placed(word: str, places: dict[str, Path]) -> str:
+    first, slash, rest = word.partition("/")
+    return f"{places.get(first, first)}{slash}{rest}"
 
 
 @pytest.mark.parametrize(
@@ -64,6 +136,11 @@ def test_what_a_run_keeps_beside_its_checkpoint_is_named_where_it_is_left(
         (("export", "RUN", "RUN"), "is there already: name another"),
         (("export", "RUN", "OUT", "--model", "OUT2"), "holds no config.json"),
         (("reshard", "RUN", "OUT", "--dp", 0), "Invalid value for '--dp'"),
+        (("reshard", "FILE", "OUT"), "is not a checkpoint: it has no metadata.json"),
+        (("reshard", "OUT", "LINK"), "is there already: name another"),
+        (("reshard", "RUN", "FILE/out"), "a part of that path is a file"),
+        (("reshard", "RUN", "RUN/out"), "which is only read: name a folder elsewhere"),
+        (("export", "RUN", "FILE/out"), "a part of that path is a file"),
     ],
 )
 def test_wrong_input_is_one_clear_line_and_leaves_nothing(
@@ -73,8 +150,10 @@ def test_wrong_input_is_one_clear_line_and_leaves_nothing(
     arguments: tuple[object, ...],
     message: str,
 ) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
     places = {"RUN": run, "OUT": tmp_path / "out", "OUT2": tmp_path / "out2"}
-    given = [places.get(str(one), one) for one in arguments]
+    places |= {"FILE": command_line.file, "LINK": tmp_path / "link"}
+    given = [_placed(str(one), places) for one in arguments]
     before = sorted(tmp_path.iterdir())
     code, out, err = command_line.run(*given)
     assert (code, out) == (2, "")

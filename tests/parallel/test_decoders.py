@@ -22,12 +22,14 @@ CONFIG: dict[str, Any] = {
     "head_dim": 4,
     "tie_word_embeddings": False,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+EXPERTS = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+}
 
 
 def config(kind: str, **changes: object) -> dict[str, Any]:
-    extra = EXPERTS if kind == "qwen3_moe" else {}
-    return {"model_type": kind, **CONFIG, **extra, **changes}
+    return {"model_type": kind, **CONFIG, **EXPERTS.get(kind, {}), **changes}
 
 
 def whole_values(one: Decoder) -> dict[str, np.ndarray[Any, Any]]:
@@ -74,9 +76,11 @@ def test_an_engine_rank_gets_its_own_fused_slices_from_a_trainer_of_any_size(kin
         fused = got["model.layers.0.mlp.gate_up_proj.weight"]
         assert np.array_equal(fused, np.concatenate([gate[12:], up[12:]]))
     else:
-        fused = got["model.layers.0.mlp.experts.w13_weight"]
-        name = "model.layers.0.mlp.experts.2"
-        gate, up = (whole[f"{name}.{part}_proj.weight"] for part in ("gate", "up"))
+        mixtral = kind == "mixtral"
+        block = f"model.layers.0.{'block_sparse_moe' if mixtral else 'mlp'}"
+        fused = got[f"{block}.experts.w13_weight"]
+        parts = ("w1", "w3") if mixtral else ("gate_proj", "up_proj")
+        gate, up = (whole[f"{block}.experts.2.{part}.weight"] for part in parts)
         assert np.array_equal(fused[2], np.concatenate([gate[6:], up[6:]]))
 
 
@@ -92,7 +96,7 @@ def test_megatron_holds_query_key_and_value_by_group() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
 def test_weights_go_round_the_three_backends_unchanged(kind: str, tied: bool) -> None:
     one = Decoder.from_config(config(kind, tie_word_embeddings=tied))
     ep, expert_tp = (2, 1) if one.experts else (1, None)

@@ -6,7 +6,9 @@
     tensor_file.py   one file of tensors: safetensors, written in one pass with its checksum
     folders.py       complete or not there: staging, commit, locks, what is kept, what is cleaned
     reading.py       any checkpoint folder as global tensors
-    resharding.py    a folder as other ranks would have written it
+    name_map.py      how tensor-parallel ranks cut a language model's tensors
+    cutting.py       a trainer's folder as other ranks would have written it
+    resharding.py    the same with what lies beside it: a run, to go on from
     exporting.py     a folder as transformers and vLLM load it
 
 Nothing here knows a model or a process group; `rlinf_async.backends.fsdp` does.

@@ -21,6 +21,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -148,8 +149,16 @@ def find_checkpoint(path: Path) -> Path:
     raise CheckpointError(f"{path} is not a checkpoint: it has no {METADATA}")
 
 
-def newest_of_run(path: Path) -> Path:
-    """Return ``path``, or where it is a run's folder, or its checkpoints', the one it goes on from.
+class Newest(NamedTuple):
+    """The checkpoint that a run goes on from, and the note that says so."""
+
+    note: Path
+    content: bytes
+    checkpoint: Path
+
+
+def newest_note(path: Path) -> Newest | None:
+    """Return the newest checkpoint of a run's folder, or its checkpoints'; None for other folders.
 
     Raises `CheckpointError` when the run's note cannot be read.
     """
@@ -157,10 +166,23 @@ def newest_of_run(path: Path) -> Path:
         note = folder / LATEST
         if note.is_file() and not (folder / METADATA).exists():
             try:
-                return folder / msgspec.json.decode(note.read_bytes(), type=_Note).checkpoint
+                content = note.read_bytes()
+                name = msgspec.json.decode(content, type=_Note).checkpoint
             except (OSError, msgspec.DecodeError) as error:
                 raise CheckpointError(f"{note} cannot be read: {error}") from error
-    return path
+            if name != Path(name).name or not name:
+                raise CheckpointError(f"{note} names no folder beside it, but {name!r}")
+            return Newest(note, content, folder / name)
+    return None
+
+
+def newest_of_run(path: Path) -> Path:
+    """Return ``path``, or where it is a run's folder, or its checkpoints', the one it goes on from.
+
+    Raises `CheckpointError` when the run's note cannot be read.
+    """
+    newest = newest_note(path)
+    return path if newest is None else newest.checkpoint
 
 
 class _Note(msgspec.Struct):

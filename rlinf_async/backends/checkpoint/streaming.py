@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -39,14 +40,19 @@ def write_tensors(
     return file.record
 
 
+def check_new(out: Path) -> None:
+    """Raise `CheckpointError` where something is at ``out``."""
+    if os.path.lexists(out):
+        raise CheckpointError(f"{out} is there already: name another, or move it away")
+
+
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Give a folder to write into, which takes the place of ``out`` if the block ends well.
 
     Raises `CheckpointError` where something is at ``out``. After an error nothing is left.
     """
-    if out.exists():
-        raise CheckpointError(f"{out} is there already: name another, or move it away")
+    check_new(out)
     staging = fresh_staging(out)
     try:
         yield staging

@@ -12,7 +12,7 @@ from rlinf_async.parallel.errors import ModelMismatch
 from rlinf_async.parallel.splits import Column, Joined, Split
 from rlinf_async.parallel.tensors import GlobalTensor, Model, Parameter
 
-ARCHITECTURES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+ARCHITECTURES = ("gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 GATE_UP = Joined((Column(), Column()))
 Kind = Literal["weight", "bias"]
 
@@ -35,6 +35,8 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     post_norms: bool = False
     """norms behind attention and MLP as well (Gemma)"""
     experts: int = 0
+    block_sparse: bool = False
+    """names of Mixtral's checkpoints: ``block_sparse_moe``, with ``w1``, ``w3`` and ``w2``"""
     dtype: str = "float32"
 
     @classmethod
@@ -48,20 +50,20 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
             )
         _refuse_variants(kind, config)
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        expert = kind == "qwen3_moe"
         return cls(
             layers=config["num_hidden_layers"],
             hidden=hidden,
             heads=heads,
             kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or hidden // heads,
-            mlp=config["moe_intermediate_size" if expert else "intermediate_size"],
+            mlp=config["moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"],
             vocabulary=config["vocab_size"],
             tied=bool(config.get("tie_word_embeddings", kind == "gemma3_text")),
             qkv_bias=kind == "qwen2",
             qk_norm=kind in {"qwen3", "qwen3_moe", "gemma3_text"},
             post_norms=kind == "gemma3_text",
-            experts=_experts(config) if expert else 0,
+            experts=_experts(config) if kind in {"mixtral", "qwen3_moe"} else 0,
+            block_sparse=kind == "mixtral",
             dtype=dtype,
         )
 
@@ -101,22 +103,23 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
 
     def gate_up(self, layer: int) -> tuple[GlobalTensor, ...]:
         """Return gate and up of the MLP, or of each expert in turn."""
+        names = ("w1", "w3") if self.block_sparse else ("gate_proj", "up_proj")
         return tuple(
-            self.tensor(f"{mlp}.{name}_proj.weight", self.mlp, self.hidden)
+            self.tensor(f"{mlp}.{name}.weight", self.mlp, self.hidden)
             for mlp in self._mlps(layer)
-            for name in ("gate", "up")
+            for name in names
         )
 
     def down(self, layer: int) -> tuple[GlobalTensor, ...]:
         """Return down of the MLP, or of each expert in turn."""
+        name = "w2" if self.block_sparse else "down_proj"
         return tuple(
-            self.tensor(f"{mlp}.down_proj.weight", self.hidden, self.mlp)
-            for mlp in self._mlps(layer)
+            self.tensor(f"{mlp}.{name}.weight", self.hidden, self.mlp) for mlp in self._mlps(layer)
         )
 
     def router(self, layer: int) -> GlobalTensor:
         """Return what chooses the experts."""
-        return self.tensor(f"{layer_name(layer)}.mlp.gate.weight", self.experts, self.hidden)
+        return self.tensor(f"{self.block(layer)}.gate.weight", self.experts, self.hidden)
 
     def embedding(self) -> GlobalTensor:
         """Return the word embeddings."""
@@ -128,8 +131,12 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
             return self.embedding()
         return self.tensor("lm_head.weight", self.vocabulary, self.hidden)
 
+    def block(self, layer: int) -> str:
+        """Return what checkpoints and vLLM call the MLP, or the router with its experts."""
+        return f"{layer_name(layer)}.{'block_sparse_moe' if self.block_sparse else 'mlp'}"
+
     def _mlps(self, layer: int) -> list[str]:
-        mlp = f"{layer_name(layer)}.mlp"
+        mlp = self.block(layer)
         return [f"{mlp}.experts.{e}" for e in range(self.experts)] if self.experts else [mlp]
 
     def qkv_kinds(self) -> tuple[Kind, ...]:

@@ -36,7 +36,7 @@ def huggingface(one: Decoder) -> Model:
         gate_up, down = one.gate_up(layer), one.down(layer)
         if one.experts:
             each, back = Stacked(GATE_UP, one.experts), Stacked(Row(), one.experts)
-            held.append(parameter(one.router(layer).name, (one.router(layer),), Whole(), layer))
+            held.append(parameter(f"{name}.mlp.gate.weight", (one.router(layer),), Whole(), layer))
             held.append(parameter(f"{name}.mlp.experts.gate_up_proj", gate_up, each, layer))
             held.append(parameter(f"{name}.mlp.experts.down_proj", down, back, layer))
         else:

@@ -39,8 +39,8 @@ def vllm(one: Decoder) -> Model:
         if one.experts:
             each, back = Stacked(GATE_UP, one.experts), Stacked(Row(), one.experts)
             held.append(parameter(one.router(layer).name, (one.router(layer),), Whole(), layer))
-            held.append(parameter(f"{name}.mlp.experts.w13_weight", gate_up, each, layer))
-            held.append(parameter(f"{name}.mlp.experts.w2_weight", down, back, layer))
+            held.append(parameter(f"{one.block(layer)}.experts.w13_weight", gate_up, each, layer))
+            held.append(parameter(f"{one.block(layer)}.experts.w2_weight", down, back, layer))
         else:
             held.append(parameter(f"{name}.mlp.gate_up_proj.weight", gate_up, GATE_UP, layer))
             held.append(parameter(down[0].name, down, Row(), layer))

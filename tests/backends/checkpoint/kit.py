@@ -20,8 +20,14 @@ from rlinf_async.backends.fsdp.language.config import (
     LanguageTrainerConfig,
 )
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
-from tests.backends.language.kit import micro_batches, sample, samples
+from tests.backends.language.kit import micro_batches, sample, samples, trainer_config
 from tests.backends.models import make_model, qwen3, save_folder
+
+EXPERTS = {
+    "mixtral": "model.layers.1.block_sparse_moe.experts.3.w2.weight",
+    "qwen3_moe": "model.layers.1.mlp.experts.3.down_proj.weight",
+}
+"""Architectures with experts, and a name that their checkpoints have."""
 
 PROMPT, RESPONSE = np.arange(3, 9, dtype=np.int32), np.arange(20, 32, dtype=np.int32)
 
@@ -65,6 +71,30 @@ def trained(model: Path, checkpoint: Path) -> PolicyTrainer:
     step(trainer, 1)
     trainer.end_iteration()
     trainer.save_checkpoint(checkpoint, {"position": 7})
+    return trainer
+
+
+def trained_experts(folder: Path, kind: str) -> PolicyTrainer:
+    """A trainer of a model with experts after a step; its checkpoint is ``folder / checkpoint``."""
+    described: dict[str, Any] = {
+        "model_type": kind,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48 if kind == "qwen3_moe" else 16,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 64,
+        "tie_word_embeddings": False,
+        ("num_experts" if kind == "qwen3_moe" else "num_local_experts"): 4,
+    }
+    if kind == "qwen3_moe":
+        described["moe_intermediate_size"] = 16
+    trainer = PolicyTrainer(trainer_config(described), 1, 0)
+    step(trainer, 0)
+    trainer.end_iteration()
+    trainer.save_checkpoint(folder / "checkpoint", {})
     return trainer
 
 

@@ -15,13 +15,14 @@ from rlinf_async.backends.checkpoint.errors import CheckpointError
 from rlinf_async.backends.checkpoint.exporting import Export
 from rlinf_async.backends.checkpoint.resharding import Resharding
 from rlinf_async.backends.fsdp.language.critic import CriticTrainer
-from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from tests.backends.checkpoint.kit import (
+    EXPERTS,
     PROMPT,
     RESPONSE,
     model_folder,
     own_log_probs,
     trained,
+    trained_experts,
 )
 from tests.backends.fsdp_helpers import set_up
 from tests.backends.language.kit import trainer_config
@@ -87,31 +88,24 @@ def test_large_models_are_cut_into_files_with_an_index(run: Any, tmp_path: Path)
         assert torch.equal(one, expected[name].to(torch.bfloat16)), name
 
 
-def test_experts_get_the_names_that_checkpoints_of_their_architecture_have(tmp_path: Path) -> None:
-    described = {
-        "model_type": "qwen3_moe",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 61,
-        "tie_word_embeddings": False,
-    }
-    trainer = PolicyTrainer(trainer_config(described), 1, 0)
-    trainer.save_checkpoint(tmp_path / "checkpoint")
-    Export(tmp_path / "checkpoint").run(tmp_path / "out")
-    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
-        assert "model.layers.1.mlp.experts.3.down_proj.weight" in file.keys()  # noqa: SIM118
-    model = _Model.from_pretrained(tmp_path / "out")
-    for name, one in trainer.manager.language.state_dict().items():
-        assert torch.equal(one, model.state_dict()[name]), name
-    with pytest.raises(CheckpointError, match="no name map to cut experts"):
-        Resharding(tmp_path / "checkpoint", dp=1, tp=2)
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_get_the_names_that_checkpoints_of_their_architecture_have(
+    tmp_path: Path, kind: str
+) -> None:
+    trainer = trained_experts(tmp_path, kind)
+    Resharding(tmp_path / "checkpoint", dp=2, tp=2).run(tmp_path / "four")
+    for source in ("checkpoint", "four"):
+        out = tmp_path / f"out of {source}"
+        Export(tmp_path / source).run(out)
+        with safe_open(out / "model.safetensors", framework="pt") as file:
+            assert EXPERTS[kind] in file.keys()  # noqa: SIM118
+        model = _Model.from_pretrained(out)
+        for name, one in trainer.manager.language.state_dict().items():
+            assert torch.equal(one, model.state_dict()[name]), name
+        with torch.no_grad():
+            ids = torch.arange(3, 19)[None]
+            logits = trainer.manager.language(input_ids=ids, use_cache=False).logits
+            assert torch.equal(model(input_ids=ids, use_cache=False).logits, logits)
 
 
 def test_what_is_no_language_model_is_refused_and_named(tmp_path: Path) -> None:

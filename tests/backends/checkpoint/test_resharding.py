@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from rlinf_async.backends.checkpoint.cutting import Cutting
 from rlinf_async.backends.checkpoint.errors import CheckpointError
 from rlinf_async.backends.checkpoint.metadata import FileRecord, encode
 from rlinf_async.backends.checkpoint.reading import read_checkpoint
@@ -18,11 +19,13 @@ from rlinf_async.backends.checkpoint.resharding import Resharding
 from rlinf_async.backends.checkpoint.tensor_file import Entry, checksum
 from rlinf_async.parallel import StrategyError
 from tests.backends.checkpoint.kit import (
+    EXPERTS,
     assert_same_tensors,
     model_folder,
     noted,
     step,
     trained,
+    trained_experts,
     trainer_of,
 )
 from tests.backends.fsdp_helpers import in_processes, load_result, save_result, set_up
@@ -68,6 +71,32 @@ def test_a_tensor_parallel_rank_holds_its_slices_under_their_own_names(
     assert torch.equal(output, saved[name.format("o")].whole()[:, 64:])
     key = "optimizer" + name.format("k")[5:] + ".exp_avg"
     assert torch.equal(moment, saved[key].whole()[32:])
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2), (3, 2), (1, 4)])
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_are_cut_inside_each_expert_and_put_together_again(
+    tmp_path: Path, kind: str, dp: int, tp: int
+) -> None:
+    trained_experts(tmp_path, kind)
+    first = tmp_path / "checkpoint"
+    Resharding(first, dp=dp, tp=tp).run(tmp_path / "there")
+    assert_same_tensors(tmp_path / "there", first)
+    Resharding(tmp_path / "there", dp=1, tp=1).run(tmp_path / "back")
+    assert noted(tmp_path / "back").tensors == noted(first).tensors
+    if dp > 1:
+        return
+    saved = read_checkpoint(first).tensors
+    width = 16 // tp
+    for prefix, suffix in (("model", ""), ("optimizer", ".exp_avg_sq")):
+        name = f"{prefix}.language.model.layers.1.mlp.experts.{{}}_proj{suffix}"
+        with safe_open(tmp_path / "there" / f"rank_1_of_{tp}.safetensors", framework="pt") as file:
+            gate_up, down = (file.get_tensor(name.format(one)) for one in ("gate_up", "down"))
+        gate, up = saved[name.format("gate_up")].whole().chunk(2, dim=1)
+        mine = slice(width, 2 * width)
+        assert torch.equal(gate_up, torch.cat([gate[:, mine], up[:, mine]], dim=1))
+        assert torch.equal(down, saved[name.format("down")].whole()[:, :, mine])
+        assert gate_up.any()
 
 
 def test_training_goes_on_from_a_checkpoint_of_any_strategy(model: Path, tmp_path: Path) -> None:
@@ -188,15 +217,15 @@ def test_no_more_than_one_tensor_is_in_memory(
 ) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
-    make = Resharding._make
+    make = Cutting._make
 
-    def watched(one: Resharding, entry: Entry) -> torch.Tensor:
+    def watched(one: Cutting, entry: Entry) -> torch.Tensor:
         alive.append(sum(tensor() is not None for tensor in made))
         tensor = make(one, entry)
         made.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr(Resharding, "_make", watched)
+    monkeypatch.setattr(Cutting, "_make", watched)
     Resharding(checkpoint, dp=2, tp=1).run(tmp_path / "two")
     assert len(made) > 50
     assert set(alive) == {0}
