@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from xdist.scheduler.protocol import Scheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in children
+
+# A shell's background job ignores SIGINT, and so would every process that a test interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says something of the machine and its load, not of the code.
 settings.register_profile(
