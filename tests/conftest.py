@@ -42,6 +42,14 @@ settings.register_profile(
 settings.load_profile("tests")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a process of xdist: those that take longest come first."""
+    if hasattr(config, "workerinput"):
+        from tests.together import turn
+
+        items.sort(key=lambda item: turn(item.nodeid))
+
+
 @pytest.hookimpl(optionalhook=True)  # where pytest-xdist is not installed there is no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
     """``--dist loadgroup``: files stay together. xdist's own groups do not, since pytest 9.2."""

@@ -13,6 +13,7 @@ import pytest
 
 from rlinf_async.testing import InvariantBroken, LoopBlocked, Unhandled, no_tasks_left
 from rlinf_async.testing.blocking import LoopWatch
+from tests import together
 from tests.loops import FACTORIES, VIRTUAL, run_on_kind
 
 ROOT = Path(__file__).parents[1]
@@ -95,3 +96,8 @@ def test_the_tests_of_a_file_run_in_one_process() -> None:
     places = set(re.findall(r"^\[(gw\d)\] .* (tests/\S+\.py)::", done.stdout, re.MULTILINE))
     assert {process for process, _ in places} == {"gw0", "gw1"}
     assert len(places) == len({file for _, file in places}) > 3
+
+
+def test_what_is_said_to_stay_together_or_to_take_long_is_there() -> None:
+    for group in (*together.TOGETHER, *together.LONGEST):
+        assert (ROOT / "tests" / group).is_dir() or (ROOT / "tests" / f"{group}.py").is_file()

@@ -8,11 +8,42 @@ TOGETHER = ("backends/vllm", "gpu")
 """Folders whose files stay together too: they share engines, or a device."""
 
 
+LONGEST = (
+    "examples/test_examples",
+    "backends/vllm",
+    "bench/test_reshard_bench",
+    "jobs/embodied/test_killed_workers",
+    "bench/test_overlap_bench",
+    "jobs/embodied/test_killed_driver",
+    "jobs/embodied/test_gone_wrong",
+    "jobs/language/test_checkpoint_folders",
+    "workers/rollout/test_language_engines",
+    "jobs/language/test_killed_engine",
+    "docs/test_documentation",
+    "bench/test_rollout_bench",
+    "bench/test_channels_bench",
+    "backends/rescale/test_faults",
+    "jobs/language/test_killed_workers",
+    "jobs/language/test_killed_driver",
+    "backends/language/test_publishing_in_place",
+    "backends/checkpoint/test_killed",
+    "net/test_two_hosts",
+)
+"""What begins first, because it takes from half a minute to some: what begins last is short, and no
+process is left to work alone."""
+
+
 class FilesTogether(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """Hands out whole files."""
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
+
+
+def turn(nodeid: str) -> int:
+    """Whose turn it is first has the lowest."""
+    group = group_of(nodeid)
+    return LONGEST.index(group) if group in LONGEST else len(LONGEST)
 
 
 def group_of(nodeid: str) -> str:
