@@ -8,6 +8,8 @@ import re
 
 import pytest
 
+from rlinf_async.messages.language import Request, ScoredSample
+from rlinf_async.runtime.jobs.language.collector import Collector
 from tests.docs.pages import ROOT
 from tests.jobs.language.kit import Job
 
@@ -61,6 +63,25 @@ def test_staleness_is_used_and_never_exceeded(job: Job, ahead: int) -> None:
     assert summary.staleness is not None
     assert 0 < summary.staleness.max <= ahead
     assert summary.samples == 64
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_an_evaluation_in_between_is_of_the_version_of_its_row(
+    job: Job, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[int, set[int]] = {}
+    answer = Collector._answer
+
+    def noted(collector: Collector, request: Request, scored: ScoredSample) -> None:
+        seen.setdefault(request.iteration, set()).update(scored.sample.generated.version.tolist())
+        answer(collector, request, scored)
+
+    monkeypatch.setattr(Collector, "_answer", noted)
+    job.succeed("--evaluation.every", 2, "--training.max_staleness", ahead,
+                "--training.iterations", 6)  # fmt: skip
+    assert seen == {version: {version} for version in (0, 2, 4, 6)}
+    evaluated = [int(row["version"]) for row in job.iterations if row["eval_accuracy"]]
+    assert evaluated == [2, 4]  # the first and the last have rows of their own
 
 
 def test_a_long_run_takes_every_word_of_its_rollout_workers(job: Job) -> None:

@@ -51,6 +51,7 @@ def said(job: Job, *arguments: object) -> str:
         ("data.verifier", "tests.jobs.language.broken_verifiers:score", "RuntimeError: no key"),
         ("data.held_out", "24", "held_out = 24 are kept back: none is left to train on"),
         ("data.held_out", "0", "evaluation.samples is 4, but no record is held out"),
+        ("evaluation.every", "-1", "every is -1; it must be at least 0"),
         ("data.prompt_column", "question", "sums.jsonl:1: column 'question' is missing (columns"),
         ("data.max_prompt_tokens", "5", "24 prompts are longer than max_prompt_tokens = 5"),
         ("rollout.backend", "vlm", "rollout.backend"),

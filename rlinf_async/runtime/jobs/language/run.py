@@ -249,11 +249,29 @@ class LanguageRun:
             book(self.reached, seen, version, clock())
             self.reached.duplicates += self._ledger.take_duplicates()
             self._last = row(self.reached, iteration, seen, trained)
+            self._last |= await self._evaluated_at(version, graph, collector, live)
             metrics.write(self.reached.samples, self._last)
             if every and version % every == 0:
                 await stations.check_weights(self._held_out(4), version)
             await self._checkpoint(stations, graph, saving, version)
             live.show()
+
+    async def _evaluated_at(
+        self, version: int, graph: Graph, collector: Collector, live: Live
+    ) -> dict[str, float]:
+        """What the row of this version says of an evaluation, where one is due.
+
+        Of this version exactly: none is published before the next iteration is trained.
+        """
+        every = self.config.evaluation.every
+        if not every or version % every or version == self.config.training.iterations:
+            return {}
+        live.note = "evaluating"
+        found = await self._evaluate(graph, collector, version)
+        live.note = ""
+        if found is None or found.accuracy is None:
+            return {}
+        return {"eval_accuracy": found.accuracy}
 
     async def _checkpoint(
         self, stations: Stations, graph: Graph, saving: Saving, version: int

@@ -193,12 +193,19 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     samples: int = 200
     """at most; 0: there is no evaluation"""
+    every: int = 0
+    """iterations from one to the next in between, 0: none; the actors stand still for it, and the
+    next samples are generated beside it"""
     target_accuracy: float | None = None
     """the run succeeds if it is reached; None: there is no target"""
 
     def __post_init__(self) -> None:
-        if self.samples < 0:
-            raise ValueError(f"samples is {self.samples}; it must be at least 0")
+        check_counts(self, least=0, names=("samples", "every"))
+        if self.every and not self.samples:
+            raise ValueError(
+                f"every is {self.every}, but samples is 0: nothing would be evaluated; leave one "
+                "of them out"
+            )
         if self.target_accuracy is not None and not 0.0 <= self.target_accuracy <= 1.0:
             raise ValueError(
                 f"target_accuracy is {self.target_accuracy}; it must lie between 0 and 1, or be "
