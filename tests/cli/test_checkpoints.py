@@ -137,6 +137,14 @@ def _placed(word: str, places: dict[str, Path]) -> str:
         (("export", "RUN", "OUT", "--model", "OUT2"), "holds no config.json"),
         (("reshard", "RUN", "OUT", "--dp", 0), "Invalid value for '--dp'"),
         (("reshard", "FILE", "OUT"), "is not a checkpoint: it has no metadata.json"),
+        (
+            ("reshard", "BEGUN", "OUT"),
+            "has no complete checkpoint: there is no checkpoints/latest.json",
+        ),
+        (
+            ("export", "BEGUN", "OUT"),
+            "has no complete checkpoint: there is no checkpoints/latest.json",
+        ),
         (("reshard", "OUT", "LINK"), "is there already: name another"),
         (("reshard", "RUN", "FILE/out"), "a part of that path is a file"),
         (("reshard", "RUN", "RUN/out"), "which is only read: name a folder elsewhere"),
@@ -152,6 +160,8 @@ def test_wrong_input_is_one_clear_line_and_leaves_nothing(
 ) -> None:
     (tmp_path / "link").symlink_to("nowhere")
     places = {"RUN": run, "OUT": tmp_path / "out", "OUT2": tmp_path / "out2"}
+    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
+    places |= {"BEGUN": tmp_path / "begun"}
     places |= {"FILE": command_line.file, "LINK": tmp_path / "link"}
     given = [_placed(str(one), places) for one in arguments]
     before = sorted(tmp_path.iterdir())

@@ -160,7 +160,7 @@ class Newest(NamedTuple):
 def newest_note(path: Path) -> Newest | None:
     """Return the newest checkpoint of a run's folder, or its checkpoints'; None for other folders.
 
-    Raises `CheckpointError` when the run's note cannot be read.
+    Raises `CheckpointError` when the run's note cannot be read, or is not there yet.
     """
     for folder in (path, path / "checkpoints"):
         note = folder / LATEST
@@ -173,6 +173,10 @@ def newest_note(path: Path) -> Newest | None:
             if name != Path(name).name or not name:
                 raise CheckpointError(f"{note} names no folder beside it, but {name!r}")
             return Newest(note, content, folder / name)
+    if (path / "checkpoints").is_dir() and not (path / METADATA).exists():
+        raise CheckpointError(
+            f"the run in {path} has no complete checkpoint: there is no checkpoints/{LATEST}"
+        )
     return None
 
 
