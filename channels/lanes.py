@@ -87,11 +87,6 @@ class Lane:
         self.entries.append(entry)
         self.weight += entry.weight
 
-    def pop(self) -> Entry:
-        entry = self.entries.popleft()
-        self.weight -= entry.weight
-        return entry
-
     def pop_many(self, count: int) -> list[Entry]:
         pop = self.entries.popleft
         popped = [pop() for _ in range(count)]
@@ -131,8 +126,9 @@ class GetWait:
     )  # fmt: skip
 
     def __init__(
-        self, lane: Lane, target: int, at_least: int, party: str, end: int, owner: object
-    ) -> None:
+        self, lane: Lane, target: int, at_least: int, party: str, end: int, owner: object,
+        future: WaitFuture | None = None,
+    ) -> None:  # fmt: skip
         loop = asyncio.get_running_loop()
         self.lane = lane
         self.owner = owner or party
@@ -143,7 +139,7 @@ class GetWait:
         self.since = loop.time()
         self.taken: list[Entry] = []
         self.weight = 0
-        self.future: asyncio.Future[list[Entry]] = WaitFuture(loop=loop)
+        self.future: asyncio.Future[list[Entry]] = future or WaitFuture(loop=loop)
 
     @property
     def enough(self) -> bool:
@@ -152,14 +148,16 @@ class GetWait:
 
     def collect(self) -> bool:
         """Take what fits from the lane; whether nothing more would fit."""
-        lane = self.lane
-        while lane.entries:
-            weight = lane.entries[0].weight
-            if self.taken and self.weight + weight > self.target:
+        lane, taken, target = self.lane, self.taken, self.target
+        entries = lane.entries
+        while entries:
+            weight = entries[0].weight
+            if taken and self.weight + weight > target:
                 return True  # whole items only
-            self.taken.append(lane.pop())
+            taken.append(entries.popleft())
+            lane.weight -= weight
             self.weight += weight
-            if self.weight >= self.target:
+            if self.weight >= target:
                 return True
         return False
 

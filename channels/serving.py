@@ -26,7 +26,7 @@ from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ChannelEmpty, ChannelError
 from rlinf_async.channels.itemtypes import check_key_and_weight
 from rlinf_async.channels.lanes import Entry, GetWait, Lane, LeaseRecord, now
-from rlinf_async.channels.waitfor import current_party
+from rlinf_async.channels.waitfor import WaitFuture, current_party
 
 
 class Serving(Admitting):
@@ -66,10 +66,12 @@ class Serving(Admitting):
         party: str | None = None,
         end: int = 0,
         owner: object = None,
+        future: WaitFuture | None = None,
     ) -> list[Entry] | GetWait:
         """Take a batch at once, or return the wait for it, which the receiver ``end`` owns.
 
-        ``owner`` is who would hold its lease: the task, or by default the party.
+        ``owner`` is who would hold its lease: the task, or by default the party. ``future`` is who
+        is told; by default one that somebody awaits.
 
         Raises:
             EndOfChannel, ChannelFailed: nothing will come.
@@ -85,8 +87,8 @@ class Serving(Admitting):
             )
         if self.failure is not None:
             raise endings.failed(self.name, self.failure)
-        lane = self._lane(key)
-        wait = GetWait(lane, target, least, party or current_party.get(), end, owner)
+        lane = self.lane if key is None else self._lane(key)
+        wait = GetWait(lane, target, least, party or current_party.get(), end, owner, future)
         lane.getters.append(wait)
         if lane.entries or lane.putters or self.ended:  # else nobody could be served
             self._serve(lane)
@@ -148,7 +150,12 @@ class Serving(Admitting):
             if not (full or wait.enough or self._nothing_can_come(lane, wait)):
                 break
             lane.getters.popleft()
-            self._deliver(wait)
+            if taken := wait.taken:
+                self.gets += len(taken)
+                lane.handed.add(wait)
+                wait.future.set_result(taken)
+            else:
+                wait.future.set_exception(endings.ended(self.name))
             if lane.putters:
                 self._admit(lane)
         if lane.hunger:
@@ -170,14 +177,6 @@ class Serving(Admitting):
         if self.ended:
             self._serve(lane)
         self._forget(lane)
-
-    def _deliver(self, wait: GetWait) -> None:
-        if wait.taken:
-            self.gets += len(wait.taken)
-            wait.lane.handed.add(wait)
-            wait.future.set_result(wait.taken)
-        else:
-            wait.future.set_exception(endings.ended(self.name))
 
     def _refuse_getters(
         self, lane: Lane, error: Callable[[str], ChannelError], end: int | None = None

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from functools import partial
 
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.lanes import Entry, GetWait
 from rlinf_async.channels.queue import Queue
+from rlinf_async.channels.waitfor import WaitFuture
 from rlinf_async.channels.wire.connection import Connection
 from rlinf_async.channels.wire.delivery import forget
 from rlinf_async.channels.wire.protocol import Back, Get, More
@@ -19,11 +19,64 @@ from rlinf_async.channels.wire.router import Request
 from rlinf_async.channels.wire.sent import Sent
 
 
+class Asked(WaitFuture):
+    """A get that waits here. Whoever serves it answers the request at once, not a turn later."""
+
+    def __init__(self, aheads: Aheads, request: Request[Get], sent: Sent) -> None:
+        super().__init__(loop=aheads.loop)
+        self._aheads = aheads
+        self._request = request
+        self._sent = sent
+        self.wait: GetWait | None = None
+        """its place in the queue; None while that is looked for"""
+
+    def set_result(self, entries: list[Entry]) -> None:
+        super().set_result(entries)
+        request, sent, wait = self._request, self._sent, self._over()
+        try:
+            self._aheads.deliver(request, sent, entries)
+        except Exception as error:
+            request.fail(error)
+            sent.forget()
+        finally:  # only now may others be told that all was taken: it may go back
+            if wait is not None:
+                sent.queue.finish_get(wait)
+
+    def set_exception(self, exception: type | BaseException, /) -> None:
+        super().set_exception(exception)
+        if self.wait is not None:  # whoever ends the channel is not done with it
+            self._aheads.loop.call_soon(self._refused)
+
+    def abandon(self) -> None:
+        """The answer is wanted no more."""
+        if (wait := self._over()) is not None:
+            queue = self._sent.queue
+            queue.abandon_get(wait)
+            queue.finish_get(wait)
+            forget(wait)
+            self._sent.forget()
+
+    def _refused(self) -> None:
+        error = self.exception()
+        if error is not None and (wait := self._over()) is not None:  # else it was abandoned
+            self._request.fail(error)
+            self._sent.forget()
+            self._sent.queue.finish_get(wait)
+
+    def _over(self) -> GetWait | None:
+        """It waits no more. They must not keep each other."""
+        wait, self.wait = self.wait, None
+        if wait is not None:
+            self._sent.waiting -= 1
+        return wait
+
+
 class Aheads:
     """What was sent to the receivers of one process."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        self.loop = asyncio.get_running_loop()
         self._numbers = 1
         self._sent: dict[tuple[int, Key | None], Sent] = {}
 
@@ -48,44 +101,26 @@ class Aheads:
     def get(self, request: Request[Get], queue: Queue, end: int) -> None:
         """Answer with one item, now or when there is one."""
         get = request.meta
-        sent = self._find(get.end, get.key, queue, end)
+        sent = self._sent.get((get.end, get.key)) or self._find(get.end, get.key, queue, end)
         if get.ranges:
             sent.took(get.ranges)
         entry = queue.take_one(get.key)
         if entry is not None:
-            self._deliver(request, sent, [entry])
+            self.deliver(request, sent, [entry])
             return
+        asked = Asked(self, request, sent)
         try:
-            taken = queue.start_get(get.key, 1, None, get.party, end)
+            wait = queue.start_get(get.key, 1, None, get.party, end, None, asked)
         except BaseException:
             sent.forget()
             raise
-        if not isinstance(taken, GetWait):
-            self._deliver(request, sent, taken)
-            return
-        sent.waiting += 1
-        request.abandon = partial(_abandon, sent, taken)
-        taken.future.add_done_callback(partial(self._collected, request, sent, taken))
+        if isinstance(wait, GetWait):  # else it was answered by now
+            asked.wait = wait
+            sent.waiting += 1
+            request.abandon = asked.abandon
 
-    def _collected(
-        self,
-        request: Request[Get],
-        sent: Sent,
-        wait: GetWait,
-        future: asyncio.Future[list[Entry]],
-    ) -> None:
-        if not request.open:
-            return  # abandoned meanwhile
-        sent.waiting -= 1
-        try:
-            self._deliver(request, sent, future.result())
-        except Exception as error:
-            request.fail(error)
-            sent.forget()
-        finally:  # only now may others be told that all was taken: it may go back
-            sent.queue.finish_get(wait)
-
-    def _deliver(self, request: Request[Get], sent: Sent, entries: list[Entry]) -> None:
+    def deliver(self, request: Request[Get], sent: Sent, entries: list[Entry]) -> None:
+        """Answer with these, and some ahead."""
         try:
             sent.send(request, entries, request.meta.ahead or 0)
         finally:
@@ -116,11 +151,3 @@ class Aheads:
         for sent in list(self._sent.values()):
             sent.lost()
         self._sent.clear()
-
-
-def _abandon(sent: Sent, wait: GetWait) -> None:
-    sent.waiting -= 1
-    sent.queue.abandon_get(wait)
-    sent.queue.finish_get(wait)
-    forget(wait)
-    sent.forget()

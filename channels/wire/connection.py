@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
@@ -108,10 +108,6 @@ class Connection(Talking):
     def unsent(self) -> int:
         """Messages that wait because the peer does not read."""
         return self._outbox.waiting
-
-    def arrived(self, answers: Iterable[int]) -> None:
-        """The peer has got these answers, and says by itself what becomes of them."""
-        self._answering.arrived(answers)
 
     def share(self, body: Encoded) -> Encoded | None:
         """The body as it travels with `Flag.SHARED`: its large arrays are copied and lent now. None

@@ -8,7 +8,8 @@ process puts into it is confirmed with the next room that it is lent, or a few m
 from __future__ import annotations
 
 import asyncio
-from typing import Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key
@@ -20,6 +21,9 @@ from rlinf_async.channels.wire.failures import Report, report
 from rlinf_async.channels.wire.protocol import Credit, Puts, Room, Run, Untaken
 from rlinf_async.channels.wire.sources import take_kept
 from rlinf_async.channels.wire.unasked import cut
+
+if TYPE_CHECKING:
+    from rlinf_async.channels.wire.opened import OpenEnd
 
 MIN_CAPACITY: Final = 4
 """Smaller channels lend nothing."""
@@ -193,11 +197,10 @@ class Creditor:
         self,
         puts: Puts,
         body: Encoded,
-        refusal: dict[int, ChannelError],
-        holders: dict[int, str],
+        find: Callable[[int], OpenEnd],
     ) -> None:
-        """Put these items; those of the ends in ``refusal`` are refused, the others counted for the
-        holders of their ends.
+        """Put these items; those of ends that cannot be found are refused, the others counted for
+        the holders of their ends.
 
         Raises:
             MalformedFrame: they do not fit what was lent, or the body.
@@ -210,10 +213,14 @@ class Creditor:
                 queue = into.queue if into else None
                 elsewhere = take_kept(self._connection, puts, items, index, queue)
             index += run.count
-            lent = self._put(run, items, refusal.get(run.end))
+            holder, refused = "", None
+            try:
+                holder = find(run.end).holder
+            except ChannelError as error:
+                refused = error
+            lent = self._put(run, items, refused)
             if lent is None:
                 continue
-            holder = holders.get(run.end, "")
             if body.buffers:
                 count_put(lent.queue, holder, body)
             else:

@@ -162,14 +162,17 @@ class Outbox:
     def _add(self, frame: bytes, lane: int) -> None:
         """Send a whole message, at once if it is the first of this turn."""
         at_once = self._fresh and not self.held
-        transport, kept = self._transport, self._kept
+        transport, kept, control = self._transport, self._kept, self._control
         if (
             at_once
             and transport is not None
-            and not (self.paused or self._control or self._data)
+            and not (self.paused or self._data)
             and (kept is None or lane == CONTROL or not kept.full)
         ):
             self._fresh = False
+            if control:  # it is small: what was collected to go with it
+                frame = b"".join((*control, frame))
+                control.clear()
             self.sent_bytes += len(frame)
             if kept is not None:
                 kept.add_frame(frame)
@@ -178,7 +181,7 @@ class Outbox:
         if lane == DATA:
             self._data.append(frame)
         else:
-            self._control.append(frame)
+            control.append(frame)
         if at_once:
             self._fresh = False
             self.flush()
@@ -203,12 +206,6 @@ class Outbox:
                     say()
                 except Exception:
                     log.exception("what was collected cannot be said")
-
-    def speak(self) -> None:
-        """Write what was collected: whoever did so is about to wait for what comes of it."""
-        if self._due and not self.held:
-            self._say_together()
-            self.flush()
 
     def _say_together(self) -> None:
         held, self.held = self.held, True

@@ -32,12 +32,13 @@ import msgspec
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ConnectionLost
+from rlinf_async.channels.wire.asking import head_of
 from rlinf_async.channels.wire.failures import rebuild
-from rlinf_async.channels.wire.framing import CHUNK_BYTES, Flag
+from rlinf_async.channels.wire.framing import CHUNK_BYTES, Flag, FrameType
 from rlinf_async.channels.wire.hangup import GRACE_SECONDS
 from rlinf_async.channels.wire.protocol import Credit, Flush, Kept, Nothing, Puts, Run, Untaken
 from rlinf_async.channels.wire.purse import Purse, Purses
-from rlinf_async.channels.wire.transfer import SHARE_BYTES
+from rlinf_async.channels.wire.transfer import CONTROL, SHARE_BYTES
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.connection import Connection
@@ -57,7 +58,7 @@ FRAME_MOST: Final = 4 * FRAME_ITEMS
 changes of key, sender or weight as `FRAME_ITEMS`: its head is bounded."""
 MAX_UNDER_WAY: Final = 1024**2
 """Bytes that may be unconfirmed; whoever would exceed it asks."""
-_SHARED: Final = int(Flag.SHARED)
+_NOTICE, _SHARED = FrameType.NOTICE, int(Flag.SHARED)  # the enums are slow to ask
 
 _unconfirmed: set[Promises] = set()
 
@@ -207,7 +208,8 @@ class Promises:
             _unconfirmed.add(self)
         self._under_way.append(_Frame(len(puts.sizes), len(body.data), by_end))
         self._under_way_bytes += len(body.data)
-        self._connection.notify("channel.puts", puts, body, control=True, flags=flags)
+        head = head_of("channel.puts", puts)
+        self._outbox.send(_NOTICE, 0, head, body, CONTROL, flags=flags, what="channel.puts")
 
     # ---- what comes in
 

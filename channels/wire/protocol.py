@@ -168,7 +168,8 @@ class Wanted(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Taken(msgspec.Struct, array_like=True, frozen=True):
-    """owner -> client: the items are in the body."""
+    """owner -> client: the items are in the body. For a single one that a get waits for, and that
+    is there with all its arrays, its number alone stands for this."""
 
     sizes: list[tuple[int, int]]
     """of each item: bytes of MessagePack, number of buffers"""

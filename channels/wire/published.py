@@ -164,6 +164,15 @@ class Published:
             raise ChannelError(f"end {number} is a {end.kind}: it cannot do this")
         return end
 
+    def _open_end(self, connection: Connection, number: int, kind: EndKind) -> OpenEnd:
+        """The end of a queue that a request is about."""
+        end = self._ends.get(number)
+        if isinstance(end, OpenEnd) and end.kind == kind:  # what most are, without a call
+            return end
+        end = self._find(connection, number, kind)
+        assert isinstance(end, OpenEnd)
+        return end
+
     def _queue_end(self, request: Request[Any], *kinds: EndKind) -> OpenEnd:
         end = self._find(request.connection, request.meta.end, *(kinds or ("sender", "receiver")))
         assert isinstance(end, OpenEnd)

@@ -88,10 +88,15 @@ class Sent:
         if queue.direct:
             nbytes = sum(one.nbytes for one in bodies)
             bodies, left = leave_out(bodies)
-        sizes, body = join(bodies)
+        taken: Taken | int = number
+        if count == 1 and not left:
+            body = bodies[0]
+        else:
+            sizes, body = join(bodies)
+            taken = Taken(sizes, first=number, left=left)
         undo = partial(self.undo, number, count)
         try:
-            request.reply(Taken(sizes, first=number, left=left), body, undo=undo)
+            request.reply(taken, body, undo=undo)
         except Exception as error:
             undo(None)
             if not isinstance(error, ItemTooLarge):

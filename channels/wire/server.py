@@ -65,17 +65,9 @@ class ChannelServer(Published):
 
     def _puts(self, request: Request[protocol.Puts]) -> None:
         connection = request.connection
-        refused: dict[int, ChannelError] = {}
-        holders: dict[int, str] = {}
-        for run in request.meta.runs:
-            try:
-                end = self._find(connection, run.end, "sender")
-                holders[run.end] = end.holder if isinstance(end, OpenEnd) else ""
-            except ChannelError as error:
-                refused[run.end] = error
-        body = request.body or Encoded(b"")
+        creditor, body = self._peer(connection).creditor, request.body or Encoded(b"")
         try:
-            self._peer(connection).creditor.take(request.meta, body, refused, holders)
+            creditor.take(request.meta, body, lambda end: self._open_end(connection, end, "sender"))
         except MalformedFrame as error:
             _hang_up(connection, error)
 
@@ -93,11 +85,12 @@ class ChannelServer(Published):
         self._peer(request.connection).creditor.say()
 
     def _get(self, request: Request[protocol.Get]) -> None:
-        get, peer = request.meta, self._peer(request.connection)
+        get, connection = request.meta, request.connection
+        peer = self._peer(connection)
         if get.answers:
-            request.connection.arrived(get.answers)
+            request.answering.arrived(get.answers)
         try:
-            end = self._queue_end(request, "receiver")
+            end = self._open_end(connection, get.end, "receiver")
         except ChannelError:
             peer.aheads.took(get.end, get.key, get.ranges)
             raise
@@ -112,7 +105,7 @@ class ChannelServer(Published):
 
     def _took(self, request: Request[protocol.Took]) -> None:
         took = request.meta
-        request.connection.arrived(took.answers)
+        request.answering.arrived(took.answers)
         self._peer(request.connection).aheads.took(took.end, took.key, took.ranges)
 
     def _back(self, request: Request[protocol.Back]) -> None:

@@ -18,6 +18,10 @@ def cut(puts: Puts, body: Encoded) -> list[tuple[Run, list[Encoded], int]]:
         MalformedFrame: they do not fit the body, or are not as such items may be.
     """
     data, arrays, sizes = body.data, body.buffers, puts.sizes
+    if sizes == [len(data)] and len(puts.runs) == 1 and not arrays:
+        run = puts.runs[0]
+        if run.count == 1 and run.weight >= 1:
+            return [(run, [body], len(data))]  # one item, which most messages have
     count = 0
     for run in puts.runs:
         if run.count < 0 or run.weight < 1:

@@ -18,7 +18,6 @@ What is kept:
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
@@ -29,6 +28,7 @@ from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
 from rlinf_async.channels.saying import say
 from rlinf_async.channels.waitfor import WaitFuture, current_party
+from rlinf_async.channels.wire.asking import head_of
 from rlinf_async.channels.wire.codec import split
 from rlinf_async.channels.wire.fetching import attach
 from rlinf_async.channels.wire.protocol import Back, Get, More, Taken
@@ -44,7 +44,7 @@ STREAK: Final = 4
 MAX_AHEAD: Final = 512
 TURN_ITEMS: Final = 128
 """So many items are taken in a row, and then the loop has a turn."""
-_decode_taken = msgspec.msgpack.Decoder(Taken).decode
+_decode_taken = msgspec.msgpack.Decoder(Taken | int).decode
 
 Said = tuple[list[tuple[int, int]], list[int]]
 """As in `Took`: what was taken, and which answers have arrived."""
@@ -56,7 +56,7 @@ class WaitingGet(WaitFuture):
     """A get that waits, and has asked."""
 
     def __init__(self, window: Window) -> None:
-        super().__init__(loop=asyncio.get_running_loop())
+        super().__init__(loop=window.loop)
         self.window = window
         self.number = 0
         """of its request; 0 when that was answered"""
@@ -98,14 +98,19 @@ class Window:
     """What came ahead for one receiver and one key, and who waits for it."""
 
     __slots__ = (
-        "_low", "_since", "_size", "_streak", "_taken", "_windows",
-        "asks_more", "closed", "end", "items", "kept", "key", "run", "waiting",
+        "_answers", "_low", "_ranges", "_since", "_size", "_streak", "_taken", "_windows",
+        "asks_more", "closed", "end", "items", "kept", "key", "loop", "run", "saying", "waiting",
     )  # fmt: skip
 
     def __init__(self, windows: Windows, end: int, key: Key | None) -> None:
         self._windows = windows
+        self.loop = windows.loop
         self.end = end
         self.key = key
+        self._ranges: list[tuple[int, int]] = []  # as of `Said`, which they are
+        self._answers: list[int] = []
+        self.saying = False
+        """whether that is said with the next write"""
         self.items: deque[Part] = deque()
         self.waiting: deque[WaitingGet] = deque()
         self.asks_more = False
@@ -128,14 +133,13 @@ class Window:
     async def next(self) -> Part:
         """Wait for an item. Cancelled, it leaves the item in the channel."""
         windows = self._windows
-        said = ranges, answers = windows.to_say(self)
-        windows.outbox.speak()  # what was put goes first: whoever waits for it has longer to go
+        said = ranges, answers = self.to_say()
         ahead = 0 if self.waiting or self.asks_more else self._ahead()
         get = WaitingGet(self)
         get.said = said
         party = current_party.get()
         question = Get(self.end, self.key, 1, None, party, False, ahead, ranges, answers)
-        get.number = windows.ask("channel.get", question, get)
+        get.number = windows.connection.post(get, "channel.get", head_of("channel.get", question))
         self.waiting.append(get)
         try:
             part: Part = await get
@@ -151,22 +155,31 @@ class Window:
         """Somebody has this item."""
         self.run += 1
         self._taken += 1
-        self._windows.took(self, index)
+        ranges = self._ranges
+        if ranges and (last := ranges[-1])[0] + last[1] == index:
+            ranges[-1] = last[0], last[1] + 1
+        else:
+            ranges.append((index, 1))
+            if not self.saying:
+                self._windows.say_soon(self)
         if len(self.items) == self._low:
             self._low = -1
             self._ask_more()
 
     def refuse(self, index: int, error: BaseException) -> None:
         """This item cannot be read."""
+        self._say_soon()
         self._windows.notify("channel.back", Back(self.end, self.key, [(index, 1)], say(error)))
 
     def lose(self, index: int) -> None:
         """The arrays of this item went with its producer."""
+        self._say_soon()
         self._windows.notify("channel.back", Back(self.end, self.key, [(index, 1)], None, True))
 
     def return_one(self, part: Part) -> None:
         """Whoever had this item does not want it."""
         if not self._windows.connection.closed:
+            self._say_soon()
             self.items.appendleft(part)
             self.give_back()
 
@@ -178,6 +191,28 @@ class Window:
             back = Back(self.end, self.key, [(index, 1) for index, _ in items], None)
             self._windows.notify("channel.back", back)
 
+    # ---- what is said in passing
+
+    def to_say(self) -> Said:
+        """What was taken, and which answers have arrived: whoever asks for it says it."""
+        said = self._ranges, self._answers
+        self._ranges, self._answers = [], []
+        return said
+
+    def unsaid(self, said: Said) -> None:
+        """This was not said after all."""
+        self._ranges[:0], self._answers[:0] = said
+        self._say_soon()
+
+    def _answered(self, number: int) -> None:
+        """This request's answer arrived: it cannot be undone as a whole any more."""
+        self._answers.append(number)
+        self._say_soon()
+
+    def _say_soon(self) -> None:
+        if not self.saying:
+            self._windows.say_soon(self)
+
     # ---- what arrives
 
     def arrived(self, message: Message, get: WaitingGet) -> None:
@@ -186,6 +221,7 @@ class Window:
         waiting = self.waiting
         if len(parts) == len(waiting) == 1 and waiting[0] is get and not (self.items or get.done()):
             waiting.clear()  # as below, without a detour
+            self._answers.append(message.number)  # said with what becomes of the item, a turn later
             get.serve(parts[0])
         else:
             if self.closed:  # what came ahead was taken back
@@ -197,7 +233,7 @@ class Window:
             if len(parts) > 1:
                 self._low = len(parts) // 2
             self._serve()
-        self._windows.answered(self, message.number)  # once those that it serves have had a turn
+            self._answered(message.number)  # once those that it serves have had a turn
 
     def more_arrived(self, message: Message) -> None:
         """An answer to the request for more."""
@@ -208,13 +244,15 @@ class Window:
             if 2 * len(parts) >= self._size:
                 self._low = len(self.items) // 2
             self._serve()
-        self._windows.answered(self, message.number)
+        self._answered(message.number)
 
     # ---- inside
 
     def _parts(self, message: Message) -> list[Part]:
         try:
             taken = _decode_taken(message.head)
+            if isinstance(taken, int):
+                return [(taken, message.body or Encoded(b""))]
             parts = split(taken.sizes, message.body)
             if taken.left:
                 attach(parts, taken.left)

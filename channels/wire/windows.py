@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.wire.asking import head_of
 from rlinf_async.channels.wire.protocol import Took, Wanted
-from rlinf_async.channels.wire.window import Said, WaitingGet, Window
+from rlinf_async.channels.wire.window import WaitingGet, Window
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.connection import Connection
@@ -29,9 +29,10 @@ class Windows:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.outbox = connection.outbox
-        self.now = asyncio.get_running_loop().time
+        self.loop = asyncio.get_running_loop()
+        self.now = self.loop.time
         self._all: dict[tuple[int, Key | None], Window] = {}
-        self._took: dict[Window, Said] = {}
+        self._saying: list[Window] = []
         connection.answers.add_sync("channel.wanted", Wanted, self._wanted)
         connection.on_close(self._lost, first=True)
 
@@ -85,46 +86,29 @@ class Windows:
         """Nobody wants the answer to its request."""
         number, get.number = get.number, 0
         if not self.connection.closed and self.connection.give_up(number):
-            ranges, answers = self._said_of(get.window)  # then nothing of it was said
-            ranges[:0], answers[:0] = get.said
+            get.window.unsaid(get.said)  # then nothing of it was said
 
     def notify(self, kind: str, meta: Any) -> None:
         """Tell the owner, after all that was told before; to a lost one there is nothing to say."""
         if not self.connection.closed:
             self.connection.notify(kind, meta)
 
-    def took(self, window: Window, index: int) -> None:
-        """Say so with the next write."""
-        ranges, _ = self._took.get(window) or self._said_of(window)
-        if ranges:
-            first, length = ranges[-1]
-            if first + length == index:
-                ranges[-1] = first, length + 1
-                return
-        ranges.append((index, 1))
-
-    def answered(self, window: Window, number: int) -> None:
-        """This request's answer arrived: it cannot be undone as a whole any more."""
-        self._said_of(window)[1].append(number)
-
-    def to_say(self, window: Window) -> Said:
-        """What there is to say of this window, for the request that says it in passing."""
-        return self._took.pop(window, None) or ([], [])
+    def say_soon(self, window: Window) -> None:
+        """Say what there is to say of this window with the next write."""
+        window.saying = True
+        if not self._saying:
+            self.outbox.collect(self._say)
+        self._saying.append(window)
 
     # ---- inside
 
-    def _said_of(self, window: Window) -> Said:
-        said = self._took.get(window)
-        if said is None:
-            if not self._took:
-                self.outbox.collect(self._say)
-            said = self._took[window] = [], []
-        return said
-
     def _say(self) -> None:
-        took, self._took = self._took, {}
-        for window, (ranges, numbers) in took.items():
-            self.notify("channel.took", Took(window.end, window.key, ranges, numbers))
+        saying, self._saying = self._saying, []
+        for window in saying:
+            window.saying = False
+            ranges, answers = window.to_say()
+            if ranges or answers:
+                self.notify("channel.took", Took(window.end, window.key, ranges, answers))
 
     def _wanted(self, request: Request[Wanted]) -> None:
         window = self._all.get((request.meta.end, request.meta.key))
@@ -133,11 +117,11 @@ class Windows:
 
     def _forget_idle(self) -> None:
         for at, window in list(self._all.items()):
-            if window.idle and window not in self._took:
+            if window.idle and not window.saying:
                 window.kept = False
                 del self._all[at]
 
     def _lost(self, connection: Connection, reason: str) -> None:
         for window in self._all.values():
             window.items.clear()
-        self._took.clear()
+        self._saying.clear()

@@ -98,14 +98,6 @@ async def test_what_was_collected_goes_first_and_in_the_same_write() -> None:
     assert len(written.writes) == 1
 
 
-async def test_what_was_collected_is_written_before_its_collector_waits() -> None:
-    box, written = outbox()
-    await turn()
-    box.collect(lambda: tell(box, b"collected"))
-    box.speak()
-    assert written.heads == [[b"collected"]]
-
-
 async def test_control_goes_before_data_that_waits() -> None:
     box, written = outbox()
     await turn()

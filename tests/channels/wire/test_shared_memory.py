@@ -253,10 +253,12 @@ async def test_an_answer_that_nobody_took_is_released() -> None:
     async with edge() as (owner, connection, channel, sender, receiver):
         getting = asyncio.create_task(receiver.get())
         await until(lambda: channel.statistics().waiting_getters)
-        await sender.put(item(3))
+        putting = asyncio.create_task(sender.put(item(3)))
+        await until(lambda: channel.statistics().gets)  # the answer is on its way
         getting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await getting
+        await putting
         assert ((await receiver.get()).values == 3).all()
         (theirs,) = owner.server.connections
         await until(lambda: connection.memory.lent == theirs.memory.lent == 0)

@@ -94,15 +94,65 @@ async def test_a_quick_receiver_is_sent_items_ahead_however_long_it_waits_for_an
         end: Any = receiver
         monkeypatch.setattr(window, "HORIZON", 0.005)
         monkeypatch.setattr(end._windows, "now", lambda: clock[0])
-        for number in range(3):
+        for number in range(2):
             getting = asyncio.create_task(receiver.get())
             await settled()
             clock[0] += 10.0  # while it waits
-            channel.sender.put_nowait(2 * number)
-            if number == 2:
-                channel.sender.put_nowait(2 * number + 1)
+            channel.sender.put_nowait(number)
             await getting
+        for number in (2, 3):
+            channel.sender.put_nowait(number)
+        assert await receiver.get() == 2
         assert channel.statistics().ahead == 1
+
+
+async def test_whoever_waits_is_sent_an_item_at_once_and_not_a_turn_later() -> None:
+    channel = Channel(int, name="numbers")
+    async with remote_pair(channel) as (_, receiver):
+        getting = asyncio.create_task(receiver.get())
+        await settled()
+        channel.sender.put_nowait(1)
+        seen = channel.statistics()
+        assert (seen.gets, seen.depth, [edge.items for edge in seen.edges]) == (1, 0, [1])
+        assert await getting == 1
+
+
+async def test_what_answers_an_item_and_the_next_get_go_in_one_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    questions, answers = Channel(int, name="questions"), Channel(int, name="answers")
+    async with wired() as owner:
+        connection = await owner.join()
+        asked, told = owner.receiver(questions, connection), owner.sender(answers, connection)
+
+        async def answer() -> None:
+            async for question in asked:
+                await told.put(question)
+
+        async def there_and_back(number: int) -> None:
+            await questions.sender.put(number)
+            assert await answers.receiver.get() == number
+
+        answering = asyncio.create_task(answer())
+        for number in range(8):  # by then, room was lent for answers
+            await there_and_back(number)
+        transport: Any = connection.outbox._transport
+        written: list[bytes] = []
+
+        class Writing:
+            def write(self, data: bytes) -> None:
+                written.append(data)
+                transport.write(data)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(transport, name)
+
+        monkeypatch.setattr(connection.outbox, "_transport", Writing())
+        await there_and_back(8)
+        await settled()
+        assert len(written) == 1
+        questions.sender.close()
+        await answering
 
 
 async def test_what_came_ahead_counts_to_depth_and_capacity() -> None:
@@ -475,14 +525,14 @@ async def test_every_item_is_taken_once_whatever_is_cancelled_leased_or_given_ba
 async def test_a_get_whose_answer_cannot_be_read_is_told_and_does_not_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def wrong(sizes: object, body: object) -> Any:
+    def wrong(head: bytes) -> Any:
         raise MalformedFrame("2 items of 9 bytes were announced")
 
     channel = Channel(int, name="numbers")
     async with wired() as owner:
         connection = await owner.join()
         receiver = owner.receiver(channel, connection)
-        monkeypatch.setattr(window, "split", wrong)
+        monkeypatch.setattr(window, "_decode_taken", wrong)
         await channel.sender.put(1)
         with pytest.raises(MalformedFrame, match="announced"):
             await receiver.get()
