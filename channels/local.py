@@ -250,11 +250,13 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         queue, owner = self._queue, asyncio.current_task()
         taken = queue.start_get(key, weight, at_least, None, self._number, owner)
         if not isinstance(taken, GetWait):
-            self._lend(key, taken, lent, owner)
+            if lent is not None:
+                self._lend(key, taken, lent, owner)
             return taken
         try:
             entries = await taken.future
-            self._lend(key, entries, lent, owner)  # before others are told that all was taken
+            if lent is not None:  # before others are told that all was taken
+                self._lend(key, entries, lent, owner)
         except BaseException:
             queue.abandon_get(taken)
             raise
@@ -262,11 +264,8 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
             queue.finish_get(taken)
         return entries
 
-    def _lend(
-        self, key: Key | None, entries: list[Entry], lent: list[int] | None, owner: object
-    ) -> None:
-        if lent is not None:
-            lent.append(self._queue.grant(key, entries, current_party.get(), owner))
+    def _lend(self, key: Key | None, entries: list[Entry], lent: list[int], owner: object) -> None:
+        lent.append(self._queue.grant(key, entries, current_party.get(), owner))
 
     async def _take(
         self, weight: int, at_least: int | None, key: Key | None
