@@ -131,7 +131,7 @@ def _placed(word: str, places: dict[str, Path]) -> str:
     ("arguments", "message"),
     [
         (("reshard", "RUN", "OUT", "--tp", 3), "tp=3 does not divide 4 heads; nearest"),
-        (("reshard", "OUT", "OUT2"), "is not a checkpoint: it has no metadata.json"),
+        (("reshard", "OUT", "OUT2"), "out is not a checkpoint: there is nothing of that name"),
         (("reshard", "RUN", "RUN"), "is there already: name another"),
         (("export", "RUN", "RUN"), "is there already: name another"),
         (("export", "RUN", "OUT", "--model", "OUT2"), "holds no config.json"),

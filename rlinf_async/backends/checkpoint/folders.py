@@ -146,7 +146,8 @@ def find_checkpoint(path: Path) -> Path:
     for folder in (path, previous_folder(path)):
         if (folder / METADATA).is_file():
             return folder
-    raise CheckpointError(f"{path} is not a checkpoint: it has no {METADATA}")
+    why = f"it has no {METADATA}" if path.exists() else "there is nothing of that name"
+    raise CheckpointError(f"{path} is not a checkpoint: {why}")
 
 
 class Newest(NamedTuple):
