@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +27,8 @@ class LoopWatch:
         self._loop = loop
         self._limit = limit
         self._loop_thread = threading.get_ident()
-        self._schedule = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+        self._folder = f"/proc/self/task/{threading.get_native_id()}"
+        self._ran = self._ran_at = 0.0
         self._answered = threading.Event()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
@@ -71,10 +73,16 @@ class LoopWatch:
         """Seconds for which the loop's thread was ready to run and got no core; 0 where the system
         does not tell."""
         try:
-            with open(self._schedule, "rb") as file:
-                return int(file.read().split()[1]) / 1e9
-        except (OSError, IndexError):
+            with open(f"{self._folder}/schedstat", "rb") as file:
+                ran, waited = (int(field) / 1e9 for field in file.read().split()[:2])
+            with open(f"{self._folder}/stat", "rb") as file:
+                ready = file.read().rpartition(b")")[2].split()[0] == b"R"
+        except (OSError, IndexError, ValueError):
             return 0.0
+        now = time.monotonic()
+        if not ready or ran != self._ran:
+            self._ran, self._ran_at = ran, now
+        return waited + now - self._ran_at  # the system adds a wait once it is over
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._loop_thread)

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -83,6 +84,23 @@ def test_time_in_which_others_had_the_cores_is_not_held_against_the_loop(
         assert watch.findings == []
 
     run_on_loop(main())
+
+
+@pytest.mark.parametrize(("state", "counts"), [("R", True), ("S", False)])
+def test_a_wait_for_a_core_counts_before_it_is_over(
+    tmp_path: Path, state: str, counts: bool
+) -> None:
+    loop = asyncio.new_event_loop()
+    watch = LoopWatch(loop, limit=LIMIT)
+    loop.close()
+    watch._folder = str(tmp_path)
+    (tmp_path / "schedstat").write_text("5000000000 2000000000 7\n")
+    (tmp_path / "stat").write_text(f"1 (a name) with) {state} 0 0\n")
+    assert watch._starved() == pytest.approx(2.0)
+    time.sleep(0.02)
+    assert (watch._starved() >= 2.02) is counts
+    (tmp_path / "schedstat").write_text("5000100000 2020000000 8\n")
+    assert watch._starved() == pytest.approx(2.02)
 
 
 def test_a_loop_that_does_not_run_is_not_blocked() -> None:
