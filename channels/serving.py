@@ -92,10 +92,10 @@ class Serving(Admitting):
         lane.getters.append(wait)
         if lane.entries or lane.putters or self.ended:  # else nobody could be served
             self._serve(lane)
-        if wait.future.done():
-            lane.handed.discard(wait)
-            self._forget(lane)
-            return wait.future.result()
+            if wait.future.done():
+                lane.handed.discard(wait)
+                self._forget(lane)
+                return wait.future.result()
         for reader in lane.readers:
             reader.recall(end)
         self.get_waits += 1

@@ -194,7 +194,8 @@ class Outbox:
     def collect(self, say: Callable[[], None]) -> None:
         """Let this send what it collects: with the next write, and before anything else."""
         self._due.append(say)
-        self._schedule()
+        if not self._scheduled:
+            self._schedule()
 
     def say_due(self) -> None:
         """What was collected goes first. One that fails holds neither the others back nor what is

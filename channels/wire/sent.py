@@ -84,7 +84,8 @@ class Sent:
             self._hold(ahead, number + len(asked))
         elif asked:
             self.asked[number] = asked[0]
-        nbytes, left = 0, list[Left]()
+        nbytes = 0
+        left: list[Left] = []
         if queue.direct:
             nbytes = sum(one.nbytes for one in bodies)
             bodies, left = leave_out(bodies)
@@ -104,7 +105,8 @@ class Sent:
             raise ItemTooLarge(f"channel {queue.name!r}: {error}") from error
         if bodies:
             queue.edges.take(request.meta.party, count, nbytes or body.nbytes, len(left))
-            make_next_ready(self._connection, queue, key, body)
+            if body.buffers:
+                make_next_ready(self._connection, queue, key, body)
 
     def _encoded(self, entry: Entry) -> Encoded:
         """One item as it travels; one that cannot is buried."""
