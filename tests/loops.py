@@ -12,6 +12,10 @@ from rlinf_async.testing import explore, forbid_blocking, run_on
 T = TypeVar("T")
 Main = Callable[[], Coroutine[Any, Any, None]]
 
+BLOCKED = 3.0
+"""Seconds without an answer of the loop, after which a test has blocked it: far more than any step
+takes, also where the machine is slow."""
+
 SEEDS = range(20)
 """Schedules that each test is run under on the virtual loop."""
 
@@ -74,5 +78,5 @@ def run_on_kind(kind: str, main: Main) -> None:
         explore(main, seeds=SEEDS)
         return
     loop = FACTORIES[kind]()
-    with forbid_blocking(loop, limit=1.0):
+    with forbid_blocking(loop, limit=BLOCKED):
         run_on(loop, main())

@@ -13,7 +13,7 @@ import pytest
 
 from rlinf_async.testing import InvariantBroken, LoopBlocked, Unhandled, no_tasks_left
 from rlinf_async.testing.blocking import LoopWatch
-from tests import together
+from tests import loops, together
 from tests.loops import FACTORIES, VIRTUAL, run_on_kind
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +43,7 @@ def test_a_test_that_blocks_its_loop_fails(kind: str, monkeypatch: pytest.Monkey
         return said
 
     monkeypatch.setattr(LoopWatch, "_stack", noted)
+    monkeypatch.setattr(loops, "BLOCKED", 0.3)
 
     async def main() -> None:
         await asyncio.sleep(0)
