@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import pathlib
+from collections.abc import Callable
 
 import msgspec
 import pytest
 
 from rlinf_async.backends.toy.engine import ToyEngine
-from rlinf_async.messages.language import Generated, Request, ScoredSample
+from rlinf_async.messages.language import Generated, Outcome, Request, Sample, ScoredSample
+from rlinf_async.runtime.jobs.language.graph import Graph
 from rlinf_async.runtime.jobs.language.ledger import Ledger
 from rlinf_async.runtime.jobs.language.reached import (
     Reached,
@@ -16,8 +19,12 @@ from rlinf_async.runtime.jobs.language.reached import (
     load_reached,
     load_unfinished,
 )
+from rlinf_async.runtime.jobs.language.run import LanguageRun
 from rlinf_async.runtime.jobs.language.saving import Saving
 from rlinf_async.runtime.jobs.language.source import Source
+from rlinf_async.runtime.jobs.language.stations import Stations
+from rlinf_async.runtime.jobs.language.under_way import Waiting, waiting
+from rlinf_async.workers.reward import RewardWorker
 from tests.jobs.language.kit import TINY, Job
 
 LOSSES = ("policy_loss", "grad_norm", "reward", "response_tokens", "behaviour_log_prob")
@@ -135,9 +142,40 @@ UNSCORED = (
 """Answers that come faster than they are scored."""
 
 
-def killed(job: Job, settings: tuple[object, ...]) -> Unfinished:
-    """What the checkpoint of a run that was killed holds."""
+def keep_once(patch: pytest.MonkeyPatch, there: Callable[[Waiting], object]) -> None:
+    """Write the checkpoint of version 4 once this is there, and score nothing until it is written:
+    which of the engine, the scoring and the training is fastest differs between machines."""
+    checkpoint, score = LanguageRun._checkpoint, RewardWorker.score
+    scoring = asyncio.Event()
+    scoring.set()
+
+    async def checkpointing(
+        run: LanguageRun, stations: Stations, graph: Graph, saving: Saving, version: int
+    ) -> None:
+        if version == 4:
+            scoring.clear()
+            while True:
+                found = waiting(graph, await stations.under_way(), run._ledger.running)
+                if there(found):
+                    break
+                await asyncio.sleep(0)
+        await checkpoint(run, stations, graph, saving, version)
+        scoring.set()
+
+    async def scored(worker: RewardWorker, sample: Sample) -> Outcome:
+        await scoring.wait()
+        return await score(worker, sample)
+
+    patch.setattr(LanguageRun, "_checkpoint", checkpointing)
+    patch.setattr(RewardWorker, "score", scored)
+
+
+def killed(
+    job: Job, settings: tuple[object, ...], there: Callable[[Waiting], object]
+) -> Unfinished:
+    """What the checkpoint of a run that was killed holds: this is there when it is written."""
     with pytest.MonkeyPatch.context() as patch:
+        keep_once(patch, there)
         die_after(patch, 5)
         with pytest.raises(Killed):
             job.train(*settings)
@@ -165,7 +203,7 @@ class Asked:
 def test_a_response_that_was_half_made_is_gone_on_with_under_its_own_versions(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    books = killed(job, LONG)
+    books = killed(job, LONG, lambda found: found.partial)
     partial = {one.name: one.partial for one in books.waiting.partial}
     assert partial
     assert set(partial) <= {one.name for one in books.ledger.running}
@@ -184,7 +222,7 @@ def test_a_response_that_was_half_made_is_gone_on_with_under_its_own_versions(
 def test_a_response_that_waited_for_its_score_is_not_made_again(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    books = killed(job, UNSCORED)
+    books = killed(job, UNSCORED, lambda found: found.names)
     waited = books.waiting.names
     assert waited
     assert waited <= {one.name for one in books.ledger.running}
@@ -199,7 +237,7 @@ def test_a_response_that_waited_with_its_log_probs_keeps_them(
     tiny: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = (*UNSCORED, "--cluster.inference_workers", 1)
-    books = killed(tiny, settings)
+    books = killed(tiny, settings, lambda found: found.looked_over)
     kept = {one.request.name: one for one in books.waiting.looked_over}
     assert kept
     taken: dict[str, ScoredSample] = {}
