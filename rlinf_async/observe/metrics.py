@@ -129,13 +129,17 @@ class MetricsWriter:
 
 
 def find_sink(name: str) -> SinkFactory:
-    """The factory of a sink by name.
+    """The factory of a sink by name, imported: a run looks for it before its event loop begins,
+    which the import, from a cold disk, would hold up for seconds.
 
     Raises:
         MetricsError: there is none of that name, or its package does not import.
     """
     if name == "tensorboard":
-        return _tensorboard
+        # Imported here: it takes a quarter of a second, which a worker that only traces need not.
+        from rlinf_async.observe.tensorboard_sink import TensorBoardSink
+
+        return TensorBoardSink
     installed = {entry.name: entry for entry in entry_points(group=SINK_GROUP)}
     if name not in installed:
         known = ", ".join(sorted({"tensorboard", *installed}))
@@ -148,13 +152,6 @@ def find_sink(name: str) -> SinkFactory:
     except Exception as error:
         raise MetricsError(_broken(name, "when it was imported", error)) from error
     return factory
-
-
-def _tensorboard(folder: Path, resume_at: int | None) -> MetricsSink:
-    # Imported here: it takes a quarter of a second, which a worker that only traces need not pay.
-    from rlinf_async.observe.tensorboard_sink import TensorBoardSink
-
-    return TensorBoardSink(folder, resume_at)
 
 
 def _open_sink(name: str, factory: SinkFactory, folder: Path, resume_at: int | None) -> MetricsSink:
