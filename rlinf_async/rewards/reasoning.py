@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import warnings
 from functools import lru_cache
 from typing import Any
 
@@ -38,7 +39,7 @@ class TaskReference(msgspec.Struct, frozen=True, kw_only=True):
 @VERIFIERS.register("reasoning_gym")
 def load_reasoning_gym() -> Verifier:
     """Score of the text in the last ``<answer>`` tags, or of the whole answer without such tags."""
-    _library()
+    imported("reasoning_gym")
     return score
 
 
@@ -56,7 +57,7 @@ def score(answer: Answer) -> float:
             f"task {about.task!r} makes another question of seed {about.seed} and index "
             f"{about.index} in this process: it depends on PYTHONHASHSEED; set it to 0"
         )
-    tagged = importlib.import_module("reasoning_gym.utils").extract_answer(answer.text)
+    tagged = imported("reasoning_gym.utils").extract_answer(answer.text)
     found = answer.text.strip() if tagged is None else tagged
     return float(task.score_answer(answer=found, entry=entry))
 
@@ -84,8 +85,8 @@ def open_task(name: str, options: dict[str, Any], seed: int, size: int) -> Any:
         MissingExtra: reasoning-gym is not installed.
         ConfigError: no such task, or options that it does not take.
     """
-    library = _library()
-    known = importlib.import_module("reasoning_gym.factory").DATASETS
+    library = imported("reasoning_gym")
+    known = imported("reasoning_gym.factory").DATASETS
     if name not in known:
         raise ConfigError(
             f"reasoning-gym has no task {name!r}{nearest(name, known)}; its "
@@ -113,9 +114,18 @@ def _as_literal(entry: dict[str, Any]) -> str:
         return ""
 
 
-def _library() -> Any:
+def imported(module: str) -> Any:
+    """A module of reasoning-gym.
+
+    Quietly: where there is no bytecode yet, the compiler warns of the code of its dependencies.
+
+    Raises:
+        MissingExtra: reasoning-gym is not installed.
+    """
     try:
-        return importlib.import_module("reasoning_gym")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            return importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = error.name or "reasoning_gym"
         raise MissingExtra(missing, extra="llm", needed_for="reasoning-gym") from error

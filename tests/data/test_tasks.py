@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from rlinf_async.data import DataConfig, Prompts, Tokenizer
 from rlinf_async.messages.language import Outcome, Rejected, Scored
 from rlinf_async.rewards import Answer, load_verifier
 from rlinf_async.rewards.judging import judge
-from rlinf_async.rewards.reasoning import open_task
+from rlinf_async.rewards.reasoning import imported, open_task
 
 pytest.importorskip("reasoning_gym")
 
@@ -146,3 +148,14 @@ def fingerprint(task: str, hash_seed: str) -> str:
 def test_a_position_is_refused_where_a_task_makes_other_entries_in_another_process() -> None:
     assert fingerprint("chain_sum", "1") == fingerprint("chain_sum", "2")
     assert fingerprint("isomorphic_strings", "1") != fingerprint("isomorphic_strings", "2")
+
+
+def test_what_the_compiler_says_of_others_code_is_not_passed_on(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_others.py").write_text("found = 'x' is 'x'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert imported("of_others").found
+    assert said == []
