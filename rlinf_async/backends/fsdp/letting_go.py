@@ -7,6 +7,7 @@ process, which takes longer than moving some hundred megabytes. So the circles a
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -60,6 +61,24 @@ def collect_unless_back(memory: Memory) -> None:
     """
     if not memory.is_back:
         gc.collect()
+
+
+def return_to_system() -> None:
+    """Let the system have what this process has freed, where the C library can be told so.
+
+    glibc keeps freed blocks of up to some tens of megabytes, such as an optimizer's moments, for
+    its next ones; the new shards are mapped, and do not come from there.
+    """
+    trim = getattr(_c_library(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _c_library() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(None)
+    except (OSError, TypeError):  # none of that kind here
+        return None
 
 
 def _empty(thing: Any) -> None:

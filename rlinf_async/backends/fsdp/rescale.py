@@ -39,7 +39,12 @@ from rlinf_async.backends.fsdp.errors import (
     RescaleError,
     RescaleUndecided,
 )
-from rlinf_async.backends.fsdp.letting_go import collect_unless_back, memory_of, take_apart
+from rlinf_async.backends.fsdp.letting_go import (
+    collect_unless_back,
+    memory_of,
+    return_to_system,
+    take_apart,
+)
 from rlinf_async.backends.fsdp.progress import Progress, fill_optimizer
 from rlinf_async.backends.fsdp.proposal import Proposal, check_same, proposal_of
 from rlinf_async.backends.fsdp.rooms import Rooms, Shards
@@ -258,6 +263,7 @@ class Rescale:
         if manager.active:
             manager.zero_grad()
         collect_unless_back(before)
+        return_to_system()
 
     def _report(self) -> RescaleReport:
         moved = self._moved
