@@ -1,100 +1,55 @@
-"""Spans of work that begins and ends in several places: see `Worker.span` for one in one block."""
+"""A span of work that begins and ends in several places: see `Worker.span` for one in one block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rlinf_async.workers.context import OpenSpan
 
 
-class Turns:
-    """Work with waits in it: a span of the work up to each wait, one of the wait, and so on.
+class Together:
+    """Pieces of work as one span, from the first of those that run beside each other to the last.
 
-    A wait inside a span of work would count as work. ::
+    It ends where it is cut, and what goes on then is another one: a wait inside a span of work
+    would count as work, and a span that goes on for ever is never seen. ::
 
-        with Turns(self.span, "train") as turns:
+        training = Together(self.span, "train")
+        with training.piece():
             ...
-            with turns.waiting("wait samples"):
+            with training.cut(), self.span("wait samples"):
                 ...
     """
 
     def __init__(self, span: OpenSpan, name: str, **args: Any) -> None:
         self._span = span
         self._name, self._args = name, args
-        self._working: AbstractContextManager[Any] | None = None
-
-    def __enter__(self) -> Self:
-        self._begin()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._end()
-
-    @contextmanager
-    def waiting(self, name: str) -> Iterator[None]:
-        """Nothing is done in the block but to wait."""
-        self._end()
-        try:
-            with self._span(name, **self._args):
-                yield
-        finally:
-            self._begin()
-
-    def _begin(self) -> None:
-        self._working = self._span(self._name, **self._args)
-        self._working.__enter__()
-
-    def _end(self) -> None:
-        working, self._working = self._working, None
-        if working is not None:
-            working.__exit__(None, None, None)
-
-
-class Together:
-    """Pieces of work that run beside each other: one span from the first to the last of them.
-
-    Cut by `cut`, so that one which goes on for ever is seen.
-    """
-
-    def __init__(self, span: OpenSpan, name: str) -> None:
-        self._span, self._name = span, name
         self._pieces = self._cuts = 0
         self._open: AbstractContextManager[Any] | None = None
 
+    def piece(self) -> AbstractContextManager[None]:
+        """One piece of the work is done in the block."""
+        return self._while(pieces=1)
+
+    def cut(self) -> AbstractContextManager[None]:
+        """Nothing of it is done in the block."""
+        return self._while(cuts=1)
+
     @contextmanager
-    def piece(self) -> Iterator[None]:
-        """One piece of the work."""
-        self._pieces += 1
-        self._show()
+    def _while(self, pieces: int = 0, cuts: int = 0) -> Iterator[None]:
+        self._count(pieces, cuts)
         try:
             yield
         finally:
-            self._pieces -= 1
-            self._show()
+            self._count(-pieces, -cuts)
 
-    @contextmanager
-    def cut(self) -> Iterator[None]:
-        """End the span; what goes on after the block is another one."""
-        self._cuts += 1
-        self._show()
-        try:
-            yield
-        finally:
-            self._cuts -= 1
-            self._show()
-
-    def _show(self) -> None:
+    def _count(self, pieces: int, cuts: int) -> None:
+        self._pieces += pieces
+        self._cuts += cuts
         wanted = self._pieces > 0 and not self._cuts
         if wanted and self._open is None:
-            self._open = self._span(self._name)
+            self._open = self._span(self._name, **self._args)
             self._open.__enter__()
         elif not wanted and self._open is not None:
             done, self._open = self._open, None

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlinf_async.workers.spans import Together, Turns
+from rlinf_async.workers.spans import Together
 
 
 class Recorded:
@@ -29,9 +29,10 @@ class Recorded:
 
 def test_work_and_its_waits_take_turns() -> None:
     seen = Recorded()
-    with Turns(seen.span, "train", iteration=3) as turns:
+    training = Together(seen.span, "train", iteration=3)
+    with training.piece():
         for _ in range(2):
-            with turns.waiting("wait samples"):
+            with training.cut(), seen.span("wait samples"):
                 pass
     assert seen.closed == [
         ("train", 0, 1),
@@ -44,7 +45,7 @@ def test_work_and_its_waits_take_turns() -> None:
 
 def test_work_that_fails_ends_its_span() -> None:
     seen = Recorded()
-    with pytest.raises(ValueError, match="no"), Turns(seen.span, "train"):
+    with pytest.raises(ValueError, match="no"), Together(seen.span, "train").piece():
         raise ValueError("no")
     assert seen.closed == [("train", 0, 1)]
 

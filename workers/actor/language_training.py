@@ -36,7 +36,7 @@ from rlinf_async.messages.language import LanguageTrainReport, SampleGroup
 from rlinf_async.workers.actor.epochs import is_spent, means, shuffled
 from rlinf_async.workers.actor.groups import GroupOps, Tally
 from rlinf_async.workers.actor.trainer_worker import TrainerWorker
-from rlinf_async.workers.spans import Turns
+from rlinf_async.workers.spans import Together
 
 Batches = BatchResizingIterator[SampleGroup]
 Waiting = Callable[[], AbstractContextManager[None]]
@@ -166,17 +166,18 @@ class LanguageTrainingWorker(TrainerWorker):
         self, batches: Batches, tally: Tally, *, arriving: bool
     ) -> LanguageTrainReport:
         """Train on an iteration; ``arriving``: on what is still to come."""
-        loop = asyncio.get_running_loop()
+        loop, iteration = asyncio.get_running_loop(), self._trainer.version
+        training = Together(self.span, "train", iteration=iteration)
         began = loop.time()
-        with Turns(self.span, "train", iteration=self._trainer.version) as turns:
 
-            @contextmanager
-            def waiting() -> Iterator[None]:
-                since = loop.time()
-                with turns.waiting(WAIT):
-                    yield
-                tally.wait_seconds += loop.time() - since
+        @contextmanager
+        def waiting() -> Iterator[None]:
+            since = loop.time()
+            with training.cut(), self.span(WAIT, iteration=iteration):
+                yield
+            tally.wait_seconds += loop.time() - since
 
+        with training.piece():
             steps = await self._epoch(batches, waiting if arriving else nullcontext)
             kept = batches.get_all_batches() if self._epochs > 1 else None
             for epoch in range(1, self._epochs):
