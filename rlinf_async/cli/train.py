@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -142,22 +142,20 @@ def _check_folder(out: pathlib.Path | None, resume: bool) -> None:
         return
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: is a file; name a folder")
-    there = [one.name for one in out.iterdir()] if out.is_dir() else []
     if not resume:
-        _check_unused(out, there)
-    elif not there:
+        _check_unused(out)
+    elif not out.is_dir() or not any(out.iterdir()):
         click.echo(f"nothing to resume in {out}: starting from the beginning", err=True)
 
 
-def _check_unused(out: pathlib.Path, there: Sequence[str]) -> None:
-    """Nothing may be there but what a start that was killed at once has left (hidden files)."""
-    from rlinf_async.observe.run_folder import MARKER  # the job has loaded it
+def _check_unused(out: pathlib.Path) -> None:
+    from rlinf_async.observe.run_folder import MARKER, strangers_in  # the job has loaded it
 
-    if MARKER in there:
+    if (out / MARKER).exists():
         raise UsageError(
             f"--out {out}: holds a run already; add --resume to go on with it, or name another"
         )
-    strangers = sorted(name for name in there if not name.startswith("."))
+    strangers = strangers_in(out) if out.is_dir() else []
     if strangers:
         more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
         raise UsageError(

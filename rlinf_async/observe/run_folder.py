@@ -181,11 +181,25 @@ def _read_marker(folder: Path, *, resume: bool) -> _Marker | None:
     return known
 
 
-def _refuse_strangers(folder: Path) -> None:
-    """A folder without our marker may hold nothing but what a killed start left behind."""
-    strangers = sorted(
-        entry.name for entry in folder.iterdir() if entry.name != _LOCK and not is_partial(entry)
+def strangers_in(folder: Path) -> list[str]:
+    """What a folder without our marker may not hold: somebody's files.
+
+    What a killed start left behind is not, and neither is an empty folder: such as ``checkpoints``,
+    linked to a larger disk before the run begins.
+    """
+    return sorted(
+        entry.name
+        for entry in folder.iterdir()
+        if not (entry.name == _LOCK or is_partial(entry) or _is_empty_folder(entry))
     )
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _refuse_strangers(folder: Path) -> None:
+    strangers = strangers_in(folder)
     if strangers:
         raise RunFolderError(
             f"{folder} is not empty and not a run folder (it holds {strangers[0]!r}"

@@ -64,9 +64,11 @@ def test_a_folder_with_something_else_in_it_is_not_called_a_run(
     command_line: CommandLine, tmp_path: pathlib.Path
 ) -> None:
     (tmp_path / "cat.jpg").touch()
+    (tmp_path / "dog.jpg").touch()
+    (tmp_path / "empty").mkdir()
     code, _, err = command_line.train("--out", tmp_path)
     assert code == 2
-    assert "is no run's folder and holds 'cat.jpg' and 1 more; name an empty" in err
+    assert "is no run's folder and holds 'cat.jpg' and 2 more; name an empty" in err
     assert "--resume" not in err
     assert command_line.job.runs == []
 

@@ -36,6 +36,11 @@ class Job(Generic[AnySummary]):
         self._capture = capture
         self._summary_kind = summary_kind
 
+    def keep_checkpoints_on(self, disk: pathlib.Path) -> None:
+        """By a link, as users do. What else the run writes then never fails for want of space."""
+        self.out.mkdir()
+        (self.out / "checkpoints").symlink_to(disk, target_is_directory=True)
+
     def train(self, *arguments: object) -> Ended:
         """``rlinf-async train FILE --out run ...``."""
         return self.command("train", self.file, "--out", self.out, *arguments)

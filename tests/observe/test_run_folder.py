@@ -98,6 +98,19 @@ def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
         assert not folder.resumed
 
 
+def test_a_folder_in_which_only_an_empty_folder_is_is_taken(tmp_path: Path) -> None:
+    disk, out = tmp_path / "disk", tmp_path / "run"
+    disk.mkdir()
+    out.mkdir()
+    (out / "checkpoints").symlink_to(disk, target_is_directory=True)
+    with RunFolder.create(out, config_text=CONFIG) as folder:
+        assert not folder.resumed
+    (out / "run.json").unlink()
+    (disk / "mine").touch()
+    with pytest.raises(RunFolderError, match="it holds 'checkpoints'"):
+        RunFolder.create(out, config_text=CONFIG)
+
+
 def test_a_folder_with_somebodys_files_is_refused_and_untouched(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     for resume in (False, True):

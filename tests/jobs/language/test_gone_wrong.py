@@ -117,7 +117,7 @@ def test_a_resumed_run_refuses_other_data_and_loses_nothing(job: Job) -> None:
 def test_a_disk_that_fills_up_at_a_checkpoint_is_told_in_one_line_unless_more_is_asked_for(
     tiny: Job, full_disk: pathlib.Path, shown: bool
 ) -> None:
-    tiny.out = full_disk / "run"
+    tiny.keep_checkpoints_on(full_disk)
     ended = tiny.train("--cluster.backend", "process", *(["--traceback"] if shown else []))
     assert ended.code == 1
     assert f"cannot write the checkpoint {tiny.out}/checkpoints/version-000002: No " in ended.err
