@@ -87,6 +87,24 @@ class Lane:
         self.entries.append(entry)
         self.weight += entry.weight
 
+    def wait_in_turn(self, wait: GetWait) -> None:
+        """Last of its own receiver's gets, and of as many gets of each other receiver's.
+
+        So receivers that wait are served in turn, however many gets each of them has waiting.
+        """
+        getters = self.getters
+        if not getters or getters[-1].end == wait.end:
+            getters.append(wait)
+            return
+        before: dict[int, int] = {}  # of each receiver, gets that were passed
+        own = sum(one.end == wait.end for one in getters)
+        for index, one in enumerate(getters):
+            count = before[one.end] = before.get(one.end, 0) + 1
+            if count > own + 1:
+                getters.insert(index, wait)
+                return
+        getters.append(wait)
+
     def pop_many(self, count: int) -> list[Entry]:
         pop = self.entries.popleft
         popped = [pop() for _ in range(count)]

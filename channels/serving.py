@@ -4,7 +4,8 @@ Invariants, each with a test of that name:
 
 * an item is in exactly one place: a lane, a waiting put, a batch being collected, a lease, the dead
   letters, or taken;
-* the order is FIFO for each key, and whoever waits is served in arrival order;
+* the order is FIFO for each key, and whoever waits is served in arrival order; receivers with
+  several gets that wait are served in turn;
 * no wakeup is lost: an item never rests in a lane while somebody who could take it waits;
 * a lane admits at most ``capacity`` items and ``max_weight`` weight, the room that it has lent
   included (a single heavier item is let in when it is empty; what a lease or a cancelled get
@@ -89,7 +90,7 @@ class Serving(Admitting):
             raise endings.failed(self.name, self.failure)
         lane = self.lane if key is None else self._lane(key)
         wait = GetWait(lane, target, least, party or current_party.get(), end, owner, future)
-        lane.getters.append(wait)
+        lane.wait_in_turn(wait)
         if lane.entries or lane.putters or self.ended:  # else nobody could be served
             self._serve(lane)
             if wait.future.done():

@@ -1,10 +1,10 @@
-"""FIFO for each key, and whoever waits is served in arrival order."""
+"""FIFO for each key, and whoever waits is served in arrival order, each receiver in turn."""
 
 from __future__ import annotations
 
 import asyncio
 
-from rlinf_async.channels import Channel
+from rlinf_async.channels import Channel, Receiver
 from tests.channels.transport import Transport
 
 
@@ -37,6 +37,51 @@ async def test_waiting_gets_are_served_in_arrival_order(transport: Transport) ->
     for number in range(4):
         await sender.put(number)
     assert await asyncio.gather(*tasks) == [0, 1, 2, 3]
+
+
+async def test_receivers_that_wait_are_served_in_turn(transport: Transport) -> None:
+    """However many gets each of them has waiting: so that workers share out what there is."""
+    sender, greedy = await transport.ends(Channel(int, name="numbers"))
+    modest = greedy.clone()
+    got: list[tuple[str, int]] = []
+
+    async def take(name: str, receiver: Receiver[int]) -> None:
+        got.append((name, await receiver.get()))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(4):
+            group.create_task(take("greedy", greedy))
+            await transport.settle()
+        for _ in range(2):
+            group.create_task(take("modest", modest))
+            await transport.settle()
+        for number in range(6):
+            await sender.put(number)
+            await transport.settle()
+    names = [name for name, _ in sorted(got, key=lambda one: one[1])]
+    assert names == ["greedy", "modest", "greedy", "modest", "greedy", "greedy"]
+
+
+async def test_a_receiver_that_comes_back_waits_behind_every_other(transport: Transport) -> None:
+    sender, patient = await transport.ends(Channel(int, name="numbers"))
+    eager = patient.clone()
+    waiting = [asyncio.create_task(patient.get()) for _ in range(2)]
+    await transport.settle()
+    got: list[int] = []
+
+    async def come_back() -> None:
+        async for number in eager:
+            got.append(number)
+
+    coming = asyncio.create_task(come_back())
+    await transport.settle()
+    for number in range(5):
+        await sender.put(number)
+        await transport.settle()
+    assert sorted(await asyncio.gather(*waiting)) == [0, 2]
+    sender.close()
+    await coming
+    assert got == [1, 3, 4]
 
 
 async def test_waiting_puts_are_let_in_in_arrival_order(transport: Transport) -> None:
