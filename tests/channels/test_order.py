@@ -70,8 +70,7 @@ async def test_a_receiver_that_comes_back_waits_behind_every_other(transport: Tr
     got: list[int] = []
 
     async def come_back() -> None:
-        async for number in eager:
-            got.append(number)
+        got.extend([number async for number in eager])
 
     coming = asyncio.create_task(come_back())
     await transport.settle()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import shutil
-import tempfile
 
 import numpy as np
 import pytest
