@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -30,7 +31,6 @@ class Process(NamedTuple):
     pid: int
     state: str
     parent: int
-    group: int
 
 
 def processes() -> list[Process]:
@@ -41,7 +41,7 @@ def processes() -> list[Process]:
             fields = stat.read_text().rpartition(") ")[2].split()
         except OSError:  # it ended meanwhile
             continue
-        found.append(Process(int(stat.parent.name), fields[0], int(fields[1]), int(fields[2])))
+        found.append(Process(int(stat.parent.name), fields[0], int(fields[1])))
     return [one for one in found if one.state != "Z"]
 
 
@@ -52,17 +52,26 @@ def children() -> set[int]:
 
 
 def _command(pid: int) -> bytes:
+    return _told_of(pid, "cmdline")
+
+
+def _told_of(pid: int, what: str) -> bytes:
     try:
-        return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
+        return pathlib.Path(f"/proc/{pid}/{what}").read_bytes()
+    except OSError:  # it ended meanwhile
         return b""
 
 
 class Driver:
-    """``rlinf-async`` in a session of its own, as a shell would run it."""
+    """``rlinf-async`` in a session of its own, as a shell would run it.
+
+    Its workers lead sessions of their own and outlive it for a moment: they are known by the
+    folder for temporary files, which nobody else has.
+    """
 
     def __init__(self, temporary: pathlib.Path, *arguments: object) -> None:
         self._log = temporary.with_suffix(".log")
+        self._mark = f"TMPDIR={temporary}".encode()
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rlinf_async.cli", *(str(one) for one in arguments)],
@@ -103,24 +112,26 @@ class Driver:
         self._process.kill()
 
     def interrupt(self) -> None:
-        """Ctrl-C: SIGINT to everybody in the group."""
+        """Ctrl-C: SIGINT to everybody in the driver's group."""
         os.killpg(self._process.pid, signal.SIGINT)
 
     def wait(self, seconds: float = PATIENCE) -> int:
-        """Its exit code, once nobody of its group is left."""
+        """Its exit code, once neither it nor a worker of it is left."""
         code = self._process.wait(seconds)
-        until(self._all_gone, "every process of the run is gone")
+        until(lambda: not self._whole_run(), "every process of the run is gone")
         return code
 
     def end(self) -> None:
         """Leave nothing of it, however the test went."""
-        for one in processes():
-            if one.group == self._process.pid:
-                os.kill(one.pid, signal.SIGKILL)
+        for pid in self._whole_run():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self._process.wait()
 
-    def _all_gone(self) -> bool:
-        return all(one.group != self._process.pid for one in processes())
+    def _whole_run(self) -> list[int]:
+        """It and all that it started, at whatever remove and in whatever session."""
+        every = (one.pid for one in processes())
+        return [pid for pid in every if self._mark in _told_of(pid, "environ").split(b"\0")]
 
 
 Start = Callable[..., Driver]

@@ -24,17 +24,17 @@ def test_samples_that_their_verifier_fails_on_are_counted_told_once_and_train_no
 
 
 @pytest.mark.parametrize(
-    ("verifier", "cause"),
+    ("verifier", "limit", "cause"),
     [
-        ("text", "returned 'good: "),
-        ("hangs", "time_limit"),
+        ("text", 60.0, "returned 'good: "),
+        ("hangs", 0.2, "took longer than the time limit of 0.2 s"),
     ],
 )
 def test_a_verifier_that_fails_on_everything_ends_the_run_with_its_error(
-    job: Job, verifier: str, cause: str
+    job: Job, verifier: str, limit: float, cause: str
 ) -> None:
     ended = job.train(
-        *("--data.verifier", f"{VERIFIERS}:{verifier}", "--reward.time_limit", 0.2),
+        *("--data.verifier", f"{VERIFIERS}:{verifier}", "--reward.time_limit", limit),
         *("--training.prompts", 1, "--evaluation.samples", 0),
     )
     assert ended.code == 1

@@ -10,17 +10,17 @@ import pytest
 from tests.jobs.language.kit import Job
 from tests.jobs.processes import Start
 
-ITERATIONS = 60
-"""So many that no run ends before this process, held up for a second, has killed it."""
-PROCESS = ("--cluster.backend", "process", "--training.iterations", ITERATIONS)
+ENDLESS = 10**6
+"""iterations: the run does not end before this process, however long held up, has killed it"""
+PROCESS = ("--cluster.backend", "process")
 AHEAD = ("--training.max_staleness", 1, "--training.checkpoint_every", 4)
 
 
 @pytest.fixture
 def start(job: Job, start_driver: Start) -> Start:
-    """Starts the job with ``--resume``."""
+    """Starts the job with ``--resume``, and so many iterations."""
     command = ("train", job.file, "--out", job.out, "--resume", *PROCESS, *AHEAD)
-    return partial(start_driver, *command)
+    return partial(start_driver, *command, "--training.iterations")
 
 
 def test_a_killed_driver_leaves_no_worker_and_the_run_comes_to_its_end(
@@ -28,16 +28,17 @@ def test_a_killed_driver_leaves_no_worker_and_the_run_comes_to_its_end(
 ) -> None:
     def booked() -> int:
         path = job.out / "metrics.csv"
-        return len(path.read_text().splitlines()) - 1 if path.exists() else 0
+        return path.read_text().count("\n") - 1 if path.exists() else 0
 
-    driver = start()
+    driver = start(ENDLESS)
     driver.until(lambda: booked() > 6, "six iterations and the evaluation before them")
     driver.kill()
-    assert driver.wait() == -9  # once nobody of its session is left
+    assert driver.wait() == -9  # once no worker of it is left
     assert [*temporary.glob("rlinf-async-*")] == []
-    assert start().wait() == 0
+    iterations = booked() + 10
+    assert start(iterations).wait() == 0
     summary = job.summary
     assert summary.outcome == "finished"
-    assert summary.iterations == ITERATIONS
-    assert summary.samples == sum(summary.outcomes.values()) == 8 * ITERATIONS
-    assert [row["iteration"] for row in job.iterations] == [str(n) for n in range(ITERATIONS)]
+    assert summary.iterations == iterations
+    assert summary.samples == sum(summary.outcomes.values()) == 8 * iterations
+    assert [row["iteration"] for row in job.iterations] == [str(n) for n in range(iterations)]
