@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+import shutil
+import tempfile
 
 import numpy as np
 import pytest
@@ -135,3 +137,56 @@ def test_a_disk_that_fills_up_at_the_metrics_is_named_too(
     written = {"trace": job.out / "trace.json", "summary": job.out / "summary.json"}
     for what, file in written.items():  # one may just have fitted
         assert file.exists() is not (f"the {what} was not written" in ended.err), what
+
+
+def test_a_socket_path_that_is_too_long_is_an_error_that_shows_it(
+    job: Job, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("x" * 150)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    ended = job.train(*PROCESS)
+    assert ended.code == 2  # found before any worker started
+    assert "choose a shorter folder" in ended.err
+    assert str(folder) in ended.err
+
+
+def test_a_temporary_folder_that_is_not_there_is_an_error_that_shows_it(
+    job: Job, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    assert str(tmp_path / "gone") in failed(job.train(*PROCESS))
+
+
+def test_a_damaged_checkpoint_is_not_resumed(job: Job) -> None:
+    job.succeed()
+    file = job.out / "checkpoints" / job.note["checkpoint"] / "rank_0_of_1.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    error = failed(job.train("--resume", "--training.total_steps", 512))
+    assert error.startswith("Actor[0] failed in setup")
+    assert f"{file} is damaged" in error
+
+
+@pytest.mark.parametrize("what", ["note", "folder"])
+def test_a_checkpoint_that_cannot_be_found_is_wrong_input(job: Job, what: str) -> None:
+    job.succeed()
+    checkpoints = job.out / "checkpoints"
+    if what == "note":
+        (checkpoints / "latest.json").write_text("{")
+    else:
+        shutil.rmtree(checkpoints / job.note["checkpoint"])
+    ended = job.train("--resume")
+    assert ended.code == 2
+    assert str(checkpoints / "latest.json") in ended.err
+
+
+def test_a_checkpoint_of_another_policy_is_refused_with_both_sizes(job: Job) -> None:
+    job.succeed()
+    ended = job.train("--resume", "--actor.fsdp.policy.hidden_sizes", "[32, 32]")
+    error = failed(ended)
+    assert "in the checkpoint" in error
+    assert "in the model" in error
+    assert "the configuration changed since the last start" in ended.err
+    job.succeed("--resume")
