@@ -35,6 +35,7 @@ from rlinf_async.channels.wire.side import Side, Times
 MAX_STRANGERS: Final = 128
 """Sockets whose other side has not proved anything yet; the oldest makes room for one more."""
 NUMBER_BYTES: Final = len(NEW)
+CLOSED: Final = "the server was closed"
 
 log = logging.getLogger(__name__)
 Opened = Callable[[Connection], None]
@@ -90,6 +91,7 @@ class Server:
         self._on_disconnect = on_disconnect
         self._on_reject = on_reject
         self._listener: asyncio.AbstractServer | None = None
+        self._closing = False
         self._address: Address = UnixAddress(Path())
 
     @property
@@ -131,17 +133,18 @@ class Server:
             return
         cut = [connection for connection in self.connections if connection.reconnecting]
         for connection in cut:  # it can come back only while somebody listens
-            connection.close("the server was closed")
+            connection.close(CLOSED)
         await asyncio.gather(*(connection.wait_closed() for connection in cut))
         listener.close()
+        self._closing = True
         if isinstance(self._address, UnixAddress):
             with contextlib.suppress(FileNotFoundError):
                 self._address.path.unlink()
         every, strangers = list(self.connections), list(self._strangers)
         for connection in every:
-            connection.close("the server was closed")
+            connection.close(CLOSED)
         for link in strangers:
-            link.refuse("the server was closed")
+            link.refuse(CLOSED)
         await asyncio.gather(*(connection.wait_closed() for connection in every))
         await asyncio.gather(*(link.ended for link in strangers))
 
@@ -206,6 +209,8 @@ class Server:
         connection.on_close(self._ended)
         if self._on_connect is not None:
             self._on_connect(connection)
+        if self._closing:  # it proved the secret in the very turn in which the others were closed
+            connection.close(CLOSED)
 
     def _reject(self, error: WireError) -> None:
         level = logging.WARNING if isinstance(error, HandshakeFailed) else logging.INFO

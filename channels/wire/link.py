@@ -46,6 +46,7 @@ class Link(asyncio.Protocol):
     """A socket whose other side proves who it is.
 
     Args:
+        seconds: that the other side has for it, once there is a socket.
         greeted: called when it has; gives the user of this link.
     """
 
@@ -61,7 +62,8 @@ class Link(asyncio.Protocol):
         self._greeted = greeted
         self._user: User | None = None
         self._transport: asyncio.Transport | None = None
-        self._late_timer = loop.call_later(seconds, self._late, seconds)
+        self._seconds = seconds
+        self._late_timer: asyncio.TimerHandle | None = None
         self._hanging = HangUp(loop)
 
     @property
@@ -101,7 +103,7 @@ class Link(asyncio.Protocol):
     def drop(self) -> None:
         """Close the socket at once; what was sent may not arrive."""
         self._user = None
-        self._late_timer.cancel()
+        self._in_time()
         self.opened.cancel()
         if self._transport is not None:
             self._transport.abort()
@@ -116,6 +118,8 @@ class Link(asyncio.Protocol):
         if self.opened.done():  # given up before it was made
             self._transport.abort()
         else:
+            loop = asyncio.get_running_loop()
+            self._late_timer = loop.call_later(self._seconds, self._late)
             self._transport.write(self.handshake.take_outgoing())
 
     def data_received(self, data: bytes) -> None:
@@ -135,7 +139,7 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         reason = say(exc) if exc else CLOSED
-        self._late_timer.cancel()
+        self._in_time()
         self._hanging.stop()
         self._transport = None
         if not self.opened.done():
@@ -159,19 +163,23 @@ class Link(asyncio.Protocol):
         if self._transport is not None and (answer := self.handshake.take_outgoing()):
             self._transport.write(answer)
         if self.handshake.done:
-            self._late_timer.cancel()
+            self._in_time()
             self.opened.set_result(None)
             user = self._user = self._greeted(self)
             user.carry(self, self.handshake.terms.received)
             if rest := self.handshake.rest:
                 user.data_received(rest)
 
-    def _late(self, seconds: float) -> None:
-        self._fail(HandshakeLate(f"no handshake within {seconds:g} seconds"))
+    def _in_time(self) -> None:
+        if self._late_timer is not None:
+            self._late_timer.cancel()
+
+    def _late(self) -> None:
+        self._fail(HandshakeLate(f"no handshake within {self._seconds:g} seconds"))
 
     def _fail(self, error: WireError) -> None:
         if self._transport is not None and (answer := self.handshake.take_outgoing()):
             self._transport.write(answer)
-        self._late_timer.cancel()
+        self._in_time()
         self.opened.set_exception(error)
         self.hang_up()

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from rlinf_async.channels import ConnectionLost, HandshakeFailed, WireError
-from rlinf_async.channels.wire import Router, connect, serve
-from rlinf_async.channels.wire.auth import Handshake
+from rlinf_async.channels.wire import Connection, Router, Server, connect, serve
+from rlinf_async.channels.wire.auth import Handshake, Terms
+from rlinf_async.channels.wire.dialing import Dialer
 from rlinf_async.channels.wire.framing import PROTOCOL_VERSION
+from rlinf_async.channels.wire.link import Link
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import SECRET, until, wired
 
@@ -124,10 +126,25 @@ async def test_a_server_that_says_nothing_is_given_up_in_time(folder: Path) -> N
         writer.close()
 
     async with await asyncio.start_unix_server(silent, folder / "s"):
-        with pytest.raises(HandshakeFailed, match=r"no handshake within 0\.05 seconds"):
-            await connect(folder / "s", SECRET, name="w", router=Router(), handshake_timeout=0.05)
+        with pytest.raises(HandshakeFailed, match=r"no handshake within 0\.5 seconds"):
+            await connect(folder / "s", SECRET, name="w", router=Router(), handshake_timeout=0.5)
         await until(lambda: served)
         await served[0].wait_closed()
+
+
+async def test_an_address_where_nothing_answers_is_given_up_in_time_and_no_handshake_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dialed: list[Link] = []
+
+    async def unanswered(dialer: Dialer, link: Link) -> None:
+        dialed.append(link)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Dialer, "_open", unanswered)
+    with pytest.raises(ConnectionLost, match=r"cannot connect to .*: no answer in time"):
+        await connect("/nowhere", SECRET, name="w", router=Router(), handshake_timeout=0.05)
+    assert dialed[0].opened.cancelled()  # else an error of it that nobody sees would be logged
 
 
 async def test_cancelling_a_connect_leaves_nothing(folder: Path) -> None:
@@ -150,6 +167,25 @@ async def test_cancelling_a_connect_leaves_nothing(folder: Path) -> None:
 async def test_closing_the_server_tells_its_clients_why() -> None:
     async with wired() as owner:
         connection = await owner.join()
+    await connection.wait_closed()
+    with pytest.raises(ConnectionLost, match="owner closed it: the server was closed"):
+        connection.notify("anything", None)
+
+
+async def test_who_proves_the_secret_just_when_the_server_is_closed_is_told_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closing: list[asyncio.Task[None]] = []
+    settle = Server._settle
+
+    def close_and_settle(server: Server, made: list[Connection], handshake: Handshake) -> Terms:
+        closing.append(asyncio.create_task(server.close()))
+        return settle(server, made, handshake)
+
+    monkeypatch.setattr(Server, "_settle", close_and_settle)
+    async with wired() as owner:
+        connection = await owner.join()
+        await asyncio.gather(*closing)
     await connection.wait_closed()
     with pytest.raises(ConnectionLost, match="owner closed it: the server was closed"):
         connection.notify("anything", None)
