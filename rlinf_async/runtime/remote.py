@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     Death = asyncio.Future[WorkerDied]
 
 CANCEL_SECONDS: Final = 2.0
+LATE_SECONDS: Final = 0.5
 log = logging.getLogger(__name__)
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 _RETURNED = msgspec.msgpack.encode(Outcome())
@@ -188,8 +189,8 @@ class _Cancelled:
 
     def __init__(self, call: RemoteCall) -> None:
         self._call = call
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(CANCEL_SECONDS, call.unheard)
+        self._loop = asyncio.get_running_loop()
+        self._wait()
 
     def done(self) -> bool:
         return self._call.done()
@@ -201,3 +202,13 @@ class _Cancelled:
     def set_exception(self, error: BaseException, /) -> None:
         self._timer.cancel()
         self._call.cancelled()
+
+    def _wait(self) -> None:
+        self._due = self._loop.time() + CANCEL_SECONDS
+        self._timer = self._loop.call_later(CANCEL_SECONDS, self._over)
+
+    def _over(self) -> None:
+        if self._loop.time() - self._due > LATE_SECONDS:
+            self._wait()  # this process was stopped or blocked itself: the answer may wait unread
+        else:
+            self._call.unheard()

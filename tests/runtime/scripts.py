@@ -97,3 +97,9 @@ def process_runs(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until_stopped(pid: int) -> None:
+    """Return once this process has stopped for the signal that it was sent."""
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert process_runs(pid)

@@ -8,12 +8,17 @@ import asyncio
 import contextlib
 import os
 import signal
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import rlinf_async as ra
+from rlinf_async.runtime.remote import _Cancelled
 from rlinf_async.testing import explore, no_tasks_left, wait_all_blocked
+from tests.channels.wire.harness import PATIENCE
 from tests.runtime.kit import Doubler, NewCluster, Number, Waiter, connection_to, kill, waiting
+from tests.runtime.scripts import wait_until_stopped
 
 
 async def test_a_cancelled_call_ends_its_methods(new_cluster: NewCluster) -> None:
@@ -202,7 +207,10 @@ class Streamer(ra.Worker):
         return self.count
 
 
-async def test_what_a_cancelled_call_had_put_is_in_its_channel() -> None:
+async def test_what_a_cancelled_call_had_put_is_in_its_channel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rlinf_async.runtime.remote.CANCEL_SECONDS", PATIENCE)
     async with ra.Cluster.process() as cluster:
         streamer = (await cluster.launch(Streamer))[0]
         numbers = cluster.channel(int, name="numbers", capacity=64)
@@ -247,6 +255,18 @@ async def test_a_method_that_does_not_end_when_it_is_cancelled_is_not_waited_for
     assert "Deaf.run was cancelled, and did not end within 0.1 s" in caplog.text
 
 
+async def test_a_driver_that_was_stopped_itself_waits_once_more_for_the_end_of_a_call() -> None:
+    told: list[str] = []
+    call: Any = SimpleNamespace(unheard=lambda: told.append("unheard"))
+    cancelled = _Cancelled(call)
+    cancelled._due -= 100.0
+    cancelled._over()
+    assert told == []
+    cancelled._over()
+    assert told == ["unheard"]
+    cancelled._timer.cancel()
+
+
 async def test_a_cancelled_call_that_was_never_sent_ends_at_once() -> None:
     async with ra.Cluster.process() as cluster:
         started = cluster.channel(str, name="started")
@@ -262,8 +282,9 @@ async def test_a_cancelled_call_that_was_never_sent_ends_at_once() -> None:
 
 
 async def test_the_end_of_a_cancelled_call_does_not_wait_behind_data(
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr("rlinf_async.runtime.remote.CANCEL_SECONDS", PATIENCE)
     async with ra.Cluster.process() as cluster:
         waiters, running, _ = await waiting(cluster)
         kept = connection_to(waiters).outbox._kept
@@ -283,6 +304,7 @@ async def test_a_cancelled_call_of_a_worker_that_is_cut_off_is_said_to_be_so(
     async with ra.Cluster.process() as cluster:
         waiters, running, _ = await waiting(cluster)
         pid = kill(cluster, "Waiter[0]", signal.SIGSTOP)  # it does not connect again
+        wait_until_stopped(pid)
         connection_to(waiters).make_way()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):

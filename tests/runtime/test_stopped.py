@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.scripts import Script, process_runs, running
+from tests.runtime.scripts import Script, running, wait_until_stopped
 
 LIMIT = 2.0
 STOPPED = 5.0
@@ -44,11 +44,6 @@ if __name__ == "__main__":
 
 def pids(script: Script) -> list[int]:
     return [int(pid) for pid in Path(script.folder / "pids").read_text().split()]
-
-
-def wait_until_stopped(pid: int) -> None:
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        assert process_runs(pid)
 
 
 @pytest.mark.slow
