@@ -60,7 +60,7 @@ async def test_a_cut_in_the_first_handshake_is_an_error_and_leaves_nothing(way: 
             async with cutter(owner.server.address, None, Cut(way, after)) as net:
                 with pytest.raises(ConnectionLost, match=r"lost in the handshake|cannot connect"):
                     await connect(net.address, SECRET, name="worker", router=Router())
-        assert not owner.server._strangers
+        await until(lambda: not owner.server._strangers)
 
 
 async def test_a_full_memory_of_what_may_be_sent_again_stops_nobody_for_ever(

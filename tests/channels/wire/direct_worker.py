@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from rlinf_async.channels import Receiver, Sender
-from rlinf_async.channels.wire import ChannelClient, Direct, EndRef, Router, connect
-from tests.channels.wire.harness import SECRET, until
+from rlinf_async.channels.wire import ChannelClient, Connection, Direct, EndRef, Router, connect
+from tests.channels.wire.harness import SECRET
 from tests.channels.wire.memory_worker import SIZE, Numbered, check
 
 
@@ -31,14 +31,14 @@ async def main(address: str, ref: EndRef, what: str) -> None:
             if how == "and stay":
                 await asyncio.Event().wait()
     elif isinstance(end, Receiver):
-        await take(end, verb, direct)
+        await take(end, verb)
     connection.close("done")
     await connection.wait_closed()
     await direct.close()
     assert direct.kept_bytes == 0
 
 
-async def take(receiver: Receiver[Numbered], how: str, direct: Direct) -> None:
+async def take(receiver: Receiver[Numbered], how: str) -> None:
     """Take all; or die while something is held, or while it is fetched."""
     if how == "hold":
         async with receiver.lease(weight=2) as batch:
@@ -46,17 +46,22 @@ async def take(receiver: Receiver[Numbered], how: str, direct: Direct) -> None:
                 check(one)
             os.kill(os.getpid(), signal.SIGKILL)
     if how == "fetch":
-        fetching = asyncio.create_task(receiver.lease(weight=2).__aenter__())
-        await until(lambda: direct._links)  # it was told where they are, and goes there
-        [link] = direct._links.values()
-        connection = await link
-        assert connection is not None
-        before = connection.received_bytes
-        await until(lambda: connection.received_bytes > before + SIZE or fetching.done())
-        assert not fetching.done()
-        os.kill(os.getpid(), signal.SIGKILL)
+        die_in_the_midst_of_what_comes_from("sender")
+        async with receiver.lease(weight=2):
+            raise AssertionError("it was fetched")
     async for one in receiver:
         check(one)
+
+
+def die_in_the_midst_of_what_comes_from(peer: str) -> None:
+    read = Connection.data_received
+
+    def read_and_die(connection: Connection, data: bytes) -> None:
+        read(connection, data)
+        if connection.peer == peer and connection.received_bytes > SIZE:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(Connection, "data_received", read_and_die)  # noqa: B010  # of every connection
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from rlinf_async.channels.wire.framing import CHUNK_BYTES, FrameType, pack_small
 from rlinf_async.channels.wire.pool import Pool
 from rlinf_async.channels.wire.protocol import Nothing
 from rlinf_async.testing import wait_all_blocked
-from tests.channels.wire.harness import SECRET, until
+from tests.channels.wire.harness import PATIENCE, SECRET, until
 
 
 class Text(msgspec.Struct):
@@ -417,7 +417,7 @@ async def test_a_peer_that_reads_again_is_read_again_though_much_waits_for_what_
         asking += [asyncio.create_task(large(two.client)) for _ in range(200)]
         await until(lambda: two.server_side._deaf)
         two.client._transport.resume_reading()
-        assert await asyncio.wait_for(asyncio.gather(*asking), 10.0) == [20_000] * 400
+        assert await asyncio.wait_for(asyncio.gather(*asking), PATIENCE) == [20_000] * 400
 
 
 async def test_a_peer_that_is_not_read_is_read_again_over_the_next_socket(
@@ -430,8 +430,8 @@ async def test_a_peer_that_is_not_read_is_read_again_over_the_next_socket(
         asking = [asyncio.create_task(echo(two.client, "x")) for _ in range(50)]
         await until(lambda: two.server_side._deaf)
         two.client._transport.abort()
-        assert await asyncio.wait_for(asyncio.gather(*asking), 10.0) == ["x"] * 50
-        assert await asyncio.wait_for(echo(two.client, "y"), 10.0) == "y"
+        assert await asyncio.wait_for(asyncio.gather(*asking), PATIENCE) == ["x"] * 50
+        assert await asyncio.wait_for(echo(two.client, "y"), PATIENCE) == "y"
 
 
 async def test_a_message_over_the_limit_is_refused_here_and_nothing_is_sent(

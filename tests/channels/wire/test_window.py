@@ -25,9 +25,9 @@ from rlinf_async.channels import (
     Receiver,
     Sender,
 )
-from rlinf_async.channels.wire import ChannelServer, window, windows
+from rlinf_async.channels.wire import ChannelServer, sent, window, windows
 from rlinf_async.testing import nothing_left_waiting, wait_all_blocked
-from tests.channels.wire.harness import Wired, remote_pair, until, wired
+from tests.channels.wire.harness import PATIENCE, Wired, remote_pair, until, wired
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +136,7 @@ async def test_what_answers_an_item_and_the_next_get_go_in_one_write(
         answering = asyncio.create_task(answer())
         for number in range(8):  # by then, room was lent for answers
             await there_and_back(number)
+        connection._pulse.stop()  # a sign of life would be a write of its own
         transport: Any = connection.outbox._transport
         written: list[bytes] = []
 
@@ -171,7 +172,10 @@ async def test_what_came_ahead_counts_to_depth_and_capacity() -> None:
         assert [await receiver.get() for _ in range(40)] == list(range(4, 44))
 
 
-async def test_what_came_ahead_goes_back_when_another_receiver_waits() -> None:
+async def test_what_came_ahead_goes_back_when_another_receiver_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sent, "ALONE_SECONDS", 3600.0)
     channel = Channel(int, name="numbers")
     async with ahead(channel) as (_, receiver):
         assert await channel.receiver.get() == 3  # the oldest that nobody has taken
@@ -352,7 +356,7 @@ async def test_what_a_receiver_without_keys_has_ahead_is_found_after_many_keys(
         got = [await receiver.get() for _ in range(3)]
         await settled()
         assert channel.statistics().ahead > 0
-        got.append(await asyncio.wait_for(channel.receiver.get(), 5.0))
+        got.append(await asyncio.wait_for(channel.receiver.get(), PATIENCE))
         assert channel.statistics().ahead == 0
         got += [await receiver.get() for _ in range(5)]
         await settled()
@@ -386,7 +390,7 @@ async def test_a_window_forgotten_while_its_receiver_gives_others_a_turn_is_foun
             await channel.sender.put(number, key=key)
         assert await asyncio.create_task(getting) == 3
         await settled()
-        assert await asyncio.wait_for(channel.receiver.get(key=key), 5.0) == 4
+        assert await asyncio.wait_for(channel.receiver.get(key=key), PATIENCE) == 4
         assert [await receiver.get(key=key) for _ in range(38)] == list(range(5, 43))
         connection.close()
 
@@ -506,7 +510,7 @@ async def test_every_item_is_taken_once_whatever_is_cancelled_leased_or_given_ba
     async with wired() as owner:
         party = Party(owner, Random(seed), gentle=seed % 2 == 0)
         ends = party.channel.sender.clone("until all have begun")
-        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as group:
             for name in ("a", "b", "c"):
                 group.create_task(party.consume(name))
             await asyncio.gather(*(party.produce(at, 150) for at in (0, 1000)))
