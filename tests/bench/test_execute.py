@@ -60,10 +60,11 @@ def test_a_command_that_hangs_is_killed_with_its_children(
     # Ignores what asks it to stop, and with this much memory it is not gone in an instant.
     child = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); held = b'x' * (200 << 20)"
     program = (
-        "import signal, subprocess, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+        "import os, signal, subprocess, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
         f"child = subprocess.Popen([sys.executable, '-c', {child + '; signal.pause()'!r}], "
         f"start_new_session={own_session}); "
-        f"open({str(file)!r}, 'w').write(str(child.pid)); child.wait()"
+        f"open({str(file) + '.part'!r}, 'w').write(str(child.pid)); "
+        f"os.rename({str(file) + '.part'!r}, {str(file)!r}); child.wait()"
     )
     for limit in (1.0, 4.0, 16.0):  # seconds; a slow machine may need more to come to its child
         with pytest.raises(CaseFailed, match=f"not done after {limit:.0f} s"):
@@ -94,6 +95,6 @@ def _is_running(pid: int) -> bool:
     """Whether the process is there and not merely waiting to be reaped."""
     try:
         status = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter: it goes while this reads
         return False
     return status.rpartition(")")[2].split()[0] != "Z"

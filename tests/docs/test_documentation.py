@@ -33,7 +33,6 @@ def run_script(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
 

@@ -154,11 +154,15 @@ def keep_once(patch: pytest.MonkeyPatch, there: Callable[[Waiting], object]) -> 
     ) -> None:
         if version == 4:
             scoring.clear()
-            while True:
-                found = waiting(graph, await stations.under_way(), run._ledger.running)
-                if there(found):
-                    break
+            begun = await stations.under_way()
+            while not there(waiting(graph, begun, run._ledger.running)):
                 await asyncio.sleep(0)
+                begun = await stations.under_way()
+
+            async def seen() -> list[Request]:
+                return begun  # and not what has become of it since
+
+            patch.setattr(stations, "under_way", seen)
         await checkpoint(run, stations, graph, saving, version)
         scoring.set()
 
