@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -68,9 +69,12 @@ def test_what_was_said_before_a_rank_went_is_heard(ranks: list[Signals]) -> None
 
 
 def test_a_pipe_that_may_not_be_opened_leaves_nothing_open() -> None:
-    one = Inboxes(0, 2)
-    before = len(os.listdir("/proc/self/fd"))
+    one, peer = Inboxes(0, 3), Inboxes(1, 3)
     with pytest.raises(OSError, match="No such file"):
-        one.open({1: (os.getpid(), [1 << 20])})
-    assert len(os.listdir("/proc/self/fd")) == before
+        one.open({1: (os.getpid(), peer.numbers()), 2: (os.getpid(), [1 << 20])})
+    readers = peer.readers()  # what `one` opened would be the only end that is written to
+    assert select.select([readers[0]], [], [], 0)[0]
+    assert os.read(readers[0], 1) == b""
+    for each in readers.values():
+        os.close(each)
     one.close()

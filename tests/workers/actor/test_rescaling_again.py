@@ -70,6 +70,7 @@ async def test_strategies_go_on_after_a_rank_that_was_not_ready_and_a_second_pre
         with pytest.raises(ra.WorkerError, match="trains or changes its ranks"):
             await actors.call(FSDPActor.init_trainer_resharding, 2)
         asked = actors.call(FSDPActor.apply_parallel_strategy, Strategy(dp=1))
+        assert await sizes() == [2, 2]  # answered after all were asked, while they still train
         await channels.send(groups(1, version=1), 2)
         reports = [await channels.reports.receiver.get() for _ in range(2)]
         assert [one.ranks for one in reports] == [1, 1]
@@ -115,6 +116,7 @@ async def test_training_ends_at_once_on_a_rank_that_cannot_know_the_strategy(
         actors = await two_ready(cluster, LosesTheStore)
         training = channels.train(actors, LanguageTrainingPlan(iterations=3))
         asked = actors.call(FSDPActor.apply_parallel_strategy, Strategy(dp=1))
+        await actors.call(FSDPActor.strategy)  # answered after all were asked
         await channels.send(groups(0), 2)
         # Nothing is sent for the next iteration: a rank that trained on would wait for it.
         said = await asyncio.gather(training, asked, return_exceptions=True)

@@ -21,7 +21,8 @@ async def test_killed_workers_lose_no_ticket_and_change_no_step_of_the_others() 
     tickets = [Collect(iteration=n, steps=20, min_version=0) for n in range(ITERATIONS)]
     restart = ra.Restart(max=1)
     async with ra.Cluster.process() as cluster:
-        channels = Channels(cluster)
+        # So few that the workers are still at it when it is their turn to be killed.
+        channels = Channels(cluster, ahead=8)
         envs = await cluster.launch(EnvWorker, counting(), count=2, restart=restart)
         rollout = await cluster.launch(ToyRollout, None, count=1, restart=restart)
         await channels.weights.sender.publish(weights(1))

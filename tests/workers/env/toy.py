@@ -200,11 +200,12 @@ def weights(version: int) -> WeightUpdate:
 class Channels:
     """All channels of the embodied slice."""
 
-    def __init__(self, cluster: ra.Cluster) -> None:
+    def __init__(self, cluster: ra.Cluster, ahead: int = 1000) -> None:
+        """``ahead``: how many trajectories may lie there before env workers wait."""
         self.tickets = cluster.channel(Collect, name="tickets", max_deliveries=1000)
         self.observations = cluster.channel(Observations, name="observations", max_deliveries=1000)
         self.actions = cluster.channel(Actions, name="actions")
-        self.trajectories = cluster.channel(Trajectory, name="trajectories", capacity=1000)
+        self.trajectories = cluster.channel(Trajectory, name="trajectories", capacity=ahead)
         self.weights = cluster.latest(WeightUpdate, name="weights")
 
     async def issue(self, tickets: Iterable[Collect], ranks: int = 1) -> None:

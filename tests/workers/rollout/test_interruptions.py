@@ -8,6 +8,7 @@ import random
 import pytest
 
 import rlinf_async as ra
+from rlinf_async.backends.language import GenerationEngine
 from rlinf_async.backends.toy.config import ToyEngineConfig
 from rlinf_async.backends.toy.engine import ToyEngine
 from rlinf_async.messages.language import Request
@@ -143,22 +144,45 @@ def test_an_interruption_whose_channel_is_closed_lets_the_requests_go_on() -> No
     explore(body, seeds=range(20))
 
 
+class Stalled(ToyEngine):
+    """Makes a few tokens of each response, and none of them whole."""
+
+    MADE = 3
+
+    async def _advance(self) -> None:
+        behind = [row for row in self._running if row.made < self.MADE]
+        for row in behind:
+            row.made += 1
+            row.versions.append(self._version)
+        if not behind:
+            await self._changed.wait()
+
+
+class FirstStalls(Rollout):
+    """Rank 0 ends no response."""
+
+    def make_engine(self) -> GenerationEngine:
+        return super().make_engine() if self.rank else Stalled(ToyEngineConfig())
+
+
 async def test_a_request_carries_its_partial_between_processes() -> None:
     async with ra.Cluster.process() as cluster:
         channels = Channels(cluster)
-        config = ToyEngineConfig(seconds_per_step=0.05, mean_tokens=60)
-        rollout = await cluster.launch(Rollout, config, count=2)
+        config = ToyEngineConfig()
+        rollout = await cluster.launch(FirstStalls, config, count=2)
         await channels.weights.sender.publish(update(0))
         with channels.requests.receiver, channels.samples.sender, channels.taken.sender:
             first = channels.serve(rollout, [0])
-            await channels.taken.receiver.get()
-            await channels.ask(request(6, max_tokens=2))
             await channels.ask(*(request(index, max_tokens=100) for index in range(6)))
-            await channels.samples.receiver.get()
+            begun: list[Request] = []
+            while len(begun) < 6:
+                under_way = await rollout[0].call(Rollout.under_way)
+                begun = [one for one in under_way if _made(one) == Stalled.MADE]
             unfinished = cluster.channel(Request, name="unfinished", capacity=10)
             count = await rollout[0].call(Rollout.interrupt, unfinished.sender)
             assert count == 6
             back: list[Request] = [await unfinished.receiver.get() for _ in range(count)]
+            assert [_made(one) for one in back] == [Stalled.MADE] * 6
             await channels.ask(*back)
             second = channels.serve(rollout, [1])
             for sample in (await channels.collect(6)).values():
@@ -168,6 +192,11 @@ async def test_a_request_carries_its_partial_between_processes() -> None:
             channels.requests.close()
             await first
             await second
+
+
+def _made(request: Request) -> int:
+    """Tokens that it has."""
+    return 0 if request.partial is None else len(request.partial.token_ids)
 
 
 def test_offloading_finishes_what_is_here_and_takes_nothing_until_onload() -> None:
