@@ -202,8 +202,10 @@ class Rescale:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-            self._hang_up(error)
-            self._ballot.say(name, Word("failed", reason))
+            try:
+                self._ballot.say(name, Word("failed", reason))
+            finally:  # only then: who finds this rank gone does not wait long for its word
+                self._hang_up(error)
             what = f"stage {name!r} failed on this rank ({self._manager.rank}): {reason}"
             raise RescaleError(what) from error
         return self._ballot.agree(name, word)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from rlinf_async.backends.fsdp import ballot
 from rlinf_async.backends.fsdp.errors import RescaleError, RescaleUndecided
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.fsdp.rescale import Rescale
@@ -185,10 +188,16 @@ def without_store(rank: int, world_size: int, folder: Path) -> None:
             one._ballot._store = cast(Any, StoreGone())
             whole(one)
 
+        def waits_in_vain(one: Rescale, whole: Callable[[Rescale], None] = whole) -> None:
+            whole(one)
+            one._ballot._deadline = time.monotonic() + 0.1
+
         if rank == 1:
             setattr(Rescale, stage, loses)
+        elif stage == "move":
+            setattr(Rescale, stage, waits_in_vain)
         try:
-            trainer.rescale(1, timeout=IMPATIENT, bucket_bytes=BUCKET)
+            trainer.rescale(1, timeout=LIMIT, bucket_bytes=BUCKET)
             said[stage] = ["", "", str(trainer.manager.world_size)]
         except (RescaleError, PeerLost, RescaleUndecided) as error:
             said[stage] = [type(error).__name__, str(error), str(trainer.manager.world_size)]
@@ -207,6 +216,23 @@ def test_a_rank_that_was_ready_and_lost_the_store_does_not_take_the_old_strategy
     assert "lost the store of the process group (Connection reset" in lost["decide"][1]
 
 
+def test_a_rank_that_fails_says_why_before_it_hangs_up() -> None:
+    order: list[str] = []
+    groups = SimpleNamespace(forget_transfer=lambda: order.append("hung up"))
+    attempt = Rescale.__new__(Rescale)
+    attempt._manager = cast(Any, SimpleNamespace(rank=1, groups=groups))
+    attempt._ballot = cast(
+        Any, SimpleNamespace(decisions=1, say=lambda _, word: order.append(word.reason))
+    )
+
+    def fails() -> None:
+        raise Injected("as the test wants it")
+
+    with pytest.raises(RescaleError, match="stage 'move' failed on this rank"):
+        attempt._through("move", fails)
+    assert order == ["Injected: as the test wants it", "hung up"]
+
+
 def dying(rank: int, folder: str) -> None:
     """Rank 2 is killed in the middle of the move, with some of its buckets sent."""
     torch.set_num_threads(1)
@@ -217,6 +243,7 @@ def dying(rank: int, folder: str) -> None:
         world_size=4,
         timeout=timedelta(seconds=60),
     )
+    ballot.GRACE = 8.0  # a rank that lives may be slow to say so, on a busy machine
     trainer = language_trainer(4, rank)
     step(trainer, 0)
     trainer.save_checkpoint(Path(folder) / "checkpoint")
