@@ -24,6 +24,7 @@ def asyncio_debug() -> asyncio.AbstractEventLoop:
     """asyncio, with its own checks on."""
     loop = asyncio.new_event_loop()
     loop.set_debug(True)
+    loop.slow_callback_duration = BLOCKED  # it would log what says nothing but that others work
     return loop
 
 

@@ -172,10 +172,10 @@ class LanguageTrainingWorker(TrainerWorker):
 
         @contextmanager
         def waiting() -> Iterator[None]:
-            since = loop.time()
             with training.cut(), self.span(WAIT, iteration=iteration):
+                since = loop.time()
                 yield
-            tally.wait_seconds += loop.time() - since
+                tally.wait_seconds += loop.time() - since
 
         with training.piece():
             steps = await self._epoch(batches, waiting if arriving else nullcontext)
