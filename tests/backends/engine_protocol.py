@@ -24,23 +24,37 @@ async def until_made(engine: GenerationEngine, tokens: int, *running: asyncio.Fu
         made = max((len(one.token_ids) for one in (await engine.so_far()).values()), default=0)
 
 
+async def until_made_under(
+    engine: GenerationEngine, version: int, *running: asyncio.Future[Any]
+) -> None:
+    """Wait until all requests under way have tokens of this version; not all may end before."""
+    under_way: list[Generated] = []
+    while not under_way or not all((one.version == version).any() for one in under_way):
+        assert not all(one.done() for one in running), f"all have ended before version {version}"
+        await asyncio.sleep(0.001)
+        under_way = list((await engine.so_far()).values())
+
+
 async def carries_a_cancelled_load_to_its_end(
-    engine: GenerationEngine, update: WeightUpdate
+    engine: GenerationEngine, update: WeightUpdate, max_tokens: int = 350
 ) -> list[Generated]:
     """What runs goes on under the weights whose load was cancelled.
 
-    Returns two responses: one that runs meanwhile, and one that came after the cancellation.
+    Returns two responses, which are aborted after that: one that runs meanwhile, and one that came
+    after the cancellation. ``max_tokens``: more than are made in all that time.
     """
-    running = asyncio.create_task(engine.generate(request(0, max_tokens=350)))
+    running = asyncio.create_task(engine.generate(request(0, max_tokens=max_tokens)))
     await until_made(engine, 5, running)
     loading = asyncio.create_task(engine.load(update))
     await asyncio.sleep(0)  # it has begun
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await loading
-    after = await engine.generate(request(1, max_tokens=350))
+    after = asyncio.create_task(engine.generate(request(1, max_tokens=max_tokens)))
+    await until_made_under(engine, update.version, running, after)
     assert engine.version == update.version
-    return [await running, after]
+    await engine.abort()
+    return [await running, await after]
 
 
 async def refuses_older_weights(

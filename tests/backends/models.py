@@ -57,6 +57,14 @@ def make_model(config: Any, seed: int = 0, *, sharpness: float = 0.4) -> nn.Modu
     return model.eval().requires_grad_(False)
 
 
+def endless(model: nn.Module) -> nn.Module:
+    """The same model, which hardly ever ends a response: no token speaks for the end."""
+    output: Any = model
+    with torch.no_grad():
+        output.get_output_embeddings().weight[END] = 0.0
+    return model
+
+
 def save_tokenizer(folder: Path) -> None:
     """One token ``wN`` for each number."""
     words = {"<pad>": 0, "<end>": END} | {f"w{i}": i for i in range(2, VOCABULARY)}

@@ -15,13 +15,13 @@ pytest.importorskip(
 )
 
 from rlinf_async.backends.vllm.config import VllmEngineConfig
-from tests.backends.vllm.kit import SMALL, Served
+from tests.backends.vllm.kit import CONTEXT, SMALL, Served
 
 
 @pytest.fixture(scope="package")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Tied embeddings; weights come with updates."""
-    folder = save_folder(tmp_path_factory.mktemp("tied"), qwen3())
+    folder = save_folder(tmp_path_factory.mktemp("tied"), qwen3(max_position_embeddings=CONTEXT))
     with Served(VllmEngineConfig(model=folder, **SMALL)) as served:
         yield served
 
@@ -29,7 +29,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="package")
 def untied_model() -> nn.Module:
     """What `untied` serves."""
-    return make_model(qwen3(tied=False), 11)
+    return make_model(qwen3(tied=False, max_position_embeddings=CONTEXT), 11)
 
 
 @pytest.fixture(scope="package")

@@ -24,7 +24,11 @@ R = TypeVar("R")
 PATIENCE = 300.0
 """seconds that anything may take on a busy machine"""
 
-SMALL: dict[str, Any] = {"kv_cache_bytes": 32 * 1024 * 1024, "max_concurrent": 64}
+CONTEXT = 4096
+FOR_EVER = CONTEXT - 96
+"""tokens that the engine makes in far more time than a test stands still; not to be waited for"""
+
+SMALL: dict[str, Any] = {"kv_cache_bytes": 64 * 1024 * 1024, "max_concurrent": 64}
 
 
 class Served:

@@ -29,11 +29,28 @@ from tests.backends.engine_protocol import (
     carries_a_cancelled_load_to_its_end,
     refuses_older_weights,
     until_made,
+    until_made_under,
 )
-from tests.backends.models import END, log_probs, make_model, publish, qwen3, save_folder
+from tests.backends.models import (
+    END,
+    endless,
+    log_probs,
+    make_model,
+    publish,
+    qwen3,
+    save_folder,
+)
 from tests.backends.requests import request
 from tests.backends.transformers.kit import processed_log_probs
-from tests.backends.vllm.kit import PATIENCE, SMALL, Served, shared_memory, wait_for_shared_memory
+from tests.backends.vllm.kit import (
+    CONTEXT,
+    FOR_EVER,
+    PATIENCE,
+    SMALL,
+    Served,
+    shared_memory,
+    wait_for_shared_memory,
+)
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -43,6 +60,9 @@ pytestmark = [
 
 LONG = [2 + (5 * k) % 250 for k in range(100)]
 """a prompt of several blocks of the cache"""
+
+MORE = 40
+"""tokens after a part of a response"""
 
 EMBEDDING = 256 * 64 * 4
 """bytes of the embedding"""
@@ -58,6 +78,12 @@ def serve(served: Served, model: nn.Module, version: int) -> None:
     update = publish(model, version)
     assert served.run(served.engine.load(update)) == update.checksum
     assert served.engine.version == version
+
+
+def going_on(asked: Request, partial: Generated) -> Request:
+    """The request for a few tokens after those."""
+    most = len(partial.token_ids) + MORE
+    return replace(asked, partial=partial, sampling=replace(asked.sampling, max_tokens=most))
 
 
 def generate(served: Served, *asked: Request) -> list[Generated]:
@@ -110,19 +136,18 @@ def test_nothing_is_filtered_unless_it_is_asked_for(tied: Served) -> None:
 
 
 def test_a_short_response_does_not_wait_for_a_long_one(tied: Served) -> None:
-    serve(tied, make_model(qwen3(), sharpness=0.001), 5)
-    done: list[int] = []
-
-    async def one(index: int, tokens: int) -> None:
-        await tied.engine.generate(request(index, max_tokens=tokens, seed=1000 + index))
-        done.append(index)
+    serve(tied, endless(make_model(qwen3(), 45)), 5)
 
     async def body() -> None:
-        await asyncio.gather(one(0, 90), one(1, 2), one(2, 30))
+        long = asyncio.create_task(tied.engine.generate(request(0, max_tokens=FOR_EVER)))
+        for index, tokens in ((1, 2), (2, 30)):
+            short = await tied.engine.generate(request(index, max_tokens=tokens))
+            assert len(short.token_ids) == tokens
+        assert not long.done()
+        await tied.engine.abort()
+        assert (await long).finish == "abort"
 
     tied.run(body())
-    assert done[0] == 1
-    assert len(done) == 3
 
 
 def test_a_prompt_in_the_prefix_cache_is_computed_anew_after_an_update(tied: Served) -> None:
@@ -137,15 +162,17 @@ def test_a_prompt_in_the_prefix_cache_is_computed_anew_after_an_update(tied: Ser
 
 def test_new_weights_come_in_flight_and_no_request_is_dropped(tied: Served) -> None:
     # With the old cache kept, the tokens after the cut would be off by several nats.
-    old, new = make_model(qwen3(), 26), make_model(qwen3(), 27)
+    old, new = (endless(make_model(qwen3(), seed)) for seed in (26, 27))
     serve(tied, old, 8)
-    asked = [request(i, LONG[: 3 + i], max_tokens=350, seed=70 + i) for i in range(8)]
+    asked = [request(i, LONG[: 3 + i], max_tokens=FOR_EVER, seed=70 + i) for i in range(8)]
 
     async def body() -> list[Generated]:
         update = publish(new, 9)
         running = [asyncio.create_task(tied.engine.generate(one)) for one in asked]
         await until_made(tied.engine, 5, *running)  # somewhere in the middle of the responses
         await tied.engine.load(update)
+        await until_made_under(tied.engine, 9, *running)
+        await tied.engine.abort()
         return await asyncio.gather(*running)
 
     cut = 0
@@ -161,9 +188,9 @@ def test_new_weights_come_in_flight_and_no_request_is_dropped(tied: Served) -> N
 
 
 def test_an_aborted_response_keeps_its_tokens_and_goes_on_after_them(tied: Served) -> None:
-    old, new = make_model(qwen3(), 28), make_model(qwen3(), 29)
+    old, new = endless(make_model(qwen3(), 28)), make_model(qwen3(), 29)
     serve(tied, old, 10)
-    asked = [request(i, max_tokens=350, seed=90 + i) for i in range(6)]
+    asked = [request(i, max_tokens=FOR_EVER, seed=90 + i) for i in range(6)]
 
     async def interrupt() -> list[Generated]:
         running = [asyncio.create_task(tied.engine.generate(one)) for one in asked]
@@ -179,7 +206,7 @@ def test_an_aborted_response_keeps_its_tokens_and_goes_on_after_them(tied: Serve
     assert any(part.finish == "abort" and len(part.token_ids) > 3 for part in parts)
     serve(tied, new, 11)
     pieces = zip(asked, parts, strict=True)
-    rest = generate(tied, *(replace(one, partial=part) for one, part in pieces))
+    rest = generate(tied, *(going_on(one, part) for one, part in pieces))
     for part, got in zip(parts, rest, strict=True):
         made = len(part.token_ids)
         np.testing.assert_array_equal(got.token_ids[:made], part.token_ids)
@@ -187,23 +214,25 @@ def test_an_aborted_response_keeps_its_tokens_and_goes_on_after_them(tied: Serve
         close(got.log_prob[:made], log_probs(old, [5, 6, 7], got.token_ids)[:made])
         close(got.log_prob[made:], log_probs(new, [5, 6, 7], got.token_ids)[made:])
         assert got.finish != "abort"
-        assert len(got.token_ids) <= 350
+        assert len(got.token_ids) <= made + MORE
 
 
 def test_what_is_under_way_can_be_looked_at_and_gone_on_with(tied: Served) -> None:
-    model = make_model(qwen3(), 41)
+    model = endless(make_model(qwen3(), 41))
     serve(tied, model, 12)
-    asked = [request(i, max_tokens=350, seed=70 + i) for i in range(3)]
+    asked = [request(i, max_tokens=FOR_EVER, seed=70 + i) for i in range(3)]
 
     async def look() -> tuple[dict[str, Generated], list[Generated]]:
         running = asyncio.gather(*(tied.engine.generate(one) for one in asked))
         await until_made(tied.engine, 5, running)
-        return await tied.engine.so_far(), await running
+        found = await tied.engine.so_far()
+        await tied.engine.abort()
+        return found, await running
 
     found, whole = tied.run(look())
     assert found
     again = [one for one in asked if one.name in found]
-    rest = generate(tied, *(replace(one, partial=found[one.name]) for one in again))
+    rest = generate(tied, *(going_on(one, found[one.name]) for one in again))
     for one, got in zip(again, rest, strict=True):
         part, first = found[one.name], whole[asked.index(one)]
         made = len(part.token_ids)
@@ -216,10 +245,10 @@ def test_what_is_under_way_can_be_looked_at_and_gone_on_with(tied: Served) -> No
 
 
 def test_a_cancelled_request_leaves_the_engine(tied: Served) -> None:
-    serve(tied, make_model(qwen3(), sharpness=0.001), 12)
+    serve(tied, endless(make_model(qwen3(), 46)), 12)
 
     async def body() -> int:
-        running = asyncio.create_task(tied.engine.generate(request(max_tokens=450)))
+        running = asyncio.create_task(tied.engine.generate(request(max_tokens=FOR_EVER)))
         await until_made(tied.engine, 5, running)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -343,9 +372,10 @@ def test_weights_that_are_older_than_those_served_are_refused(tied: Served) -> N
 
 
 def test_a_load_that_is_cancelled_goes_on_to_its_end(tied: Served) -> None:
-    old, new = make_model(qwen3(), 42), make_model(qwen3(), 43)
+    old, new = (endless(make_model(qwen3(), seed)) for seed in (42, 43))
     serve(tied, old, 19)
-    made = tied.run(carries_a_cancelled_load_to_its_end(tied.engine, publish(new, 20)))
+    loading = carries_a_cancelled_load_to_its_end(tied.engine, publish(new, 20), FOR_EVER)
+    made = tied.run(loading)
     for got in made:
         before = int((got.version == 19).sum())
         assert got.version.tolist() == [19] * before + [20] * (len(got.version) - before)
@@ -369,8 +399,8 @@ def test_the_engines_log_probs_of_given_tokens_agree_with_the_model(tied: Served
 
 
 def test_prompts_that_the_model_cannot_take_are_named(tied: Served) -> None:
-    with pytest.raises(PromptTooLong, match=r"prompt 4 has 510 tokens.*over the context of 512"):
-        generate(tied, request(tokens=[5] * 510, group=4))
+    with pytest.raises(PromptTooLong, match=r"prompt 4 has 4094 tokens.*over the context of 4096"):
+        generate(tied, request(tokens=[5] * (CONTEXT - 2), group=4))
     with pytest.raises(ValueError, match=r"prompt 4 .* does not have \(.*0 \.\. 255\)"):
         generate(tied, request(tokens=[5, 256], group=4))
 
@@ -380,7 +410,7 @@ def test_the_weights_of_a_folder_are_version_0(untied: Served, untied_model: nn.
     [got] = generate(untied, request(max_tokens=30))
     close(got.log_prob, log_probs(untied_model, [5, 6, 7], got.token_ids))
     assert set(got.version.tolist()) == {0}
-    new = make_model(qwen3(tied=False), 34)
+    new = endless(make_model(qwen3(tied=False), 34))
     serve(untied, new, 1)
     [got] = generate(untied, request(max_tokens=30))
     close(got.log_prob, log_probs(new, [5, 6, 7], got.token_ids))
@@ -419,7 +449,7 @@ def test_an_engine_killed_within_a_load_is_an_error_for_whoever_waits_and_whoeve
     engine, update = untied.engine, publish(make_model(qwen3(tied=False)), 2)
 
     async def body() -> None:
-        running = asyncio.create_task(engine.generate(request(1, max_tokens=400)))
+        running = asyncio.create_task(engine.generate(request(1, max_tokens=FOR_EVER)))
         await until_made(engine, 5, running)
         for process in engine.process_ids:
             os.kill(process, signal.SIGSTOP)  # the load cannot end
