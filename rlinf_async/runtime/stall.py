@@ -74,6 +74,8 @@ def is_blocked(task: asyncio.Task[Any]) -> bool:
     awaited = getattr(task, "_fut_waiter", None)
     if awaited is None:
         return task is asyncio.current_task()  # runnable
+    if awaited.done():
+        return False  # woken, and about to run
     if isinstance(awaited, (WaitFuture, WorkFuture, asyncio.Task)):
         return True
     children = getattr(awaited, "_children", None)  # asyncio.gather

@@ -61,4 +61,4 @@ def nothing_left_behind() -> Iterator[None]:
         patch.setattr(tempfile, "tempdir", folder)
         yield
         assert list(pathlib.Path(folder).glob("rlinf-async-*")) == []
-    assert children() == before
+    assert children() <= before

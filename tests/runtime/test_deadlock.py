@@ -189,3 +189,22 @@ def test_a_task_is_blocked_only_if_nothing_but_others_can_wake_it(kind: str, cas
 
     with asyncio.Runner(loop_factory=FACTORIES[kind]) as runner:
         runner.run(main())
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("case", BLOCKED)
+def test_a_task_that_was_woken_is_not_blocked_though_it_has_not_run_yet(
+    kind: str, case: str
+) -> None:
+    async def main() -> None:
+        channel = Channel(Number, name="numbers")
+        task = asyncio.create_task(BLOCKED[case](channel))
+        await wait_all_blocked()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        channel.sender.put_nowait(Number(0))
+        assert not all_blocked(others)
+        task.cancel()
+        await asyncio.wait([task])
+
+    with asyncio.Runner(loop_factory=FACTORIES[kind]) as runner:
+        runner.run(main())
