@@ -45,7 +45,7 @@ class Hosts:
     def __init__(self) -> None:
         self.owner, self.worker = (f"rlinf-{os.getpid()}-{side}" for side in "ow")
 
-    def run(self, *command: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
         """Run Python in the worker's namespace; it finds that of the owner in its environment."""
         return subprocess.run(
             python_in(self.worker, *command),

@@ -19,6 +19,7 @@ from rlinf_async.channels.wire import (
     connect,
     serve,
 )
+from rlinf_async.testing import wait_all_blocked
 
 T = TypeVar("T")
 
@@ -47,12 +48,17 @@ async def until(condition: Callable[[], object]) -> None:
         raise AssertionError("it never held") from None
 
 
+_owners: list[Wired] = []
+"""those that are there now"""
+
+
 class Wired:
     """An owner of channels, and the processes (all in this loop) that are connected to it."""
 
     def __init__(self, channels: ChannelServer, server: Server) -> None:
         self.channels = channels
         self.server = server
+        self._joined: dict[bytes, Connection] = {}
         self.lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         """names of the peers that were lost, and why, in order"""
 
@@ -62,13 +68,26 @@ class Wired:
 
     async def join(self, name: str = "worker", **options: Any) -> Connection:
         """One more process."""
-        return await connect(self.server.address, SECRET, name=name, router=Router(), **options)
+        connection = await connect(
+            self.server.address, SECRET, name=name, router=Router(), **options
+        )
+        self._joined[connection.number] = connection
+        return connection
 
     async def join_with(self, router: Router, name: str = "worker") -> Connection:
         """One more process, which answers requests itself."""
         connection = await connect(self.server.address, SECRET, name=name, router=router)
         await until(lambda: self.server.connections)
         return connection
+
+    @property
+    def all_arrived(self) -> bool:
+        """Whether whatever one side of a connection has sent was read by the other."""
+        return all(
+            (here.sent_bytes, here.received_bytes) == (there.received_bytes, there.sent_bytes)
+            for here in self.server.connections
+            if (there := self._joined.get(here.number)) is not None and not there.closed
+        )
 
     def sender(self, channel: Channel[T], connection: Connection, holder: str = "w") -> Sender[T]:
         """A sender for the process behind this connection."""
@@ -111,7 +130,22 @@ async def wired(*, address: str | None = None, **options: Any) -> AsyncIterator[
         ) as server:
             owner = Wired(channels, server)
             owner.lost = lost
-            yield owner
+            _owners.append(owner)
+            try:
+                yield owner
+            finally:
+                _owners.remove(owner)
+
+
+async def settle() -> None:
+    """Return once everybody waits and nothing is under way, on any connection of this process.
+
+    A request and its reply need a few turns, and a task may answer in between.
+    """
+    for _ in range(4):
+        await wait_all_blocked()
+        await until(lambda: all(owner.all_arrived for owner in _owners))
+        await asyncio.sleep(0)
 
 
 @asynccontextmanager
