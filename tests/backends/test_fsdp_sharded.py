@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from rlinf_async.backends.fsdp.checkpoint import first_row
 from rlinf_async.backends.fsdp.config import FSDPConfig, OptimizerConfig
 from rlinf_async.backends.fsdp.errors import CheckpointError
+from rlinf_async.backends.fsdp.letting_go import take_apart
 from rlinf_async.backends.fsdp.sharding import local_shard
 from tests.backends.fsdp_helpers import (
     POLICY,
@@ -116,7 +119,21 @@ def check_details(rank: int, world_size: int, folder: Path) -> None:
     train_steps(manager, range(1))
     target = folder / "unwritable" if rank == 1 else folder / "fine"
     result["error"] = _failing_save(manager, target)
+    result["left"] = _left_without_a_collection(world_size, rank)
     save_result(folder, rank, result)
+
+
+def _left_without_a_collection(world_size: int, rank: int) -> int:
+    """Modules of a sharded model that are there when nobody has it any more."""
+    gc.disable()
+    try:
+        manager = set_up(config("fsdp2"), world_size, rank)
+        modules = [weakref.ref(one) for one in manager.model.modules()]
+        take_apart(manager.model, manager.optimizer)
+        del manager.model
+        return sum(one() is not None for one in modules)
+    finally:
+        gc.enable()
 
 
 def _poisoned_step(manager: Any) -> float:
@@ -151,6 +168,7 @@ def test_the_ranks_agree_on_everything_else(tmp_path: Path) -> None:
         assert result["skipped"][0] != result["skipped"][0]
         assert result["skipped"][1:] == (1, 0)
         assert result["offloaded"] is True
+        assert result["left"] == 0
     assert first["error"].startswith("CheckpointError: writing")
     assert "failed on rank [1]" in first["error"]
     assert second["error"].startswith("FileNotFoundError")

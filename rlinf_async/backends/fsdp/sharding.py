@@ -7,6 +7,7 @@ cost more than the arithmetic of a small policy.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Literal
 
@@ -43,6 +44,7 @@ def shard(
     for block in _blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    gc.collect(1)  # a function of torch's that refers to itself, and holds the model until then
     return model
 
 

@@ -64,11 +64,11 @@ def round_the_ring(trainer: PolicyTrainer | EmbodiedTrainer, rank: int) -> list[
 
 @contextmanager
 def collections() -> Iterator[list[int]]:
-    """Collect the garbage collections that are asked for inside; none runs by itself."""
+    """Collect the full garbage collections that are asked for inside; none runs by itself."""
     found: list[int] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
+        if phase == "start" and info["generation"] == 2:
             found.append(info["generation"])
 
     gc.disable()
