@@ -12,17 +12,23 @@ from rlinf_async.channels import Channel, ConnectionLost, HandshakeFailed, Recei
 from rlinf_async.channels.wire import Router, connect
 from rlinf_async.channels.wire.auth import Handshake, Terms
 from rlinf_async.testing import wait_all_blocked
-from tests.channels.wire.harness import SECRET, until, wired
+from tests.channels.wire.harness import PATIENCE, SECRET, until, wired
 from tests.net.cutter import cutter
 from tests.net.kit import Far, far, small_talk
 
 
+@pytest.fixture
+def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who closes while it is cut, or is to see an end, has the time of a busy machine for it."""
+    monkeypatch.setattr("rlinf_async.channels.wire.streams.GRACE_SECONDS", PATIENCE)
+
+
 async def cut(one: Far) -> None:
-    """Cut the network and keep it cut, until both sides know."""
+    """Cut the network for the first time and keep it cut, until both sides know."""
     [server_side] = one.owner.server.connections
     one.net.refuse = True
     one.net.cut_all()
-    await until(lambda: one.connection.reconnecting and server_side.reconnecting)
+    await until(lambda: one.connection.reach.cuts and server_side.reach.cuts)
 
 
 async def hold_until_lost(one: Far, receiver: Receiver[int]) -> None:
@@ -217,6 +223,7 @@ async def test_closing_while_it_is_cut_leaves_no_task_and_no_socket() -> None:
         assert not one.connection.reconnecting
 
 
+@pytest.mark.usefixtures("long_grace")
 @pytest.mark.parametrize("tcp", [False, True])
 async def test_what_was_said_before_a_connection_closed_while_it_was_cut_arrives(tcp: bool) -> None:
     channel = Channel(int, name="numbers")
@@ -235,6 +242,7 @@ async def test_what_was_said_before_a_connection_closed_while_it_was_cut_arrives
         assert [number async for number in channel.receiver] == [1]
 
 
+@pytest.mark.usefixtures("long_grace")
 async def test_a_server_that_closes_says_so_to_who_is_cut_off_just_now() -> None:
     async with far(tcp=True) as one:
         await small_talk(one)
@@ -262,6 +270,7 @@ async def test_who_does_not_come_back_to_a_closed_connection_is_given_up(
     assert "what was said last to owner may be lost" in caplog.text
 
 
+@pytest.mark.usefixtures("long_grace")
 @pytest.mark.parametrize("known_first", [False, True])
 async def test_a_peer_whose_process_is_known_to_have_ended_is_not_waited_for(
     known_first: bool,
