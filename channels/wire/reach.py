@@ -53,7 +53,7 @@ class Reach:
         self._lose = lose
         self._death = DeathWatch(self._loop)
         self._timer: asyncio.TimerHandle | None = None
-        self._since = 0.0
+        self._since = self._due = 0.0
         self._reason = ""
         self._task: asyncio.Task[None] | None = None
         self.patience = patience
@@ -69,7 +69,7 @@ class Reach:
     @property
     def left(self) -> float:
         """Seconds of patience that are left."""
-        return max(0.0, self.patience - self.seconds)
+        return max(0.0, self._due - self._loop.time()) if self.cut else self.patience
 
     def was_cut(self, reason: str, pid: int) -> None:
         """Try to reach the peer, whose process is ``pid`` if that is known."""
@@ -108,11 +108,11 @@ class Reach:
     # ---- inside
 
     def _wait(self, seconds: float) -> None:
-        due = self._loop.time() + seconds
-        self._timer = self._loop.call_later(seconds, self._over, due)
+        self._due = self._loop.time() + seconds
+        self._timer = self._loop.call_later(seconds, self._over)
 
-    def _over(self, due: float) -> None:
-        if self._loop.time() - due > max(1.0, self.patience / 4):
+    def _over(self) -> None:
+        if self._loop.time() - self._due > max(1.0, self.patience / 4):
             # This process was stopped or blocked itself: the peer may have tried in vain.
             self._wait(self.patience)
         else:
