@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel
 from rlinf_async.channels.wire import Connection, Router, connect
-from tests.channels.wire.harness import SECRET, Wired, until, wired
+from rlinf_async.channels.wire.side import Times
+from tests.channels.wire.harness import PATIENCE, SECRET, Wired, until, wired
 from tests.net.cutter import Cut, Cutter, Way, cutter
 
 
@@ -39,15 +40,15 @@ class Far(NamedTuple):
 
 
 @asynccontextmanager
-async def far(
-    *cuts: Cut, tcp: bool = False, patience: float = 10.0, **server: Any
-) -> AsyncIterator[Far]:
-    """Both in this loop, over sockets that are cut as planned."""
-    async with wired(address="tcp://127.0.0.1:0" if tcp else None, **server) as owner:
+async def far(*cuts: Cut, tcp: bool = False, patience: float = PATIENCE) -> AsyncIterator[Far]:
+    """Both in this loop, over sockets that are cut as planned. A machine may keep them waiting."""
+    times: Times = {"patience": PATIENCE, "handshake_timeout": PATIENCE}
+    async with wired(address="tcp://127.0.0.1:0" if tcp else None, **times) as owner:
         with tempfile.TemporaryDirectory(prefix="net-") as folder:
             async with cutter(owner.server.address, None if tcp else Path(folder), *cuts) as net:
+                times["patience"] = patience
                 connection = await connect(
-                    net.address, SECRET, name="worker", router=Router(), patience=patience
+                    net.address, SECRET, name="worker", router=Router(), **times
                 )
                 yield Far(owner, net, connection)
                 connection.close()
