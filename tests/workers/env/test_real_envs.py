@@ -101,9 +101,15 @@ async def test_the_same_seed_gives_the_same_trajectories_and_another_seed_others
     assert not np.array_equal(first.observation, (await collected(other, 1, 20))[0].observation)
 
 
+@pytest.fixture
+def robotics() -> None:
+    """Imported outside of a test's loop, for it takes long."""
+    pytest.importorskip("gymnasium_robotics")
+
+
+@pytest.mark.usefixtures("robotics")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 async def test_fetch_reach_shows_goals_and_tells_success() -> None:
-    pytest.importorskip("gymnasium_robotics")
     made = await collected(EnvConfig(id="FetchReachDense-v4", envs=2), tickets=1, steps=60)
     assert [one.observation.shape for one in made] == [(60, 1, 16)] * 2
     for one in made:
