@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pathlib
 
 import pytest
@@ -73,7 +74,7 @@ def test_groups_without_signal_are_counted_and_change_no_weights(tiny: Job) -> N
     ],
 )
 def test_a_learning_rate_that_breaks_the_model_ends_the_run_and_says_so(
-    tiny: Job, steps: int, cause: str
+    tiny: Job, steps: int, cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ended = tiny.train(
         *("--actor.optimizer.lr", "1e30", "--actor.global_batches", steps),
@@ -83,6 +84,8 @@ def test_a_learning_rate_that_breaks_the_model_ends_the_run_and_says_so(
     assert cause in ended.err
     assert "learning rate" in ended.err
     assert tiny.summary.outcome == "failed"
+    gc.collect()  # when tasks tell of errors that nobody took from them
+    assert "never retrieved" not in caplog.text
 
 
 def test_data_that_end_too_early_end_the_run_instead_of_hanging(job: Job) -> None:

@@ -103,6 +103,7 @@ class Stations:
                 graph.weights.receiver,
             )
         self._noting = asyncio.create_task(self._note_taken(), name="weights taken")
+        self._noting.add_done_callback(_retrieve)
         self._scoring: GroupCall[list[RewardReport]] = self._rewards.call(
             RewardWorker.run, graph.looked_over.receiver, graph.scored.sender
         )
@@ -216,6 +217,12 @@ class Stations:
             restart=Restart(max=counts.max_restarts),
             env_vars=counts.environment,
         )
+
+
+def _retrieve(noting: asyncio.Task[None]) -> None:
+    """The failure of a rollout worker, which its own call raises."""
+    if not noting.cancelled():
+        noting.exception()
 
 
 def _sequence(prompt: Tokens) -> tuple[Tokens, Tokens]:
