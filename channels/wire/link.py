@@ -19,6 +19,7 @@ from typing import Protocol, cast
 from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError
 from rlinf_async.channels.saying import say
 from rlinf_async.channels.wire.auth import Handshake
+from rlinf_async.channels.wire.busy_poll import busy_poll
 from rlinf_async.channels.wire.hangup import HangUp
 
 CLOSED = "the other process closed it or died"
@@ -65,6 +66,7 @@ class Link(asyncio.Protocol):
         self._seconds = seconds
         self._late_timer: asyncio.TimerHandle | None = None
         self._hanging = HangUp(loop)
+        self._poll = busy_poll(loop)
 
     @property
     def transport(self) -> asyncio.Transport | None:
@@ -126,6 +128,8 @@ class Link(asyncio.Protocol):
         user = self._user
         if user is not None:
             user.data_received(data)
+            if self._poll is not None:
+                self._poll.heard()
         elif not self.opened.done():
             self._greet(data)
 
