@@ -54,7 +54,7 @@ def _alone(name: str, queue: str, *requires: str) -> Case:
 
 
 def _two(
-    name: str, *command: str, peer: Peer | None = None, cores: int = 2, timeout: float = 120
+    name: str, *command: str, peer: Peer | None = None, timeout: float = 120, **environment: str
 ) -> Case:
     """A case with more than one process, all on the same two cores."""
     script, *rest = command
@@ -62,8 +62,8 @@ def _two(
         name,
         ("{python}", f"{{here}}/{script}", *rest),
         peer=peer,
-        cores=cores,
-        environment={"PYTHONPATH": str(ROOT)},
+        cores=2,
+        environment={"PYTHONPATH": str(ROOT), **environment},
         timeout=timeout,
     )
 
@@ -115,6 +115,10 @@ BENCH = Bench(
         _two(RAW_ECHO, "raw.py", "echo"),
         _two(OURS_ECHO, "ours.py", "echo"),
         _two(OURS_CALLS, "ours.py", "calls"),
+        *(
+            _two(f"{name}, without busy polling", "ours.py", what, RLINF_ASYNC_BUSY_POLL="0")
+            for name, what in ((OURS_ECHO, "echo"), (OURS_CALLS, "calls"))
+        ),
         _two(RAY_ALL, "of_ray.py", peer=RAY),
         _two(MONARCH_ALL, "of_monarch.py", peer=MONARCH),
         _two(OURS_ARRAYS, "ours.py", "arrays"),
@@ -188,6 +192,7 @@ BENCH = Bench(
         "in one process: items per second; one core, one event loop (uvloop if installed)",
         "others: all processes of a case on the same two cores; the consumer measures",
         "echo and calls, ours and raw socket: each side on a core of its own",
+        "ours looks for a next message for 0.25 ms before it sleeps, the raw socket sleeps at once",
         "ours in items and arrays: the slower of worker -> driver and driver -> worker",
         "arrays: float32; received, first and last element read, not copied out",
         "memcpy: one thread, between arrays of 2 GiB in all",
