@@ -88,12 +88,12 @@ class Lane:
         self.weight += entry.weight
 
     def wait_in_turn(self, wait: GetWait) -> None:
-        """Last of its own receiver's gets, and of as many gets of each other receiver's.
+        """Behind gets that wait: its own receiver's, and as many of each other receiver's.
 
         So receivers that wait are served in turn, however many gets each of them has waiting.
         """
         getters = self.getters
-        if not getters or getters[-1].end == wait.end:
+        if getters[-1].end == wait.end:
             getters.append(wait)
             return
         before: dict[int, int] = {}  # of each receiver, gets that were passed

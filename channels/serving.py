@@ -90,7 +90,10 @@ class Serving(Admitting):
             raise endings.failed(self.name, self.failure)
         lane = self.lane if key is None else self._lane(key)
         wait = GetWait(lane, target, least, party or current_party.get(), end, owner, future)
-        lane.wait_in_turn(wait)
+        if lane.getters:
+            lane.wait_in_turn(wait)
+        else:
+            lane.getters.append(wait)
         if lane.entries or lane.putters or self.ended:  # else nobody could be served
             self._serve(lane)
             if wait.future.done():
