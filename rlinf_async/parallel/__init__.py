@@ -16,6 +16,7 @@ from rlinf_async.parallel.errors import (
     StrategyError,
 )
 from rlinf_async.parallel.layout import Buffer, Layout, Piece, check, layout, together
+from rlinf_async.parallel.nested import nested_order
 from rlinf_async.parallel.plan import Plan, plan
 from rlinf_async.parallel.rounds import in_rounds
 from rlinf_async.parallel.sharding import FSDP1, FSDP2, DistributedOptimizer, Replicated, Sharding
@@ -70,6 +71,7 @@ __all__ = [
     "even_layers",
     "in_rounds",
     "layout",
+    "nested_order",
     "plan",
     "together",
     "valid_dp_sizes",

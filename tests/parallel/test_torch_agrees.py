@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from rlinf_async.backends.fsdp.groups import Groups, order_of
 from rlinf_async.parallel import FSDP1, FSDP2, Layout, Model, Strategy, layout
 from rlinf_async.parallel.inprocess import Array, scatter
 
@@ -43,13 +45,24 @@ def network() -> nn.Sequential:
 
 
 def laid_out(
-    sharding: FSDP1 | FSDP2, world_size: int
+    sharding: FSDP1 | FSDP2, world_size: int, ranks: Sequence[int] | None = None
 ) -> tuple[Layout, dict[int, dict[str, Array]]]:
     plain = network()
     names = {name: tuple(one.shape) for name, one in plain.named_parameters()}
-    made = layout(Model.of(names), Strategy(dp=world_size, sharding=sharding))
+    made = layout(Model.of(names), Strategy(dp=world_size, sharding=sharding), ranks)
     whole = {name: one.detach().numpy() for name, one in plain.named_parameters()}
     return made, scatter(made, whole)
+
+
+def assert_dealt(mesh: DeviceMesh, expected: dict[str, Array]) -> None:
+    """What torch gives this rank of the network is what the layout says."""
+    model = network()
+    fully_shard(model, mesh=mesh)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        local = parameter.to_local().detach().numpy()
+        assert local.shape == expected[name].shape, name
+        assert (local == expected[name]).all(), name
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8, 16])
@@ -57,13 +70,22 @@ def test_fully_shard_gives_every_rank_the_rows_that_the_layout_says(world_size: 
     _, expected = laid_out(FSDP2(), world_size)
     for rank in range(world_size):
         with pretended(rank, world_size) as mesh:
-            model = network()
-            fully_shard(model, mesh=mesh)
-            for name, parameter in model.named_parameters():
-                assert isinstance(parameter, DTensor)
-                local = parameter.to_local().detach().numpy()
-                assert local.shape == expected[rank][name].shape, (name, rank)
-                assert (local == expected[rank][name]).all(), (name, rank)
+            assert_dealt(mesh, expected[rank])
+
+
+@pytest.mark.parametrize(("active", "launched"), [(3, 3), (3, 4), (4, 4), (5, 8), (8, 8)])
+def test_active_ranks_have_their_rows_in_the_order_of_their_group(
+    active: int, launched: int
+) -> None:
+    _, expected = laid_out(FSDP2(), active, order_of(active))
+    for rank in range(active):
+        with pretended(rank, launched):
+            groups = Groups(launched)
+            groups.launch()
+            groups.prepare(active, timedelta(seconds=1), known=active == launched)
+            group = groups.active(active)
+            assert group is not None
+            assert_dealt(DeviceMesh.from_group(group, "cpu"), expected[rank])
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

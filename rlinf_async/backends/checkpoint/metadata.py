@@ -36,7 +36,8 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the tensors are cut: by tensor-parallel rank, and each part by FSDP2's rows.
 
-    Ranks are numbered as in `rlinf_async.parallel`: ``rank = tp_rank + tp * dp_rank``.
+    Ranks are numbered as in `rlinf_async.parallel`: ``rank = tp_rank + tp * dp_rank``. Which rows
+    are in the file of a rank stands in that file: those of a run have an order of their own.
     """
 
     dp: int = 1

@@ -100,8 +100,9 @@ class Optimized(ABC):
         ranks.broadcast_module(module, self.world_size)
         if self.world_size > 1 and self.cfg.strategy == "fsdp2":
             self.skeleton = skeleton_of(module)
+            self.group = self.groups.launch()
         self._value_names: set[str] = getattr(module, "value_parameter_names", set)()
-        self.model = shard(module, self.cfg.strategy, self.world_size, self.device)
+        self.model = shard(module, self.cfg.strategy, self.world_size, self.device, self.group)
         self.optimizer = self.build_optimizer(self.model, self.cfg.critic_warmup_steps > 0)
         self.lr_scheduler = self.build_lr_scheduler(self.optimizer)
         self.grad_scaler = self.build_grad_scaler(self.cfg.precision == "float16")

@@ -24,7 +24,7 @@ class Rank(Protocol):
     world_size: int
     """of the active ranks"""
     group: dist.ProcessGroup | None
-    """theirs; None is torch's default group"""
+    """theirs, in which they stand in an order of its own; None is torch's default group"""
     device: torch.device
 
 
@@ -41,7 +41,8 @@ def all_gather(member: Rank, tensor: Tensor) -> list[Tensor]:
         return [tensor]
     local = tensor.to(member.device).contiguous()
     gathered = [torch.empty_like(local) for _ in range(member.world_size)]
-    dist.all_gather(gathered, local, group=member.group)
+    places = [gathered[rank] for rank in dist.get_process_group_ranks(member.group)]
+    dist.all_gather(places, local, group=member.group)
     return [one.to(tensor.device) for one in gathered]
 
 

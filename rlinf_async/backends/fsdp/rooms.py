@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlinf_async.backends.fsdp import skeleton
+from rlinf_async.backends.fsdp.groups import order_of
 from rlinf_async.backends.fsdp.progress import moments
 from rlinf_async.backends.fsdp.state import MOMENTS
 from rlinf_async.backends.reshard import Report, State, allocate, reshard
@@ -83,4 +84,4 @@ class Rooms:
 
 def sharded_over(model: Model, ranks: int) -> Layout:
     """Return who holds what on the first ranks."""
-    return layout(model, Strategy(dp=ranks, sharding=FSDP2()))
+    return layout(model, Strategy(dp=ranks, sharding=FSDP2()), order_of(ranks))

@@ -1,4 +1,4 @@
-"""Two and three real ranks over gloo write one update, each its rows: the one that is gathered."""
+"""Two to four real ranks over gloo write one update, each its rows: the one that is gathered."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def where_it_cannot(rank: int, world_size: int, folder: Path) -> None:
     save_result(folder, rank, True)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_the_update_that_ranks_write_is_bit_for_bit_the_one_that_is_gathered(
     world_size: int, tmp_path: Path
 ) -> None:
