@@ -47,7 +47,14 @@ def nearest_names(name: str, names: Iterable[str]) -> str:
 
 def nearest_divisors(value: int, *numbers: int) -> str:
     """Return the common divisors next to ``value``: ``"2 or 4"``."""
-    fitting = [part for part in range(1, max(numbers) + 1) if not any(n % part for n in numbers)]
-    below = [part for part in fitting if part < value][-1:]
-    above = [part for part in fitting if part > value][:1]
+    return nearest(
+        value, [part for part in range(1, max(numbers) + 1) if not any(n % part for n in numbers)]
+    )
+
+
+def nearest(value: int, fitting: Iterable[int]) -> str:
+    """Return those of ``fitting``, which are in order, that are next to ``value``: ``"2 or 4"``."""
+    known = list(fitting)
+    below = [one for one in known if one < value][-1:]
+    above = [one for one in known if one > value][:1]
     return " or ".join(map(str, below + above))

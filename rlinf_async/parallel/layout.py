@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from rlinf_async.parallel.boxes import Boxes
 from rlinf_async.parallel.columns import Ints
-from rlinf_async.parallel.errors import ModelMismatch, StrategyError
+from rlinf_async.parallel.errors import ModelMismatch, StrategyError, nearest
 from rlinf_async.parallel.groups import BufferTable, GroupPieces, held_by_groups
 from rlinf_async.parallel.splits import divides
 from rlinf_async.parallel.strategy import Strategy
@@ -99,6 +100,7 @@ def layout(model: Model, strategy: Strategy, ranks: Sequence[int] | None = None)
     that do."""
     placed = tuple(range(strategy.world_size)) if ranks is None else tuple(ranks)
     faults = check(model, strategy)
+    faults += _fits_all(model, strategy, faults)
     if len(placed) != strategy.world_size:
         faults.append(f"the strategy takes {strategy.world_size} ranks, {len(placed)} were given")
     if len(set(placed)) != len(placed):
@@ -176,6 +178,24 @@ def together(layouts: Sequence[Layout]) -> Layout:
         joined.offset,
         joined.boxes,
     )
+
+
+def _fits_all(model: Model, strategy: Strategy, faults: Sequence[str]) -> list[str]:
+    """Where ``tp`` alone is at fault: what fits everything, unless the only fault says so."""
+    if not faults or not all(fault.startswith(f"tp={strategy.tp} ") for fault in faults):
+        return []
+    sizes = (one for one in range(1, 2 * strategy.tp + 1) if _has_tp(model, strategy, one))
+    near = nearest(strategy.tp, sizes)
+    if not near or (len(faults) == 1 and faults[0].partition(" (")[0].endswith(f": {near}")):
+        return []
+    return [f"nearest tp that fits all of it: {near}"]
+
+
+def _has_tp(model: Model, strategy: Strategy, tp: int) -> bool:
+    try:
+        return not check(model, msgspec.structs.replace(strategy, tp=tp))
+    except StrategyError:  # experts cannot be spread over so many ranks
+        return False
 
 
 def _first_of_each_kind(faults: Sequence[str]) -> list[str]:

@@ -6,8 +6,8 @@
     Column         rows over ranks                                   weight [out, in] and bias [out]
     Row            columns over ranks                                weight [out, in]
     Vocabulary     rows over ranks, padded so that they divide       embeddings, output layers
-    Heads          rows over ranks by whole heads; few heads are     q, k or v of one attention
-                   held by several ranks each
+    Heads          rows over ranks by whole heads; where they may    q, k or v of one attention
+                   be shared, few are held by several ranks each
     Joined         the ranks' slices of several tensors, in turn     gate and up; q, k and v
     GroupedHeads   q, k, v of each key-value group, in turn          Megatron's linear_qkv
     Stacked        one slice for each expert of this rank            fused experts
@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from rlinf_async.parallel.errors import nearest_divisors
+from rlinf_async.parallel.errors import nearest, nearest_divisors
 
 Shape = tuple[int, ...]
 
@@ -144,18 +144,27 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 class Heads(msgspec.Struct, frozen=True):
-    """Rows over ranks by whole heads. With fewer heads than ranks, ``tp / count`` ranks share a
-    head."""
+    """Rows over ranks by whole heads."""
 
     count: int
+    shared: bool = False
+    """with fewer heads than ranks, ``tp / count`` ranks share a head: keys and values. Ranks that
+    shared a query's head would each multiply all of it by their part of the output's columns"""
 
     def faults(self, shapes: Sequence[Shape], tp: int, ep: int) -> list[str]:
         faults = _one(shapes, 1)
         if not faults and shapes[0][0] % self.count:
             faults = [f"{shapes[0][0]} rows are not {self.count} heads"]
-        if faults or tp % self.count == 0:
-            return faults
-        return divides("tp", tp, "heads", self.count)
+        if faults or not self.shared:
+            return faults or divides("tp", tp, "heads", self.count)
+        fitting = [one for one in range(1, tp + self.count + 1) if self._shares(one)]
+        if tp in fitting:
+            return []
+        near = nearest(tp, fitting)
+        return [f"tp={tp} cannot share {self.count} key-value heads; nearest that can: {near}"]
+
+    def _shares(self, tp: int) -> bool:
+        return self.count % tp == 0 or tp % self.count == 0
 
     def cut(
         self, shapes: Sequence[Shape], tp: int, rank: int, ep: int = 1, ep_rank: int = 0

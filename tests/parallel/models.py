@@ -49,6 +49,8 @@ class Sizes(NamedTuple):
     vocabulary: int = 13
     odd: tuple[int, ...] = (3, 5)
     kv_heads: int = 2
+    grouped: bool = False
+    """fused heads lie group by group"""
     tied: bool = False
     experts: int = 0
 
@@ -59,6 +61,7 @@ sizes = st.builds(
     vocabulary=st.integers(5, 40),
     odd=st.lists(st.integers(1, 7), max_size=3).map(tuple),
     kv_heads=st.sampled_from([1, 2, 4]),
+    grouped=st.booleans(),
     tied=st.booleans(),
     experts=st.sampled_from([0, 2, 4]),
 )
@@ -80,13 +83,13 @@ def models(draw: st.DrawFn, fused: bool | None = None) -> Model:
 
 
 def model(one: Sizes, fused: bool = False) -> Model:
-    size, vocabulary, odd, kv_heads, tied, experts = one
+    size, vocabulary, odd, kv_heads, grouped, tied, experts = one
     embedding = tensor("embedding", vocabulary, size)
     head = embedding if tied else tensor("head", vocabulary, size)
     padded = Vocabulary(4, per_rank=not fused)
     held = [Parameter(name="embedding", tensors=(embedding,), split=padded, stage="first")]
     for layer in range(LAYERS):
-        held += attention(layer, size, kv_heads, fused)
+        held += attention(layer, size, kv_heads, fused, grouped)
         held += mlp(layer, size, experts, fused)
         norm = tensor(f"{layer}.norm", size)
         held.append(Parameter(name=f"{layer}.norm", tensors=(norm,), layer=layer))
@@ -105,10 +108,10 @@ def model(one: Sizes, fused: bool = False) -> Model:
     return Model(tuple(held), LAYERS)
 
 
-def attention(layer: int, size: int, kv_heads: int, fused: bool) -> list[Parameter]:
+def attention(layer: int, size: int, kv_heads: int, fused: bool, grouped: bool) -> list[Parameter]:
     shapes = {"q": 4 * size // 2, "k": kv_heads * size // 2, "v": kv_heads * size // 2}
     parts = [tensor(f"{layer}.{name}", rows, size) for name, rows in shapes.items()]
-    counts = (4, kv_heads, kv_heads)
+    splits = (Heads(4), *(Heads(kv_heads, shared=True),) * 2)
     out = Parameter(
         name=f"{layer}.o",
         tensors=(tensor(f"{layer}.o", size, 4 * size // 2),),
@@ -116,16 +119,14 @@ def attention(layer: int, size: int, kv_heads: int, fused: bool) -> list[Paramet
         layer=layer,
     )
     if fused:
-        joined: Split = Joined(tuple(Heads(count) for count in counts))
-        if kv_heads == 4:
-            joined = GroupedHeads(4, kv_heads)
+        joined: Split = GroupedHeads(4, kv_heads) if grouped else Joined(splits)
         return [
             Parameter(name=f"{layer}.qkv", tensors=tuple(parts), split=joined, layer=layer),
             out,
         ]
-    each = zip(parts, counts, strict=True)
+    each = zip(parts, splits, strict=True)
     return [
-        *(Parameter(name=p.name, tensors=(p,), split=Heads(n), layer=layer) for p, n in each),
+        *(Parameter(name=p.name, tensors=(p,), split=split, layer=layer) for p, split in each),
         out,
     ]
 

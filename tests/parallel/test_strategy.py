@@ -49,6 +49,16 @@ def one(split: Split, *shapes: tuple[int, ...]) -> Model:
             "tp=4 does not divide 6 heads; nearest that does: 3 or 6 (w)",
         ),
         (
+            one(Heads(4), (64, 4)),
+            Strategy(tp=8),
+            "tp=8 does not divide 4 heads; nearest that does: 4 (w)",
+        ),
+        (
+            one(Heads(2, shared=True), (16, 4)),
+            Strategy(tp=3),
+            "tp=3 cannot share 2 key-value heads; nearest that can: 2 or 4 (w)",
+        ),
+        (
             one(GroupedHeads(8, 2), (64, 4), (16, 4), (16, 4)),
             Strategy(tp=4),
             "tp=4 does not divide 2 key-value heads; nearest that does: 2 (w)",
@@ -96,6 +106,28 @@ def test_what_does_not_divide_is_named_with_the_nearest_that_does(
     with pytest.raises(StrategyError) as caught:
         layout(made, strategy)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "tp", "text"),
+    [
+        ({"heads": (Heads(4), (64, 4)), "rows": (Column(), (102, 4))}, 4, "fits all of it: 2"),
+        ({"heads": (Heads(4), (64, 4)), "rows": (Column(), (100, 4))}, 3, "fits all of it: 2 or 4"),
+        ({"heads": (Heads(6), (48, 4)), "rows": (Column(), (36, 4))}, 4, "does: 3 or 6 (heads)"),
+    ],
+)
+def test_what_fits_everything_is_named_where_what_fits_one_tensor_does_not(
+    tensors: dict[str, tuple[Split, tuple[int, ...]]], tp: int, text: str
+) -> None:
+    made = Model(
+        tuple(
+            Parameter(name=name, tensors=(GlobalTensor(name, shape),), split=split)
+            for name, (split, shape) in tensors.items()
+        )
+    )
+    with pytest.raises(StrategyError) as caught:
+        layout(made, Strategy(tp=tp))
+    assert str(caught.value).endswith(text)
 
 
 def test_every_misfit_is_named_once_however_many_layers_have_it() -> None:

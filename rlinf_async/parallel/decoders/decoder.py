@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from rlinf_async.parallel.errors import ModelMismatch
-from rlinf_async.parallel.splits import Column, Joined, Split
+from rlinf_async.parallel.splits import Column, Heads, Joined, Split
 from rlinf_async.parallel.tensors import GlobalTensor, Model, Parameter
 
 ARCHITECTURES = ("gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
@@ -95,6 +95,11 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
             )
             for name, count in rows.items()
         )
+
+    def qkv_splits(self) -> tuple[Split, ...]:
+        """Return how tensor-parallel ranks cut query, key and value."""
+        few = Heads(self.kv_heads, shared=True)
+        return Heads(self.heads), few, few
 
     def output(self, layer: int) -> GlobalTensor:
         """Return the attention's output projection."""

@@ -11,7 +11,6 @@ from rlinf_async.parallel.decoders.decoder import (
 )
 from rlinf_async.parallel.splits import (
     Column,
-    Heads,
     Row,
     Stacked,
     Vocabulary,
@@ -26,9 +25,8 @@ def huggingface(one: Decoder) -> Model:
     for layer in range(one.layers):
         name = layer_name(layer)
         for kind in one.qkv_kinds():
-            counts = (one.heads, one.kv_heads, one.kv_heads)
-            for part, count in zip(one.qkv(layer, kind), counts, strict=True):
-                held.append(parameter(part.name, (part,), Heads(count), layer))
+            for part, split in zip(one.qkv(layer, kind), one.qkv_splits(), strict=True):
+                held.append(parameter(part.name, (part,), split, layer))
         held.append(parameter(one.output(layer).name, (one.output(layer),), Row(), layer))
         held += [
             parameter(norm.name, (norm,), Whole(), layer) for norm in one.norms(layer).values()

@@ -10,7 +10,6 @@ from rlinf_async.parallel.decoders.decoder import (
     parameter,
 )
 from rlinf_async.parallel.splits import (
-    Heads,
     Joined,
     Row,
     Stacked,
@@ -24,8 +23,7 @@ def vllm(one: Decoder) -> Model:
     """Return the parameters of vLLM's model of the same architecture; the vocabulary padded to
     64."""
     held: list[Parameter] = []
-    counts = (one.heads, one.kv_heads, one.kv_heads)
-    joined = Joined(tuple(Heads(count) for count in counts))
+    joined = Joined(one.qkv_splits())
     for layer in range(one.layers):
         name = layer_name(layer)
         for kind in one.qkv_kinds():
