@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from rlinf_async import patient
 from rlinf_async.channels import ChannelError, Receiver, Sender
 from rlinf_async.messages.reshard import ReshardVote, ShardBucket
 from rlinf_async.parallel import Plan, RankPlan, Run, in_rounds
@@ -247,7 +248,7 @@ async def _in_time(seconds: float, exchange: _Exchange) -> AsyncIterator[None]:
     from rlinf_async.backends.reshard import PeerLost
 
     try:
-        async with asyncio.timeout(seconds):
+        async with patient.timeout(seconds):
             yield
     except TimeoutError as error:
         raise PeerLost(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from rlinf_async import patient
 from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed
 from rlinf_async.channels.wire.address import Address, UnixAddress
 from rlinf_async.channels.wire.auth import Handshake, Terms
@@ -68,7 +69,7 @@ class Dialer:
         handshake = Handshake("client", self._side.secret, self._side.name, terms=terms)
         link = Link(handshake, timeout, greeted)
         try:
-            async with asyncio.timeout(timeout):
+            async with patient.timeout(timeout):
                 await self._open(link)
             await link.opened
         except (ConnectionRefusedError, FileNotFoundError) as error:

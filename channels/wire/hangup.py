@@ -6,6 +6,8 @@ import asyncio
 import logging
 from typing import Final
 
+from rlinf_async.patient import Timer
+
 log = logging.getLogger(__name__)
 GRACE_SECONDS: Final = 2.0
 """How long a peer may take nothing of what was sent before."""
@@ -14,9 +16,8 @@ GRACE_SECONDS: Final = 2.0
 class HangUp:
     """Closes a transport when all was sent, or cuts it off when nothing more gets through."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._timer: asyncio.TimerHandle | None = None
+    def __init__(self) -> None:
+        self._timer: Timer | None = None
 
     def start(self, transport: asyncio.WriteTransport, peer: str, *, first: bool = False) -> None:
         """Close it; what was written before is still sent.
@@ -41,7 +42,7 @@ class HangUp:
 
     def _watch(self, transport: asyncio.WriteTransport, peer: str, unsent: int) -> None:
         self.stop()
-        self._timer = self._loop.call_later(GRACE_SECONDS, self._look, transport, peer, unsent)
+        self._timer = Timer(GRACE_SECONDS, self._look, transport, peer, unsent)
 
     def _look(self, transport: asyncio.WriteTransport, peer: str, unsent: int) -> None:
         rest = transport.get_write_buffer_size()

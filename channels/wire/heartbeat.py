@@ -1,7 +1,7 @@
 """Whether the other side still lives: a stopped process keeps its sockets open.
 
-Silence counts only while this process listens: if its own clock jumped (Ctrl-Z, a blocked loop),
-the peer has the whole limit again.
+Silence counts only while this process listens, see `patient`: not while it is stopped or blocked
+itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Final, Self
 
 import msgspec
+
+from rlinf_async.patient import Patience
 
 HEARTBEAT_LIMIT: Final = 15.0
 
@@ -39,8 +41,8 @@ class Pulse:
 
     Args:
         beat: called once for each interval.
-        silent: called when the peer was silent for longer than the limit, with the seconds; says
-            whether to wait for it once more.
+        silent: called when the peer was silent for so long, with the seconds; says whether to wait
+            for it once more.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Pulse:
         self._beat = beat
         self._silent = silent
         self._loop = asyncio.get_running_loop()
-        self._last_heard = self._last_tick = self._loop.time()
+        self._patience = Patience(heartbeat.limit, heartbeat.interval)
         self._timer: asyncio.TimerHandle | None = None
         self.heard = False
         """whether the peer said something since the last beat"""
@@ -62,23 +64,21 @@ class Pulse:
     def start(self) -> None:
         """Beat from now on."""
         self.stop()
-        self._last_heard = self._last_tick = self._loop.time()
-        self._timer = self._loop.call_later(self._heartbeat.interval, self._tick)
+        self._patience.renew()
+        self._timer = self._loop.call_at(self._patience.due, self._tick)
 
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
     def _tick(self) -> None:
-        now, interval = self._loop.time(), self._heartbeat.interval
-        if self.heard or now - self._last_tick > 2 * interval:
-            # Or this process was stopped or blocked itself: what the peer said may wait unread.
+        patience = self._patience
+        if self.heard:
             self.heard = False
-            self._last_heard = now
-        self._last_tick = now
-        if now - self._last_heard > self._heartbeat.limit:
-            if not self._silent(now - self._last_heard):
+            patience.renew()
+        elif patience.look():
+            if not self._silent(self._heartbeat.limit):
                 return
-            self._last_heard = now
+            patience.renew()
         self._beat()
-        self._timer = self._loop.call_later(interval, self._tick)
+        self._timer = self._loop.call_at(patience.due, self._tick)

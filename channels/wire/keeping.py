@@ -12,6 +12,7 @@ from rlinf_async.channels.wire.direct_protocol import Fetch, Leave, Offer, Relea
 from rlinf_async.channels.wire.hangup import GRACE_SECONDS
 from rlinf_async.channels.wire.promises import Promises
 from rlinf_async.channels.wire.protocol import Kept
+from rlinf_async.patient import Timer
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.connection import Connection
@@ -33,7 +34,7 @@ class Keeping:
         self._numbers: set[int] = set()
         self._copied = 0
         self._then: Callable[[], None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Timer | None = None
         Promises.of(connection)  # it lingers first
         self._before = connection.linger
         connection.linger = self._linger
@@ -107,8 +108,7 @@ class Keeping:
 
     def _watch(self) -> None:
         seen = (len(self._numbers), self._connection.sent_bytes)
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(GRACE_SECONDS, self._look, seen)
+        self._timer = Timer(GRACE_SECONDS, self._look, seen)
 
     def _look(self, seen: tuple[int, int]) -> None:
         count, sent = seen

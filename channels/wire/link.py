@@ -21,6 +21,7 @@ from rlinf_async.channels.saying import say
 from rlinf_async.channels.wire.auth import Handshake
 from rlinf_async.channels.wire.busy_poll import busy_poll
 from rlinf_async.channels.wire.hangup import HangUp
+from rlinf_async.patient import Timer
 
 CLOSED = "the other process closed it or died"
 
@@ -64,8 +65,8 @@ class Link(asyncio.Protocol):
         self._user: User | None = None
         self._transport: asyncio.Transport | None = None
         self._seconds = seconds
-        self._late_timer: asyncio.TimerHandle | None = None
-        self._hanging = HangUp(loop)
+        self._late_timer: Timer | None = None
+        self._hanging = HangUp()
         self._poll = busy_poll(loop)
 
     @property
@@ -120,8 +121,7 @@ class Link(asyncio.Protocol):
         if self.opened.done():  # given up before it was made
             self._transport.abort()
         else:
-            loop = asyncio.get_running_loop()
-            self._late_timer = loop.call_later(self._seconds, self._late)
+            self._late_timer = Timer(self._seconds, self._late)
             self._transport.write(self.handshake.take_outgoing())
 
     def data_received(self, data: bytes) -> None:

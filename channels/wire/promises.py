@@ -39,6 +39,7 @@ from rlinf_async.channels.wire.hangup import GRACE_SECONDS
 from rlinf_async.channels.wire.protocol import Credit, Flush, Kept, Nothing, Puts, Run, Untaken
 from rlinf_async.channels.wire.purse import Purse, Purses
 from rlinf_async.channels.wire.transfer import CONTROL, SHARE_BYTES
+from rlinf_async.patient import Timer
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.connection import Connection
@@ -92,7 +93,7 @@ class Promises:
         self._under_way: deque[_Frame] = deque()
         self._under_way_bytes = 0
         self._then: Callable[[], None] | None = None
-        self._grace: asyncio.TimerHandle | None = None
+        self._grace: Timer | None = None
         connection.answers.add_sync("channel.credit", Credit, self._credited)
         connection.linger = self._linger
         connection.on_close(self._lost, first=True)
@@ -252,7 +253,7 @@ class Promises:
             return False
         if self._then is None:
             self._then = then
-            self._grace = self._loop.call_later(GRACE_SECONDS, self._given_up)
+            self._grace = Timer(GRACE_SECONDS, self._given_up)
             self._send()
             self._connection.notify("channel.confirm", Flush(), control=True)
         return True

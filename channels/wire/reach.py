@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from rlinf_async.channels.wire.life import DeathWatch
+from rlinf_async.patient import Timer
 
 PATIENCE: Final = 10.0
 """Seconds for which a cut connection is kept, unless said otherwise."""
@@ -52,8 +53,8 @@ class Reach:
         self._redial = redial
         self._lose = lose
         self._death = DeathWatch(self._loop)
-        self._timer: asyncio.TimerHandle | None = None
-        self._since = self._due = 0.0
+        self._timer: Timer | None = None
+        self._since = 0.0
         self._reason = ""
         self._task: asyncio.Task[None] | None = None
         self.patience = patience
@@ -69,7 +70,7 @@ class Reach:
     @property
     def left(self) -> float:
         """Seconds of patience that are left."""
-        return max(0.0, self._due - self._loop.time()) if self.cut else self.patience
+        return self.patience if self._timer is None else self._timer.left
 
     def was_cut(self, reason: str, pid: int) -> None:
         """Try to reach the peer, whose process is ``pid`` if that is known."""
@@ -78,7 +79,7 @@ class Reach:
         if not self.cut:  # or else it was cut again while it was being taken up again
             self.cut = True
             self._since = self._loop.time()
-            self._wait(self.patience)
+            self._timer = Timer(self.patience, self._over)
         self._death.start(pid, self._died)
         if self._redial is not None and (self._task is None or self._task.done()):
             self._task = self._loop.create_task(self._redial(), name="connecting again")
@@ -107,16 +108,8 @@ class Reach:
 
     # ---- inside
 
-    def _wait(self, seconds: float) -> None:
-        self._due = self._loop.time() + seconds
-        self._timer = self._loop.call_later(seconds, self._over)
-
     def _over(self) -> None:
-        if self._loop.time() - self._due > max(1.0, self.patience / 4):
-            # This process was stopped or blocked itself: the peer may have tried in vain.
-            self._wait(self.patience)
-        else:
-            self.give_up(f"it was not taken up again within {self.patience:g} s")
+        self.give_up(f"it was not taken up again within {self.patience:g} s")
 
     def _died(self) -> None:
         self._death.stop()

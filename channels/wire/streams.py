@@ -25,6 +25,7 @@ from rlinf_async.channels.wire.life import can_watch, is_local, is_stopped, peer
 from rlinf_async.channels.wire.link import Link
 from rlinf_async.channels.wire.outbox import Outbox
 from rlinf_async.channels.wire.reach import ENDED, Again, Reach
+from rlinf_async.patient import Timer
 
 MAX_UNSENT_MESSAGES: Final = 65_536
 """A peer that asks but does not read the answers is not read any more from here on."""
@@ -60,8 +61,8 @@ class Streams(abc.ABC):
         self._deaf = False
         self._peer_ended = False
         self._when_found: Callable[[], None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._end_timer: asyncio.TimerHandle | None = None
+        self._timer: Timer | None = None
+        self._end_timer: Timer | None = None
         self.closed = False
         self.received_bytes = 0
         self._said_arrived = 0
@@ -195,7 +196,7 @@ class Streams(abc.ABC):
             return False
         if self._when_found is None:
             self._when_found = then
-            self._timer = self._loop.call_later(GRACE_SECONDS, self._not_found)
+            self._timer = Timer(GRACE_SECONDS, self._not_found)
         return True
 
     # ---- inside
@@ -219,9 +220,7 @@ class Streams(abc.ABC):
 
     def _expect_the_end(self) -> None:
         """The system says by a cut that all was read; a network that is gone says nothing."""
-        self._end_timer = self._loop.call_later(
-            GRACE_SECONDS, self._look_for_the_end, self.received_bytes
-        )
+        self._end_timer = Timer(GRACE_SECONDS, self._look_for_the_end, self.received_bytes)
 
     def _look_for_the_end(self, received: int) -> None:
         if self.closed:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+from rlinf_async import patient
 from rlinf_async.runtime.part import Part
 from rlinf_async.runtime.stall import WorkFuture
 from rlinf_async.workers.errors import is_secondary
@@ -94,7 +96,9 @@ class GroupCall(Generic[R]):
         if not self._done:
             mine = WorkFuture()
             self._enders = (*self._enders, mine)
-            await asyncio.wait([mine], timeout=within)
+            with suppress(TimeoutError):
+                async with patient.timeout(within):
+                    await mine
 
     @property
     def awaited(self) -> bool:

@@ -18,9 +18,11 @@ import asyncio
 import logging
 import os
 import socket
+from contextlib import suppress
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+from rlinf_async import patient
 from rlinf_async.channels import Channel, ConnectionLost, Latest
 from rlinf_async.channels.wire import ChannelServer, Connection, Router, Traffic, traffic_of
 from rlinf_async.channels.wire.protocol import Nothing
@@ -69,7 +71,7 @@ class ProcessWorker:
         self._connection: Connection | None = None
         self._stopping = False
         self._why: str | None = None
-        self._kill_timer: asyncio.TimerHandle | None = None
+        self._kill_timer: patient.Timer | None = None
         self._loop = asyncio.get_running_loop()
         self.pid = process.pid or 0
         self.died: asyncio.Future[WorkerDied] = self._loop.create_future()
@@ -84,7 +86,9 @@ class ProcessWorker:
     async def attach(self, connected: asyncio.Future[Connection], limit: float) -> None:
         """Wait for the process to connect and its worker to be set up."""
         either: list[asyncio.Future[Any]] = [connected, self.died]
-        await asyncio.wait(either, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        with suppress(TimeoutError):
+            async with patient.timeout(limit):
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self.died.done():
             raise self.died.result()
         if not connected.done():
@@ -121,7 +125,7 @@ class ProcessWorker:
         outcome = Outcome()
         try:
             if self._connection is not None and not self.exited.done():
-                async with asyncio.timeout(grace):
+                async with patient.timeout(grace):
                     outcome = await self._ask("worker.stop")
                     await result_of(self.exited)
         except TimeoutError:
@@ -143,7 +147,7 @@ class ProcessWorker:
     def lose(self, why: str) -> None:
         """The connection is gone: so will the process be, or else it is ended for this reason."""
         if not self._stopping and not self.exited.done() and self._kill_timer is None:
-            self._kill_timer = self._loop.call_later(EXIT_SECONDS, self._end_for, why)
+            self._kill_timer = patient.Timer(EXIT_SECONDS, self._end_for, why)
 
     def _end_for(self, why: str) -> None:
         if not self.exited.done():

@@ -21,6 +21,7 @@ from rlinf_async.channels.wire import ChannelServer, Connection
 from rlinf_async.channels.wire.asking import head_of
 from rlinf_async.channels.wire.failures import UNREADABLE
 from rlinf_async.channels.wire.transfer import Message
+from rlinf_async.patient import Timer
 from rlinf_async.runtime.codecs import ArgumentsCodec, arguments_codec
 from rlinf_async.runtime.protocol import CALL, ENDED, Number, Outcome
 from rlinf_async.workers.errors import WorkerDied, WorkerError
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     Death = asyncio.Future[WorkerDied]
 
 CANCEL_SECONDS: Final = 2.0
-LATE_SECONDS: Final = 0.5
 log = logging.getLogger(__name__)
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 _RETURNED = msgspec.msgpack.encode(Outcome())
@@ -189,8 +189,7 @@ class _Cancelled:
 
     def __init__(self, call: RemoteCall) -> None:
         self._call = call
-        self._loop = asyncio.get_running_loop()
-        self._wait()
+        self._timer = Timer(CANCEL_SECONDS, call.unheard)
 
     def done(self) -> bool:
         return self._call.done()
@@ -202,13 +201,3 @@ class _Cancelled:
     def set_exception(self, error: BaseException, /) -> None:
         self._timer.cancel()
         self._call.cancelled()
-
-    def _wait(self) -> None:
-        self._due = self._loop.time() + CANCEL_SECONDS
-        self._timer = self._loop.call_later(CANCEL_SECONDS, self._over)
-
-    def _over(self) -> None:
-        if self._loop.time() - self._due > LATE_SECONDS:
-            self._wait()  # this process was stopped or blocked itself: the answer may wait unread
-        else:
-            self._call.unheard()

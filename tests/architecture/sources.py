@@ -36,7 +36,7 @@ class Import:
 
 
 def folders() -> list[Path]:
-    """Every folder that holds a part of the project."""
+    """Every folder that holds a part of the project; `loose` are the parts without one."""
     inside = [
         path
         for path in sorted((ROOT / "rlinf_async").iterdir())
@@ -45,9 +45,15 @@ def folders() -> list[Path]:
     return [*(ROOT / name for name in OUTSIDE), *inside]
 
 
+def loose() -> list[Path]:
+    """Every part of the project that is a module by itself."""
+    inside = sorted((ROOT / "rlinf_async").glob("*.py"))
+    return [path for path in inside if path.name != "__init__.py"]
+
+
 def modules() -> dict[str, Path]:
     """Every module by its dotted name."""
-    found: dict[str, Path] = {}
+    found = {f"rlinf_async.{path.stem}": path for path in loose()}
     for folder in folders():
         for path in sorted(folder.rglob("*.py")):
             inner = path.relative_to(folder.parent).with_suffix("")

@@ -7,12 +7,13 @@ import sys
 
 import pytest
 
-from tests.architecture.sources import ROOT, Import, folders, imports, modules
+from tests.architecture.sources import ROOT, Import, folders, imports, loose, modules
 
-LIGHT = {"config", "messages", "parallel"}
+LIGHT = {"config", "messages", "parallel", "patient"}
 
 ARROWS: dict[str, set[str]] = {
-    "channels": set(),
+    "patient": set(),
+    "channels": {"patient"},
     "config": set(),
     "messages": set(),
     "parallel": set(),
@@ -44,7 +45,7 @@ def say(found: list[Import]) -> str:
 
 
 def test_every_part_of_the_project_has_its_arrows() -> None:
-    names = {folder.name for folder in folders()}
+    names = {path.stem for path in (*folders(), *loose())}
     assert names <= set(ARROWS), f"say in ARROWS what {names - set(ARROWS)} may import"
 
 
@@ -62,11 +63,11 @@ def test_a_part_imports_only_what_its_arrows_allow(package: str) -> None:
 
 
 def test_channels_import_only_the_standard_library_and_msgspec() -> None:
-    allowed = sys.stdlib_module_names | {"msgspec", "channels"}
+    allowed = sys.stdlib_module_names | {"msgspec", "channels", "patient"}
     wrong = [
         each
         for each in imports()
-        if each.package == "channels" and not each.lazy and each.target not in allowed
+        if each.package in {"channels", "patient"} and not each.lazy and each.target not in allowed
     ]
     assert not wrong, say(wrong)
 

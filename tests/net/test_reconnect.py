@@ -11,7 +11,6 @@ import pytest
 from rlinf_async.channels import Channel, ConnectionLost, HandshakeFailed, Receiver
 from rlinf_async.channels.wire import Router, connect
 from rlinf_async.channels.wire.auth import Handshake, Terms
-from rlinf_async.channels.wire.reach import Reach
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import PATIENCE, SECRET, until, wired
 from tests.net.cutter import cutter
@@ -320,17 +319,3 @@ async def test_a_network_that_is_bad_for_a_while_is_tried_again_and_again() -> N
         await small_talk(Far(owner, net, connection))
         connection.close()
         await connection.wait_closed()
-
-
-async def test_who_was_stopped_itself_has_all_of_its_patience_again_to_connect() -> None:
-    lost: list[str] = []
-    reach = Reach(1000.0, None, lost.append)
-    reach.was_cut("a test", 0)
-    assert reach._timer is not None
-    reach._timer.cancel()
-    reach._due -= 2000.0
-    assert reach.left == 0
-    reach._over()
-    assert lost == []
-    assert reach.left > 900.0
-    reach.stop()

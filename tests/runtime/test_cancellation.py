@@ -8,13 +8,10 @@ import asyncio
 import contextlib
 import os
 import signal
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.runtime.remote import _Cancelled
 from rlinf_async.testing import explore, no_tasks_left, wait_all_blocked
 from tests.channels.wire.harness import PATIENCE
 from tests.runtime.kit import Doubler, NewCluster, Number, Waiter, connection_to, kill, waiting
@@ -253,18 +250,6 @@ async def test_a_method_that_does_not_end_when_it_is_cancelled_is_not_waited_for
         with pytest.raises(asyncio.CancelledError):
             await running
     assert "Deaf.run was cancelled, and did not end within 0.1 s" in caplog.text
-
-
-async def test_a_driver_that_was_stopped_itself_waits_once_more_for_the_end_of_a_call() -> None:
-    told: list[str] = []
-    call: Any = SimpleNamespace(unheard=lambda: told.append("unheard"))
-    cancelled = _Cancelled(call)
-    cancelled._due -= 100.0
-    cancelled._over()
-    assert told == []
-    cancelled._over()
-    assert told == ["unheard"]
-    cancelled._timer.cancel()
 
 
 async def test_a_cancelled_call_that_was_never_sent_ends_at_once() -> None:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from rlinf_async import patient
 from rlinf_async.observe.errors import ObserveError
 from rlinf_async.observe.perfetto import write_perfetto
 from rlinf_async.observe.progress import ProgressState, ProgressView, WorkerView
@@ -130,7 +131,7 @@ class Live:
 
     async def _take(self, handle: WorkerHandle) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(SPANS_LIMIT):
+            async with patient.timeout(SPANS_LIMIT):
                 self.keep(await handle.spans())
 
     def keep(self, spans: list[Span]) -> None:

@@ -326,7 +326,7 @@ async def test_closing_a_socket_that_its_peer_has_just_reset_is_no_error() -> No
     transport, protocol = await loop.create_connection(Ends, sock=ours)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     peer.close()  # resets it, which the loop has not seen
-    hanging = hangup.HangUp(loop)
+    hanging = hangup.HangUp()
     hanging.start(transport, "a peer", first=True)
     await protocol.closed.wait()
     assert transport.is_closing()

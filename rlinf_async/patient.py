@@ -1,0 +1,108 @@
+"""Limits on how long somebody else may take, which a stall of this process does not run out.
+
+Where this process was stopped (Ctrl-Z), its event loop blocked, or its core taken, a limit by the
+clock alone ends before what the others did meanwhile was read. So here a limit is a number of
+looks, an eighth of it apart. A look that comes late counts for a quarter of one, however late: the
+next ones see what was read since. It does count, or else a loop that is always late would wait for
+ever.
+
+::
+
+    looks     1   2   3   4           5       6   7   8   9
+    time  ----+---+---+---+--stopped--+-------+---+---+---+ over
+    counted   1   2   3   4           4 1/4   ...      8 1/4
+
+There is no timer but the one for the next look, and none where nothing is limited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+LOOKS: Final = 8
+_PUNCTUAL: Final = 4
+"""What a look counts that is not late, in quarters."""
+
+
+class Patience:
+    """What is left of a limit of this many seconds, for who looks each time when it is `due`.
+
+    ``every``: seconds between two looks, where it is not to be an eighth.
+    """
+
+    __slots__ = ("_every", "_left", "_loop", "_whole", "due")
+
+    def __init__(self, seconds: float, every: float | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._every = seconds / LOOKS if every is None else every
+        self._whole = _PUNCTUAL * (LOOKS if every is None else math.ceil(seconds / every))
+        self.renew()
+
+    def renew(self) -> None:
+        """It begins again, now."""
+        self._left = self._whole
+        self.due = self._loop.time() + self._every
+
+    def look(self) -> bool:
+        """Whether it is at its end."""
+        now = self._loop.time()
+        late = now - self.due > self._every
+        self._left -= 1 if late else _PUNCTUAL
+        self.due = (now if late else self.due) + self._every
+        return self._left <= 0
+
+    @property
+    def left(self) -> float:
+        """Seconds until its end, if no look is late."""
+        looks = math.ceil(self._left / _PUNCTUAL)
+        if looks <= 0:
+            return 0.0
+        until_next = min(max(self.due - self._loop.time(), 0.0), self._every)
+        return (looks - 1) * self._every + until_next
+
+
+class Timer:
+    """Calls back in so many seconds, as ``loop.call_later`` does, unless it is cancelled."""
+
+    __slots__ = ("_handle", "_loop", "_patience")
+
+    def __init__(self, seconds: float, callback: Callable[..., object], *args: Any) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._patience = Patience(seconds)
+        self._wait(callback, args)
+
+    @property
+    def left(self) -> float:
+        """Seconds until then, if nothing stalls."""
+        return self._patience.left
+
+    def cancel(self) -> None:
+        """Do not call."""
+        self._handle.cancel()
+
+    def _wait(self, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
+        # The handle alone holds the callback: it lets go of it when it is cancelled.
+        self._handle = self._loop.call_at(self._patience.due, self._look, callback, args)
+
+    def _look(self, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
+        if self._patience.look():
+            callback(*args)
+        else:
+            self._wait(callback, args)
+
+
+@asynccontextmanager
+async def timeout(seconds: float) -> AsyncIterator[None]:
+    """As ``asyncio.timeout``: cancels what takes longer, and raises TimeoutError."""
+    loop = asyncio.get_running_loop()
+    # Its own deadline never comes, but says to `runtime.stall` that the task can go on by itself.
+    async with asyncio.timeout(math.inf) as scope:
+        timer = Timer(seconds, lambda: scope.reschedule(loop.time()))
+        try:
+            yield
+        finally:
+            timer.cancel()
