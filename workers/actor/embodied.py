@@ -110,9 +110,8 @@ class EmbodiedFSDPActor(Rescaling):
             StrategyError: the ranks do not divide the trajectories.
         """
         self._trajectories = plan.trajectories
-        if self._dp:
-            self.check_share(self._dp)
         async with self.training():
+            self._check_trajectories(self.active_world_size)
             await self._publish(weights)
             for iteration in range(self._trainer.version, plan.iterations):
                 batch, metrics, lags = await self._train(trajectories, iteration, plan)
@@ -141,6 +140,9 @@ class EmbodiedFSDPActor(Rescaling):
     def check_share(self, dp: int) -> None:
         """Raise `StrategyError` unless ``dp`` ranks can share minibatches and trajectories."""
         self.rescalable().check_ranks(dp)
+        self._check_trajectories(dp)
+
+    def _check_trajectories(self, dp: int) -> None:
         if self._trajectories % dp:
             share = [one for one in range(1, self.world_size + 1) if not self._trajectories % one]
             raise StrategyError(

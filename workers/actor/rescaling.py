@@ -301,8 +301,7 @@ class Rescaling(Worker, ABC):
             faults.append(f"dp={strategy.dp}: only {self.world_size} ranks were launched")
         if faults:
             raise StrategyError(faults)
-        if strategy.dp not in self._valid:
-            self.check_share(strategy.dp)
+        self.check_share(strategy.dp)  # what is shared may be known since the sizes were
 
     def _can_share(self, dp: int) -> bool:
         try:
