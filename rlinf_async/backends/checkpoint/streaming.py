@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlinf_async.backends.checkpoint.errors import CheckpointError
-from rlinf_async.backends.checkpoint.folders import fresh_staging, staging_folder, sync
+from rlinf_async.backends.checkpoint.folders import staging_folder, sync
 from rlinf_async.backends.checkpoint.metadata import FileRecord
 from rlinf_async.backends.checkpoint.tensor_file import ChecksummedFile, Entry
 
@@ -50,14 +51,48 @@ def check_new(out: Path) -> None:
 def new_folder(out: Path) -> Iterator[Path]:
     """Give a folder to write into, which takes the place of ``out`` if the block ends well.
 
-    Raises `CheckpointError` where something is at ``out``. After an error nothing is left.
+    Raises `CheckpointError` where something is at ``out``, or another process of this host is
+    writing it. After an error nothing is left.
     """
     check_new(out)
-    staging = fresh_staging(out)
-    try:
-        yield staging
-        sync(staging)
-        staging.rename(out)
+    staging = staging_folder(out)
+    with _alone(staging, out):
+        try:
+            check_new(out)  # whoever had it may have ended well
+            _empty(staging)
+            yield staging
+            sync(staging)
+            staging.rename(out)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
         sync(out.parent)
+
+
+@contextlib.contextmanager
+def _alone(staging: Path, out: Path) -> Iterator[None]:
+    """Make the staging folder, and keep others who want to write ``out`` out of it."""
+    staging.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.path.samestat(os.fstat(descriptor), staging.stat())
+        except (BlockingIOError, FileNotFoundError):
+            mine = False
+        if not mine:
+            raise CheckpointError(
+                f"{out} is being written by another process: wait for that, or name another"
+            )
+        yield
     finally:
-        shutil.rmtree(staging_folder(out), ignore_errors=True)
+        os.close(descriptor)
+
+
+def _empty(folder: Path) -> None:
+    """Remove what an attempt that was killed has left."""
+    for left in folder.iterdir():
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)
+        else:
+            left.unlink()

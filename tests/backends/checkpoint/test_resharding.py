@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from rlinf_async.backends.checkpoint.cutting import Cutting
 from rlinf_async.backends.checkpoint.errors import CheckpointError
+from rlinf_async.backends.checkpoint.folders import clean
 from rlinf_async.backends.checkpoint.metadata import FileRecord, encode
 from rlinf_async.backends.checkpoint.reading import read_checkpoint
 from rlinf_async.backends.checkpoint.resharding import Resharding
@@ -210,6 +211,24 @@ def test_what_fails_in_the_middle_leaves_nothing(checkpoint: Path, tmp_path: Pat
     (tmp_path / "two").mkdir()
     with pytest.raises(CheckpointError, match="is there already"):
         Resharding(checkpoint, dp=2, tp=1).run(tmp_path / "two")
+
+
+def test_who_comes_to_write_the_same_folder_meanwhile_is_told_and_harms_nothing(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+
+    def come(_: int) -> None:
+        if not said:
+            with pytest.raises(CheckpointError) as caught:
+                Resharding(checkpoint, dp=3, tp=1).run(tmp_path / "two")
+            said.append(str(caught.value))
+            clean(tmp_path)  # as a run does that starts beside it
+
+    Resharding(checkpoint, dp=2, tp=1).run(tmp_path / "two", come)
+    assert "two is being written by another process: wait for that" in said[0]
+    assert [one.name for one in tmp_path.iterdir()] == ["two"]
+    assert_same_tensors(tmp_path / "two", checkpoint)
 
 
 def test_no_more_than_one_tensor_is_in_memory(
