@@ -140,9 +140,55 @@ def come_from_the_future(folder: Path) -> None:
     (folder / "metadata.json").write_bytes(msgspec.json.encode(metadata | {"format": 99}))
 
 
+def change_the_metadata(folder: Path, **fields: object) -> None:
+    known = msgspec.json.decode((folder / "metadata.json").read_bytes())
+    (folder / "metadata.json").write_bytes(msgspec.json.encode(known | fields))
+
+
+def name_a_file_elsewhere(folder: Path) -> None:
+    file = folder.parent / "elsewhere"
+    file.write_bytes(b"{}")
+    record = {"name": "../elsewhere", "size": 2, "checksum": tensor_file.checksum(file)}
+    change_the_metadata(folder, model=[record])
+
+
+def forget_the_ranks(folder: Path) -> None:
+    change_the_metadata(folder, own=[])
+
+
+def name_a_tensor_that_is_not_there(folder: Path) -> None:
+    change_the_metadata(folder, aliases={"model.a": "model.b"})
+
+
+def without(folder: Path, what: str) -> None:
+    """The same, but for what a rank keeps of its own under a name."""
+    file = folder / "rank_0_of_1.pt"
+    own = torch.load(file, weights_only=True)
+    del own[what]
+    torch.save(own, file)
+    record = {"name": file.name, "size": file.stat().st_size}
+    change_the_metadata(folder, own=[record | {"checksum": tensor_file.checksum(file)}])
+
+
+def lose_the_progress(folder: Path) -> None:
+    without(folder, "progress")
+
+
+def lose_a_moment(folder: Path) -> None:
+    file = folder / "rank_0_of_1.safetensors"
+    file.write_bytes(file.read_bytes().replace(b".exp_avg_sq", b".exp_avg_cb"))
+    record = {"name": file.name, "size": file.stat().st_size}
+    change_the_metadata(folder, tensors=[record | {"checksum": tensor_file.checksum(file)}])
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (name_a_file_elsewhere, r"metadata\.json names a file outside of its folder: '\.\./else"),
+        (forget_the_ranks, "has nothing that a rank kept of its own"),
+        (name_a_tensor_that_is_not_there, "says that 'model.a' is 'model.b', which is in no file"),
+        (lose_the_progress, r"keeps of its own \('progress'\): it was not written by"),
+        (lose_a_moment, r"optimizer's state of '.*' there is only \['exp_avg', 'step'\]"),
         (flip_a_bit, r"rank_0_of_1\.safetensors is damaged: its checksum"),
         (cut_short, r"rank_0_of_1\.safetensors is damaged: it has \d+ bytes"),
         (lose_a_file, r"rank_0_of_1\.pt is missing"),

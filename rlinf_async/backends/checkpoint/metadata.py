@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
 import msgspec
@@ -118,11 +119,23 @@ def read_metadata(folder: Path) -> AnyMetadata:
         content = path.read_bytes()
         version = msgspec.json.decode(content, type=_Any).format
         if version == 1:
-            return msgspec.json.decode(content, type=MetadataV1)
+            first = msgspec.json.decode(content, type=MetadataV1)
+            _check_within(path, first.files)
+            return first
         if version == FORMAT:
-            return msgspec.json.decode(content, type=Metadata)
+            found = msgspec.json.decode(content, type=Metadata)
+            _check_within(path, (*found.tensors, *found.own, *found.model))
+            return found
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     raise CheckpointError(
         f"{folder} has format {version}; this version of rlinf_async reads formats 1 and {FORMAT}"
     )
+
+
+def _check_within(path: Path, records: Iterable[FileRecord | FileRecordV1]) -> None:
+    """Files outside of the folder would be read, and copied to places outside of the copy."""
+    for record in records:
+        name = PurePosixPath(record.name)
+        if name.is_absolute() or ".." in name.parts or not name.parts:
+            raise CheckpointError(f"{path} names a file outside of its folder: {record.name!r}")

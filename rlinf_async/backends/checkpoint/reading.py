@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from rlinf_async.backends.checkpoint.errors import CheckpointError
 from rlinf_async.backends.checkpoint.folders import find_checkpoint
 from rlinf_async.backends.checkpoint.metadata import (
+    METADATA,
     FileRecord,
     FileRecordV1,
     Metadata,
@@ -125,6 +126,7 @@ def read_checkpoint(path: Path, checked: Wanted = everything) -> Saved:
         _map(folder / record.name, found)
     own = [load_plain(folder / record.name) for record in metadata.own]
     _check_whole(found.values())
+    _check_aliases(folder, metadata.aliases, found)
     return Saved(folder, metadata.strategy, found, own, metadata.aliases, metadata)
 
 
@@ -190,6 +192,16 @@ def _check_whole(tensors: Iterable[SavedTensor]) -> None:
         if one.missing:
             raise CheckpointError(
                 f"{one.name!r}: {one.missing} of its {math.prod(one.shape)} elements are in no file"
+            )
+
+
+def _check_aliases(
+    folder: Path, aliases: Mapping[str, str], found: Mapping[str, SavedTensor]
+) -> None:
+    for name, first in aliases.items():
+        if first not in found:
+            raise CheckpointError(
+                f"{folder / METADATA} says that {name!r} is {first!r}, which is in no file"
             )
 
 

@@ -9,8 +9,9 @@ import io
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +38,26 @@ from rlinf_async.backends.fsdp.writer import Content
 
 if TYPE_CHECKING:
     from rlinf_async.backends.fsdp.manager import ShardedModelManager
+
+
+_NOT_OURS = "it was not written by save_checkpoint()"
+
+
+class _Progress(msgspec.Struct, frozen=True):
+    """How far the training was."""
+
+    steps: int
+    skipped_steps: int
+    scaler_factor: float
+    scaler_good_steps: int
+
+
+class _Own(NamedTuple):
+    """What a rank keeps of its own."""
+
+    progress: _Progress
+    rng: Tensor
+    extra: dict[str, Any]
 
 
 def begin(manager: ShardedModelManager, path: Path, extra: Mapping[str, Any]) -> Future[Path]:
@@ -86,17 +107,33 @@ def _load(manager: ShardedModelManager, folder: Path, *, restore_rng: bool) -> l
     with ranks.together(manager, f"reading {folder}"):
         saved = read_checkpoint(folder, lambda number: number % size == manager.rank)
         check_state(manager.model, saved)
+        own = [_own(one, folder) for one in saved.own]
+        if not own:
+            raise CheckpointError(f"{folder} has nothing that a rank kept of its own: {_NOT_OURS}")
+    # From here on nothing may fail: half of it would be loaded.
     load_state(manager.model, manager.optimizer, saved)
     if manager.optimizer_offloaded:
         offload.move_optimizer(manager.optimizer, torch.device("cpu"))
-    progress = saved.own[0]["progress"]
-    manager.set_progress(progress["steps"])
-    manager.skipped_steps = progress["skipped_steps"]
-    manager.grad_scaler.factor = progress["scaler_factor"]
-    manager.grad_scaler.good_steps = progress["scaler_good_steps"]
+    progress = own[0].progress
+    manager.set_progress(progress.steps)
+    manager.skipped_steps = progress.skipped_steps
+    manager.grad_scaler.factor = progress.scaler_factor
+    manager.grad_scaler.good_steps = progress.scaler_good_steps
     if restore_rng:
-        torch.set_rng_state(saved.own[manager.rank % len(saved.own)]["rng"].clone())
-    return [own["extra"] for own in saved.own]
+        torch.set_rng_state(own[manager.rank % len(own)].rng.clone())
+    return [one.extra for one in own]
+
+
+def _own(content: dict[str, Any], folder: Path) -> _Own:
+    """What a rank kept of its own, as `_content` wrote it."""
+    try:
+        progress = msgspec.convert(content["progress"], _Progress)
+        rng, extra = content["rng"], content["extra"]
+    except (KeyError, msgspec.ValidationError) as error:
+        raise CheckpointError(
+            f"{folder} lacks something that every rank keeps of its own ({error}): {_NOT_OURS}"
+        ) from error
+    return _Own(progress, rng, extra)
 
 
 def _state(manager: ShardedModelManager) -> dict[str, Tensor]:
@@ -109,12 +146,14 @@ def _content(
     manager: ShardedModelManager, state: Mapping[str, Tensor], extra: Mapping[str, Any]
 ) -> Content:
     own = {
-        "progress": {
-            "steps": manager.steps,
-            "skipped_steps": manager.skipped_steps,
-            "scaler_factor": manager.grad_scaler.factor,
-            "scaler_good_steps": manager.grad_scaler.good_steps,
-        },
+        "progress": msgspec.structs.asdict(
+            _Progress(
+                steps=manager.steps,
+                skipped_steps=manager.skipped_steps,
+                scaler_factor=manager.grad_scaler.factor,
+                scaler_good_steps=manager.grad_scaler.good_steps,
+            )
+        ),
         "rng": torch.get_rng_state(),
         "extra": dict(extra),
     }

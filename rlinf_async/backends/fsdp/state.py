@@ -98,8 +98,11 @@ def check_state(model: nn.Module, saved: Saved) -> None:
         )
     for name, tensor in present.items():
         check_fits(tensor, weights[name], name)
+        held = [key for key in (*MOMENTS, "step") if f"{name}.{key}" in moments]
+        if held and len(held) <= len(MOMENTS):
+            raise CheckpointError(f"of the optimizer's state of {name!r} there is only {held}")
         for key in MOMENTS:
-            if f"{name}.{key}" in moments:
+            if key in held:
                 check_fits(tensor, moments[f"{name}.{key}"], f"{name}.{key}")
 
 
