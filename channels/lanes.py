@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any, Protocol
 
 import msgspec
@@ -61,14 +62,15 @@ class Lane:
     """What waits under one key: items, those who want one, those who have one to give."""
 
     __slots__ = (
-        "borrowers", "contested", "entries", "getters", "handed", "held", "held_weight", "hunger",
-        "key", "putters", "readers", "weight",
+        "borrowers", "contested", "entries", "further", "getters", "handed", "held", "held_weight",
+        "hunger", "key", "putters", "readers", "weight",
     )  # fmt: skip
 
     def __init__(self, key: Key | None) -> None:
         self.key = key
         self.entries: deque[Entry] = deque()
-        self.getters: deque[GetWait] = deque()
+        self.getters: deque[GetWait] = deque()  # where several receivers wait, the first of each
+        self.further: dict[int, deque[GetWait] | None] = {}  # then the others of each, by receiver
         self.putters: deque[PutWait] = deque()
         self.handed: set[GetWait] = set()  # served, but cancelled before they ran they give back
         self.weight = 0
@@ -87,23 +89,81 @@ class Lane:
         self.entries.append(entry)
         self.weight += entry.weight
 
-    def wait_in_turn(self, wait: GetWait) -> None:
-        """Behind gets that wait: its own receiver's, and as many of each other receiver's.
+    # ---- whose turn it is to get: `getters[0]`
 
-        So receivers that wait are served in turn, however many gets each of them has waiting.
-        """
-        getters = self.getters
-        if getters[-1].end == wait.end:
-            getters.append(wait)
-            return
-        before: dict[int, int] = {}  # of each receiver, gets that were passed
-        own = sum(one.end == wait.end for one in getters)
-        for index, one in enumerate(getters):
-            count = before[one.end] = before.get(one.end, 0) + 1
-            if count > own + 1:
-                getters.insert(index, wait)
-                return
-        getters.append(wait)
+    @property
+    def gets(self) -> Iterator[GetWait]:
+        """Every get that waits."""
+        return chain(self.getters, *filter(None, self.further.values()))
+
+    @property
+    def waiting_gets(self) -> int:
+        """How many these are."""
+        return len(self.getters) + sum(map(len, filter(None, self.further.values())))
+
+    def wait_in_turn(self, wait: GetWait) -> None:
+        """Where others wait already: receivers are served in turn, one get of each, and the gets of
+        each in the order in which they came."""
+        further, end = self.further, wait.end
+        if end in further:
+            if (own := further[end]) is None:
+                own = further[end] = deque()
+            own.append(wait)
+        elif further:
+            further[end] = None
+            self.getters.append(wait)
+        elif (first := self.getters[0]).end == end:
+            self.getters.append(wait)
+        else:  # a second receiver
+            own = self.getters
+            own.popleft()
+            further[first.end], further[end] = own or None, None
+            self.getters = deque((first, wait))
+
+    def served(self, wait: GetWait) -> None:
+        """Where several receivers wait: this was the first get, and has left `getters`."""
+        if own := self.further[wait.end]:
+            self.getters.append(own.popleft())
+        else:
+            self._leave_the_turns(wait.end)
+
+    def drop(self, wait: GetWait) -> bool:
+        """Take a get out, whose receiver keeps its turn; False if it does not wait here."""
+        getters, own = self.getters, self.further.get(wait.end)
+        if wait in getters:
+            if own:
+                getters[getters.index(wait)] = own.popleft()
+            else:
+                getters.remove(wait)
+                if self.further:
+                    self._leave_the_turns(wait.end)
+        elif own and wait in own:
+            own.remove(wait)
+        else:
+            return False
+        return True
+
+    def drop_all(self, end: int | None) -> list[GetWait]:
+        """Take out all gets, or those of one receiver, in their order."""
+        dropped = [wait for wait in self.gets if end is None or wait.end == end]
+        if end is None or not self.further:
+            if dropped:
+                self.getters = deque()
+                self.further.clear()
+        elif dropped:
+            self.getters.remove(dropped[0])
+            self._leave_the_turns(end)
+        return dropped
+
+    def _leave_the_turns(self, end: int) -> None:
+        """This receiver waits no more."""
+        further = self.further
+        del further[end]
+        if len(further) == 1:
+            _, own = further.popitem()
+            if own:
+                own.appendleft(self.getters[0])
+                self.getters = own
 
     def pop_many(self, count: int) -> list[Entry]:
         pop = self.entries.popleft

@@ -192,7 +192,7 @@ class Queue(Reserving):
         for lane in self.every_lane():
             if not any(is_lost(entry.item) for entry in lane.entries) and not lane.getters:
                 continue
-            for getter in lane.getters:
+            for getter in lane.gets:
                 lane.push_back(getter.give_back())
             lost = [entry for entry in lane.entries if is_lost(entry.item)]
             for entry in lost:

@@ -19,7 +19,7 @@ def waits_of(queue: Queue) -> list[Wait]:
     at = now()  # once: those who began in the same moment stay in the order in which they came
     for lane in queue.every_lane():
         found += _describe(queue, lane.putters, "put", at)
-        found += _describe(queue, lane.getters, "get", at)
+        found += _describe(queue, lane.gets, "get", at)
     return sorted(found, key=lambda wait: -wait.seconds)
 
 
@@ -78,7 +78,7 @@ def statistics_of(queue: Queue) -> Statistics:
         get_waits=queue.get_waits,
         get_wait_seconds=queue.get_wait_seconds,
         waiting_putters=sum(len(lane.putters) for lane in lanes),
-        waiting_getters=sum(len(lane.getters) for lane in lanes),
+        waiting_getters=sum(lane.waiting_gets for lane in lanes),
         leases_out=sum(len(lease.entries) for lease in queue.leases.values()),
         redelivered=queue.redelivered,
         unconfirmed=queue.unconfirmed,

@@ -18,7 +18,6 @@ cancelled afterwards gives them back.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 from rlinf_async.channels import endings
@@ -110,8 +109,7 @@ class Serving(Admitting):
         if wait.future.done() and not wait.future.cancelled():
             if wait.future.exception() is None:
                 self.return_entries(wait.lane.key, wait.future.result())
-        elif wait in wait.lane.getters:
-            wait.lane.getters.remove(wait)
+        elif wait.lane.drop(wait):
             wait.lane.push_back(wait.taken)
             self._serve(wait.lane)
 
@@ -143,7 +141,7 @@ class Serving(Admitting):
         while lane.getters:
             wait = lane.getters[0]
             if wait.future.done():  # cancelled; its task has not run yet
-                lane.getters.popleft()
+                lane.drop(wait)
                 lane.push_back(wait.give_back())
                 continue
             if lane.readers and any(reader.end != wait.end for reader in lane.readers):
@@ -154,6 +152,8 @@ class Serving(Admitting):
             if not (full or wait.enough or self._nothing_can_come(lane, wait)):
                 break
             lane.getters.popleft()
+            if lane.further:
+                lane.served(wait)
             if taken := wait.taken:
                 self.gets += len(taken)
                 lane.handed.add(wait)
@@ -173,7 +173,8 @@ class Serving(Admitting):
         if not self.ended or lane.handed or lane.readers:
             return False
         others = {lease.owner for lease in self.leases.values() if lease.key == lane.key}
-        return others - {wait.owner} <= {getter.owner for getter in lane.getters}
+        others.discard(wait.owner)
+        return not others or others <= {getter.owner for getter in lane.gets}
 
     def _after_lease(self, lease: LeaseRecord) -> None:
         """Those who waited for the items of this last lease can see the end now."""
@@ -186,9 +187,7 @@ class Serving(Admitting):
         self, lane: Lane, error: Callable[[str], ChannelError], end: int | None = None
     ) -> None:
         """Raise an error of their own in all waiting gets, or in those of one receiver."""
-        refused = [wait for wait in lane.getters if end is None or wait.end == end]
-        lane.getters = deque(wait for wait in lane.getters if not (end is None or wait.end == end))
-        for wait in refused:
+        for wait in lane.drop_all(end):
             lane.push_back(wait.give_back())
             if not wait.future.done():
                 wait.future.set_exception(error(self.name))

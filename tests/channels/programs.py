@@ -103,7 +103,7 @@ class Program:
         for lane in self.lanes():
             found.update(entry.item for entry in lane.entries)
             found.update(wait.entry.item for wait in lane.putters)
-            found.update(entry.item for wait in lane.getters for entry in wait.taken)
+            found.update(entry.item for wait in lane.gets for entry in wait.taken)
         found.update(entry.item for lease in queue.leases.values() for entry in lease.entries)
         found.update(letter.item for letter in queue.dead_letters)
         for items in self.received.values():
