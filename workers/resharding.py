@@ -98,7 +98,7 @@ class _Exchange:
         self._plan, self._rank, self._states = plan, rank, states
         self._ports, self._number, self._compute = ports, number, compute
         self._bucket_bytes = bucket_bytes
-        self._sent = self._received = self._rounds = self._peak = 0
+        self._sent = self._received = self._rounds = self._peak = self._kept = 0
         self.waits_for = "the other ranks"
         """for whom this rank waits, to be said when it was in vain"""
 
@@ -118,7 +118,7 @@ class _Exchange:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from group.exceptions[0].__cause__
         await self._vote(BucketDamaged, taking.result())
-        return Report(self._sent, self._received, self._rounds, self._peak)
+        return Report(self._sent, self._received, self._rounds, self._peak, self._kept)
 
     def _parts(self) -> list[_Part]:
         from rlinf_async.backends.reshard.executor import limit_of, travels_as
@@ -152,7 +152,8 @@ class _Exchange:
                         await leaving
                     bucket = ShardBucket(self._number, number, now, self._rank, data)
                     leaving = tasks.create_task(self._ports.buckets.put(bucket, key=peer))
-            await self._compute(copy_runs, part.mine.copies, part.state.old, part.state.new)
+            mine, state = part.mine, part.state
+            self._kept += await self._compute(copy_runs, mine.copies, state.old, state.new)
 
     async def _take(self, parts: Sequence[_Part]) -> list[str]:
         """Take this rank's buckets; return what is wrong with them."""

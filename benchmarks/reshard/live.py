@@ -1,6 +1,7 @@
 """A live rescale of a model and its Adam state, dp 2 -> 4 -> 2: one line of JSON.
 
-With ``--memory``: how far the memory of all ranks together rises above old and new shards, by rank.
+With ``--memory``: how far the memory of all ranks together rises above old and new shards (what
+stays in its place counted once), by rank.
 It is read from ``/proc/PID/smaps_rollup`` (proportional set size) while they move, which slows them
 down, so times are measured in another run.
 """
@@ -32,6 +33,8 @@ from benchmarks.reshard.ranks import (
 
 LAUNCHED = 4
 SIZES = (4, 2)
+SIGNS = {"Pss_Anon": 1, "Pss_Shmem": 1, "LazyFree": -1}
+"""lines of ``smaps_rollup`` that count"""
 ENOUGH = 5
 """looks at the memory during a rescale; with fewer, its highest was hardly among them"""
 
@@ -58,7 +61,8 @@ def rescale(rank: int, ranks: int, parameters: float, watched: Path | None) -> d
                 report = manager.rescale(size)
             found[f"to_{size}"] = seconds[0]
             found["bytes"] += report.sent_bytes
-            found[f"held_{size}"] = manager.held_bytes() if manager.active else 0
+            new = manager.held_bytes() if manager.active else 0
+            found[f"new_{size}"] = new - report.kept_bytes
             if watched is not None:
                 _meet(rank, watched, f"moved_{turn}_{size}", f"watched_{turn}_{size}")
         if watched is None or (watched / "enough").exists():
@@ -115,17 +119,17 @@ class Watcher:
     def _memory(self) -> int:
         """Bytes that the ranks themselves have filled, shared pages counted once.
 
-        Not those of files: a library's pages count for less while others on the machine use it.
+        Not those of files: a library's pages count for less while others on the machine use it. Nor
+        what they have given up, which the system has yet to take.
         """
         total = 0
         for process in self._context.processes:
             with contextlib.suppress(OSError):
                 text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
-                total += sum(
-                    int(line.split()[1])
-                    for line in text.splitlines()
-                    if line.startswith(("Pss_Anon:", "Pss_Shmem:"))
-                )
+                for line in text.splitlines():
+                    name, _, rest = line.partition(":")
+                    if name in SIGNS:
+                        total += SIGNS[name] * int(rest.split()[0])
         return total * 1024
 
 
@@ -147,7 +151,7 @@ def main() -> None:
     }
     if asked.memory:
         for size, highest in watcher.highest.items():
-            new = sum(one[f"held_{size}"] for one in found)
+            new = sum(one[f"new_{size}"] for one in found)
             line[f"buckets_per_rank_to_{size}"] = (highest - new) / LAUNCHED / DEFAULT_BUCKET_BYTES
     print(json.dumps(line))
 

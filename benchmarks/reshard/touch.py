@@ -1,8 +1,8 @@
 """What the machine's memory takes of a live rescale: one line of JSON.
 
-The same ranks make room for the same new shards as dp 2 -> 4 -> 2, beside the old ones, and write a
-byte of each page; then the old ones go. Nothing is moved. A live rescale beside it, in processes of
-the same minute, says how much more than that it takes.
+The same ranks make room for the same new shards as dp 2 -> 4 -> 2, and write a byte of each page;
+then the old ones go. Nothing is moved; what a rank keeps lies where it was. A live rescale beside
+it, in processes of the same minute, says how much more than that it takes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlinf_async.backends.reshard import allocate
-from rlinf_async.parallel import FSDP2, Model, Strategy, layout
+from rlinf_async.backends.fsdp.rooms import Shards, sharded_over
+from rlinf_async.backends.reshard import Reservations, allocate
+from rlinf_async.parallel import Model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.reshard.live import LAUNCHED, SIZES, rescale
@@ -31,23 +32,46 @@ def touch(rank: int, ranks: int, parameters: float) -> dict[str, Any]:
     with torch.device("meta"):
         blocks = Blocks(parameters)
     model = Model.of({name: one.shape for name, one in blocks.named_parameters()})
-    held = _touched(model, rank, SIZES[-1])
+    reserved = Reservations()
+    held: list[Shards] = [{} for _ in range(STATES)]
+    _touch_next(model, rank, SIZES[-1], reserved, held)
     found: dict[str, Any] = {"bytes": 0}
     for size in SIZES:
         with timed_together() as seconds:
-            held = _touched(model, rank, size)  # the old ones go when the new ones are there
+            found["bytes"] += _touch_next(model, rank, size, reserved, held)
         found[f"to_{size}"] = seconds[0]
-        found["bytes"] += sum(one.nbytes for one in held)
     return found
 
 
-def _touched(model: Model, rank: int, ranks: int) -> list[Tensor]:
-    """Weights and moments of a rank of so many, each page of them touched."""
-    part = layout(model, Strategy(dp=ranks, sharding=FSDP2()))
-    new = [one for _ in range(STATES) for one in allocate(part, rank, device=CPU).values()]
-    for one in new:
-        one.reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE] = 0
-    return new
+def _touch_next(
+    model: Model, rank: int, ranks: int, reserved: Reservations, held: list[Shards]
+) -> int:
+    """Weights and moments of a rank of so many, each page of them touched, instead of the old ones.
+
+    Returns the bytes that were not there before.
+    """
+    part = sharded_over(model, ranks)
+    old = list(held)
+    for kind, before in enumerate(old):
+        held[kind] = allocate(
+            part, rank, device=CPU, reserved=reserved, kind=str(kind), held=before
+        )
+        for one in held[kind].values():
+            one.reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE] = 0
+    pairs = [
+        (one, before.get(name))
+        for new, before in zip(held, old, strict=True)
+        for name, one in new.items()
+    ]
+    return sum(one.nbytes - _shared(one, before) for one, before in pairs)
+
+
+def _shared(one: Tensor, other: Tensor | None) -> int:
+    """Bytes that two tensors have in common."""
+    if other is None:
+        return 0
+    low = max(one.data_ptr(), other.data_ptr())
+    return max(0, min(one.data_ptr() + one.nbytes, other.data_ptr() + other.nbytes) - low)
 
 
 def main() -> None:

@@ -114,6 +114,8 @@ class RescaleReport(NamedTuple):
     received_bytes: int
     peak_bytes: int
     """the most that buckets took at one time, beside old and new shards"""
+    kept_bytes: int
+    """of the new shards: what was neither copied nor there twice"""
     extras: tuple[bytes, ...]
     """what each of the old active ranks gave as ``extra``"""
 

@@ -69,7 +69,7 @@ class ShardedModelManager(Optimized):
                 f"between 1 and {launched}"
             )
         if launched == 1:
-            return RescaleReport(1, 1, True, 0.0, 0, 0, 0, (extra,))
+            return RescaleReport(1, 1, True, 0.0, 0, 0, 0, 0, (extra,))
         return Rescale(
             self,
             world_size,

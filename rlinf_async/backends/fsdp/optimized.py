@@ -23,14 +23,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rlinf_async.backends.fsdp import offload, ranks
+from rlinf_async.backends.fsdp import offload, ranks, rooms
 from rlinf_async.backends.fsdp.config import ShardingConfig
 from rlinf_async.backends.fsdp.errors import IdleRank, OffloadedError
 from rlinf_async.backends.fsdp.gradients import GradientBuffer
 from rlinf_async.backends.fsdp.groups import Groups
 from rlinf_async.backends.fsdp.optim import LossScaler, lr_factor, parameter_groups
-from rlinf_async.backends.fsdp.sharding import clip_gradients, gradient_sync, shard
+from rlinf_async.backends.fsdp.sharding import (
+    clip_gradients,
+    gradient_sync,
+    shard,
+)
 from rlinf_async.backends.fsdp.skeleton import skeleton_of
+from rlinf_async.backends.reshard import Reservations
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +77,19 @@ class Optimized(ABC):
         """optimizer steps left out because the gradient norm was not finite"""
         self.param_offloaded = False
         self.optimizer_offloaded = False
+        self.reserved = Reservations()
+        """where shards on the CPU are"""
         self._buffers: dict[str, GradientBuffer] = {}
 
     @property
     def active(self) -> bool:
         """This rank holds a part of the model, and trains."""
         return self.rank < self.world_size
+
+    @property
+    def rescales(self) -> bool:
+        """The number of active ranks can change."""
+        return self.groups.launched > 1 and self.cfg.strategy == "fsdp2"
 
     def check_active(self, doing: str) -> None:
         """Raise `IdleRank` on a rank that is not active."""
@@ -98,11 +110,13 @@ class Optimized(ABC):
         """
         module = self.model_provider_func().to(self.device)
         ranks.broadcast_module(module, self.world_size)
-        if self.world_size > 1 and self.cfg.strategy == "fsdp2":
+        if self.rescales:
             self.skeleton = skeleton_of(module)
             self.group = self.groups.launch()
         self._value_names: set[str] = getattr(module, "value_parameter_names", set)()
         self.model = shard(module, self.cfg.strategy, self.world_size, self.device, self.group)
+        if self.rescales:
+            rooms.settle(self)
         self.optimizer = self.build_optimizer(self.model, self.cfg.critic_warmup_steps > 0)
         self.lr_scheduler = self.build_lr_scheduler(self.optimizer)
         self.grad_scaler = self.build_grad_scaler(self.cfg.precision == "float16")
@@ -199,6 +213,8 @@ class Optimized(ABC):
         grad_norm = self._clip(gradient_factor)
         finite = math.isfinite(grad_norm)
         if finite:
+            if self.rescales:
+                rooms.first_moments(self)
             self.optimizer.step()
             self._advance()
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,7 @@ from rlinf_async.backends.checkpoint.reading import read_checkpoint
 from rlinf_async.backends.fsdp import offload, ranks
 from rlinf_async.backends.fsdp.checkpoint import part_of_rank
 from rlinf_async.backends.fsdp.errors import CheckpointError
+from rlinf_async.backends.fsdp.rooms import new_moments
 from rlinf_async.backends.fsdp.state import (
     MODEL,
     OPTIMIZER,
@@ -111,7 +113,7 @@ def _load(manager: ShardedModelManager, folder: Path, *, restore_rng: bool) -> l
         if not own:
             raise CheckpointError(f"{folder} has nothing that a rank kept of its own: {_NOT_OURS}")
     # From here on nothing may fail: half of it would be loaded.
-    load_state(manager.model, manager.optimizer, saved)
+    load_state(manager.model, manager.optimizer, saved, partial(new_moments, manager))
     if manager.optimizer_offloaded:
         offload.move_optimizer(manager.optimizer, torch.device("cpu"))
     progress = own[0].progress

@@ -78,10 +78,17 @@ def fill_optimizer(
     for name, parameter in model.named_parameters():
         if name not in progress.optimizer_steps:
             continue
-        # The fused optimizer keeps the step beside its parameter.
-        count = progress.optimizer_steps[name]
-        step = torch.tensor(count, dtype=torch.float32, device=parameter.device)
-        plain = parameter.detach()
-        optimizer.state[parameter] = {"step": step} | {
-            key: like(plain, shards[name]) for key, shards in stepped.items()
-        }
+        shards = {key: of_kind[name] for key, of_kind in stepped.items()}
+        give_moments(optimizer, parameter, progress.optimizer_steps[name], shards)
+
+
+def give_moments(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, steps: float, shards: Mapping[str, Tensor]
+) -> None:
+    """Make these very shards, by kind, what an optimizer remembers of a parameter."""
+    # The fused optimizer keeps the step beside its parameter.
+    step = torch.tensor(steps, dtype=torch.float32, device=parameter.device)
+    plain = parameter.detach()
+    optimizer.state[parameter] = {"step": step} | {
+        key: like(plain, shard) for key, shard in shards.items()
+    }

@@ -5,7 +5,7 @@
     propose   everyone was asked for the same, and may         -- all agree --> no way back from
     connect   process groups of the new size                                    making groups
     drain     no gradient is left, no parameter is whole
-    build     room for the new shards, beside the old ones
+    build     room for the new shards, beside the old ones but for what stays in place
     move      old shards --buckets--> new shards               (`backends.reshard`)
     verify    model, optimizer and progress of the new size stand ready
               -- all agree, one decides for all --> commit: names are put on what is ready
@@ -249,6 +249,8 @@ class Rescale:
         manager = self._manager
         self._rooms.forget()
         self._standing = None
+        if not manager.active:
+            manager.reserved.give_back()
         if manager.active and not manager.param_offloaded and not manager.has_gradients():
             manager.zero_grad()
 
@@ -264,6 +266,8 @@ class Rescale:
         manager.grad_scaler.factor, manager.grad_scaler.good_steps = progress.scaler
         if manager.active:
             manager.zero_grad()
+        else:
+            manager.reserved.give_back()
         collect_unless_back(before)
         return_to_system()
 
@@ -278,6 +282,7 @@ class Rescale:
             sent_bytes=moved.sent_bytes,
             received_bytes=moved.received_bytes,
             peak_bytes=moved.peak_bytes,
+            kept_bytes=moved.kept_bytes,
             extras=tuple(one.extra for one in self._proposals[: self._old]),
         )
 

@@ -1,7 +1,14 @@
-"""`Rooms`: the new shards of a model whose number of ranks changes, beside the old ones."""
+"""Room for the shards of a model: when it is built, stepped first or loaded, and, as `Rooms`, for
+those of another number of ranks beside the ones there are.
+
+On the CPU a shard has its place by where it is in the whole tensor (`reshard.reserved`), so that
+what a rank keeps in a rescale stays where it is. Parameters and moments are put in their places
+from the beginning; those that came to lie elsewhere are copied there by the next rescale.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -10,15 +17,19 @@ from torch import Tensor
 
 from rlinf_async.backends.fsdp import skeleton
 from rlinf_async.backends.fsdp.groups import order_of
-from rlinf_async.backends.fsdp.progress import moments
+from rlinf_async.backends.fsdp.progress import give_moments, moments
+from rlinf_async.backends.fsdp.sharding import local_shard
 from rlinf_async.backends.fsdp.state import MOMENTS
 from rlinf_async.backends.reshard import Report, State, allocate, reshard
 from rlinf_async.parallel import FSDP2, Layout, Model, Plan, Strategy, layout, plan
 
 if TYPE_CHECKING:
     from rlinf_async.backends.fsdp.manager import ShardedModelManager
+    from rlinf_async.backends.fsdp.optimized import Optimized
 
 Shards = dict[str, Tensor]
+WEIGHTS = "weights"
+"""what `reserved` calls parameters; moments have their names in the optimizer's state"""
 
 
 class Rooms:
@@ -40,13 +51,14 @@ class Rooms:
         manager = self._manager
         whole = skeleton.described(manager.skeleton)
         held = skeleton.shards_of(manager.model) if manager.active else {}
-        self.weights = self._room(whole, held, frozenset(one.name for one in whole.parameters))
+        everything = frozenset(one.name for one in whole.parameters)
+        self.weights = self._room(WEIGHTS, whole, held, everything)
         if stepped:
             for key in MOMENTS:
-                self.moments[key] = self._room(whole, moments(manager, key), stepped)
+                self.moments[key] = self._room(key, whole, moments(manager, key), stepped)
         for name, kept in manager.kept.items():
             trained = frozenset(name for name, _ in manager.skeleton.named_parameters())
-            self.kept[name] = self._room(whole, kept, trained, torch.device("cpu"))
+            self.kept[name] = self._room(f"kept {name}", whole, kept, trained, torch.device("cpu"))
 
     def fill(self, bucket_bytes: int, timeout: timedelta) -> Report:
         """Move the old shards in. Collective; raises what `reshard` does."""
@@ -65,6 +77,7 @@ class Rooms:
 
     def _room(
         self,
+        kind: str,
         whole: Model,
         held: Shards,
         names: frozenset[str],
@@ -77,9 +90,62 @@ class Rooms:
             made = plan(sharded_over(part, self._old), sharded_over(part, self._new))
             self._moves[names] = made, []
         made, states = self._moves[names]
-        new = allocate(made.new, manager.rank, device=device or manager.device)
+        new = allocate(
+            made.new,
+            manager.rank,
+            device=device or manager.device,
+            reserved=manager.reserved,
+            kind=kind,
+            held=held,
+        )
         states.append(State(held, new))
         return new
+
+
+def settle(member: Optimized) -> None:
+    """Put the parameters of a newly sharded model in their places."""
+    if member.device.type != "cpu":
+        return
+    held = skeleton.shards_of(member.model)
+    names = [name for name, _ in member.skeleton.named_parameters()]
+    places = _places(member, WEIGHTS, names, member.device)
+    for name, place in places.items():
+        place.copy_(held[name])
+    skeleton.put_in(member.model, places)
+
+
+def first_moments(member: Optimized) -> None:
+    """Make the moments of parameters that are about to be stepped for the first time.
+
+    As torch would, which does not ask where.
+    """
+    named, state = member.model.named_parameters(), member.optimizer.state
+    new_moments(member, {n: p for n, p in named if p.grad is not None and p not in state})
+
+
+def new_moments(member: Optimized, parameters: Mapping[str, Tensor]) -> None:
+    """Give the optimizer zero moments of these parameters, by name, which have none."""
+    made: dict[str, Shards] = {}
+    for kind in MOMENTS if parameters else ():
+        if member.rescales:
+            made[kind] = _places(member, kind, parameters, next(iter(parameters.values())).device)
+        else:
+            made[kind] = {n: torch.empty_like(local_shard(p)) for n, p in parameters.items()}
+        for one in made[kind].values():
+            one.zero_()
+    for name, one in parameters.items():
+        give_moments(member.optimizer, one, 0.0, {kind: made[kind][name] for kind in MOMENTS})
+
+
+def _places(member: Optimized, kind: str, names: Iterable[str], device: torch.device) -> Shards:
+    part = skeleton.only(skeleton.described(member.skeleton), frozenset(names))
+    return allocate(
+        sharded_over(part, member.world_size),
+        member.rank,
+        device=device,
+        reserved=member.reserved,
+        kind=kind,
+    )
 
 
 def sharded_over(model: Model, ranks: int) -> Layout:

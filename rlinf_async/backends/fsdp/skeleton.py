@@ -71,18 +71,23 @@ def put_together(
 ) -> nn.Module:
     """Return a model over ``world_size`` ranks (FSDP2) that holds these very shards."""
     model = shard(copy.deepcopy(skeleton), "fsdp2", world_size, device, group)
+    put_in(model, shards)
+    return model
+
+
+def put_in(model: nn.Module, shards: Mapping[str, Tensor]) -> None:
+    """Make these very shards the parameters and buffers of a sharded model, by name."""
+    parts = (*model.named_parameters(), *model.named_buffers())
     # By identity, so that a tied parameter is one parameter again.
-    parameters = {id(one): like(one, shards[name]) for name, one in model.named_parameters()}
-    buffers = {id(one): shards[name] for name, one in model.named_buffers()}
+    new = {id(one): like(one, shards[name]) for name, one in parts if name in shards}
     for module in model.modules():
-        for table, made in ((module._parameters, parameters), (module._buffers, buffers)):
+        for table in (module._parameters, module._buffers):
             for name, one in table.items():
-                if one is not None:
-                    table[name] = made[id(one)]  # type: ignore[assignment]
+                if id(one) in new:
+                    table[name] = new[id(one)]
     # FSDP looks at what was put in after loading, and pads the shards of uneven parameters. Left to
     # the first forward pass, it would take their storage away from whoever has a view of it.
     model.load_state_dict({}, strict=False)
-    return model
 
 
 def like(target: Tensor, local: Tensor) -> Any:

@@ -6,7 +6,7 @@ shards. Filling the values and calling `load_state` makes them the state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from rlinf_async.backends.fsdp.errors import CheckpointError
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 MODEL, OPTIMIZER = "model.", "optimizer."
+NewMoments = Callable[[Mapping[str, Tensor]], None]
+"""gives the optimizer zero moments of these parameters"""
 MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 """what AdamW keeps of each parameter, besides the step"""
 
@@ -69,7 +71,9 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     }
 
 
-def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Saved) -> None:
+def load_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Saved, new_moments: NewMoments
+) -> None:
     """Make a checkpoint the state of model and optimizer, under the sharding there is now.
 
     Collective for FSDP1. Call `check_state` first.
@@ -82,7 +86,7 @@ def load_state(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Saved)
         set_model_state_dict(model, dict(present))
         _load_moments_fsdp1(model, optimizer, moments)
     else:
-        _load_moments(model, optimizer, moments)
+        _load_moments(model, optimizer, moments, new_moments)
 
 
 def check_state(model: nn.Module, saved: Saved) -> None:
@@ -123,19 +127,19 @@ def _weights(model: nn.Module, saved: Saved) -> dict[str, SavedTensor]:
 
 
 def _load_moments(
-    model: nn.Module, optimizer: torch.optim.Optimizer, moments: Mapping[str, SavedTensor]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    moments: Mapping[str, SavedTensor],
+    new_moments: NewMoments,
 ) -> None:
     optimizer.state.clear()
-    for name, parameter in model.named_parameters():
-        if f"{name}.step" not in moments:
-            continue
-        # The fused optimizer keeps the step beside its parameter.
-        step = moments[f"{name}.step"].whole().clone().to(parameter.device)
-        optimizer.state[parameter]["step"] = step
+    stepped = {name: one for name, one in model.named_parameters() if f"{name}.step" in moments}
+    new_moments(stepped)
+    for name, parameter in stepped.items():
+        state = optimizer.state[parameter]
+        state["step"].copy_(moments[f"{name}.step"].whole())
         for key in MOMENTS:
-            moment = torch.zeros_like(parameter, requires_grad=False)
-            fill(moment, moments[f"{name}.{key}"])
-            optimizer.state[parameter][key] = moment
+            fill(state[key], moments[f"{name}.{key}"])
 
 
 def _load_moments_fsdp1(

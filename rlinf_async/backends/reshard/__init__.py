@@ -8,6 +8,7 @@ from rlinf_async.backends.reshard.errors import (
     ReshardError,
 )
 from rlinf_async.backends.reshard.executor import Report, State, allocate, reshard
+from rlinf_async.backends.reshard.reserved import Reservations
 
 __all__ = [
     "BucketDamaged",
@@ -15,6 +16,7 @@ __all__ = [
     "NotAgreed",
     "PeerLost",
     "Report",
+    "Reservations",
     "ReshardError",
     "State",
     "allocate",

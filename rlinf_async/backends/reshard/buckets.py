@@ -88,6 +88,17 @@ def window(buffer: Tensor, where: View) -> Tensor:
     return torch.as_strided(buffer.detach(), where.size, where.stride, base + where.offset)
 
 
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same memory, seen in the same way."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.device == other.device
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )
+
+
 def copy(target: Tensor, source: Tensor) -> None:
     """Copy elements into others of the same shape."""
     alike = target.dtype == source.dtype and target.device == source.device

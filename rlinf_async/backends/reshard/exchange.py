@@ -26,7 +26,7 @@ class Exchange:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.damaged: list[str] = []
-        self.sent = self.received = self.rounds = 0
+        self.sent = self.received = self.rounds = self.kept = 0
 
     def run(
         self,
@@ -45,12 +45,12 @@ class Exchange:
             incoming = by_peer(receives.get(now, ()), "source_rank")
             self._transport.begin(now, outgoing, incoming, old, dtype_of)
             self.sent += sum(buckets.bucket_bytes(runs, dtype_of) for runs in outgoing.values())
-            copy_runs(islice(copies, share), old, new)
+            self.kept += copy_runs(islice(copies, share), old, new)
             for peer, bucket in self._transport.arrivals(now, incoming, dtype_of):
                 if not buckets.unpack(bucket, incoming[peer], new, dtype_of, now):
                     self.damaged.append(damage(peer, now, incoming[peer]))
                 self.received += len(bucket)
-        copy_runs(copies, old, new)
+        self.kept += copy_runs(copies, old, new)
         self._transport.finish()
         self.rounds += len(rounds)
 
@@ -99,11 +99,17 @@ def vote(
         raise NotAgreed(f"resharding failed on rank {failed}; see that rank's error")
 
 
-def copy_runs(runs: Iterable[Run], old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-    """Copy what stays on a rank."""
+def copy_runs(runs: Iterable[Run], old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> int:
+    """Copy what stays on a rank; return the bytes of what also stays where it is."""
+    kept = 0
     for run in runs:
         source = window(old[run.source.buffer], run.source)
-        buckets.copy(window(new[run.target.buffer], run.target), source)
+        target = window(new[run.target.buffer], run.target)
+        if buckets.is_same(target, source):
+            kept += target.nbytes
+        else:
+            buckets.copy(target, source)
+    return kept
 
 
 def by_round(runs: Iterable[Run]) -> dict[int, list[Run]]:

@@ -17,6 +17,7 @@ shards a rank has at most ``bucket_bytes`` of buckets, and at most 16 bytes of p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -29,6 +30,7 @@ from rlinf_async.backends.reshard.buckets import DtypeOf
 from rlinf_async.backends.reshard.errors import BucketDamaged, BuffersDiffer
 from rlinf_async.backends.reshard.exchange import Exchange, most_sent, vote
 from rlinf_async.backends.reshard.memory import untouched
+from rlinf_async.backends.reshard.reserved import Reservations
 from rlinf_async.backends.reshard.shared_memory import meet
 from rlinf_async.backends.reshard.transports import Collective, Transport
 from rlinf_async.parallel import Buffer, Layout, Plan, RankPlan, Run, in_rounds
@@ -58,19 +60,38 @@ class Report(NamedTuple):
     rounds: int
     peak_bytes: int
     """the most that buckets took at one time"""
+    kept_bytes: int
+    """of the new buffers: what lay in its place already"""
 
 
 def allocate(
-    layout: Layout, rank: int, *, device: torch.device, dtype: torch.dtype | None = None
+    layout: Layout,
+    rank: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    reserved: Reservations | None = None,
+    kind: str = "",
+    held: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Return the buffers of a rank, to be filled; those with padding are zero.
 
-    ``dtype`` replaces that of the layout (float32 moments of bfloat16 weights).
+    ``dtype`` replaces that of the layout (float32 moments of bfloat16 weights). Buffers on the CPU
+    that are a range of one tensor lie in its place among ``reserved``, as ``kind``; what they share
+    with those of ``held``, this rank's present ones, is there already.
     """
-    return {
-        one.name: _empty(one, device, dtype or getattr(torch, one.dtype))
-        for one in layout.of_rank(rank)
-    }
+    found: dict[str, Tensor] = {}
+    shapes = {one.name: one.shape for one in layout.tensors}
+    for one in layout.of_rank(rank):
+        as_ = dtype or getattr(torch, one.dtype)
+        first = _first(one, shapes)
+        if reserved is None or device.type != "cpu" or first is None:
+            found[one.name] = _empty(one, device, as_)
+        else:
+            [piece] = one.pieces
+            whole, now = shapes[piece.tensor], (held or {}).get(one.name)
+            found[one.name] = reserved.room(kind, one.name, whole, first, one.shape, as_, now)
+    return found
 
 
 def reshard(
@@ -113,7 +134,7 @@ def reshard(
         vote(damage, group, device, timeout)
     finally:
         transport.close()
-    return Report(exchange.sent, exchange.received, exchange.rounds, transport.peak)
+    return Report(exchange.sent, exchange.received, exchange.rounds, transport.peak, exchange.kept)
 
 
 def _parts(
@@ -173,6 +194,17 @@ def faults_of(plan: Plan, mine: RankPlan, state: State) -> Iterable[str]:
 def _empty(one: Buffer, device: torch.device, dtype: torch.dtype) -> Tensor:
     made = untouched(one.shape, dtype, device)
     return made.zero_() if _is_padded(one) else made
+
+
+def _first(one: Buffer, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+    """Return the first element of the tensor of which a buffer is a range; None if it is not."""
+    if len(one.pieces) != 1:
+        return None
+    [piece] = one.pieces
+    whole = shapes[piece.tensor]
+    if one.shape != piece.size or piece.size[1:] != whole[1:]:
+        return None
+    return piece.start[0] * math.prod(whole[1:]) if whole else 0
 
 
 def _is_padded(one: Buffer) -> bool:

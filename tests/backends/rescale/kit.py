@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
 from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.policies.config import PolicyConfig
+from rlinf_async.backends.reshard import memory
 from rlinf_async.messages.embodied import Floats, Trajectory
 from tests.backends.language.kit import micro_batches, samples, trainer_config
 
@@ -32,6 +34,15 @@ TRAJECTORIES, STEPS, ENVS, OBSERVATION, ACTION = 12, 6, 2, 5, 2
 EPOCHS = 2
 
 Numbers = list[float]
+
+
+def small_shards_too() -> None:
+    """Let this process treat small shards as large ones: each in its place of the whole tensor.
+
+    What they leave is gone at once, as if the system were always short of memory.
+    """
+    memory.WORTH_IT = 1
+    vars(mmap)["MADV_FREE"] = mmap.MADV_DONTNEED
 
 
 def language_config() -> LanguageTrainerConfig:

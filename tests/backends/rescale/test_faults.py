@@ -22,7 +22,14 @@ from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.fsdp.rescale import Rescale
 from rlinf_async.backends.reshard import PeerLost, buckets
 from tests.backends.fsdp_helpers import exit_codes, in_processes, save_result
-from tests.backends.rescale.kit import BUCKET, LIMIT, Numbers, language_step, language_trainer
+from tests.backends.rescale.kit import (
+    BUCKET,
+    LIMIT,
+    Numbers,
+    language_step,
+    language_trainer,
+    small_shards_too,
+)
 
 pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
 
@@ -83,6 +90,7 @@ def nothing_to_mend() -> None:
 
 def faults(rank: int, world_size: int, folder: Path) -> None:
     """A fault, an optimizer step, the next fault, ...; then a rescale that goes well."""
+    small_shards_too()
     trainer = language_trainer(world_size, rank)
     outcomes: list[tuple[str, str, int]] = []
     numbers: list[Numbers] = []

@@ -15,7 +15,7 @@ from tests.backends.fsdp_helpers import (
     set_up,
     train_steps,
 )
-from tests.backends.rescale.kit import BUCKET, LIMIT
+from tests.backends.rescale.kit import BUCKET, LIMIT, small_shards_too
 
 pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
 
@@ -25,6 +25,7 @@ SCALER = (2.0**9, 7)
 
 def meanwhile(rank: int, world_size: int, folder: Path) -> None:
     """Two of four ranks train in float16; a checkpoint of theirs is written while all join."""
+    small_shards_too()
     manager = set_up(config(precision="float16"), world_size, rank)
     manager.rescale(2, timeout=LIMIT, bucket_bytes=BUCKET)
     if manager.active:

@@ -15,7 +15,6 @@ from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
 from rlinf_async.backends.fsdp.errors import FSDPError
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.fsdp.manager import ShardedModelManager
-from rlinf_async.backends.reshard import memory
 from rlinf_async.weights import unpack
 from tests.backends.fsdp_helpers import config as policy_config
 from tests.backends.fsdp_helpers import in_processes, save_result, set_up
@@ -31,6 +30,7 @@ from tests.backends.rescale.kit import (
     language_step,
     language_trainer,
     mean_over_ranks,
+    small_shards_too,
 )
 
 pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
@@ -97,7 +97,7 @@ def held_bytes(manager: ShardedModelManager) -> int:
 
 
 def everything(rank: int, world_size: int, folder: Path) -> None:
-    memory.WORTH_IT = 1  # all new shards are mappings, as large ones are
+    small_shards_too()
     language, embodied = language_trainer(world_size, rank), embodied_trainer(world_size, rank)
     warming = embodied_trainer(world_size, rank, WARMUP)
     result: dict[str, Any] = {
