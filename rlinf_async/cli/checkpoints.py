@@ -11,7 +11,7 @@ import click
 
 from rlinf_async.config import UsageError
 
-GIB = 1024**3
+UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 _folder = click.Path(path_type=pathlib.Path)
 
@@ -52,15 +52,16 @@ def export(
 
         from rlinf_async.backends.checkpoint.exporting import Export
 
-        made = Export(
-            checkpoint,
-            dtype=None if dtype is None else getattr(torch, dtype),
-            model=model,
-            shard_bytes=max(1, int(shard_size * 1e9)),
-        )
+        with _checking(checkpoint):
+            made = Export(
+                checkpoint,
+                dtype=None if dtype is None else getattr(torch, dtype),
+                model=model,
+                shard_bytes=max(1, int(shard_size * 1e9)),
+            )
         with _progress("exporting", made.total_bytes) as advance:
             done = made.run(out, advance)
-    click.echo(f"{out}: {done.tensors} tensors, {done.bytes / GIB:.2f} GiB")
+    click.echo(f"{out}: {done.tensors} tensors, {_size(done.bytes)}")
 
 
 @click.command(short_help="Write a checkpoint anew, for another number of ranks.")
@@ -83,10 +84,11 @@ def reshard(checkpoint: pathlib.Path, out: pathlib.Path, dp: int, tp: int) -> No
     with _as_usage(checkpoint, out):
         from rlinf_async.backends.checkpoint.resharding import Resharding
 
-        made = Resharding(checkpoint, dp=dp, tp=tp)
+        with _checking(checkpoint):
+            made = Resharding(checkpoint, dp=dp, tp=tp)
         with _progress(f"resharding to dp={dp} tp={tp}", made.total_bytes) as advance:
             done = made.run(out, advance)
-    click.echo(f"{out}: {done.ranks} ranks (dp={dp} tp={tp}), {done.bytes / GIB:.2f} GiB")
+    click.echo(f"{out}: {done.ranks} ranks (dp={dp} tp={tp}), {_size(done.bytes)}")
     for what, names in (("cut too", done.cut), ("copied", done.copied)):
         if names:
             click.echo(f"{what}: {', '.join(names)}")
@@ -119,6 +121,25 @@ def _as_usage(source: pathlib.Path, out: pathlib.Path) -> Iterator[None]:
         if isinstance(error, (CheckpointError, ParallelError)):
             raise UsageError(str(error)) from error
         raise
+
+
+@contextlib.contextmanager
+def _checking(checkpoint: pathlib.Path) -> Iterator[None]:
+    """Say in a terminal that every byte of the checkpoint is read before anything is written."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(f"checking {checkpoint}"):
+        yield
+
+
+def _size(count: int) -> str:
+    """A number of bytes in the unit that a person would choose."""
+    power = next(at for at in (3, 2, 1, 0) if count >= 1024**at or at == 0)
+    return f"{count / 1024**power:.{2 if power else 0}f} {UNITS[power]}"
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
@@ -30,7 +31,11 @@ def test_the_newest_checkpoint_of_a_run_is_exported(
 ) -> None:
     code, out, err = command_line.run("export", run, tmp_path / "out", "--dtype", "bfloat16")
     assert (code, err) == (0, "")
-    assert out == f"{tmp_path / 'out'}: 24 tensors, 0.00 GiB\n"
+    size = (tmp_path / "out" / "model.safetensors").stat().st_size / 1024
+    found = re.fullmatch(r"(.*): 24 tensors, (\d+\.\d\d) KiB\n", out)
+    assert found is not None
+    assert found[1] == str(tmp_path / "out")
+    assert size - 4 < float(found[2]) < size  # but for the header
     names = {one.name for one in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
 
@@ -40,9 +45,32 @@ def test_a_checkpoint_is_cut_there_and_back(
 ) -> None:
     first = run / "checkpoints" / "version-000001"
     code, out, _ = command_line.run("reshard", first, tmp_path / "a", "--dp", 3, "--tp", 2)
-    assert (code, out) == (0, f"{tmp_path / 'a'}: 6 ranks (dp=3 tp=2), 0.00 GiB\n")
+    assert code == 0
+    assert re.fullmatch(rf"{tmp_path}/a: 6 ranks \(dp=3 tp=2\), \d+\.\d\d [KM]iB\n", out)
     assert command_line.run("reshard", tmp_path / "a", tmp_path / "b")[0] == 0
     assert_same_tensors(tmp_path / "b", first)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "doing"),
+    [(("reshard", "--dp", 2), "resharding to dp=2 tp=1"), (("export",), "exporting")],
+)
+def test_a_terminal_shows_that_it_is_checked_and_how_much_of_it_is_done(
+    command_line: CommandLine,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[object, ...],
+    doing: str,
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    code, _, err = command_line.run(arguments[0], run, tmp_path / "out", *arguments[1:])
+    assert code == 0
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", err)
+    assert f"checking {run}" in plain
+    assert doing in plain.partition("checking")[2]
+    assert "100" in plain or "0:00:00" in plain
 
 
 def test_what_lies_beside_a_checkpoint_goes_along(

@@ -37,6 +37,7 @@ from rlinf_async.backends.checkpoint.metadata import (
 LATEST = "latest.json"
 """beside a run's checkpoints: which of them the run goes on from"""
 
+_NUMBERED = re.compile(r"version-\d+")
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<what>partial|previous|beside)")
 
 
@@ -268,4 +269,5 @@ def clean(checkpoints: Path) -> None:
 
 
 def _is_numbered(name: str) -> bool:
-    return name.startswith("version-")
+    # Somebody's copy of one (``version-000010-four``) is not the run's to remove.
+    return _NUMBERED.fullmatch(name) is not None
