@@ -25,7 +25,17 @@ class RescalableToy(ToyTrainer):
     def rescale(
         self, world_size: int, *, timeout: float, bucket_bytes: int, objection: str = ""
     ) -> RescaleReport:
-        return RescaleReport(2, world_size, self.rank < world_size, 0.0, 0, 0, 0, ())
+        return RescaleReport(
+            old_world_size=2,
+            new_world_size=world_size,
+            active=self.rank < world_size,
+            seconds=0.0,
+            sent_bytes=0,
+            received_bytes=0,
+            peak_bytes=0,
+            kept_bytes=0,
+            extras=(),
+        )
 
     def sit_out(self) -> None:
         self.version += 1
