@@ -13,7 +13,6 @@ checkpoints of their architecture have. One tensor at a time is in memory.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +33,13 @@ from rlinf_async.backends.checkpoint.language_model import (
 )
 from rlinf_async.backends.checkpoint.reading import Saved, read_checkpoint
 from rlinf_async.backends.checkpoint.streaming import Advance, new_folder, write_tensors
-from rlinf_async.backends.checkpoint.tensor_file import DTYPES, Entry, header, in_file_order
+from rlinf_async.backends.checkpoint.tensor_file import (
+    DTYPES,
+    Entry,
+    header,
+    in_file_order,
+    write_file,
+)
 from rlinf_async.parallel import Strategy, layout
 from rlinf_async.parallel.decoders import huggingface
 
@@ -101,8 +106,8 @@ class Export:
                 self._write_index(folder, places)
             for name, source in self._files.items():
                 if name != CONFIG:
-                    shutil.copyfile(source, folder / name)
-            (folder / CONFIG).write_bytes(_pretty(self._described()))
+                    write_file(folder, name, source.read_bytes())
+            write_file(folder, CONFIG, _pretty(self._described()))
         return Exported(out, len(self._cuts), self.total_bytes)
 
     def _make(self, entry: Entry) -> Tensor:
@@ -131,7 +136,7 @@ class Export:
 
     def _write_index(self, folder: Path, places: dict[str, str]) -> None:
         index = {"metadata": {"total_size": self.total_bytes}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_bytes(_pretty(index))
+        write_file(folder, "model.safetensors.index.json", _pretty(index))
 
     def _described(self) -> dict[str, Any]:
         """The configuration, with the dtype of what was written."""

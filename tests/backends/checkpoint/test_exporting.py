@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,23 @@ def test_large_models_are_cut_into_files_with_an_index(run: Any, tmp_path: Path)
     expected = trainer.manager.language.state_dict()
     for name, one in model.state_dict().items():
         assert torch.equal(one, expected[name].to(torch.bfloat16)), name
+
+
+def test_every_file_is_on_the_disk_before_the_folder_has_its_name(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[str] = set()
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        if not (tmp_path / "out").exists():
+            synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    Export(run[1], shard_bytes=60_000).run(tmp_path / "out")
+    assert {one.name for one in (tmp_path / "out").iterdir()} <= synced
+    assert ".out.partial" in synced
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
