@@ -40,6 +40,9 @@ WORTH_LARGE_PAGES = 2 * LARGE_PAGE
 NO_RESERVE = 0x4000
 """of Linux: address space, of which only a part will be used; Python 3.11 has no name for it"""
 
+GIVEN_UP: int | None = getattr(mmap, "MADV_FREE", None)
+"""what the system is told of what nobody looks at; None where it cannot be, nor shards in place"""
+
 _lock = threading.RLock()
 """One for all, and entered again: shards end in any thread, and amid anything (garbage collection).
 """
@@ -72,7 +75,7 @@ class Reservations:
         size = math.prod(whole) * dtype.itemsize
         low = first * dtype.itemsize
         high = low + math.prod(shape) * dtype.itemsize
-        if size >= memory.WORTH_IT and high > low and hasattr(mmap, "MADV_FREE"):
+        if size >= memory.WORTH_IT and high > low and GIVEN_UP is not None:
             reserved = self._tensors.get((kind, name))
             if reserved is None or reserved.size != size:
                 reserved = self._tensors[kind, name] = _Reserved(size)
@@ -132,13 +135,14 @@ class _Reserved:
 
     def _let_go(self, ticket: int) -> None:
         assert self._memory is not None
+        assert GIVEN_UP is not None
         with _lock:
             low, high = self._taken.pop(ticket)
             for a, b in _without(low, high, self._taken.values()):
                 begin = -(-a // mmap.PAGESIZE) * mmap.PAGESIZE
                 length = b // mmap.PAGESIZE * mmap.PAGESIZE - begin
                 if length > 0:
-                    _advise(self._memory, mmap.MADV_FREE, self._base + begin, length)
+                    _advise(self._memory, GIVEN_UP, self._base + begin, length)
 
 
 def _address_space(size: int) -> mmap.mmap:

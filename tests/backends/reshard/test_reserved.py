@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlinf_async.backends.reshard import Reservations
+from rlinf_async.backends.reshard import Reservations, reserved
 
 MEGABYTE = 1 << 20
 KEPT_HERE = "w", "a"
@@ -24,7 +24,7 @@ KEPT_HERE = "w", "a"
 @pytest.fixture(autouse=True)
 def given_up_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system takes at once what it may take at any time."""
-    monkeypatch.setattr(mmap, "MADV_FREE", mmap.MADV_DONTNEED)
+    monkeypatch.setattr(reserved, "GIVEN_UP", mmap.MADV_DONTNEED)
 
 
 class Rank:
