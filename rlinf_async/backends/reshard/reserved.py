@@ -23,6 +23,8 @@ import contextlib
 import itertools
 import math
 import mmap
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -40,12 +42,21 @@ WORTH_LARGE_PAGES = 2 * LARGE_PAGE
 NO_RESERVE = 0x4000
 """of Linux: address space, of which only a part will be used; Python 3.11 has no name for it"""
 
-GIVEN_UP: int | None = getattr(mmap, "MADV_FREE", None)
+GIVEN_UP: int | None = mmap.MADV_FREE if sys.platform == "linux" else None
 """what the system is told of what nobody looks at; None where it cannot be, nor shards in place"""
 
 _lock = threading.RLock()
 """One for all, and entered again: shards end in any thread, and amid anything (garbage collection).
 """
+
+
+def _renew_lock() -> None:
+    """In a forked process nobody is left who could release it."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Reservations:
@@ -79,7 +90,7 @@ class Reservations:
             reserved = self._tensors.get((kind, name))
             if reserved is None or reserved.size != size:
                 reserved = self._tensors[kind, name] = _Reserved(size)
-            given = reserved.take(low, high, held)
+            given = reserved.take(low, high, dtype, held)
             if given is not None:
                 return torch.frombuffer(given, dtype=dtype).view(tuple(shape))
         return memory.untouched(shape, dtype, torch.device("cpu"))
@@ -105,18 +116,24 @@ class _Reserved:
             return
         begin = int(np.frombuffer(self._memory, np.uint8).__array_interface__["data"][0])
         self._base = -begin % LARGE_PAGE
+        # Where the system makes all pages large by itself, those at a shard's edges too.
+        _advise(self._memory, mmap.MADV_NOHUGEPAGE, 0, len(self._memory))
         self._address = begin + self._base
 
-    def take(self, low: int, high: int, held: Tensor | None) -> memoryview | None:
+    def take(
+        self, low: int, high: int, dtype: torch.dtype, held: Tensor | None
+    ) -> memoryview | None:
         """Return these bytes, until nobody looks at them; None where they are not to be had."""
         if self._memory is None:
             return None
         kept = None
-        if held is not None:
+        if held is not None and held.dtype == dtype:
             start = held.data_ptr() - self._address
             kept = (start, start + held.nbytes)
         with _lock:
-            if any(a < high and low < b and (a, b) != kept for a, b in self._taken.values()):
+            # A copy: a garbage collection in here may end shards of the same tensor.
+            taken = list(self._taken.values())
+            if any(a < high and low < b and (a, b) != kept for a, b in taken):
                 return None
             ticket = next(self._tickets)
             self._taken[ticket] = low, high
@@ -138,7 +155,7 @@ class _Reserved:
         assert GIVEN_UP is not None
         with _lock:
             low, high = self._taken.pop(ticket)
-            for a, b in _without(low, high, self._taken.values()):
+            for a, b in _without(low, high, list(self._taken.values())):
                 begin = -(-a // mmap.PAGESIZE) * mmap.PAGESIZE
                 length = b // mmap.PAGESIZE * mmap.PAGESIZE - begin
                 if length > 0:

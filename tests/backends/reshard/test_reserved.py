@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import mmap
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -180,6 +182,61 @@ def test_shards_end_in_any_thread_and_in_a_garbage_collection() -> None:
     collector.start()
     collector.join()
     assert rank.hold(0, 96).data_ptr() == begin
+
+
+def test_a_garbage_collection_amid_it_all_ends_other_shards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(8192, 4096)
+    circle: list[Any] = [rank.room(4096, 8192)]
+    circle.append(circle)
+    begin = circle[0].data_ptr()
+    del circle
+    advise = reserved._advise
+
+    def collect(*given: Any) -> None:
+        gc.collect()
+        advise(*given)
+
+    gc.disable()
+    try:
+        monkeypatch.setattr(reserved, "_advise", collect)
+        rank.hold(0, 4096)
+        rank.hold(0, 2048)
+    finally:
+        gc.enable()
+    assert rank.room(4096, 8192).data_ptr() == begin
+
+
+def test_a_forked_process_lets_shards_go_while_its_parents_thread_did_too() -> None:
+    script = """
+import os, threading, torch
+from rlinf_async.backends.reshard import Reservations, reserved
+shard = Reservations().room("w", "a", (1024, 1024), 0, (512, 1024), torch.float32)
+held, forked = threading.Event(), threading.Event()
+def hold():
+    with reserved._lock:
+        held.set()
+        forked.wait()
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+if not child:
+    del shard
+    os._exit(0)
+forked.set()
+raise SystemExit(os.waitpid(child, 0)[1])
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=240)
+
+
+def test_a_shard_of_another_dtype_lies_elsewhere() -> None:
+    """Its bytes would be others, and the old shard is needed until the new one stands."""
+    reservations, shape = Reservations(), (1024, 1024)
+    old = reservations.room(*KEPT_HERE, shape, 0, shape, torch.bfloat16).fill_(3.0)
+    new = reservations.room(*KEPT_HERE, shape, 0, shape, torch.float16, old)
+    new.copy_(old)
+    assert (old == 3.0).all()
 
 
 def test_without_address_space_shards_come_from_elsewhere(
