@@ -119,7 +119,10 @@ def first_moments(member: Optimized) -> None:
 
     As torch would, which does not ask where.
     """
-    named, state = member.model.named_parameters(), member.optimizer.state
+    optimizer = member.optimizer
+    if len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups):
+        return  # nearly always
+    named, state = member.model.named_parameters(), optimizer.state
     new_moments(member, {n: p for n, p in named if p.grad is not None and p not in state})
 
 
