@@ -37,7 +37,8 @@ def test_a_live_rescale_gives_back_what_was_there_and_its_memory_is_measured_in_
 
 def test_new_shards_are_touched_alone_beside_a_live_rescale(tmp_path: Path) -> None:
     found = run("touch.py", tmp_path)
-    assert found["touched_bytes"] == 2 * 3 * 4 * 2**24  # all of the state, on the way up and down
+    # Half of the state, on the way up and down: the rest lies where it was.
+    assert found["touched_bytes"] == 2 * 3 * 4 * 2**23
     assert found["seconds"] == pytest.approx(found["seconds_2_to_4"] + found["seconds_4_to_2"])
     assert found["live_over_touch"] == pytest.approx(found["live_seconds"] / found["seconds"])
 
