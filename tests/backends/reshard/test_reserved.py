@@ -210,7 +210,7 @@ def test_a_garbage_collection_amid_it_all_ends_other_shards(
 
 def test_a_forked_process_lets_shards_go_while_its_parents_thread_did_too() -> None:
     script = """
-import os, threading, torch
+import os, signal, threading, torch
 from rlinf_async.backends.reshard import Reservations, reserved
 shard = Reservations().room("w", "a", (1024, 1024), 0, (512, 1024), torch.float32)
 held, forked = threading.Event(), threading.Event()
@@ -222,6 +222,7 @@ threading.Thread(target=hold).start()
 held.wait()
 child = os.fork()
 if not child:
+    signal.alarm(200)  # and no orphan waits for ever
     del shard
     os._exit(0)
 forked.set()
