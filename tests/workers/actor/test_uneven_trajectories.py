@@ -11,7 +11,7 @@ from rlinf_async.backends import registry
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.parallel import Strategy
 from rlinf_async.workers.actor import TrainingPlan
-from tests.workers.actor.toy import Channels, ToyActor, ToyTrainer
+from tests.workers.actor.toy import Channels, ToyActor, ToyTrainer, nothing_moved
 
 THREE = TrainingPlan(iterations=1, trajectories=3)
 
@@ -25,17 +25,7 @@ class RescalableToy(ToyTrainer):
     def rescale(
         self, world_size: int, *, timeout: float, bucket_bytes: int, objection: str = ""
     ) -> RescaleReport:
-        return RescaleReport(
-            old_world_size=2,
-            new_world_size=world_size,
-            active=self.rank < world_size,
-            seconds=0.0,
-            sent_bytes=0,
-            received_bytes=0,
-            peak_bytes=0,
-            kept_bytes=0,
-            extras=(),
-        )
+        return nothing_moved(2, world_size, active=self.rank < world_size)
 
     def sit_out(self) -> None:
         self.version += 1

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 import rlinf_async as ra
+from rlinf_async.backends.base import RescaleReport
 from rlinf_async.channels import LatestReceiver
 from rlinf_async.messages.embodied import TrainReport, Trajectory
 from rlinf_async.messages.weights import WeightUpdate
@@ -52,6 +53,21 @@ class ToyTrainer:
 
     def load_checkpoint(self, path: Path) -> None:
         self.version = int(path.name.removeprefix("version-"))
+
+
+def nothing_moved(old: int, new: int, *, active: bool = True) -> RescaleReport:
+    """What a toy says that changes its ranks by doing nothing."""
+    return RescaleReport(
+        old_world_size=old,
+        new_world_size=new,
+        active=active,
+        seconds=0.0,
+        sent_bytes=0,
+        received_bytes=0,
+        peak_bytes=0,
+        kept_bytes=0,
+        extras=(),
+    )
 
 
 class ToyActor(EmbodiedFSDPActor):

@@ -11,6 +11,7 @@ from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.language import LanguageTrainer
 from rlinf_async.parallel import Strategy
 from rlinf_async.workers.actor import FSDPActor, LanguageBatches
+from tests.workers.actor.toy import nothing_moved
 
 BATCHES = LanguageBatches(samples=32, group_size=4, optimizer_steps=2)
 """mini-batches of 16 samples: 4 groups"""
@@ -24,17 +25,7 @@ class Trainer:
         pass
 
     def rescale(self, world_size: int, **_: Any) -> RescaleReport:
-        return RescaleReport(
-            old_world_size=4,
-            new_world_size=world_size,
-            active=True,
-            seconds=0.0,
-            sent_bytes=0,
-            received_bytes=0,
-            peak_bytes=0,
-            kept_bytes=0,
-            extras=(),
-        )
+        return nothing_moved(4, world_size)
 
     def sit_out(self) -> None:
         pass
