@@ -24,7 +24,7 @@ from rlinf_async.channels.errors import (
 )
 from rlinf_async.channels.latest import Latest, LatestReceiver, LatestSender, LatestStatistics
 from rlinf_async.channels.local import Channel
-from rlinf_async.channels.statistics import DeadLetter, Statistics
+from rlinf_async.channels.statistics import DeadLetter, KeyState, Statistics
 from rlinf_async.channels.waitfor import Wait, current_party, find_cycle, render
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "HandshakeFailed",
     "ItemTooLarge",
     "Key",
+    "KeyState",
     "Latest",
     "LatestReceiver",
     "LatestSender",

@@ -13,13 +13,12 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from rlinf_async.channels.delivery import Delivery, Outcome
 from rlinf_async.channels.encoded import Buffer, Encoded
 from rlinf_async.channels.errors import ChannelError
 
 if TYPE_CHECKING:
-    from rlinf_async.channels.ends import Key
-    from rlinf_async.channels.lanes import Entry
-    from rlinf_async.channels.queue import Queue
+    from rlinf_async.channels.key_queue import KeyQueue
 
 BRING_AHEAD: Final = 4
 """Items behind the one that is taken in this process, which are brought meanwhile."""
@@ -126,47 +125,29 @@ def is_lost(item: object) -> bool:
     return away is not None and away.lost
 
 
-def start_ahead(queue: Queue, key: Key | None) -> None:
+def start_ahead(queue: KeyQueue) -> None:
     """Somebody here takes items, and will take these: let them come."""
-    lane = queue.lane_of(key)
-    for entry in islice(lane.entries, BRING_AHEAD) if lane else ():
+    for entry in islice(queue.entries, BRING_AHEAD):
         if (away := away_of(entry.item)) is not None and not away.lost:
             away.start()
 
 
-async def bring(
-    queue: Queue, key: Key | None, entries: list[Entry], lease: int | None = None
-) -> bool:
-    """Wait until all of these items, which were taken, are here; False if some are lost. Then, and
-    if this is cancelled, the others go back."""
-    aways = [away_of(entry.item) for entry in entries]
-    lost: list[Entry] = []
-    start_ahead(queue, key)
-    try:
-        for away in aways:
-            if away is not None and not away.lost:
-                away.start()
-        for entry, away in zip(entries, aways, strict=True):
-            try:
-                if away is not None:
-                    await away.bring()
-            except PayloadLost:
-                lost.append(entry)
-    except BaseException:
-        _give_back(queue, key, entries, lease)
-        raise
-    if not lost:
-        return True
-    queue.lose(lost)
-    rest = [entry for entry in entries if entry not in lost]
-    if lease is not None and lease in queue.leases:
-        queue.leases[lease].entries = rest
-    _give_back(queue, key, rest, lease)
-    return False
-
-
-def _give_back(queue: Queue, key: Key | None, entries: list[Entry], lease: int | None) -> None:
-    if lease is None:
-        queue.return_entries(key, entries)
-    else:
-        queue.ungrant(lease)
+async def bring(delivery: Delivery) -> bool:
+    """Wait until all of these items are here; False if some are lost, and the others returned."""
+    start_ahead(delivery.queue)
+    lost: list[int] = []
+    aways = [away_of(entry.item) for entry in delivery.held()]
+    for away in aways:
+        if away is not None and not away.lost:
+            away.start()
+    for index, away in enumerate(aways):
+        try:
+            if away is not None:
+                await away.bring()
+        except PayloadLost:
+            lost.append(index)
+    for index in lost:
+        delivery.queue.settle(delivery, Outcome.LOST, index, 1)
+    if lost:
+        delivery.queue.settle(delivery, Outcome.RETURNED)
+    return not lost

@@ -24,7 +24,7 @@ from typing import Any, Generic, Self, TypeVar, overload
 import msgspec
 
 from rlinf_async.channels.errors import EndOfChannel
-from rlinf_async.channels.statistics import Statistics
+from rlinf_async.channels.statistics import KeyState, Statistics
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -111,6 +111,13 @@ class End(Named):
     @abc.abstractmethod
     async def statistics(self) -> Statistics:
         """What the channel has seen so far."""
+
+    @abc.abstractmethod
+    async def state(self, *, key: Key | None = None) -> KeyState:
+        """How full this key of the channel is now: depth, room, weight.
+
+        It may have changed by the time that it is known here.
+        """
 
     def __enter__(self) -> Self:
         return self.open()
@@ -202,20 +209,20 @@ class Receiver(End, Generic[T_co]):
     @abc.abstractmethod
     async def _take(
         self, weight: int, at_least: int | None, key: Key | None
-    ) -> tuple[int, Lease[T_co]]:
-        """Take items under a lease; its number and its items."""
+    ) -> tuple[Any, Lease[T_co]]:
+        """Take items under a lease; its delivery, as the end knows it, and its items."""
 
     @abc.abstractmethod
-    async def _acknowledge(self, lease: int) -> None:
-        """Consume a lease's items; return when the channel has.
+    async def _acknowledge(self, delivery: Any) -> None:
+        """Settle a lease's items as taken; return when the channel has.
 
         Raises:
             LeaseLost: they went back to the channel before, or it cannot be known.
         """
 
     @abc.abstractmethod
-    def _put_back(self, lease: int, error: BaseException) -> None:
-        """Return a lease's items because of this error."""
+    def _put_back(self, delivery: Any, error: BaseException) -> None:
+        """Settle a lease's items as failed because of this error."""
 
     @abc.abstractmethod
     def _count_stale(self) -> None:
@@ -236,19 +243,19 @@ class Receiver(End, Generic[T_co]):
             LeaseLost: the items went back before, or the connection was lost before the channel
                 confirmed: they may go to somebody else.
         """
-        number, items = await self._take(weight, at_least, key)
+        delivery, items = await self._take(weight, at_least, key)
         try:
             yield items
         except EndOfChannel as error:
-            self._put_back(number, error)
+            self._put_back(delivery, error)
             raise RuntimeError(  # else the caller would take it for the end of this channel
                 f"EndOfChannel was raised inside a lease of channel {self.channel_name!r}: "
                 "handle the end of the other channel inside the block"
             ) from error
         except BaseException as error:
-            self._put_back(number, error)
+            self._put_back(delivery, error)
             raise
-        await self._acknowledge(number)
+        await self._acknowledge(delivery)
 
     async def leases(
         self, *, weight: int = 1, at_least: int | None = None, key: Key | None = None
@@ -302,9 +309,9 @@ class Receiver(End, Generic[T_co]):
 class _Held(AbstractAsyncContextManager[Lease[T_co]]):
     """A lease that is taken already, and waits for its block."""
 
-    def __init__(self, receiver: Receiver[T_co], number: int, items: Lease[T_co]) -> None:
+    def __init__(self, receiver: Receiver[T_co], delivery: Any, items: Lease[T_co]) -> None:
         self._receiver = receiver
-        self._number = number
+        self._delivery = delivery
         self._items = items
         self._settled = False
 
@@ -321,7 +328,7 @@ class _Held(AbstractAsyncContextManager[Lease[T_co]]):
             self._put_back(error)
         elif not self._settled:
             self._settled = True
-            await self._receiver._acknowledge(self._number)
+            await self._receiver._acknowledge(self._delivery)
 
     def give_up(self) -> None:
         """The loop went on without the block: the items go back."""
@@ -330,7 +337,27 @@ class _Held(AbstractAsyncContextManager[Lease[T_co]]):
     def _put_back(self, error: BaseException) -> None:
         if not self._settled:
             self._settled = True
-            self._receiver._put_back(self._number, error)
+            self._receiver._put_back(self._delivery, error)
+
+
+def checked_least(channel: str, weight: object, at_least: object) -> int:
+    """The weight from which on a batch may be delivered.
+
+    Raises:
+        TypeError, ValueError: there is no such batch.
+    """
+    least = weight if at_least is None else at_least
+    if not (isinstance(weight, int) and isinstance(least, int)):
+        raise TypeError(
+            f"channel {channel!r}: the weights of a batch are ints, got weight={weight!r}, "
+            f"at_least={at_least!r}"
+        )
+    if not 1 <= least <= weight:
+        raise ValueError(
+            f"channel {channel!r}: a batch needs 1 <= at_least <= weight, "
+            f"got weight={weight}, at_least={at_least}"
+        )
+    return least
 
 
 def oldest_version(item: object) -> int:

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 from rlinf_async.channels.away import away_of, bring, start_ahead
-from rlinf_async.channels.ends import Key, Lease, Receiver, Sender
-from rlinf_async.channels.errors import ChannelClosed, ChannelEmpty, ChannelFull
-from rlinf_async.channels.lanes import Entry, GetWait
+from rlinf_async.channels.delivery import Entry, LocalDelivery, Outcome
+from rlinf_async.channels.encoded import copy_of
+from rlinf_async.channels.ends import Key, Lease, Receiver, Sender, checked_least
+from rlinf_async.channels.errors import (
+    ChannelClosed,
+    ChannelEmpty,
+    ChannelFull,
+    LeaseLost,
+    MalformedFrame,
+)
 from rlinf_async.channels.queue import Queue
-from rlinf_async.channels.statistics import DeadLetter, Statistics
+from rlinf_async.channels.seen import state_of, statistics_of, waits_of
+from rlinf_async.channels.statistics import DeadLetter, KeyState, Statistics
 from rlinf_async.channels.waitfor import Wait, current_party
+
+CHECKPOINT: Final = 128
+"""So many puts or gets of an end in a row that need not wait, and then others in this loop have a
+turn: a loop over them can be cancelled, and starves nobody."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -51,8 +65,9 @@ class Channel(Generic[T]):
             if value is not None and value < 1:
                 raise ValueError(f"channel {name!r}: {what} must be at least 1, got {value}")
         self.queue = Queue(item_type, name, capacity, max_weight, max_deliveries)
-        self.sender: Sender[T] = LocalSender(self.queue)
-        self.receiver: Receiver[T] = LocalReceiver(self.queue)
+        self.queue.channel = weakref.ref(self)
+        self.sender: Sender[T] = LocalSender(self.queue, own=True)
+        self.receiver: Receiver[T] = LocalReceiver(self.queue, own=True)
 
     @property
     def name(self) -> str:
@@ -77,11 +92,15 @@ class Channel(Generic[T]):
 
     def statistics(self) -> Statistics:
         """What the channel has seen so far."""
-        return self.queue.statistics()
+        return statistics_of(self.queue)
+
+    def state(self, *, key: Key | None = None) -> KeyState:
+        """How full this key is now: depth, room, weight."""
+        return state_of(self.queue, key)
 
     def waits(self) -> list[Wait]:
         """Everybody who waits on this channel now, the oldest first."""
-        return self.queue.waits()
+        return waits_of(self.queue)
 
     def close(self) -> None:
         """End the channel: nothing can be put any more; what is queued can still be taken."""
@@ -97,16 +116,23 @@ class Channel(Generic[T]):
 
 
 class _LocalEnd:
-    """The life of an end over a local queue. ``_live`` is what the fast path asks."""
+    """The life of an end over a local queue. ``_live`` is what the fast path asks.
 
-    __slots__ = ("_holder", "_live", "_number", "_queue", "_spent")
+    ``own``: whether it is the channel's own end, which lives as long as that. Any other that is
+    dropped while it is open closes, with a `ResourceWarning` where the channel is still used.
+    """
 
-    def __init__(self, queue: Queue, holder: str | None = None) -> None:
-        self._queue = queue
-        self._holder = holder
-        self._number = 0
+    __slots__ = ("_holder", "_live", "_number", "_own", "_queue", "_spent", "_streak", "_unkeyed")
+
+    def __init__(self, queue: Queue, holder: str | None = None, *, own: bool = False) -> None:
         self._live = False
+        self._queue = queue
+        self._unkeyed = queue.unkeyed
+        self._holder = holder
+        self._own = own
+        self._number = 0
         self._spent = False
+        self._streak = 0  # puts or gets since others had a turn
 
     @property
     def number(self) -> int:
@@ -126,11 +152,16 @@ class _LocalEnd:
         return self._queue.item_type
 
     async def statistics(self) -> Statistics:
-        return self._queue.statistics()
+        return statistics_of(self._queue)
+
+    async def state(self, *, key: Key | None = None) -> KeyState:
+        return state_of(self._queue, key)
 
     if TYPE_CHECKING:
 
         def _add(self, holder: str) -> int: ...
+
+        def close(self) -> None: ...
 
     def open(self) -> Self:
         if self._spent:
@@ -152,6 +183,26 @@ class _LocalEnd:
             raise self._closed()
         return type(self)(self._queue, holder or current_party.get()).open()
 
+    async def _checkpoint(self) -> None:
+        self._streak = 0
+        await asyncio.sleep(0)
+        if self._spent:
+            raise self._closed()
+
+    def __del__(self) -> None:
+        if not self._live or self._own:
+            return
+        if self._queue.channel() is not None:  # else nobody is left to wait for what it does
+            warnings.warn(
+                f"a {type(self).__name__.removeprefix('Local').lower()} of channel "
+                f"{self._queue.name!r} was dropped while it was open, and is closed now: close() "
+                "it, or use it in a with block",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+        self.close()
+
 
 class LocalSender(_LocalEnd, Sender[T_contra]):
     """A sender of a channel in this process."""
@@ -162,29 +213,36 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
         return self._queue.add_sender(holder)
 
     async def put(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
-        queue = self._queue
         if not self._live:
             self.open()
-        if item.__class__ is not queue.item_class:
-            queue.check_item(item)
-        wait = queue.start_put(item, key, weight, None, self._number)
+        self._streak = streak = self._streak + 1
+        if streak > CHECKPOINT:
+            await self._checkpoint()
+        channel = self._queue
+        if item.__class__ is not channel.item_class:
+            channel.check_item(item)
+        queue = self._unkeyed if key is None else channel.of_key(key)
+        wait = queue.put(item, weight, self._number)
         if wait is None:
             return
+        self._streak = 0
         try:
-            await wait.future
+            await wait.future  # type: ignore[attr-defined]
         except BaseException:
-            queue.abandon_put(wait)
+            queue.cancel_put(wait)
             raise
-        queue.finish_put(wait)
+        queue.put_waited(wait)
 
     def put_nowait(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
         self.open()
-        self._queue.check_item(item)
-        if not self._queue.has_room(key, weight):
-            raise ChannelFull(
-                f"channel {self._queue.name!r} is full ({self._queue.capacity} items queued)"
-            )
-        self._queue.start_put(item, key, weight)
+        channel = self._queue
+        channel.check_item(item)
+        channel.check_put(key, weight)
+        queue = channel.of_key(key)
+        if queue.putters or not queue.has_room(weight):
+            queue.recall_credit()
+            raise ChannelFull(f"channel {channel.name!r} is full ({channel.capacity} items queued)")
+        queue.put(item, weight, self._number)
 
     def close(self) -> None:
         self._spent = True
@@ -208,82 +266,117 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
     async def get(self, *, key: Key | None = None) -> T_co:
         if not self._live:
             self.open()
-        queue = self._queue
-        entry = queue.take_one(key)
-        if entry is None:
-            entry = (await self._entries(1, None, key))[0]
-        if queue.decode is None:
-            own: T_co = entry.item
-            return own
-        while queue.direct and not await bring(queue, key, [entry]):
-            entry = (await self._entries(1, None, key))[0]
-        item: T_co = queue.value_of(key, entry)
+        self._streak = streak = self._streak + 1
+        if streak > CHECKPOINT:
+            await self._checkpoint()
+        item: T_co
+        channel = self._queue
+        queue = self._unkeyed if key is None else channel.known(key)
+        if queue is not None and not channel.direct and (entry := queue.take()) is not None:
+            item = entry.item
+            return item if channel.decode is None else self._decoded(entry)
+        [item] = await self._batch(1, 1, key)
         return item
 
     def get_nowait(self, *, key: Key | None = None) -> T_co:
         self.open()
-        entry = self._queue.take_one(key)
-        if entry is None:
-            raise self._queue.empty_error(key)
-        if away_of(entry.item) is not None:
-            self._queue.return_entries(key, [entry])
-            start_ahead(self._queue, key)
+        channel = self._queue
+        queue = channel.known(key)
+        if queue is not None and queue.entries and away_of(queue.entries[0].item) is not None:
+            start_ahead(queue)
             raise ChannelEmpty(
-                f"channel {self._queue.name!r}: the next item is still on its way from its producer"
+                f"channel {channel.name!r}: the next item is still on its way from its producer"
             )
-        item: T_co = self._queue.value_of(key, entry)
+        entry = None if queue is None else queue.take()
+        if entry is None:
+            raise channel.empty_error(key)
+        item: T_co = self._decoded(entry)
         return item
+
+    def _decoded(self, entry: Entry) -> Any:
+        """An item that was taken; one that cannot be decoded is buried."""
+        try:
+            return self._queue.value(entry.item)
+        except MalformedFrame as error:
+            self._queue.bury(entry, error)
+            raise
 
     async def get_batch(
         self, *, weight: int, at_least: int | None = None, key: Key | None = None
     ) -> list[T_co]:
         self.open()
-        entries = await self._entries(weight, at_least, key)
-        while self._queue.direct and not await bring(self._queue, key, entries):
-            entries = await self._entries(weight, at_least, key)
-        return self._queue.values(key, entries)
+        least = checked_least(self._queue.name, weight, at_least)
+        return await self._batch(weight, least, key)
 
-    async def _entries(
-        self, weight: int, at_least: int | None, key: Key | None, lent: list[int] | None = None
-    ) -> list[Entry]:
-        """Take entries; with ``lent``, under a lease whose number is added to it."""
-        queue, owner = self._queue, asyncio.current_task()
-        taken = queue.start_get(key, weight, at_least, None, self._number, owner)
-        if not isinstance(taken, GetWait):
-            if lent is not None:
-                self._lend(key, taken, lent, owner)
-            return taken
-        try:
-            entries = await taken.future
-            if lent is not None:  # before others are told that all was taken
-                self._lend(key, entries, lent, owner)
-        except BaseException:
-            queue.abandon_get(taken)
-            raise
-        finally:
-            queue.finish_get(taken)
-        return entries
+    async def _batch(self, weight: int, at_least: int, key: Key | None) -> list[Any]:
+        delivery = await self._deliver(weight, at_least, key, lease=False)
+        items = self._items(delivery)
+        delivery.queue.settle(delivery, Outcome.TAKEN)
+        return items
 
-    def _lend(self, key: Key | None, entries: list[Entry], lent: list[int], owner: object) -> None:
-        lent.append(self._queue.grant(key, entries, current_party.get(), owner))
+    async def _deliver(
+        self, weight: int, at_least: int, key: Key | None, *, lease: bool
+    ) -> LocalDelivery:
+        """Wait for a delivery whose arrays are all in this process. It is not settled."""
+        channel, task = self._queue, asyncio.current_task()
+        while True:
+            channel.check_get()
+            queue = channel.of_key(key)
+            delivery = LocalDelivery(
+                queue, self._number, current_party.get(), task, weight, at_least, lease
+            )
+            waits = queue.get(delivery)
+            if waits:
+                self._streak = 0
+            try:
+                await delivery.future
+                if not channel.direct or await bring(delivery):
+                    return delivery
+            except BaseException:
+                queue.cancel_get(delivery)
+                raise
+            finally:
+                if waits:
+                    queue.get_waited(delivery)
+
+    def _items(self, delivery: LocalDelivery) -> list[Any]:
+        """The items of a delivery; one that cannot be decoded is buried, the others go back.
+
+        A lease's arrays are the holder's own: what it does to them before it fails must not be
+        delivered again.
+        """
+        channel, entries = self._queue, delivery.held()
+        if channel.decode is None:
+            return [entry.item for entry in entries]
+        found: list[Any] = []
+        for index, entry in enumerate(entries):
+            try:
+                found.append(channel.value(copy_of(entry.item) if delivery.lease else entry.item))
+            except MalformedFrame as error:
+                delivery.queue.settle(delivery, Outcome.REJECTED, index, 1, error)
+                delivery.queue.settle(delivery, Outcome.RETURNED)
+                raise
+        return found
 
     async def _take(
         self, weight: int, at_least: int | None, key: Key | None
-    ) -> tuple[int, Lease[T_co]]:
+    ) -> tuple[LocalDelivery, Lease[T_co]]:
         self.open()
-        lent: list[int] = []
-        entries = await self._entries(weight, at_least, key, lent)
-        while self._queue.direct and not await bring(self._queue, key, entries, lent[0]):
-            lent.clear()
-            entries = await self._entries(weight, at_least, key, lent)
-        items: list[T_co] = self._queue.lend_values(lent[0], entries)
-        return lent[0], Lease(items, [entry.deliveries for entry in entries])
+        least = checked_least(self._queue.name, weight, at_least)
+        delivery = await self._deliver(weight, least, key, lease=True)
+        items: list[T_co] = self._items(delivery)
+        return delivery, Lease(items, [entry.deliveries for entry in delivery.held()])
 
-    async def _acknowledge(self, lease: int) -> None:
-        self._queue.acknowledge(lease)
+    async def _acknowledge(self, delivery: LocalDelivery) -> None:
+        if not delivery.unsettled:
+            raise LeaseLost(
+                f"a lease on channel {self._queue.name!r} was taken back before it was "
+                "acknowledged: somebody else will get its items"
+            )
+        delivery.queue.settle(delivery, Outcome.TAKEN)
 
-    def _put_back(self, lease: int, error: BaseException) -> None:
-        self._queue.put_back(lease, error)
+    def _put_back(self, delivery: LocalDelivery, error: BaseException) -> None:
+        delivery.queue.settle(delivery, Outcome.FAILED, error=error)
 
     def _count_stale(self) -> None:
         self._queue.stale += 1

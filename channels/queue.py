@@ -1,39 +1,130 @@
-"""The queue behind a channel, in the process that owns it: its ends, its leases, its end.
+"""One channel, in the process that owns it: its keys, its ends, and how it ends.
 
-How items are kept and handed on, and which invariants hold, stands in `serving`.
+What happens under one key, and which invariants hold, stands in `key_queue`; what becomes of items
+that were handed out, in `delivery`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
-import msgspec
-
-from rlinf_async.channels import endings, seen
+from rlinf_async.channels import endings
 from rlinf_async.channels.away import Away, away_of, is_lost
-from rlinf_async.channels.encoded import Encoded, copy_of
+from rlinf_async.channels.delivery import Delivery, Entry
+from rlinf_async.channels.edges import Edges
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key
-from rlinf_async.channels.errors import (
-    ChannelFailed,
-    LeaseLost,
-    MalformedFrame,
-)
-from rlinf_async.channels.itemtypes import check_item
-from rlinf_async.channels.lanes import Entry, LeaseRecord, now
-from rlinf_async.channels.reserving import Reserving
+from rlinf_async.channels.errors import ChannelEmpty, ChannelError, ChannelFailed, MalformedFrame
+from rlinf_async.channels.itemtypes import check_item, check_key_and_weight, runtime_class
+from rlinf_async.channels.key_queue import KeyQueue
 from rlinf_async.channels.saying import say
-from rlinf_async.channels.statistics import DeadLetter, Statistics
-from rlinf_async.channels.waitfor import Wait
+from rlinf_async.channels.statistics import DeadLetter
 
 log = logging.getLogger(__name__)
 
 
-class Queue(Reserving):
+class Queue:
     """The state of one channel."""
 
-    __slots__ = ()
+    __slots__ = (
+        "__weakref__", "_numbers", "accepts", "born", "brought", "capacity", "copied", "credit",
+        "credit_waits", "dead_letters", "decode", "deserted", "direct", "edges", "failure",
+        "channel", "get_wait_seconds", "get_waits", "gets", "had_sender", "item_class", "item_type", "keys",
+        "lost", "max_deliveries", "max_weight", "name", "open", "prefetched", "prefetched_weight",
+        "put_wait_seconds", "put_waits", "receivers", "redelivered", "refused", "senders",
+        "sequence", "shared", "stale", "unconfirmed", "unkeyed", "withdrawn",
+    )  # fmt: skip
+
+    def __init__(
+        self, item_type: Any, name: str, capacity: int, max_weight: int | None, max_deliveries: int
+    ) -> None:
+        self.item_type = item_type
+        self.item_class = runtime_class(item_type)
+        self.name = name
+        self.capacity = capacity
+        self.max_weight = max_weight
+        self.max_deliveries = max_deliveries
+        self.unkeyed = KeyQueue(self, None)
+        self.keys: dict[Key, KeyQueue] = {}
+        """those that are in use"""
+        self.senders: dict[int, str] = {}
+        """who holds each open end, by its number"""
+        self.receivers: dict[int, str] = {}
+        self.had_sender = False
+        self.open = True
+        """not closed, not failed"""
+        self.deserted = False
+        """there were receivers, and all have closed"""
+        self.accepts = True
+        """open and not deserted"""
+        self.failure: endings.Failure | None = None
+        self.decode: Callable[[Encoded], Any] | None = None
+        """set where other processes put"""
+        self.dead_letters: list[DeadLetter] = []
+        self.edges = Edges()
+        self.sequence = 0
+        """of the newest item"""
+        self.born: float | None = None
+        """when its first end was opened: it may be made before the loop that runs it"""
+        self.channel: Callable[[], object] = lambda: None
+        """the `Channel` that it belongs to, while that is used"""
+        self._numbers = count(1)
+        self.withdrawn = 0
+        """items that were taken back from the way in"""
+        self.gets = self.put_waits = self.get_waits = 0
+        self.put_wait_seconds = self.get_wait_seconds = 0.0
+        self.redelivered = self.unconfirmed = self.stale = 0
+        self.shared = self.copied = self.direct = self.brought = self.lost = 0
+        self.credit = self.credit_waits = self.refused = 0
+        self.prefetched = self.prefetched_weight = 0
+
+    @property
+    def ended(self) -> bool:
+        """No item can come any more."""
+        return not self.open or (self.had_sender and not self.senders)
+
+    @staticmethod
+    def now() -> float:
+        """The loop's clock where one runs; channels may be made before."""
+        try:
+            return asyncio.get_running_loop().time()
+        except RuntimeError:
+            return time.monotonic()
+
+    # ---- keys
+
+    def of_key(self, key: Key | None) -> KeyQueue:
+        """The queue of this key, made if it is not in use."""
+        if key is None:
+            return self.unkeyed
+        found = self.keys.get(key)
+        if found is None:
+            check_key_and_weight(self.name, key, 1)
+            found = self.keys[key] = KeyQueue(self, key)
+        return found
+
+    def known(self, key: Key | None) -> KeyQueue | None:
+        """The queue of this key, if it is in use."""
+        return self.unkeyed if key is None else self.keys.get(key)
+
+    def every_key(self) -> Iterator[KeyQueue]:
+        """All that are in use."""
+        yield self.unkeyed
+        yield from list(self.keys.values())
+
+    def forget(self, queue: KeyQueue) -> None:
+        """Keys come and go; an idle one must not stay in memory."""
+        if queue.key is not None and queue.idle and self.keys.get(queue.key) is queue:
+            del self.keys[queue.key]
+            for holder in queue.credit_holders:
+                holder.forgotten()
+            queue.credit_holders.clear()
 
     # ---- ends
 
@@ -46,118 +137,129 @@ class Queue(Reserving):
     def remove_sender(self, number: int) -> None:
         """Close a sender: its own waiting puts are refused, and the last one ends the channel."""
         if self.senders.pop(number, None) is not None:
-            for lane in self.every_lane():
-                self._refuse_putters(lane, endings.closed_while_waiting, number)
-                self._serve(lane)
+            for queue in self.every_key():
+                queue.refuse_putters(endings.closed_while_waiting, number)
+                queue.serve()
 
     def add_receiver(self, holder: str) -> int:
         self.receivers[number := self._new_end()] = holder
         self.deserted = False
+        self.accepts = self.open
         return number
 
     def remove_receiver(self, number: int) -> None:
         """Close a receiver: its own waiting gets are refused, and with the last one all puts."""
-        if self.receivers.pop(number, None) is not None:
-            self.close_readers(number)
-            self.deserted = not self.receivers
-            for lane in self.every_lane():
-                self._refuse_getters(lane, endings.closed_while_waiting, number)
-                if self.deserted:
-                    self._refuse_putters(lane, endings.no_receivers)
-                self._serve(lane)
+        if self.receivers.pop(number, None) is None:
+            return
+        self.deserted = not self.receivers
+        self.accepts = self.open and not self.deserted
+        for queue in self.every_key():
+            for delivery, link in list(queue.prefetching.items()):
+                if delivery.receiver == number:
+                    link.close()
+            queue.refuse_getters(endings.closed_while_waiting, number)
             if self.deserted:
-                self.recall_all()
+                queue.refuse_putters(endings.no_receivers)
+                queue.recall_credit()
+            queue.serve()
+            self.forget(queue)
 
     def _new_end(self) -> int:
         if self.born is None:
-            self.born = now()
+            self.born = self.now()
         return next(self._numbers)
 
     def close(self) -> None:
         """No more items; what is queued can still be taken."""
         if self.open:
-            self.open = False
-            for lane in self.every_lane():
-                self._refuse_putters(lane, endings.closed)
-                self._serve(lane)
-            self.recall_all()
+            self.open = self.accepts = False
+            for queue in self.every_key():
+                queue.refuse_putters(endings.closed)
+                queue.serve()
+                queue.recall_credit()
 
     def fail(self, error: BaseException | str) -> None:
         """Every waiting and later use raises. The first error stays."""
         if self.failure is not None:
             return
         self.failure = (say(error), error if isinstance(error, BaseException) else None)
-        self.open = False
-        for lane in self.every_lane():
-            self._refuse_putters(lane, self._failed)
-            self._refuse_getters(lane, self._failed)
-        self.recall_all()
+        self.open = self.accepts = False
+        for queue in self.every_key():
+            queue.refuse_putters(self._failed)
+            queue.refuse_getters(self._failed)
+            queue.recall_credit()
+            for link in list(queue.prefetching.values()):
+                link.recall()
 
     def _failed(self, name: str) -> ChannelFailed:
         return endings.failed(name, self.failure or ("", None))
 
-    # ---- items
+    def _check_open(self) -> None:
+        if self.failure is not None:
+            raise endings.failed(self.name, self.failure)
+        if not self.open:
+            raise endings.closed(self.name)
+
+    # ---- what may be asked for
+
+    def check_put(self, key: object, weight: object) -> None:
+        """Refuse a put that nobody can take, or that weighs nothing.
+
+        Raises:
+            ChannelClosed, ChannelFailed, NoReceivers, TypeError, ValueError
+        """
+        self._check_open()
+        if self.deserted:
+            raise endings.no_receivers(self.name)
+        check_key_and_weight(self.name, key, weight)
 
     def check_item(self, item: Any) -> None:
         """Refuse an item that is not of the channel's type."""
         check_item(item, self.item_type, self.item_class, self.name)
 
-    def value(self, entry: Entry) -> Any:
+    def check_get(self) -> None:
+        """Refuse a get of a failed channel.
+
+        Raises:
+            ChannelFailed
+        """
+        if self.failure is not None:
+            raise endings.failed(self.name, self.failure)
+
+    def empty_error(self, key: Key | None) -> ChannelError:
+        """Why a get finds nothing: the channel failed, has ended, or is just empty."""
+        if self.failure is not None:
+            return endings.failed(self.name, self.failure)
+        queue = self.known(key)
+        for link in list(queue.prefetching.values()) if queue else ():
+            link.recall()
+        busy = queue is not None and (queue.entries or queue.deliveries)
+        if self.ended and not busy:
+            return endings.ended(self.name)
+        return ChannelEmpty(f"channel {self.name!r} is empty")
+
+    # ---- items
+
+    def value(self, item: Any) -> Any:
         """The item to hand out here. One from another process is decoded now.
 
         Raises:
             MalformedFrame: it is not of the channel's type.
         """
-        item = entry.item
         return self.decode(item) if item.__class__ is Encoded and self.decode else item
 
-    def lend_values(self, number: int, entries: list[Entry]) -> list[Any]:
-        """The items of a lease, their arrays the holder's own: what it does to them before it
-        fails must not be delivered again. One that cannot be decoded is buried.
+    def unsettled(self) -> list[Delivery]:
+        """Everything that was handed out and is not settled."""
+        return [delivery for queue in self.every_key() for delivery in queue.deliveries]
 
-        Raises:
-            MalformedFrame: as `value`; the lease is over, the other items are back.
-        """
-        if self.decode is None:
-            return [entry.item for entry in entries]
-        found: list[Any] = []
-        for entry in entries:
-            try:
-                found.append(self.value(msgspec.structs.replace(entry, item=copy_of(entry.item))))
-            except MalformedFrame as error:
-                self.leases[number].entries.remove(entry)
-                self.bury(entry, error)
-                self.ungrant(number)
-                raise
-        return found
-
-    def value_of(self, key: Key | None, entry: Entry) -> Any:
-        """As `values`, of one entry."""
-        item = entry.item
-        if item.__class__ is not Encoded or self.decode is None:
-            return item
-        try:
-            return self.decode(item)
-        except MalformedFrame as error:
-            self.bury(entry, error)
-            self.return_entries(key, [])
-            raise
-
-    def values(self, key: Key | None, entries: list[Entry]) -> list[Any]:
-        """The items to hand out; one that cannot be decoded is buried, the others go back.
-
-        Raises:
-            MalformedFrame: as `value`.
-        """
-        found: list[Any] = []
-        for index, entry in enumerate(entries):
-            try:
-                found.append(self.value(entry))
-            except MalformedFrame as error:
-                self.bury(entry, error)
-                self.return_entries(key, entries[:index] + entries[index + 1 :])
-                raise
-        return found
+    def contents(self) -> list[Any]:
+        """Every item that is queued, prefetched or held under a lease, as it is kept. Nothing is
+        taken."""
+        entries = [entry for queue in self.every_key() for entry in queue.entries]
+        for delivery in self.unsettled():
+            first = 0 if delivery.lease else delivery.requested
+            entries += [entry for entry in delivery.entries[first:] if entry is not None]
+        return [entry.item for entry in entries]
 
     def bury(self, entry: Entry, error: BaseException | str) -> None:
         """Nobody can use this item: keep it with the dead letters."""
@@ -166,7 +268,7 @@ class Queue(Reserving):
             away.start().add_done_callback(lambda _: self._bury_brought(entry, away, error))
             return
         with contextlib.suppress(MalformedFrame):  # then it is kept as it came
-            item = self.value(entry)
+            item = self.value(item)
         self.dead_letters.append(DeadLetter(item, entry.deliveries, say(error)))
         log.error(
             "channel %r: an item is given up after %d deliveries and kept in dead_letters: %s",
@@ -177,33 +279,26 @@ class Queue(Reserving):
 
     def _bury_brought(self, entry: Entry, away: Away, error: BaseException | str) -> None:
         if away.brought is None:
-            self.lose([entry])
+            self.gets -= 1
+            self.count_lost([entry])
         else:
             self.bury(entry, error)
 
-    def lose(self, entries: list[Entry]) -> None:
-        """These were taken, but cannot be had: their producer died with their arrays."""
-        self.gets -= len(entries)
-        self._count_lost(entries)
-
     def drop_lost(self) -> None:
         """A producer died: what it had not given away yet is in the channel no more."""
-        found: list[Entry] = []
-        for lane in self.every_lane():
-            if not any(is_lost(entry.item) for entry in lane.entries) and not lane.getters:
-                continue
-            for getter in lane.gets:
-                lane.push_back(getter.give_back())
-            lost = [entry for entry in lane.entries if is_lost(entry.item)]
+        for queue in self.every_key():
+            if queue.getters.order:
+                queue.insert(queue.getters.first.release())
+            lost = [entry for entry in queue.entries if is_lost(entry.item)]
             for entry in lost:
-                lane.entries.remove(entry)
-                lane.weight -= entry.weight
-            found += lost
-            self._serve(lane)
-            self._forget(lane)
-        self._count_lost(found)
+                queue.entries.remove(entry)
+                queue.weight -= entry.weight
+            self.count_lost(lost)
+            queue.serve()
+            self.forget(queue)
 
-    def _count_lost(self, entries: list[Entry]) -> None:
+    def count_lost(self, entries: list[Entry]) -> None:
+        """These cannot be had: their producer died with their arrays."""
         self.lost += len(entries)
         holders = [entry.item.buffers.holder for entry in entries]
         for holder in dict.fromkeys(holders):
@@ -211,63 +306,3 @@ class Queue(Reserving):
                 "channel %r: %d items are lost, since %s was lost before anybody had fetched "
                 "their arrays from it", self.name, holders.count(holder), holder,
             )  # fmt: skip
-
-    # ---- leases
-
-    def grant(
-        self, key: Key | None, entries: list[Entry], holder: str, owner: object = None
-    ) -> int:
-        """Record who holds these entries; the lease's number."""
-        number = next(self._numbers)
-        for entry in entries:
-            entry.deliveries += 1
-        self.leases[number] = LeaseRecord(key, entries, holder, owner or holder)
-        return number
-
-    def ungrant(self, number: int) -> None:
-        """Nobody took the lease: its items go back as if they had not been handed out."""
-        lease = self.leases.pop(number, None)
-        if lease is not None:
-            for entry in lease.entries:
-                entry.deliveries -= 1
-            self.return_entries(lease.key, lease.entries)
-            self._after_lease(lease)
-
-    def acknowledge(self, number: int) -> None:
-        """The leased items are consumed.
-
-        Raises:
-            LeaseLost: they went back to the channel before.
-        """
-        lease = self.leases.pop(number, None)
-        if lease is None:
-            raise LeaseLost(
-                f"lease {number} on channel {self.name!r} was taken back before it was "
-                "acknowledged: somebody else will get its items"
-            )
-        self._after_lease(lease)
-
-    def put_back(self, number: int, error: BaseException | str) -> None:
-        """Return leased items, or bury those that have failed too often."""
-        lease = self.leases.pop(number, None)
-        if lease is None:
-            return
-        again: list[Entry] = []
-        for entry in lease.entries:
-            if entry.deliveries >= self.max_deliveries:
-                self.bury(entry, error)
-            else:
-                again.append(entry)
-        self.redelivered += len(again)
-        self.return_entries(lease.key, again)
-        self._after_lease(lease)
-
-    # ---- seen
-
-    def waits(self) -> list[Wait]:
-        """Everybody who waits on this channel, the longest first."""
-        return seen.waits_of(self)
-
-    def statistics(self) -> Statistics:
-        """The channel's counts up to now."""
-        return seen.statistics_of(self)

@@ -5,89 +5,109 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
-from rlinf_async.channels.lanes import GetWait, PutWait, now
-from rlinf_async.channels.statistics import Statistics
+from rlinf_async.channels.delivery import Delivery, WaitingPut
+from rlinf_async.channels.statistics import KeyState, Statistics
 from rlinf_async.channels.waitfor import Wait
 
 if TYPE_CHECKING:
+    from rlinf_async.channels.ends import Key
     from rlinf_async.channels.queue import Queue
 
 
 def waits_of(queue: Queue) -> list[Wait]:
     """Everybody who waits on this channel, the longest first."""
     found: list[Wait] = []
-    at = now()  # once: those who began in the same moment stay in the order in which they came
-    for lane in queue.every_lane():
-        found += _describe(queue, lane.putters, "put", at)
-        found += _describe(queue, lane.gets, "get", at)
+    at = (
+        queue.now()
+    )  # once: those who began in the same moment stay in the order in which they came
+    for key in queue.every_key():
+        found += _describe(queue, key.putters, "put", at)
+        found += _describe(queue, key.getters, "get", at)
     return sorted(found, key=lambda wait: -wait.seconds)
 
 
 def _describe(
     queue: Queue,
-    waits: Iterable[PutWait | GetWait],
+    waits: Iterable[WaitingPut | Delivery],
     operation: Literal["put", "get"],
     at: float,
 ) -> list[Wait]:
     return [
         Wait(
-            party=wait.party,
+            party=wait.holder,
             operation=operation,
             channel=queue.name,
-            key=None if wait.lane.key is None else str(wait.lane.key),
+            key=None if wait.queue.key is None else str(wait.queue.key),
             seconds=at - wait.since,
-            unblockers=_unblockers(queue, wait, operation),
+            unblockers=_unblockers(queue, wait),
             held_by=_held_by(wait),
         )
         for wait in waits
     ]
 
 
-def _unblockers(
-    queue: Queue, wait: PutWait | GetWait, operation: Literal["put", "get"]
-) -> tuple[str, ...]:
-    """The parties that hold the other end; when no sender is left, those that hold a lease."""
-    others = list((queue.receivers if operation == "put" else queue.senders).values())
-    if not others and operation == "get":
-        others = [one.holder for one in queue.leases.values() if one.key == wait.lane.key]
+def _unblockers(queue: Queue, wait: WaitingPut | Delivery) -> tuple[str, ...]:
+    """The parties that hold the other end; when no sender is left, those whose deliveries are not
+    settled: their items may come back."""
+    others = list((queue.receivers if isinstance(wait, WaitingPut) else queue.senders).values())
+    if not others and isinstance(wait, Delivery):
+        others = [one.holder for one in wait.queue.deliveries if one.owner != wait.owner]
     return tuple(dict.fromkeys(others))
 
 
-def _held_by(wait: PutWait | GetWait) -> tuple[str, ...]:
-    """The parties that have room, or items, which were not asked for."""
-    if isinstance(wait, PutWait):
-        found = [one.holder for one in wait.lane.borrowers if one.items]
+def _held_by(wait: WaitingPut | Delivery) -> tuple[str, ...]:
+    """The parties that have credit, or prefetched items, which this wait could use."""
+    if isinstance(wait, WaitingPut):
+        found = [one.holder for one in wait.queue.credit_holders if one.items]
     else:
-        found = [one.holder for one in wait.lane.readers if one.end != wait.end]
+        found = [one.holder for one in wait.queue.prefetching]
     return tuple(dict.fromkeys(found))
+
+
+def state_of(queue: Queue, key: Key | None) -> KeyState:
+    """How full this key is now."""
+    limit = queue.max_weight
+    found = queue.known(key)
+    if found is None:
+        return KeyState(depth=0, weight=0, room=queue.capacity, room_weight=limit)
+    prefetched = [
+        entry for one in found.prefetching for entry in one.entries[one.requested :] if entry
+    ]
+    depth, used = len(found.entries) + len(prefetched), len(found.entries) + found.reserved
+    return KeyState(
+        depth=depth,
+        weight=found.weight + sum(entry.weight for entry in prefetched),
+        room=max(0, queue.capacity - used),
+        room_weight=None if limit is None else max(0, limit - found.weight - found.reserved_weight),
+    )
 
 
 def statistics_of(queue: Queue) -> Statistics:
     """The channel's counts up to now."""
-    lanes = list(queue.every_lane())
+    keys = list(queue.every_key())
     return Statistics(
         name=queue.name,
         capacity=queue.capacity,
-        depth=sum(len(lane.entries) for lane in lanes) + queue.ahead,
-        weight=sum(lane.weight for lane in lanes) + queue.ahead_weight,
-        keys=len(lanes) - 1,
-        puts=queue.puts,
+        depth=sum(len(key.entries) for key in keys) + queue.prefetched,
+        weight=sum(key.weight for key in keys) + queue.prefetched_weight,
+        keys=len(keys) - 1,
+        puts=queue.sequence - queue.withdrawn,
         gets=queue.gets,
         put_waits=queue.put_waits,
         put_wait_seconds=queue.put_wait_seconds,
         get_waits=queue.get_waits,
         get_wait_seconds=queue.get_wait_seconds,
-        waiting_putters=sum(len(lane.putters) for lane in lanes),
-        waiting_getters=sum(lane.waiting_gets for lane in lanes),
-        leases_out=sum(len(lease.entries) for lease in queue.leases.values()),
+        waiting_putters=sum(len(key.putters) for key in keys),
+        waiting_getters=sum(len(key.getters) for key in keys),
+        leases_out=sum(one.unsettled for one in queue.unsettled() if one.lease),
         redelivered=queue.redelivered,
         unconfirmed=queue.unconfirmed,
         dead_letters=len(queue.dead_letters),
         stale=queue.stale,
         shared=queue.shared,
         copied=queue.copied,
-        ahead=queue.ahead,
-        lent=queue.lent,
+        prefetched=queue.prefetched,
+        credit=queue.credit,
         credit_waits=queue.credit_waits,
         refused=queue.refused,
         direct=queue.direct,
@@ -96,5 +116,5 @@ def statistics_of(queue: Queue) -> Statistics:
         edges=queue.edges.seen(),
         senders=len(queue.senders),
         receivers=len(queue.receivers),
-        seconds=0.0 if queue.born is None else now() - queue.born,
+        seconds=0.0 if queue.born is None else queue.now() - queue.born,
     )

@@ -23,7 +23,8 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     weight: int
     """their weight"""
     keys: int
-    """keys under which something is queued or waited for; ``capacity`` holds for each"""
+    """keys under which something is queued, waited for, or handed out and not settled; ``capacity``
+    holds for each"""
     puts: int
     gets: int
     put_waits: int
@@ -49,12 +50,12 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     """items of other processes whose large arrays came by shared memory, without a copy"""
     copied: int = 0
     """items of other processes whose large arrays came through a socket"""
-    ahead: int = 0
+    prefetched: int = 0
     """of the items queued, those that were sent to a receiver ahead of its next gets"""
-    lent: int = 0
-    """items for which other processes have room, so that they can put without asking"""
+    credit: int = 0
+    """items that other processes may put without asking"""
     credit_waits: int = 0
-    """puts of other processes that had to ask, because what they were lent was used up"""
+    """puts of other processes that had to ask, because their credit was spent"""
     refused: int = 0
     """items that were under way when the channel closed, failed, or lost its last receiver"""
     direct: int = 0
@@ -80,6 +81,29 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     def nbytes(self) -> int:
         """Bytes of the items that came from other processes."""
         return sum(edge.nbytes for edge in self.edges if edge.end == "sender")
+
+
+class KeyState(msgspec.Struct, frozen=True, kw_only=True):
+    """How full one key of a channel is now."""
+
+    depth: int
+    """items queued"""
+    weight: int
+    """their weight"""
+    room: int
+    """items that could be put now; credit that other processes hold is not counted as room"""
+    room_weight: int | None
+    """their weight; None where the channel does not bound it"""
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is queued."""
+        return self.depth == 0
+
+    @property
+    def full(self) -> bool:
+        """Whether the next put would have to wait."""
+        return self.room == 0 or self.room_weight == 0
 
 
 class DeadLetter(msgspec.Struct, frozen=True):

@@ -39,8 +39,8 @@ class Wait(msgspec.Struct, frozen=True):
     reconnecting: tuple[str, ...] = ()
     """those of all these whose connection is cut now, and may be found again"""
     held_by: tuple[str, ...] = ()
-    """the parties that were lent room, or sent items ahead, which this wait could use: they were
-    asked to give it back, and their processes do so by themselves"""
+    """the parties that hold credit, or prefetched items, which this wait could use: they were asked
+    to return it, and their processes do so by themselves"""
 
     def __str__(self) -> str:
         key = "" if self.key is None else f" (key {self.key})"
@@ -52,8 +52,8 @@ class Wait(msgspec.Struct, frozen=True):
         if self.unblockers:
             on = "only " + ", ".join(self.unblockers) + " can end this wait"
         if self.held_by:
-            what = "room is lent" if self.operation == "put" else "items were sent ahead"
-            on += f"; {what} to {', '.join(self.held_by)}, and asked back"
+            what = "credit is held" if self.operation == "put" else "items were prefetched"
+            on += f"; {what} by {', '.join(self.held_by)}, and recalled"
         if self.reconnecting:
             on += f"; {', '.join(self.reconnecting)}: cut off, reconnecting"
         return (

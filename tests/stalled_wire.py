@@ -14,8 +14,8 @@ from rlinf_async.channels.wire.hangup import HangUp
 from rlinf_async.channels.wire.heartbeat import Heartbeat, Pulse
 from rlinf_async.channels.wire.keeping import Keeping
 from rlinf_async.channels.wire.link import Link
-from rlinf_async.channels.wire.promises import Promises, _Frame
 from rlinf_async.channels.wire.reach import Reach
+from rlinf_async.channels.wire.transfers import Transfers, _Frame
 from tests.channels.wire.harness import SECRET
 
 Blame = Callable[[object], None]
@@ -112,10 +112,10 @@ def known_to_have_ended(blame: Blame) -> Heard:
 
 def unconfirmed_items(blame: Blame) -> Heard:
     made = connection(blame)
-    promises = Promises.of(made)
-    promises._under_way.append(_Frame(1, 1, {}))
+    transfers = Transfers.of(made)
+    transfers._unconfirmed.append(_Frame(1, 1, {}))
     made.close()
-    return partial(promises._confirm, 1)
+    return partial(transfers._confirm, 1)
 
 
 def arrays_to_fetch(blame: Blame) -> Heard:

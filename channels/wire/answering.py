@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from rlinf_async.channels.saying import say
 from rlinf_async.channels.wire.failures import UNREADABLE, report
 from rlinf_async.channels.wire.framing import Flag, FrameType
 from rlinf_async.channels.wire.outbox import Outbox
-from rlinf_async.channels.wire.router import Refused, Reply, Request, Router, Undo
+from rlinf_async.channels.wire.router import Reply, Request, Router, Unsettled
 from rlinf_async.channels.wire.slab import is_private
 from rlinf_async.channels.wire.transfer import Message
 
@@ -31,7 +31,6 @@ MAX_HELD_BYTES = 512 * 1024**2
 memory, for one peer."""
 _RECEIPT = int(Flag.RECEIPT)  # the enums are slow to ask
 _REQUEST, _REPLY, _ERROR = FrameType.REQUEST, FrameType.REPLY, FrameType.ERROR
-_decode_refused = msgspec.msgpack.Decoder(Refused).decode
 
 
 class Answering:
@@ -44,7 +43,8 @@ class Answering:
         self._outbox = outbox
         self._asked: dict[int, Request[Any]] = {}
         self._tasks: dict[asyncio.Task[Reply], Request[Any]] = {}
-        self._untaken: dict[int, Undo] = {}
+        self.unsettled: dict[int, Unsettled] = {}
+        """answers that were given and are not settled, by the number of the request"""
         self._held = 0
         self._lost: str | None = None
         self.own = Router()
@@ -66,7 +66,7 @@ class Answering:
         kind = _kind(begin) if route is None else route.kind
         request: Request[Any] = Request(self._connection, self, kind, number, message.lane, body)
         if number:
-            if number in self._asked or number in self._untaken:
+            if number in self._asked or number in self.unsettled:
                 raise MalformedFrame(f"request {number} was made twice")
             self._asked[number] = request
         if route is None:
@@ -91,33 +91,20 @@ class Answering:
         except Exception as error:
             self._failed(request, error)
 
-    def cancelled(self, number: int, head: bytes) -> None:
-        """The peer does not want this answer any more, did not take it, or refuses a part of it.
-
-        Raises:
-            MalformedFrame: what it refuses cannot be read.
-        """
-        try:
-            refused = _decode_refused(head) if head else None
-        except UNREADABLE as error:
-            raise MalformedFrame(f"what was refused: {error}") from error
+    def cancelled(self, number: int) -> None:
+        """The peer does not want this answer, which it has not seen."""
         request = self._asked.get(number)
         if request is not None:
             self._abandon(request)
-        elif (undo := self._untaken.pop(number, None)) is not None:
-            self._guarded(partial(undo, refused))
+        elif (unsettled := self.unsettled.pop(number, None)) is not None:
+            self._guarded(unsettled.returned)
 
     def taken(self, message: Message) -> None:
         """The peer has these answers."""
         if len(message.head) % 8:
             raise MalformedFrame(f"receipts of {len(message.head)} bytes")
         for (number,) in struct.iter_unpack("<Q", message.head):
-            self._untaken.pop(number, None)
-
-    def arrived(self, numbers: Iterable[int]) -> None:
-        """The peer has these answers, and says by itself what becomes of them."""
-        for number in numbers:
-            self._untaken.pop(number, None)
+            self.unsettled.pop(number, None)
 
     def lose(self, reason: str) -> None:
         """The peer takes no answer any more."""
@@ -126,27 +113,29 @@ class Answering:
             self._abandon(request)
         for task in self._tasks:  # those of notices too
             task.cancel()
-        untaken, self._untaken = self._untaken, {}
-        for undo in untaken.values():
-            self._guarded(partial(undo, reason))
+        unsettled = list(self.unsettled.values())
+        self.unsettled.clear()
+        for one in unsettled:
+            self._guarded(partial(one.lost, reason))
 
     # ---- answers
 
     def reply(
-        self, request: Request[Any], meta: Any, body: Encoded | None, undo: Undo | None
-    ) -> None:
+        self, request: Request[Any], meta: Any, body: Encoded | None,
+        unsettled: Unsettled | None, receipt: bool,
+    ) -> None:  # fmt: skip
         """Use `Request.reply`."""
         number = request.number
         if number and self._lost is None:
-            flags = 0 if undo is None else _RECEIPT
+            flags = _RECEIPT if receipt else 0
             outbox, head = self._outbox, _encode(meta)
             outbox.send(_REPLY, number, head, body, request.lane, flags=flags, what=request.kind)
             if outbox.paused:
                 self._connection.answered()
-            if undo is not None:
-                self._untaken[number] = undo
-        elif undo is not None:
-            undo(self._lost if number else None)  # a notice takes no answer
+            if unsettled is not None:
+                self.unsettled[number] = unsettled
+        elif unsettled is not None:
+            unsettled.returned()  # a notice takes no answer, and a lost peer neither
         self._forget(request)
 
     def fail(self, request: Request[Any], error: BaseException) -> None:

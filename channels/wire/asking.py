@@ -11,11 +11,9 @@ import msgspec
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
-from rlinf_async.channels.saying import say
 from rlinf_async.channels.wire.failures import Report, rebuild
 from rlinf_async.channels.wire.framing import MAX_HEAD_BYTES, Flag, FrameType, pack_small
 from rlinf_async.channels.wire.outbox import Outbox
-from rlinf_async.channels.wire.router import Refused
 from rlinf_async.channels.wire.transfer import Message
 
 R = TypeVar("R")
@@ -39,31 +37,22 @@ class Waiting(Protocol):
 
 
 class Answer(Generic[R]):
-    """What the peer answered, until it was taken or refused."""
+    """What the peer answered."""
 
-    __slots__ = ("_asking", "_confirm", "_number", "body", "meta")
+    __slots__ = ("_asking", "_confirm", "body", "meta", "number")
 
     def __init__(self, meta: R, message: Message, asking: Asking) -> None:
         self.meta = meta
         self.body = message.body
-        self._number = message.number
+        self.number = message.number
+        """of the request"""
         self._confirm = bool(message.flags & _RECEIPT)
         self._asking = asking
 
     def take(self) -> None:
-        """It can be used: the peer may forget it."""
+        """It has arrived: say so, where the peer wants to know."""
         if self._confirm:
-            self._asking.confirm(self._number)
-
-    def refuse(self, part: int, error: BaseException, *, lost: bool = False) -> None:
-        """This part of it cannot be used, and nothing of it was taken."""
-        if self._confirm:
-            self._asking.refuse(self._number, Refused(part, say(error), lost))
-
-    def give_back(self) -> None:
-        """Nobody wants it any more: nothing of it was taken."""
-        if self._confirm:
-            self._asking.cancel(self._number)
+            self._asking.confirm(self.number)
 
 
 class Asking:
@@ -91,10 +80,6 @@ class Asking:
         if not withdrawn:
             self._outbox.add_control(pack_small(FrameType.CANCEL, number))
         return withdrawn
-
-    def refuse(self, number: int, refused: Refused) -> None:
-        """A part of this answer cannot be used: nothing of it was taken."""
-        self._outbox.add_control(pack_small(FrameType.CANCEL, number, _encode(refused)))
 
     def confirm(self, number: int) -> None:
         """Somebody has the answer; say so with the next write."""

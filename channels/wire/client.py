@@ -10,12 +10,12 @@ from typing import Any
 
 from rlinf_async.channels.wire.connection import Connection
 from rlinf_async.channels.wire.direct import Direct
-from rlinf_async.channels.wire.promises import Promises
 from rlinf_async.channels.wire.protocol import EndRef
 from rlinf_async.channels.wire.remote import Wire
 from rlinf_async.channels.wire.remote_latest import RemoteLatestReceiver, RemoteLatestSender
 from rlinf_async.channels.wire.remote_receiver import RemoteReceiver
 from rlinf_async.channels.wire.remote_sender import RemoteSender
+from rlinf_async.channels.wire.transfers import Transfers
 
 AnyRemoteEnd = (
     RemoteSender[Any] | RemoteReceiver[Any] | RemoteLatestSender[Any] | RemoteLatestReceiver[Any]
@@ -47,7 +47,7 @@ class ChannelClient:
             ChannelError: what the first of them has to be told.
         """
         if self._senders:
-            await Promises.of(self._connection).confirmed()
+            await Transfers.of(self._connection).confirmed()
         for sender in self._senders:
             sender.raise_error()
 

@@ -5,8 +5,9 @@ What is kept, on whichever side:
 * every request gets one answer, an error, or `ConnectionLost`; none waits for ever: a peer that
   says nothing for the heartbeat's limit is given up;
 * a cancelled request reaches its handler before anything that is asked later, and an answer that
-  crosses it counts as not taken: the handler's ``undo`` runs;
-* an answer that somebody took is confirmed (RECEIPTS), so its handler can forget it;
+  crosses it counts as not taken: see `Answering.unsettled`;
+* an answer that must be known to have been taken is confirmed (RECEIPTS), or settled by whoever
+  knows more of it;
 * what arrives is handled in the order in which it was sent, lane by lane;
 * a cut socket is replaced by another, on which both streams go on at the byte where they were cut:
   see `kept` and `reach`. Only when that fails is the connection lost.
@@ -185,8 +186,10 @@ class Connection(Talking):
         return MalformedFrame(f"{self.peer}: {what}")
 
     def _cancelled(self, message: Message) -> None:
+        if message.head:
+            raise MalformedFrame("a cancellation has no arguments")
         self._reader.forget(message.number)
-        self._answering.cancelled(message.number, message.head)
+        self._answering.cancelled(message.number)
 
     def _hearing(self) -> dict[int, Callable[[Message], None]]:
         """What is done about each type of message; CHUNK is none."""

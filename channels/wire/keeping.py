@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final, Self
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.wire.direct_protocol import Fetch, Leave, Offer, Release, Unsure
 from rlinf_async.channels.wire.hangup import GRACE_SECONDS
-from rlinf_async.channels.wire.promises import Promises
 from rlinf_async.channels.wire.protocol import Kept
+from rlinf_async.channels.wire.transfers import Transfers
 from rlinf_async.patient import Timer
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Keeping:
         self._copied = 0
         self._then: Callable[[], None] | None = None
         self._timer: Timer | None = None
-        Promises.of(connection)  # it lingers first
+        Transfers.of(connection)  # it lingers first
         self._before = connection.linger
         connection.linger = self._linger
         connection.answers.add_sync("payload.fetch", Fetch, direct.answer)

@@ -8,10 +8,9 @@ from rlinf_async.channels.errors import ChannelError
 from rlinf_async.channels.latest import Latest
 from rlinf_async.channels.local import LocalReceiver, LocalSender
 from rlinf_async.channels.queue import Queue
-from rlinf_async.channels.wire.ahead import Aheads
 from rlinf_async.channels.wire.connection import Connection
-from rlinf_async.channels.wire.creditor import Creditor
-from rlinf_async.channels.wire.delivery import Leases
+from rlinf_async.channels.wire.owner_credit import Credits
+from rlinf_async.channels.wire.owner_deliveries import Deliveries
 from rlinf_async.channels.wire.protocol import EndKind
 
 
@@ -71,9 +70,8 @@ class Peer:
     """What one connected process holds."""
 
     def __init__(self, connection: Connection) -> None:
-        self.leases = Leases()
-        self.creditor = Creditor(connection)
-        self.aheads = Aheads(connection)
+        self.credits = Credits(connection)
+        self.deliveries = Deliveries(connection)
         self.clones: dict[int, OpenEnd | ChannelError] = {}
 
     def close_clones(self, of: Queue | Latest[Any] | None = None) -> None:

@@ -58,7 +58,7 @@ class Put(msgspec.Struct, array_like=True, frozen=True):
     weight: int
     party: str
     want: bool = False
-    """more will follow: lend me room for them"""
+    """more will follow: grant me credit for them"""
     kept: Kept | None = None
 
 
@@ -73,9 +73,9 @@ class Run(msgspec.Struct, array_like=True, frozen=True):
     count: int
 
 
-class Puts(msgspec.Struct, array_like=True, frozen=True):
-    """client -> owner: items for which room was lent, in the body. They are confirmed by
-    `Credit`."""
+class Transfer(msgspec.Struct, array_like=True, frozen=True):
+    """client -> owner: items for which credit is spent, in the body. They are confirmed by
+    `Grant`."""
 
     runs: list[Run]
     sizes: list[int]
@@ -83,9 +83,8 @@ class Puts(msgspec.Struct, array_like=True, frozen=True):
     kept: list[Kept] = []
 
 
-class Room(msgspec.Struct, array_like=True, frozen=True):
-    """Room under one key of a channel: lent, asked back (then it says how much is lent), or given
-    back."""
+class Credit(msgspec.Struct, array_like=True, frozen=True):
+    """Credit for one key of a channel: granted, recalled, or returned unspent."""
 
     queue: int
     key: Key | None
@@ -94,7 +93,7 @@ class Room(msgspec.Struct, array_like=True, frozen=True):
     """None where the channel does not bound it"""
 
 
-class Untaken(msgspec.Struct, array_like=True, frozen=True):
+class Refused(msgspec.Struct, array_like=True, frozen=True):
     """Items of a sender that were under way when nobody could take them any more."""
 
     end: int
@@ -102,90 +101,72 @@ class Untaken(msgspec.Struct, array_like=True, frozen=True):
     error: Report
 
 
-class Credit(msgspec.Struct, array_like=True, frozen=True):
-    """owner -> client: so many items of `Puts` were handled, some refused; so much is lent."""
+class Grant(msgspec.Struct, array_like=True, frozen=True):
+    """owner -> client: so many items of `Transfer` were handled, some refused; so much credit is
+    granted."""
 
     handled: int
-    rooms: list[Room]
-    refused: list[Untaken]
+    credits: list[Credit]
+    refused: list[Refused]
 
 
 class Flush(msgspec.Struct, array_like=True, frozen=True):
     """client -> owner: answer when all that was sent before is in its place."""
 
 
+Range = tuple[int, int, int]
+"""Entries of a delivery: its number, the index of the first of them, how many."""
+
+
 class Get(msgspec.Struct, array_like=True, frozen=True):
-    """client -> owner: take a batch, under a lease if ``lease``."""
+    """client -> owner: deliver items of this weight, under a lease if ``lease``; of weight 0, only
+    what can be prefetched now. The number of the request is the delivery's."""
 
     end: int
     key: Key | None
     weight: int
     at_least: int | None
     party: str
+    task: int
+    """names the task that asks, within its process"""
     lease: bool = False
-    ahead: int | None = None
-    """how many more items may come ahead of the next gets; None for a batch or a lease"""
-    ranges: list[tuple[int, int]] = []
-    answers: list[int] = []
-    """as of `Took`, which this saves"""
-
-
-class More(msgspec.Struct, array_like=True, frozen=True):
-    """client -> owner: so many items that are there now, ahead of the gets that will take them."""
-
-    end: int
-    key: Key | None
-    ahead: int
-    party: str
-
-
-class Took(msgspec.Struct, array_like=True, frozen=True):
-    """client -> owner: these items were taken; these answers have arrived."""
-
-    end: int
-    key: Key | None
-    ranges: list[tuple[int, int]]
-    """first number, how many"""
-    answers: list[int]
-
-
-class Back(msgspec.Struct, array_like=True, frozen=True):
-    """client -> owner: these items will not be taken, or because of ``error`` cannot be."""
-
-    end: int
-    key: Key | None
-    ranges: list[tuple[int, int]]
-    error: str | None
-    lost: bool = False
-    """their arrays went with their producer"""
-
-
-class Wanted(msgspec.Struct, array_like=True, frozen=True):
-    """owner -> client: somebody waits for what was sent ahead here."""
-
-    end: int
-    key: Key | None
+    ahead: int = 0
+    """so many more items may be prefetched"""
+    taken: list[Range] = []
+    """as of `Taken`, which this saves"""
 
 
 class Taken(msgspec.Struct, array_like=True, frozen=True):
-    """owner -> client: the items are in the body. For a single one that a get waits for, and that
-    is there with all its arrays, its number alone stands for this."""
+    """client -> owner: these entries are settled: they were taken."""
 
-    sizes: list[tuple[int, int]]
-    """of each item: bytes of MessagePack, number of buffers"""
-    lease: int = 0
-    deliveries: list[int] = []
-    first: int = 0
-    """number of the first item, for `Took` and `Back`"""
-    left: list[Left] = []
-    """of those whose arrays are not in the body"""
+    ranges: list[Range]
 
 
 class Settle(msgspec.Struct, array_like=True, frozen=True):
-    """client -> owner: consume the items of a lease, or put them back because of ``error``."""
+    """client -> owner: these entries are settled, with this `Outcome`."""
 
-    lease: int
-    error: str | None
+    ranges: list[Range]
+    outcome: int
+    error: str = ""
+
+
+class Recall(msgspec.Struct, array_like=True, frozen=True):
+    """owner -> client: settle what was prefetched for this receiver: somebody waits for it."""
+
+    end: int
+    key: Key | None
+
+
+class Delivered(msgspec.Struct, array_like=True, frozen=True):
+    """owner -> client: the items of a delivery are in the body: those that were requested, then the
+    prefetched ones. Where it is one item, with all its arrays, 1 stands for this."""
+
+    sizes: list[tuple[int, int]]
+    """of each item: bytes of MessagePack, number of buffers"""
+    deliveries: list[int] = []
+    """of a lease: how often each item was handed out"""
+    left: list[Left] = []
+    """of those whose arrays are not in the body"""
 
 
 class Clone(msgspec.Struct, array_like=True, frozen=True):
@@ -194,6 +175,13 @@ class Clone(msgspec.Struct, array_like=True, frozen=True):
     end: int
     number: int
     holder: str
+
+
+class State(msgspec.Struct, array_like=True, frozen=True):
+    """client -> owner: how full is this key?"""
+
+    end: int
+    key: Key | None
 
 
 class End(msgspec.Struct, array_like=True, frozen=True):

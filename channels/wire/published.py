@@ -26,7 +26,6 @@ from rlinf_async.channels.local import Channel, LocalReceiver, LocalSender
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.wire.codec import Decoder
 from rlinf_async.channels.wire.connection import Connection
-from rlinf_async.channels.wire.delivery import prepare
 from rlinf_async.channels.wire.opened import LatestEnd, LentEnd, OpenEnd, Peer, channel_of
 from rlinf_async.channels.wire.protocol import EndKind, EndRef
 from rlinf_async.channels.wire.router import Request
@@ -104,17 +103,17 @@ class Published:
         for peer in self._peers.values():
             peer.close_clones(of=inner)
             if withdrawn is not None:
-                peer.creditor.withdraw(withdrawn[0])
+                peer.credits.withdraw(withdrawn[0])
 
     def disconnected(self, connection: Connection, reason: str) -> None:
-        """This process is gone: its leases go back, its clones are closed. Called by itself."""
+        """This process is gone: its clones are closed, its credit is taken back, and what was
+        delivered to it. Registered as close callback."""
         peer = self._peers.pop(connection, None)
         if peer is None:
             return
-        peer.leases.put_back(f"{connection.peer} is gone: {reason}")
-        peer.aheads.close()
+        peer.deliveries.close()
         peer.close_clones()
-        peer.creditor.close()
+        peer.credits.close()
 
     # ---- inside
 
@@ -123,7 +122,8 @@ class Published:
         if found is not None:
             return found[0]
         if isinstance(channel, Queue):
-            prepare(channel)
+            if channel.decode is None:
+                channel.decode = Decoder(channel.item_type).decode
         elif channel.decode is None:
             channel.decode = Decoder(channel.item_type).decode_copy  # once for each receiver
         number = next(self._numbers)

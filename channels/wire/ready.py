@@ -14,11 +14,10 @@ import asyncio
 from typing import Final
 
 from rlinf_async.channels.away import away_of
+from rlinf_async.channels.delivery import Entry
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import WrongItemType
-from rlinf_async.channels.lanes import Entry
-from rlinf_async.channels.queue import Queue
+from rlinf_async.channels.key_queue import KeyQueue
 from rlinf_async.channels.wire.codec import Encoder
 from rlinf_async.channels.wire.connection import Connection
 from rlinf_async.channels.wire.transfer import SHARE_BYTES
@@ -43,17 +42,16 @@ def as_travels(entry: Entry) -> Encoded:
     return item if item.__class__ is Encoded else _encode(item)
 
 
-def make_next_ready(connection: Connection, queue: Queue, key: Key | None, sent: Encoded) -> None:
+def make_next_ready(connection: Connection, queue: KeyQueue, sent: Encoded) -> None:
     """A receiver of this key was sent an item: make the next one ready, if it may be as large."""
     if sent.buffers and _worth_it(sent):
-        asyncio.get_running_loop().call_soon(_make_ready, connection, queue, key)
+        asyncio.get_running_loop().call_soon(_make_ready, connection, queue)
 
 
-def _make_ready(connection: Connection, queue: Queue, key: Key | None) -> None:
-    lane = queue.lane_of(key)
-    if connection.closed or lane is None or not lane.entries:
+def _make_ready(connection: Connection, queue: KeyQueue) -> None:
+    if connection.closed or not queue.entries:
         return
-    entry = lane.entries[0]
+    entry = queue.entries[0]
     if entry.ready is not None or away_of(entry.item) is not None:
         return
     try:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Any
 
-from rlinf_async.channels.away import PayloadLost
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ChannelError, MalformedFrame, WrongItemType
 from rlinf_async.channels.itemtypes import check_item, runtime_class
-from rlinf_async.channels.wire import protocol
-from rlinf_async.channels.wire.asking import Answer
-from rlinf_async.channels.wire.codec import Decoder, Encoder, split
+from rlinf_async.channels.wire.codec import Decoder, Encoder
 from rlinf_async.channels.wire.connection import Connection
 from rlinf_async.channels.wire.direct import Direct
-from rlinf_async.channels.wire.fetching import attach, fetch_all
-from rlinf_async.channels.wire.protocol import EndRef
+from rlinf_async.channels.wire.protocol import End, EndRef
 
 _encode = Encoder().encode
 
@@ -26,12 +24,22 @@ class Wire:
         self, connection: Connection, ref: EndRef, item_type: Any, direct: Direct | None = None
     ) -> None:
         self.connection = connection
+        self._loop = asyncio.get_running_loop()
         self.direct = direct
         self.queue = ref.queue
         self.channel_name = ref.channel
         self.item_type = item_type
         self.item_class = runtime_class(item_type)
         self.decode = Decoder(item_type).decode
+
+    def close_later(self, end: int) -> None:
+        """Close an end that was dropped, in whichever thread that was noticed."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._close, end)
+
+    def _close(self, end: int) -> None:
+        if not self.connection.closed:
+            self.connection.notify("channel.close", End(end))
 
     def encode(self, item: object) -> Encoded:
         """The item as it travels.
@@ -45,42 +53,6 @@ class Wire:
             return _encode(item)
         except WrongItemType as error:
             raise WrongItemType(f"channel {self.channel_name!r}: {error}") from error
-
-    async def here(self, answer: Answer[protocol.Taken]) -> list[Encoded] | None:
-        """The items of an answer with all their arrays; None if some are lost, and the others back
-        in the channel, as they are if this is cancelled."""
-        parts = split(answer.meta.sizes, answer.body)
-        if not answer.meta.left:
-            return parts
-        try:
-            attach(parts, answer.meta.left)
-            lost = await fetch_all(self.connection, self.direct, parts)
-        except BaseException:
-            answer.give_back()
-            raise
-        if lost is None:
-            return parts
-        answer.refuse(
-            lost, PayloadLost("it was not fetched before its producer was lost"), lost=True
-        )
-        return None
-
-    def decode_each(self, answer: Answer[protocol.Taken], parts: list[Encoded]) -> list[Any]:
-        """The items of an answer, which counts as taken if all of them can be read. Of one that
-        cannot be, the owner is told: it goes to the dead letters, the others back to the head.
-
-        Raises:
-            MalformedFrame: an item is not of the channel's type.
-        """
-        found: list[Any] = []
-        for index, part in enumerate(parts):
-            try:
-                found.append(self.decode(part))
-            except MalformedFrame as error:
-                answer.refuse(index, error)
-                raise self.unreadable(error) from error
-        answer.take()
-        return found
 
     def decode_value(self, body: Encoded | None) -> Any:
         """The value of a `Latest`.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import count
 from typing import Any, Self
 
+from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ChannelClosed
-from rlinf_async.channels.statistics import Statistics
+from rlinf_async.channels.itemtypes import check_key_and_weight
+from rlinf_async.channels.statistics import KeyState, Statistics
 from rlinf_async.channels.waitfor import current_party
 from rlinf_async.channels.wire import protocol
 from rlinf_async.channels.wire.remote import Wire
@@ -58,6 +61,26 @@ class RemoteEnd:
             "channel.statistics", protocol.End(self._number), reply=Statistics
         )
         return found
+
+    async def state(self, *, key: Key | None = None) -> KeyState:
+        self.open()
+        check_key_and_weight(self.channel_name, key, 1)
+        found, _ = await self._wire.connection.request(
+            "channel.state", protocol.State(self._number, key), reply=KeyState
+        )
+        return found
+
+    def __del__(self) -> None:
+        if self._number < 0 and not self._closed and not self._wire.connection.closed:
+            warnings.warn(
+                f"a {type(self).__name__.removeprefix('Remote').lower()} of channel "
+                f"{self.channel_name!r} was dropped while it was open, and is closed now: close() "
+                "it, or use it in a with block",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+            self._wire.close_later(self._number)
 
     def _tell(self, kind: str, meta: Any) -> None:
         """Say it in the order of what was said before; to a lost owner there is nothing to say."""

@@ -1,86 +1,92 @@
-"""A receiver of a channel in another process: single items by its windows, batches by asking."""
+"""A receiver of a channel in another process: single items by its links, batches by asking."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rlinf_async.channels.away import Away
+from rlinf_async.channels.delivery import Outcome
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.ends import Key, Lease, Receiver
+from rlinf_async.channels.ends import Key, Lease, Receiver, checked_least
 from rlinf_async.channels.errors import ConnectionLost, LeaseLost, MalformedFrame
 from rlinf_async.channels.itemtypes import check_key_and_weight
 from rlinf_async.channels.saying import say
 from rlinf_async.channels.waitfor import current_party
 from rlinf_async.channels.wire import protocol
-from rlinf_async.channels.wire.asking import Answer
-from rlinf_async.channels.wire.fetching import fetch_all
+from rlinf_async.channels.wire.codec import split
+from rlinf_async.channels.wire.fetching import attach, fetch_all
+from rlinf_async.channels.wire.receiver_links import (
+    TURN_ITEMS,
+    ReceiverLink,
+    ReceiverLinks,
+    task_number,
+)
 from rlinf_async.channels.wire.remote import Wire
 from rlinf_async.channels.wire.remote_end import RemoteEnd
-from rlinf_async.channels.wire.window import TURN_ITEMS, Window
-from rlinf_async.channels.wire.windows import Windows
 
 T_co = TypeVar("T_co", covariant=True)
+DELIVERED: Any = protocol.Delivered | int
 
 
 class RemoteReceiver(RemoteEnd, Receiver[T_co]):
     """A receiver of a channel in another process."""
 
-    __slots__ = ("_window", "_windows")
+    __slots__ = ("_link", "_links")
 
     def __init__(self, wire: Wire, number: int) -> None:
         super().__init__(wire, number)
-        self._windows = Windows.of(wire.connection)
-        self._window = self._windows.find(number, None)
+        self._links = ReceiverLinks.of(wire.connection)
+        self._link = self._links.find(number, None)
 
     async def get(self, *, key: Key | None = None) -> T_co:
         if self._closed:
             self.open()
         if key is not None:
             check_key_and_weight(self.channel_name, key, 1)
-        window = self._window if key is None else self._windows.find(self._number, key)
-        if window.run >= TURN_ITEMS:
-            window.run = 0
+        link = self._link if key is None else self._links.find(self._number, key)
+        if link.run >= TURN_ITEMS:
+            link.run = 0
             await asyncio.sleep(0)  # what was taken is said, and what was asked for is heard
             self.open()
-        if not window.kept:
-            window = self._find(key)
-        index, part = window.items.popleft() if window.items else await window.next()
+        if not link.kept:
+            link = self._find(key)
+        number, index, part = link.items.popleft() if link.items else await link.next()
         while part.buffers.__class__ is Away:
-            if await self._here(window, index, part):
+            if await self._is_here(link, number, index, part):
                 break
-            index, part = window.items.popleft() if window.items else await window.next()
+            number, index, part = link.items.popleft() if link.items else await link.next()
         try:
             item: T_co = self._wire.decode(part)
         except MalformedFrame as error:
-            window.refuse(index, error)
+            self._links.settle([(number, index, 1)], Outcome.REJECTED, error)
             raise self._wire.unreadable(error) from error
-        window.took(index)
+        link.took(number, index)
         return item
 
-    async def _here(self, window: Window, index: int, part: Encoded) -> bool:
+    async def _is_here(self, link: ReceiverLink, number: int, index: int, part: Encoded) -> bool:
         """Fetch the arrays of an item; False if they are lost. Cancelled, it goes back."""
         wire = self._wire
         try:
             lost = await fetch_all(wire.connection, wire.direct, [part])
         except BaseException:
-            window.return_one((index, part))
+            link.return_part((number, index, part))
             raise
         if lost is not None:
-            window.lose(index)
+            self._links.settle([(number, index, 1)], Outcome.LOST)
         return lost is None
 
-    def _find(self, key: Key | None) -> Window:
-        """The window as it is known now: one that was forgotten is empty, and what it asked for
-        would be out of reach of whoever wants it back."""
-        window = self._windows.find(self._number, key)
+    def _find(self, key: Key | None) -> ReceiverLink:
+        """The link as it is known now: one that was forgotten is empty, and what is prefetched for
+        it would be out of reach of a recall."""
+        link = self._links.find(self._number, key)
         if key is None:
-            self._window = window
-        return window
+            self._link = link
+        return link
 
     def close(self) -> None:
         if not self._closed:
-            self._windows.close(self._number)
+            self._links.close(self._number)
             super().close()
 
     def get_nowait(self, *, key: Key | None = None) -> T_co:
@@ -89,59 +95,91 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
     async def get_batch(
         self, *, weight: int, at_least: int | None = None, key: Key | None = None
     ) -> list[T_co]:
-        answer, parts = await self._ask(weight, at_least, key)
-        return self._wire.decode_each(answer, parts)
+        number, items, _ = await self._deliver(weight, at_least, key)
+        self._links.taken(number, 0, len(items))
+        return items
 
-    async def _ask(
+    async def _deliver(
         self, weight: int, at_least: int | None, key: Key | None, lease: bool = False
-    ) -> tuple[Answer[protocol.Taken], list[Encoded]]:
+    ) -> tuple[int, list[T_co], list[int]]:
+        """Wait for a delivery: its number, its items, and how often each was handed out. It is not
+        settled; one with an item that cannot be used is."""
         self.open()
         check_key_and_weight(self.channel_name, key, 1)
-        self._check_batch(weight, at_least)
-        self._windows.give_back(self._number, key)
-        get = protocol.Get(self._number, key, weight, at_least, current_party.get(), lease)
+        checked_least(self.channel_name, weight, at_least)
+        self._links.return_items(self._number, key)
         while True:
+            get = protocol.Get(
+                self._number, key, weight, at_least, current_party.get(), task_number(), lease,
+                taken=self._links.to_say(),
+            )  # fmt: skip
             answer = await self._wire.connection.ask(
-                "channel.get", get, reply=protocol.Taken, on_channel=True
+                "channel.get", get, reply=DELIVERED, on_channel=True
             )
-            parts = await self._wire.here(answer)
-            if parts is not None:
-                return answer, parts
+            delivered, number = answer.meta, answer.number
+            if isinstance(delivered, int):
+                parts, counts = [answer.body or Encoded(b"")], []
+            else:
+                parts, counts = split(delivered.sizes, answer.body), delivered.deliveries
+                if delivered.left and not await self._are_here(number, parts, delivered.left):
+                    continue
+            return number, self._decoded(number, parts), counts
 
-    def _check_batch(self, weight: object, at_least: object) -> None:
-        """Refuse what could not be asked for; its owner refuses a batch that cannot be."""
-        least = weight if at_least is None else at_least
-        if not (isinstance(weight, int) and isinstance(least, int)):
-            raise TypeError(
-                f"channel {self.channel_name!r}: the weights of a batch are ints, got "
-                f"weight={weight!r}, at_least={at_least!r}"
-            )
+    async def _are_here(self, number: int, parts: list[Encoded], left: list[protocol.Left]) -> bool:
+        """Fetch the arrays of a delivery; False if some are lost, and the other items returned."""
+        wire, whole = self._wire, (number, 0, len(parts))
+        try:
+            attach(parts, left)
+            lost = await fetch_all(wire.connection, wire.direct, parts)
+        except BaseException:
+            self._links.settle([whole], Outcome.RETURNED)
+            raise
+        if lost is None:
+            return True
+        self._links.settle([(number, lost, 1)], Outcome.LOST)
+        self._links.settle([whole], Outcome.RETURNED)
+        return False
+
+    def _decoded(self, number: int, parts: list[Encoded]) -> list[Any]:
+        """The items of a delivery. One that cannot be read goes to the dead letters, the others
+        back.
+
+        Raises:
+            MalformedFrame: of that item.
+        """
+        found: list[Any] = []
+        for index, part in enumerate(parts):
+            try:
+                found.append(self._wire.decode(part))
+            except MalformedFrame as error:
+                self._links.settle([(number, index, 1)], Outcome.REJECTED, error)
+                self._links.settle([(number, 0, len(parts))], Outcome.RETURNED)
+                raise self._wire.unreadable(error) from error
+        return found
 
     async def _take(
         self, weight: int, at_least: int | None, key: Key | None
-    ) -> tuple[int, Lease[T_co]]:
-        answer, parts = await self._ask(weight, at_least, key, lease=True)
-        items: list[T_co] = self._wire.decode_each(answer, parts)
-        return answer.meta.lease, Lease(items, answer.meta.deliveries)
+    ) -> tuple[protocol.Range, Lease[T_co]]:
+        number, items, counts = await self._deliver(weight, at_least, key, lease=True)
+        return (number, 0, len(items)), Lease(items, counts)
 
-    async def _acknowledge(self, lease: int) -> None:
-        connection, settle = self._wire.connection, protocol.Settle(lease, None)
+    async def _acknowledge(self, delivery: protocol.Range) -> None:
+        connection = self._wire.connection
+        settle = protocol.Settle([delivery], Outcome.TAKEN)
         try:
-            await connection.request("channel.settle", settle, reply=protocol.Nothing, control=True)
+            await connection.request("delivery.settle", settle, reply=protocol.Nothing)
         except (asyncio.CancelledError, GeneratorExit):
             if not connection.closed:  # the block has ended: it may have been heard, or not
-                connection.notify("channel.settle", settle, control=True)
+                connection.notify("delivery.settle", settle)
             raise
         except ConnectionLost as error:
             raise LeaseLost(
-                f"lease {lease} on channel {self.channel_name!r} was taken back before it was "
+                f"a lease on channel {self.channel_name!r} was taken back before it was "
                 f"acknowledged, or nobody knows: the connection to {connection.peer} was lost"
             ) from error
 
-    def _put_back(self, lease: int, error: BaseException) -> None:
-        if not self._wire.connection.closed:
-            settle = protocol.Settle(lease, say(error))
-            self._wire.connection.notify("channel.settle", settle, control=True)
+    def _put_back(self, delivery: protocol.Range, error: BaseException) -> None:
+        self._links.settle([delivery], Outcome.FAILED, say(error))
 
     def _count_stale(self) -> None:
         self._tell("channel.stale", protocol.End(self._number))

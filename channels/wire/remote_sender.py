@@ -2,8 +2,8 @@
 
 ::
 
-    put --room was lent--> promised (see `promises`) --refused, or lost--> told at its next use
-     \\--none-----------> asked, and waited for
+    put --on credit--> transferred (see `transfers`) --refused, or lost--> raised at its next use
+     \\--without--> asks, and waits
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rlinf_async.channels.itemtypes import check_key_and_weight
 from rlinf_async.channels.saying import say
 from rlinf_async.channels.waitfor import current_party
 from rlinf_async.channels.wire import protocol
+from rlinf_async.channels.wire.credit import Account
 from rlinf_async.channels.wire.keeping import Keeping
 from rlinf_async.channels.wire.outbox import TURN_BYTES
-from rlinf_async.channels.wire.promises import Promises
 from rlinf_async.channels.wire.protocol import Kept
-from rlinf_async.channels.wire.purse import Purse
 from rlinf_async.channels.wire.remote import Wire
 from rlinf_async.channels.wire.remote_end import RemoteEnd
+from rlinf_async.channels.wire.transfers import Transfers
 
 T_contra = TypeVar("T_contra", contravariant=True)
 
@@ -34,86 +34,88 @@ log = logging.getLogger(__name__)
 
 
 class RemoteSender(RemoteEnd, Sender[T_contra]):
-    """A sender of a channel in another process. It puts without asking where that has lent room."""
+    """A sender of a channel in another process. It puts without asking while it has credit."""
 
-    __slots__ = ("__weakref__", "_error", "_keeping", "_promises", "_purse", "_told")
+    __slots__ = ("__weakref__", "_account", "_error", "_keeping", "_told", "_transfers")
 
     def __init__(self, wire: Wire, number: int) -> None:
         super().__init__(wire, number)
         self._error: Exception | None = None
         self._told: type[Exception] | None = None
-        self._promises = Promises.of(wire.connection)
-        self._promises.join(number, self)
-        self._purse = self._promises.purses.find(wire.queue, None)
+        self._transfers = Transfers.of(wire.connection)
+        self._transfers.join(number, self)
+        self._account = self._transfers.accounts.find(wire.queue, None)
         self._keeping = Keeping.over(wire.connection, wire.direct)
 
     async def put(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
-        promises, purse = self._promises, self._purse
+        transfers, account = self._transfers, self._account
         if self._closed or self._error is not None:
             self._check()
         if key is not None or weight != 1:
             check_key_and_weight(self.channel_name, key, weight)
-            purse = promises.purses.find(self._wire.queue, key)
+            account = transfers.accounts.find(self._wire.queue, key)
         body = self._wire.encode(item)
         if body.buffers and self._keeping is not None:
-            await self._put_kept(self._keeping, purse, body, weight)
+            await self._put_kept(self._keeping, account, body, weight)
             return
-        if promises.fits(purse, body, weight):
-            if promises.turn_due:
-                await asyncio.sleep(0)  # it is sent, and room that was lent meanwhile is seen
+        if transfers.fits(account, body, weight):
+            if transfers.turn_due:
+                await asyncio.sleep(0)  # it is sent, and credit that was granted meanwhile is seen
                 self._check()
-                if not promises.fits(purse, body, weight):
-                    await self._ask(purse, body, weight)
+                if not transfers.fits(account, body, weight):
+                    await self._ask(account, body, weight)
                     return
-            promises.add(purse, self._number, weight, body.data)
-            if self._told is not None:  # room was lent since, so somebody takes it again
+            transfers.add(account, self._number, weight, body.data)
+            if self._told is not None:  # credit was granted since, so somebody takes it again
                 self._told = None
         elif body.buffers:
-            await self._put_apart(purse, body, weight)
+            await self._put_apart(account, body, weight)
         else:
-            await self._ask(purse, body, weight)
+            await self._ask(account, body, weight)
 
-    async def _put_apart(self, purse: Purse, body: Encoded, weight: int) -> None:
+    async def _put_apart(self, account: Account, body: Encoded, weight: int) -> None:
         """Put an item with large arrays; without asking if they go by shared memory."""
-        promises = self._promises
-        if promises.copied >= TURN_BYTES:
-            promises.copied = 0
+        transfers = self._transfers
+        if transfers.copied >= TURN_BYTES:
+            transfers.copied = 0
             await asyncio.sleep(0)
             self._check()
-        if promises.fits_apart(purse, body, weight) and promises.put_apart(
-            purse, self._number, weight, body
+        if transfers.fits_apart(account, body, weight) and transfers.put_apart(
+            account, self._number, weight, body
         ):
             self._told = None
         else:
-            await self._ask(purse, body, weight)
+            await self._ask(account, body, weight)
 
-    async def _put_kept(self, keeping: Keeping, purse: Purse, whole: Encoded, weight: int) -> None:
+    async def _put_kept(
+        self, keeping: Keeping, account: Account, whole: Encoded, weight: int
+    ) -> None:
         """Put an item whose large arrays stay here until somebody fetches them."""
         self._check()
         body, kept = keeping.keep(whole)
-        if kept and not keeping.turn_due and self._promises.fits(purse, body, weight):
-            self._promises.add(purse, self._number, weight, body.data, kept)
+        if kept and not keeping.turn_due and self._transfers.fits(account, body, weight):
+            self._transfers.add(account, self._number, weight, body.data, kept)
             self._told = None
             return
         try:
-            await self._ask(purse, body, weight, kept)
+            await self._ask(account, body, weight, kept)
         except BaseException:
             if kept is not None:
                 keeping.give_up(kept)
             raise
 
     async def _ask(
-        self, purse: Purse, body: Encoded, weight: int, kept: Kept | None = None
+        self, account: Account, body: Encoded, weight: int, kept: Kept | None = None
     ) -> None:
         """Put, and wait until it is done."""
         self._check()
-        if not purse.kept:
-            purse = self._promises.purses.find(purse.queue, purse.key)
-            if purse.key is None:
-                self._purse = purse
+        if not account.kept:
+            account = self._transfers.accounts.find(account.queue, account.key)
+            if account.key is None:
+                self._account = account
         party = current_party.get()
-        put = protocol.Put(self._number, purse.key, weight, party, purse.wants, kept)
-        purse.waiting += 1
+        put = protocol.Put(self._number, account.key, weight, party, account.wants, kept)
+        account.waiting += 1
         try:
             await self._wire.connection.request(
                 "channel.put", put, body, reply=protocol.Nothing, on_channel=True
@@ -125,13 +127,13 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
                 error.add_note(f"beside, of what was put before: {say(late)}")
             raise
         finally:
-            purse.waiting -= 1
-            purse.used = True
-        purse.puts += 1
+            account.waiting -= 1
+            account.used = True
+        account.puts += 1
 
     async def flush(self) -> None:
         self._check()
-        await self._promises.confirmed()
+        await self._transfers.confirmed()
         self._check()
 
     def close(self) -> None:
@@ -176,6 +178,7 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
         error = getattr(self, "_error", None)
         if error is not None:
             log.error("a sender of channel %r was dropped: %s", self.channel_name, say(error))
+        super().__del__()
 
     def put_nowait(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
         raise self._wire.elsewhere("put_nowait", "await put(...)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -19,18 +19,14 @@ Reply = tuple[Any, Encoded | None]
 Handler = Callable[["Connection", M, Encoded | None], Coroutine[Any, Any, Reply]]
 
 
-class Refused(msgspec.Struct, array_like=True, frozen=True):
-    """The asker cannot use one part of the reply, and takes none of it."""
+class Unsettled(Protocol):
+    """An answer that was given, and that the asker has not settled yet."""
 
-    part: int
-    error: str
-    lost: bool = False
-    """its arrays went with its producer"""
+    def returned(self) -> None:
+        """The asker gave its request up before it saw the answer: nothing of it was taken."""
 
-
-Undo = Callable[[str | Refused | None], None]
-"""Called if a reply was not taken: with None when the asker cancelled, with what it refused, or
-with why it is lost."""
+    def lost(self, reason: str) -> None:
+        """The connection is lost: nobody knows what became of it."""
 
 
 class Request(msgspec.Struct, Generic[M], eq=False):
@@ -54,14 +50,23 @@ class Request(msgspec.Struct, Generic[M], eq=False):
     held: int = 0
     """bytes of its body that count as held here until it is answered"""
 
-    def reply(self, meta: Any, body: Encoded | None = None, *, undo: Undo | None = None) -> None:
-        """Answer. ``undo`` is called if the answer turns out not to have been taken.
+    def reply(
+        self,
+        meta: Any,
+        body: Encoded | None = None,
+        *,
+        unsettled: Unsettled | None = None,
+        receipt: bool = False,
+    ) -> None:
+        """Answer. ``unsettled`` is told if the answer turns out not to have been taken, until it is
+        removed from `Answering.unsettled`; with ``receipt`` that is done as soon as the asker has
+        the answer.
 
         Raises:
             ItemTooLarge: the answer is over a limit; the request is still open.
         """
         if self.open:
-            self.answering.reply(self, meta, body, undo)
+            self.answering.reply(self, meta, body, unsettled, receipt)
 
     def fail(self, error: BaseException) -> None:
         """Answer with an error."""

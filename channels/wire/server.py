@@ -6,14 +6,16 @@ import logging
 from typing import Any
 
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.errors import ChannelError, LeaseLost, MalformedFrame
+from rlinf_async.channels.errors import ChannelError, MalformedFrame
 from rlinf_async.channels.latest import Latest
-from rlinf_async.channels.statistics import Statistics
+from rlinf_async.channels.seen import state_of, statistics_of
+from rlinf_async.channels.statistics import KeyState, Statistics
 from rlinf_async.channels.wire import protocol
 from rlinf_async.channels.wire.codec import Encoder
 from rlinf_async.channels.wire.connection import Connection
-from rlinf_async.channels.wire.delivery import NOTHING, answer_get, answer_put
 from rlinf_async.channels.wire.opened import OpenEnd
+from rlinf_async.channels.wire.owner_credit import answer_put
+from rlinf_async.channels.wire.owner_deliveries import NOTHING
 from rlinf_async.channels.wire.published import Published
 from rlinf_async.channels.wire.router import Reply, Request, Router
 from rlinf_async.channels.wire.sources import Sources
@@ -34,89 +36,63 @@ class ChannelServer(Published):
 
     def _register(self, router: Router) -> None:
         router.add_sync("channel.put", protocol.Put, self._put)
-        router.add_sync("channel.puts", protocol.Puts, self._puts)
-        router.add_sync("channel.return", protocol.Room, self._return)
+        router.add_sync("channel.transfer", protocol.Transfer, self._transfer)
+        router.add_sync("credit.return", protocol.Credit, self._return)
         router.add_sync("channel.flush", protocol.Flush, self._flush)
-        router.add_sync("channel.confirm", protocol.Flush, self._confirm)
         router.add_sync("channel.get", protocol.Get, self._get)
-        router.add_sync("channel.more", protocol.More, self._more)
-        router.add_sync("channel.took", protocol.Took, self._took)
-        router.add_sync("channel.back", protocol.Back, self._back)
-        router.add_sync("channel.settle", protocol.Settle, self._settle)
+        router.add_sync("delivery.taken", protocol.Taken, self._taken)
+        router.add_sync("delivery.settle", protocol.Settle, self._settle)
         router.add_sync("channel.clone", protocol.Clone, self._clone)
         router.add_sync("channel.close", protocol.End, self._close)
         router.add_sync("channel.fail", protocol.Fail, self._fail)
         router.add_sync("channel.stale", protocol.End, self._stale)
         router.add_sync("channel.statistics", protocol.End, self._statistics)
+        router.add_sync("channel.state", protocol.State, self._state)
         router.add_sync("latest.publish", protocol.Publish, self._publish_value)
         router.add_sync("latest.close", protocol.End, self._close_latest)
         router.add("latest.newer", protocol.Newer, self._newer)
 
     def _put(self, request: Request[protocol.Put]) -> None:
-        end = self._queue_end(request, "sender")
+        end = self._open_end(request.connection, request.meta.end, "sender")
         try:
-            answer_put(request, end.queue, end.number)
+            answer_put(request, end)
         except MalformedFrame as error:
             _hang_up(request.connection, error)
             return
         if request.meta.want and (known := self._published.get(id(end.queue))) is not None:
-            creditor = self._peer(request.connection).creditor
-            creditor.want(known[0], end.queue, request.meta.key, end.holder)
+            credits = self._peer(request.connection).credits
+            credits.want(known[0], end.queue, request.meta.key, end.holder)
 
-    def _puts(self, request: Request[protocol.Puts]) -> None:
+    def _transfer(self, request: Request[protocol.Transfer]) -> None:
         connection = request.connection
-        creditor, body = self._peer(connection).creditor, request.body or Encoded(b"")
+        credits, body = self._peer(connection).credits, request.body or Encoded(b"")
         try:
-            creditor.take(request.meta, body, lambda end: self._open_end(connection, end, "sender"))
+            credits.take(request.meta, body, lambda end: self._open_end(connection, end, "sender"))
         except MalformedFrame as error:
             _hang_up(connection, error)
 
-    def _return(self, request: Request[protocol.Room]) -> None:
+    def _return(self, request: Request[protocol.Credit]) -> None:
         try:
-            self._peer(request.connection).creditor.returned(request.meta)
+            self._peer(request.connection).credits.returned(request.meta)
         except MalformedFrame as error:
             _hang_up(request.connection, error)
 
     def _flush(self, request: Request[protocol.Flush]) -> None:
-        self._confirm(request)
+        self._peer(request.connection).credits.say()
         request.reply(NOTHING)
-
-    def _confirm(self, request: Request[protocol.Flush]) -> None:
-        self._peer(request.connection).creditor.say()
 
     def _get(self, request: Request[protocol.Get]) -> None:
         get, connection = request.meta, request.connection
-        peer = self._peer(connection)
-        if get.answers:
-            request.answering.arrived(get.answers)
-        try:
-            end = self._open_end(connection, get.end, "receiver")
-        except ChannelError:
-            peer.aheads.took(get.end, get.key, get.ranges)
-            raise
-        if get.ahead is not None:
-            peer.aheads.get(request, end.queue, end.number)
-            return
-        answer_get(request, end.queue, peer.leases, end.number)
+        deliveries = self._peer(connection).deliveries
+        if get.taken:
+            deliveries.taken(request, get.taken)
+        deliveries.get(request, self._open_end(connection, get.end, "receiver"))
 
-    def _more(self, request: Request[protocol.More]) -> None:
-        end = self._queue_end(request, "receiver")
-        self._peer(request.connection).aheads.more(request, end.queue, end.number)
-
-    def _took(self, request: Request[protocol.Took]) -> None:
-        took = request.meta
-        request.answering.arrived(took.answers)
-        self._peer(request.connection).aheads.took(took.end, took.key, took.ranges)
-
-    def _back(self, request: Request[protocol.Back]) -> None:
-        self._peer(request.connection).aheads.back(request.meta)
+    def _taken(self, request: Request[protocol.Taken]) -> None:
+        self._peer(request.connection).deliveries.taken(request, request.meta.ranges)
 
     def _settle(self, request: Request[protocol.Settle]) -> None:
-        settle = request.meta
-        known = self._peer(request.connection).leases.settle(settle.lease, settle.error)
-        if not known and request.number:
-            raise LeaseLost(f"lease {settle.lease} is not held by {request.connection.peer}")
-        request.reply(NOTHING)
+        self._peer(request.connection).deliveries.settle(request)
 
     def _clone(self, request: Request[protocol.Clone]) -> None:
         clone = request.meta
@@ -145,7 +121,11 @@ class ChannelServer(Published):
         self._queue_end(request).queue.stale += 1
 
     def _statistics(self, request: Request[protocol.End]) -> None:
-        found: Statistics = self._queue_end(request).queue.statistics()
+        found: Statistics = statistics_of(self._queue_end(request).queue)
+        request.reply(found)
+
+    def _state(self, request: Request[protocol.State]) -> None:
+        found: KeyState = state_of(self._queue_end(request).queue, request.meta.key)
         request.reply(found)
 
     def _publish_value(self, request: Request[protocol.Publish]) -> None:

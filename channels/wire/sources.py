@@ -31,7 +31,7 @@ from rlinf_async.channels.wire.direct_protocol import (
     fits,
 )
 from rlinf_async.channels.wire.failures import RemoteError
-from rlinf_async.channels.wire.protocol import Kept, Left, Puts
+from rlinf_async.channels.wire.protocol import Kept, Left, Transfer
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.connection import Connection
@@ -177,7 +177,11 @@ class Sources:
 
 
 def take_kept(
-    connection: Connection, puts: Puts, items: list[Encoded], first: int, queue: Queue | None
+    connection: Connection,
+    transfer: Transfer,
+    items: list[Encoded],
+    first: int,
+    queue: Queue | None,
 ) -> list[int]:
     """Those of these items, numbered from ``first``, whose arrays stay with their producer, say so
     from now on; the bytes of each one's. Without a queue nobody will want them.
@@ -186,8 +190,8 @@ def take_kept(
         MalformedFrame: there are no such items, or arrays.
     """
     source, sizes = Source.of(connection), list[int]()
-    kept = {one.item: one for one in puts.kept}
-    if len(kept) != len(puts.kept) or not all(0 <= item < len(puts.sizes) for item in kept):
+    kept = {one.item: one for one in transfer.kept}
+    if len(kept) != len(transfer.kept) or not all(0 <= item < len(transfer.sizes) for item in kept):
         raise MalformedFrame("arrays stay with their producer, of items that did not come")
     for at, item in enumerate(items):
         one = kept.get(first + at)

@@ -1,4 +1,4 @@
-"""The items of one message that were put without asking, found again in its body. Pure."""
+"""The items of one message that were put on credit, found again in its body. Pure."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Sequence
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import MalformedFrame
-from rlinf_async.channels.wire.protocol import Puts, Run
+from rlinf_async.channels.wire.protocol import Run, Transfer
 from rlinf_async.channels.wire.slab import is_private
 from rlinf_async.channels.wire.transfer import SHARE_BYTES
 
 
-def cut(puts: Puts, body: Encoded) -> list[tuple[Run, list[Encoded], int]]:
+def cut(transfer: Transfer, body: Encoded) -> list[tuple[Run, list[Encoded], int]]:
     """Each run with its items, and the bytes of MessagePack that these take.
 
     Raises:
         MalformedFrame: they do not fit the body, or are not as such items may be.
     """
-    data, arrays, sizes = body.data, body.buffers, puts.sizes
-    if sizes == [len(data)] and len(puts.runs) == 1 and not arrays:
-        run = puts.runs[0]
+    data, arrays, sizes = body.data, body.buffers, transfer.sizes
+    if sizes == [len(data)] and len(transfer.runs) == 1 and not arrays:
+        run = transfer.runs[0]
         if run.count == 1 and run.weight >= 1:
             return [(run, [body], len(data))]  # one item, which most messages have
     count = 0
-    for run in puts.runs:
+    for run in transfer.runs:
         if run.count < 0 or run.weight < 1:
             raise MalformedFrame("items came in negative numbers or weights")
         count += run.count
@@ -35,7 +35,7 @@ def cut(puts: Puts, body: Encoded) -> list[tuple[Run, list[Encoded], int]]:
         _check_arrays(count, arrays)
     found: list[tuple[Run, list[Encoded], int]] = []
     index = start = 0
-    for run in puts.runs:
+    for run in transfer.runs:
         items: list[Encoded] = []
         first = start
         for size in sizes[index : index + run.count]:

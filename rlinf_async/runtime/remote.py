@@ -3,8 +3,7 @@
 A call that is cancelled has ended once its method has: until then its channel ends stay open, so
 what the method had put by then is in its channels. A worker that does not say so in
 `CANCEL_SECONDS`, because it is blocked or cut off, is not waited for. What is asked and answered
-about the end goes ahead of all data, as do the cancellation and what was put without asking, which
-are said before it.
+about the end goes with the data, behind what the method has put.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class RemoteCall:
         cancelled = _Cancelled(self)
         try:
             head = head_of(ENDED, Number(self._number))
-            self._connection.post(cancelled, ENDED, head, control=True)
+            self._connection.post(cancelled, ENDED, head)
         except ConnectionLost as error:
             cancelled.set_exception(error)
 

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from rlinf_async.channels import Channel, EndOfChannel, Key, current_party
-from rlinf_async.channels.lanes import Lane
+from rlinf_async.channels.key_queue import KeyQueue
 from rlinf_async.testing import InvariantBroken, VirtualLoop, wait_all_blocked
 
 KEYS: tuple[Key | None, ...] = (None, "env", 7)
@@ -91,10 +91,9 @@ class Program:
         if self.gentle and self.puts and self.rng.random() < 0.2:
             self.rng.choice(list(self.puts)).cancel()
 
-    def lanes(self) -> Iterator[Lane]:
-        """Every lane of the channel."""
-        yield self.channel.queue.lane
-        yield from self.channel.queue.lanes.values()
+    def lanes(self) -> Iterator[KeyQueue]:
+        """Every key's queue."""
+        return self.channel.queue.every_key()
 
     def places(self) -> Counter[int]:
         """In how many places each item is."""
@@ -103,8 +102,8 @@ class Program:
         for lane in self.lanes():
             found.update(entry.item for entry in lane.entries)
             found.update(wait.entry.item for wait in lane.putters)
-            found.update(entry.item for wait in lane.gets for entry in wait.taken)
-        found.update(entry.item for lease in queue.leases.values() for entry in lease.entries)
+            found.update(entry.item for wait in lane.getters for entry in wait.held())
+        found.update(entry.item for one in queue.unsettled() for entry in one.held())
         found.update(letter.item for letter in queue.dead_letters)
         for items in self.received.values():
             found.update(items)
@@ -129,22 +128,22 @@ class Program:
         if (seen.puts, seen.gets) != (places.total(), taken):
             raise InvariantBroken(f"{seen} counts other than {places.total()} puts, {taken} gets")
 
-    def _check_order(self, lane: Lane) -> None:
-        collected = lane.getters[0].taken if lane.getters else []
-        order = [entry.seq for entry in (*collected, *lane.entries)]
-        order += [wait.entry.seq for wait in lane.putters]
+    def _check_order(self, lane: KeyQueue) -> None:
+        collected = lane.getters.first.held() if lane.getters.order else []
+        order = [entry.sequence for entry in (*collected, *lane.entries)]
+        order += [wait.entry.sequence for wait in lane.putters]
         if order != sorted(order):
             raise InvariantBroken(f"key {lane.key!r} holds its items in the order {order}")
 
-    def _check_wakeups(self, lane: Lane) -> None:
-        if lane.entries and lane.getters:
+    def _check_wakeups(self, lane: KeyQueue) -> None:
+        if lane.entries and lane.getters.order:
             raise InvariantBroken(f"key {lane.key!r}: a get waits although items rest")
-        if lane.putters and self.channel.queue.has_room(lane.key, lane.putters[0].entry.weight):
+        if lane.putters and lane.has_room(lane.putters[0].entry.weight):
             raise InvariantBroken(f"key {lane.key!r}: a put waits although there is room")
         if lane.key is not None and lane.idle:
             raise InvariantBroken(f"key {lane.key!r} is idle and still in memory")
 
-    def _check_bounds(self, lane: Lane) -> None:
+    def _check_bounds(self, lane: KeyQueue) -> None:
         if lane.weight != sum(entry.weight for entry in lane.entries):
             raise InvariantBroken(f"key {lane.key!r} weighs other than its items do")
         if not self.gentle:

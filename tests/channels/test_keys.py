@@ -45,7 +45,7 @@ async def test_a_number_and_its_text_are_two_keys(transport: Transport) -> None:
 
 def keys_in_memory(channel: Channel[T]) -> list[str | int]:
     """The keys that the channel holds anything for."""
-    return list(channel.queue.lanes)
+    return list(channel.queue.keys)
 
 
 async def test_idle_keys_are_freed_after_gets_and_batches(transport: Transport) -> None:
@@ -56,6 +56,7 @@ async def test_idle_keys_are_freed_after_gets_and_batches(transport: Transport) 
         await sender.put(number, key=f"batch {number}")
         await receiver.get(key=f"get {number}")
         await receiver.get_batch(weight=1, key=f"batch {number}")
+    await transport.settle()
     assert keys_in_memory(channel) == []
 
 
@@ -67,6 +68,7 @@ async def test_idle_keys_are_freed_after_waits_that_were_served(transport: Trans
     assert keys_in_memory(channel) == ["later"]
     await sender.put(1, key="later")
     assert await waiting == 1
+    await transport.settle()
     assert keys_in_memory(channel) == []
 
 
@@ -86,6 +88,7 @@ async def test_idle_keys_are_freed_after_cancelled_waits(transport: Transport) -
     await transport.settle()
     assert keys_in_memory(channel) == ["full"]
     assert await receiver.get(key="full") == 1
+    await transport.settle()
     assert keys_in_memory(channel) == []
 
 
@@ -96,7 +99,7 @@ async def test_idle_keys_are_freed_after_leases(transport: Transport) -> None:
     async with receiver.lease(key="env") as batch:
         assert list(batch) == [1]
         await transport.settle()
-        assert keys_in_memory(channel) == []
+        assert keys_in_memory(channel) == ["env"]  # the item may come back
     await transport.settle()
     assert keys_in_memory(channel) == []
 

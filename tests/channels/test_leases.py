@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import pytest
 
 from rlinf_async.channels import Channel, Lease, LeaseLost, Receiver, Sender
+from rlinf_async.channels.delivery import Outcome
 from tests.channels.transport import Transport
 
 
@@ -129,6 +130,7 @@ async def test_returned_items_reach_whoever_waits(transport: Transport) -> None:
         await transport.settle()
         assert not waiting.done()
     assert await waiting == 0
+    other.close()
 
 
 async def test_items_that_fail_too_often_become_dead_letters(transport: Transport) -> None:
@@ -195,8 +197,8 @@ async def test_returned_items_may_exceed_the_capacity_and_then_puts_wait(
 async def hold_while_it_is_taken_back(channel: Channel[int], error: Exception | None) -> None:
     """Hold a lease that the channel takes back, as it does when a connection is cut."""
     async with channel.receiver.lease():
-        [number] = channel.queue.leases
-        channel.queue.put_back(number, "the connection was cut")
+        [delivery] = channel.queue.unsettled()
+        delivery.queue.settle(delivery, Outcome.FAILED, error="the connection was cut")
         if error is not None:
             raise error
 
@@ -204,7 +206,7 @@ async def hold_while_it_is_taken_back(channel: Channel[int], error: Exception | 
 async def test_a_lease_that_was_taken_back_cannot_be_acknowledged() -> None:
     channel = Channel(int, name="numbers")
     channel.sender.put_nowait(0)
-    with pytest.raises(LeaseLost, match=r"lease \d+ on channel 'numbers' was taken back"):
+    with pytest.raises(LeaseLost, match=r"a lease on channel 'numbers' was taken back"):
         await hold_while_it_is_taken_back(channel, None)
     assert channel.receiver.get_nowait() == 0
 

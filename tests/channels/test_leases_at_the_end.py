@@ -157,12 +157,14 @@ async def test_an_item_that_a_cancelled_get_gives_back_is_not_hidden_by_the_end(
     channel = Channel(int, name="numbers")
     sender = channel.sender.open()
     first = asyncio.create_task(channel.receiver.get())
-    second = asyncio.create_task(channel.receiver.clone().get())
+    other = channel.receiver.clone()
+    second = asyncio.create_task(other.get())
     await wait_all_blocked()
     await sender.put(1)  # handed to the first, which is cancelled before it runs
     first.cancel()
     sender.close()
     assert await second == 1
+    other.close()
     with pytest.raises(asyncio.CancelledError):
         await first
 
@@ -173,9 +175,11 @@ async def test_two_tasks_of_one_worker_see_each_others_leases() -> None:
         await sender.put(1)
     holder = Holder(channel.receiver, "Solver[0].run")
     await holder.granted.wait()
-    other = spawn("Solver[0].run", channel.receiver.clone().get)
+    clone = channel.receiver.clone()
+    other = spawn("Solver[0].run", clone.get)
     await wait_all_blocked()
     holder.finish.set_exception(ValueError("the holder fails"))
     assert await other == 1
+    clone.close()
     with pytest.raises(ValueError, match="the holder fails"):
         await holder.task

@@ -60,6 +60,7 @@ async def test_receivers_that_wait_are_served_in_turn(transport: Transport) -> N
             await transport.settle()
     names = [name for name, _ in sorted(got, key=lambda one: one[1])]
     assert names == ["greedy", "modest", "greedy", "modest", "greedy", "greedy"]
+    modest.close()
 
 
 async def test_a_receiver_that_comes_back_waits_behind_every_other(transport: Transport) -> None:
@@ -81,6 +82,7 @@ async def test_a_receiver_that_comes_back_waits_behind_every_other(transport: Tr
     sender.close()
     await coming
     assert got == [1, 3, 4]
+    eager.close()
 
 
 async def test_waiting_puts_are_let_in_in_arrival_order(transport: Transport) -> None:

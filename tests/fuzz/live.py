@@ -124,23 +124,25 @@ class Live:
         if which >= len(self.kinds):
             return pieces.some()
         kind, end = self.kinds[which].encode(), ends[pieces.byte() % len(ends)]
-        if kind == b"channel.puts":
-            arguments = msgspec.msgpack.encode(self._puts(pieces, end))
-        elif kind == b"channel.return":
-            room = protocol.Room(self._lends, _key(pieces), _small(pieces), _small(pieces) or None)
-            arguments = msgspec.msgpack.encode(room)
+        if kind == b"channel.transfer":
+            arguments = msgspec.msgpack.encode(self._transfer(pieces, end))
+        elif kind == b"credit.return":
+            credit = protocol.Credit(
+                self._lends, _key(pieces), _small(pieces), _small(pieces) or None
+            )
+            arguments = msgspec.msgpack.encode(credit)
         else:  # MessagePack of the other arguments, without the array's head
             rest, count = pieces.some(), 1 + pieces.byte() % 6
             arguments = bytes((0x90 | count,)) + msgspec.msgpack.encode(end) + rest
         return bytes((len(kind),)) + kind + arguments
 
-    def _puts(self, pieces: Pieces, end: int) -> protocol.Puts:
-        """Items for which room may have been lent."""
+    def _transfer(self, pieces: Pieces, end: int) -> protocol.Transfer:
+        """Items for which credit may have been granted."""
         runs = [
             protocol.Run(self._lends, end, _key(pieces), _small(pieces), _small(pieces))
             for _ in range(pieces.byte() % 3)
         ]
-        return protocol.Puts(runs, [_small(pieces) for _ in range(pieces.byte() % 8)])
+        return protocol.Transfer(runs, [_small(pieces) for _ in range(pieces.byte() % 8)])
 
     async def _say(self, frames: Iterable[bytes]) -> None:
         """Connect, prove the secret, say it, and leave."""

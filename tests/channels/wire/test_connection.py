@@ -40,6 +40,20 @@ class Text(msgspec.Struct):
     text: str
 
 
+class Given:
+    """An answer, and what becomes of it."""
+
+    def __init__(self, peers: Peers, text: str) -> None:
+        self.peers = peers
+        self.text = text
+
+    def returned(self) -> None:
+        self.peers.seen.append(f"{self.text} returned")
+
+    def lost(self, reason: str) -> None:
+        self.peers.seen.append(f"{self.text} lost: {reason}")
+
+
 class Peers:
     """A client, a server, and what the server saw."""
 
@@ -95,9 +109,7 @@ class Peers:
 
     def _give(self, request: Request[Text]) -> None:
         """Answer at once, and record when the answer was not taken."""
-        request.reply(
-            request.meta, undo=lambda lost: self.seen.append(f"undo {request.meta.text} {lost}")
-        )
+        request.reply(request.meta, unsettled=Given(self, request.meta.text), receipt=True)
 
 
 @asynccontextmanager
@@ -245,7 +257,7 @@ async def test_a_cancelled_request_is_answered_and_taken_or_undone(turns: int) -
         if not isinstance(outcome, asyncio.CancelledError):
             assert two.seen == []
         else:
-            assert two.seen in ([], ["undo it None"])  # [] if it never arrived
+            assert two.seen in ([], ["it returned"])  # [] if it never arrived
 
 
 async def test_an_answer_that_was_taken_is_not_undone_when_the_connection_is_lost() -> None:
@@ -261,9 +273,9 @@ async def test_an_answer_that_was_not_taken_is_undone_when_the_connection_is_los
         asking = asyncio.create_task(two.client.request("give", Text("it"), reply=Text))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        await until(lambda: two.server_side._answering._untaken)
+        await until(lambda: two.server_side._answering.unsettled)
         two.server_side.abort("a test")
-        assert two.seen == ["undo it a test"]
+        assert two.seen == ["it lost: a test"]
         await asyncio.gather(asking, return_exceptions=True)
 
 

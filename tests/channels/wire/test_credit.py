@@ -24,9 +24,9 @@ from rlinf_async.channels import (
     Sender,
     find_cycle,
 )
-from rlinf_async.channels.queue import Queue
-from rlinf_async.channels.wire import ChannelClient, Connection, Encoded, protocol, purse
-from rlinf_async.channels.wire.promises import Promises
+from rlinf_async.channels.key_queue import KeyQueue
+from rlinf_async.channels.wire import ChannelClient, Connection, Encoded, credit, protocol
+from rlinf_async.channels.wire.transfers import Transfers
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire import remote_worker
 from tests.channels.wire.harness import Wired, remote_pair, until, wired
@@ -40,7 +40,7 @@ async def put_all(sender: Sender[int], numbers: range, **options: Any) -> None:
 async def with_credit(sender: Sender[int], channel: Channel[Any], **options: Any) -> None:
     """Put twice, after which room is lent, and take both out again."""
     await put_all(sender, range(2), **options)
-    await until(lambda: channel.queue.lent)
+    await until(lambda: channel.queue.credit)
     for _ in range(2):
         channel.receiver.get_nowait(**options)
 
@@ -48,7 +48,7 @@ async def with_credit(sender: Sender[int], channel: Channel[Any], **options: Any
 def lent_here(sender: Sender[Any], key: str | None = None) -> int:
     """Items that this sender can put without asking."""
     end: Any = sender
-    return int(end._promises.purses.find(end._wire.queue, key).items)
+    return int(end._transfers.accounts.find(end._wire.queue, key).items)
 
 
 async def test_a_put_into_lent_room_returns_at_once_and_arrives_in_order() -> None:
@@ -69,7 +69,7 @@ async def test_lent_room_counts_so_the_capacity_is_never_exceeded() -> None:
         putting = asyncio.create_task(put_all(sender, range(100)))
         for number in range(100):
             await wait_all_blocked()
-            assert channel.statistics().depth + channel.queue.lent <= 8
+            assert channel.statistics().depth + channel.queue.credit <= 8
             assert await channel.receiver.get() == number
         await putting
         assert channel.statistics().credit_waits > 0
@@ -79,8 +79,8 @@ async def test_at_most_half_of_the_free_room_is_lent() -> None:
     channel = Channel(int, name="numbers", capacity=64)
     async with remote_pair(channel) as (sender, _):
         await put_all(sender, range(2))
-        await until(lambda: channel.queue.lent)
-        assert channel.statistics().lent == (64 - 2) // 2
+        await until(lambda: channel.queue.credit)
+        assert channel.statistics().credit == (64 - 2) // 2
 
 
 async def test_a_wait_for_lent_room_names_who_has_it_and_is_no_deadlock() -> None:
@@ -91,7 +91,7 @@ async def test_a_wait_for_lent_room_names_who_has_it_and_is_no_deadlock() -> Non
         await asyncio.sleep(0)
         [wait] = channel.waits()
         assert wait.held_by == ("w",)
-        assert str(wait).endswith("can end this wait; room is lent to w, and asked back")
+        assert str(wait).endswith("can end this wait; credit is held by w, and recalled")
         alone = msgspec.structs.replace(wait, unblockers=())
         assert find_cycle([alone]) == ()
         assert find_cycle([msgspec.structs.replace(alone, held_by=())]) != ()
@@ -102,23 +102,23 @@ async def test_lent_room_is_asked_back_when_another_putter_waits_for_it() -> Non
     channel = Channel(int, name="numbers", capacity=8)
     async with remote_pair(channel) as (sender, _):
         await with_credit(sender, channel)
-        lent = channel.statistics().lent
+        lent = channel.statistics().credit
         assert lent == lent_here(sender) > 0
         local = channel.sender
         await put_all(local, range(8))  # the whole capacity: the last of them wait for what is lent
         assert channel.statistics().depth == 8
-        assert (channel.statistics().lent, lent_here(sender)) == (0, 0)
+        assert (channel.statistics().credit, lent_here(sender)) == (0, 0)
 
 
 async def test_a_put_without_waiting_is_told_full_and_asks_lent_room_back() -> None:
     channel = Channel(int, name="numbers", capacity=8)
     async with remote_pair(channel) as (sender, _):
         await with_credit(sender, channel)
-        for number in range(8 - channel.queue.lent):
+        for number in range(8 - channel.queue.credit):
             channel.sender.put_nowait(number)
         with pytest.raises(ChannelFull):
             channel.sender.put_nowait(8)
-        await until(lambda: channel.queue.lent == 0)
+        await until(lambda: channel.queue.credit == 0)
         channel.sender.put_nowait(8)
 
 
@@ -130,7 +130,7 @@ async def test_weight_is_lent_too_and_a_heavier_item_asks() -> None:
         for number in range(40):
             await wait_all_blocked()
             queue = channel.queue
-            assert queue.lane.weight + queue.lane.held_weight <= 20
+            assert queue.unkeyed.weight + queue.unkeyed.reserved_weight <= 20
             assert await channel.receiver.get() == number
         await putting
 
@@ -155,9 +155,10 @@ async def test_a_put_cannot_overtake_one_that_waits_without_credit() -> None:
         await with_credit(sender, channel)
         heavy = asyncio.create_task(sender.put(1, weight=39))
         await asyncio.sleep(0)
-        light = [asyncio.create_task(sender.clone().put(number)) for number in (2, 3)]
-        got = [await channel.receiver.get() for _ in range(3)]
-        await asyncio.gather(heavy, *light)
+        with sender.clone() as first, sender.clone() as second:
+            light = [asyncio.create_task(first.put(2)), asyncio.create_task(second.put(3))]
+            got = [await channel.receiver.get() for _ in range(3)]
+            await asyncio.gather(heavy, *light)
         assert got == [1, 2, 3]
 
 
@@ -196,27 +197,27 @@ async def test_many_tasks_on_one_sender_keep_their_order_and_lose_nothing() -> N
 async def test_a_key_is_lent_room_and_is_forgotten_when_it_was_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(purse, "IDLE_SECONDS", 0.001)
+    monkeypatch.setattr(credit, "IDLE_SECONDS", 0.001)
     channel = Channel(int, name="numbers")
     async with remote_pair(channel) as (sender, _):
         await with_credit(sender, channel, key="env")
-        await until(lambda: not channel.queue.lanes)
-        assert channel.statistics().lent == 0
+        await until(lambda: not channel.queue.keys)
+        assert channel.statistics().credit == 0
         end: Any = sender
-        await until(lambda: not end._promises.purses.kept)
+        await until(lambda: not end._transfers.accounts.kept)
 
 
 async def test_more_keys_than_are_remembered_lose_no_room() -> None:
     channel = Channel(int, name="numbers", capacity=4)
     async with remote_pair(channel) as (sender, _):
-        for number in range(purse.MAX_PURSES + 20):
+        for number in range(credit.MAX_ACCOUNTS + 20):
             await put_all(sender, range(2), key=number)
             assert [await channel.receiver.get(key=number) for _ in range(2)] == [0, 1]
         await sender.flush()
         end: Any = sender
-        held = sum(one.items for one in end._promises.purses.kept.values())
-        assert channel.statistics().lent == held
-        assert len(end._promises.purses.kept) <= purse.MAX_PURSES
+        held = sum(one.items for one in end._transfers.accounts.kept.values())
+        assert channel.statistics().credit == held
+        assert len(end._transfers.accounts.kept) <= credit.MAX_ACCOUNTS
 
 
 # ---- what became of an item
@@ -295,7 +296,7 @@ async def test_a_sender_is_told_once_that_nobody_receives() -> None:
         await put_all(sender, range(5))
         channel.queue.remove_receiver(next(iter(channel.queue.receivers)))
         with pytest.raises(NoReceivers):
-            await sender._ask(sender._purse, Encoded(b"\x01"), 1)  # type: ignore[attr-defined]
+            await sender._ask(sender._account, Encoded(b"\x01"), 1)  # type: ignore[attr-defined]
         await sender.flush()
         assert channel.statistics().refused == 5
         receiver.close()
@@ -340,13 +341,14 @@ async def test_a_lease_is_settled_after_the_items_that_were_put_inside(
         await with_credit(giving, results)
         await tasks.sender.put(7)
         depths: list[int] = []
-        settle = Queue.acknowledge
+        settle = KeyQueue.settle
 
-        def watch(queue: Queue, number: int) -> None:
-            depths.append(results.statistics().depth)
-            settle(queue, number)
+        def watch(queue: KeyQueue, *settled: Any) -> None:
+            if queue.queue.name == "tasks":
+                depths.append(results.statistics().depth)
+            settle(queue, *settled)
 
-        monkeypatch.setattr(Queue, "acknowledge", watch)
+        monkeypatch.setattr(KeyQueue, "settle", watch)
         async with taking.lease() as taken:
             await giving.put(taken[0])
         await until(lambda: depths)
@@ -397,9 +399,9 @@ async def test_what_a_lost_process_was_lent_is_free_again() -> None:
         connection = await owner.join()
         sender = owner.sender(channel, connection)
         await with_credit(sender, channel)
-        assert channel.statistics().lent
+        assert channel.statistics().credit
         await cut(connection, owner)
-        assert channel.statistics().lent == 0
+        assert channel.statistics().credit == 0
         for number in range(8):
             channel.sender.put_nowait(number)
 
@@ -422,8 +424,8 @@ async def test_a_process_that_promises_more_than_it_was_lent_is_cut_off() -> Non
         sender: Any = owner.sender(channel, connection)
         await with_credit(sender, channel)
         run = protocol.Run(sender._wire.queue, sender._number, None, 1, 60)
-        puts = protocol.Puts([run], [1] * 60)
-        connection.notify("channel.puts", puts, Encoded(bytes(60)))
+        transfer = protocol.Transfer([run], [1] * 60)
+        connection.notify("channel.transfer", transfer, Encoded(bytes(60)))
         _, reason = await owner.lost.get()
         assert "60 items of weight 0 came for channel 'numbers'" in reason
         assert channel.statistics().depth == 0
@@ -459,14 +461,14 @@ async def test_a_killed_producer_leaves_a_beginning_of_what_it_put() -> None:
         await owner.lost.get()
         await asyncio.to_thread(process.communicate)
         depth = channel.statistics().depth
-        assert channel.statistics().lent == 0
+        assert channel.statistics().credit == 0
         assert await channel.receiver.get_batch(weight=depth) == list(range(depth))
 
 
-async def test_the_promises_of_a_connection_are_found_again() -> None:
+async def test_the_transfers_of_a_connection_are_found_again() -> None:
     async with wired() as owner:
         connection = await owner.join()
-        assert Promises.of(connection) is Promises.of(connection)
+        assert Transfers.of(connection) is Transfers.of(connection)
         assert ChannelClient(connection) is not ChannelClient(connection)
         connection.close()
         await connection.wait_closed()

@@ -18,34 +18,34 @@ from rlinf_async.channels import (
     NoReceivers,
     Sender,
 )
-from rlinf_async.channels.wire import Connection, purse
-from rlinf_async.channels.wire.promises import Promises
+from rlinf_async.channels.wire import Connection, credit
+from rlinf_async.channels.wire.transfers import Transfers
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import Wired, remote_pair, until, wired
 from tests.channels.wire.test_credit import lent_here, put_all, with_credit
 
 
-def promises_of(sender: Sender[Any]) -> Promises:
+def transfers_of(sender: Sender[Any]) -> Transfers:
     end: Any = sender
-    found: Promises = end._promises
+    found: Transfers = end._transfers
     return found
 
 
 async def until_hungry(sender: Sender[int], channel: Channel[Any]) -> None:
     """Put until there is too little room to lend more; some of what was lent is left."""
     for number in range(channel.queue.capacity):
-        if channel.queue.lane.hunger:
+        if channel.queue.unkeyed.room_wanted:
             break
         await sender.put(number)
         await sender.flush()
-    assert channel.queue.lane.hunger
-    assert lent_here(sender) == channel.queue.lent > 0
+    assert channel.queue.unkeyed.room_wanted
+    assert lent_here(sender) == channel.queue.credit > 0
 
 
 def idle(sender: Sender[Any]) -> None:
     """Let the time pass in which room that is not used goes back."""
     for _ in range(2):
-        promises_of(sender).purses.sweep()
+        transfers_of(sender).accounts.sweep()
 
 
 def small_heads(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
@@ -62,9 +62,9 @@ async def test_room_that_was_not_used_goes_back_for_good_from_a_channel_that_is_
         await with_credit(sender, channel)
         await until_hungry(sender, channel)
         idle(sender)
-        await until(lambda: channel.queue.lent == 0)
+        await until(lambda: channel.queue.credit == 0)
         await wait_all_blocked()
-        assert (channel.queue.lent, lent_here(sender)) == (0, 0)
+        assert (channel.queue.credit, lent_here(sender)) == (0, 0)
         depth = channel.statistics().depth
         await put_all(sender, range(3))
         await sender.flush()
@@ -76,12 +76,12 @@ async def test_room_that_is_lent_while_other_room_goes_back_stays_lent() -> None
     async with remote_pair(channel) as (sender, _):
         await with_credit(sender, channel)
         await until_hungry(sender, channel)
-        while channel.queue.lane.entries:
+        while channel.queue.unkeyed.entries:
             channel.receiver.get_nowait()
         idle(sender)  # crosses what is being lent
         await until(lambda: lent_here(sender))
         await sender.flush()
-        assert lent_here(sender) == channel.queue.lent
+        assert lent_here(sender) == channel.queue.credit
         await put_all(sender, range(3))
         await sender.flush()
         assert await channel.receiver.get_batch(weight=3) == [0, 1, 2]
@@ -97,20 +97,20 @@ async def test_room_that_is_asked_back_after_its_key_was_forgotten_is_answered()
         putting = [asyncio.create_task(channel.sender.put(1, key="env")) for _ in range(8)]
         for _ in range(8):
             await channel.receiver.get(key="env")
-        await until(lambda: not channel.queue.lent)
+        await until(lambda: not channel.queue.credit)
         taken = await channel.receiver.get_batch(weight=8, at_least=1, key="env")
         await asyncio.gather(*putting)
         assert set(taken) <= {0, 1}
-        while channel.queue.lanes and channel.queue.lanes["env"].entries:
+        while channel.queue.keys and channel.queue.keys["env"].entries:
             channel.receiver.get_nowait(key="env")
-        await until(lambda: "env" not in channel.queue.lanes)
+        await until(lambda: "env" not in channel.queue.keys)
 
 
 async def test_channels_that_are_not_used_any_more_leave_room_for_others_to_be_lent_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(purse, "MAX_PURSES", 4)
-    monkeypatch.setattr(purse, "SWEEP_SECONDS", 0.0)
+    monkeypatch.setattr(credit, "MAX_ACCOUNTS", 4)
+    monkeypatch.setattr(credit, "SWEEP_SECONDS", 0.0)
     async with wired() as owner:
         connection = await owner.join()
         channels = [Channel(int, name=f"numbers {number}") for number in range(12)]
@@ -118,9 +118,9 @@ async def test_channels_that_are_not_used_any_more_leave_room_for_others_to_be_l
         for sender, channel in (*zip(senders, channels, strict=True), (senders[0], channels[0])):
             await put_all(sender, range(6))
             await sender.flush()
-            assert channel.queue.lent == lent_here(sender) > 0
+            assert channel.queue.credit == lent_here(sender) > 0
             assert await channel.receiver.get_batch(weight=6) == list(range(6))
-            assert len(promises_of(sender).purses.kept) <= 4
+            assert len(transfers_of(sender).accounts.kept) <= 4
         connection.close()
         await connection.wait_closed()
 
@@ -161,7 +161,7 @@ async def test_a_very_long_key_is_not_lent_to() -> None:
     async with remote_pair(channel) as (sender, _):
         key = "k" * 1000
         await put_all(sender, range(5), key=key)
-        assert channel.queue.lent == 0
+        assert channel.queue.credit == 0
         assert await channel.receiver.get_batch(weight=5, key=key) == list(range(5))
 
 
@@ -252,8 +252,9 @@ async def test_a_sender_that_is_dropped_without_being_told_is_logged(
         channel.close()
         await until(lambda: channel.queue.refused)
         await wait_all_blocked()
-        del clone
-        gc.collect()
+        with pytest.warns(ResourceWarning, match="was dropped while it was open"):
+            del clone
+            gc.collect()
         assert "a sender of channel 'numbers' was dropped: ChannelClosed" in caplog.text
 
 

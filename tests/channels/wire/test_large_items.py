@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, ConnectionLost, NoReceivers
-from rlinf_async.channels.lanes import Entry
+from rlinf_async.channels.delivery import Entry
 from rlinf_async.channels.wire import Connection, Encoded, encode, protocol, ready
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import Wired, until, wired
@@ -38,7 +38,7 @@ def check(taken: Item, number: int) -> None:
 
 def lent_to(sender: Any) -> int:
     """Items that this sender can put without asking."""
-    return int(sender._purse.items)
+    return int(sender._account.items)
 
 
 @asynccontextmanager
@@ -100,7 +100,7 @@ async def test_large_items_never_exceed_the_capacity() -> None:
         putting = asyncio.create_task(put_all())
         for number in range(40):
             await wait_all_blocked()
-            assert channel.statistics().depth + channel.queue.lent <= 8
+            assert channel.statistics().depth + channel.queue.credit <= 8
             check(await channel.receiver.get(), number)
         await putting
 
@@ -152,9 +152,9 @@ async def test_who_put_large_items_that_were_not_confirmed_is_told_when_the_owne
 async def test_where_memory_is_not_shared_large_items_are_asked_for() -> None:
     async with lending() as (_, connection, channel, sender):
         connection._sharing._pid = 0  # as over TCP
-        asked = sender._purse.puts
+        asked = sender._account.puts
         await sender.put(item(2))
-        assert sender._purse.puts == asked + 1
+        assert sender._account.puts == asked + 1
         check(await channel.receiver.get(), 2)
         assert channel.statistics().copied == 1
 
@@ -166,9 +166,9 @@ async def test_arrays_that_would_fill_the_owners_memory_unasked_end_the_connecti
     async with lending() as (_, connection, channel, sender):
         connection._sharing._pid = 0  # they go through the socket
         beside = memoryview(bytearray(64 * 1024))
-        run = protocol.Run(sender._purse.queue, sender._number, None, 1, len(sizes))
+        run = protocol.Run(sender._account.queue, sender._number, None, 1, len(sizes))
         body = Encoded(bytes(sum(sizes)), [beside])
-        connection.notify("channel.puts", protocol.Puts([run], sizes), body)
+        connection.notify("channel.transfer", protocol.Transfer([run], sizes), body)
         await connection.wait_closed()
         assert channel.statistics().depth == 0
         assert "arrays came unasked" in caplog.text
@@ -195,7 +195,7 @@ async def taking(count: int) -> AsyncIterator[tuple[Wired, Connection, Channel[I
 async def test_the_next_large_item_is_copied_before_it_is_asked_for() -> None:
     async with taking(3) as (_, _, channel, receiver):
         await wait_all_blocked()
-        head, behind = channel.queue.lane.entries
+        head, behind = channel.queue.unkeyed.entries
         made: Encoded = head.ready
         assert ready.as_travels(head) is made
         assert (head.ready, behind.ready) == (None, None)
@@ -216,7 +216,7 @@ async def test_who_is_here_gets_an_item_that_was_made_ready_as_it_was_put() -> N
             await channel.sender.put(one)
         check(await receiver.get(), 0)
         await wait_all_blocked()
-        assert channel.queue.lane.entries[0].ready is not None
+        assert channel.queue.unkeyed.entries[0].ready is not None
         assert await channel.receiver.get() is items[1]
         connection.close()
         await connection.wait_closed()
@@ -236,11 +236,11 @@ async def test_a_lease_of_what_was_made_ready_goes_back_and_comes_again() -> Non
 
 async def test_the_item_after_a_large_lease_is_made_ready_too() -> None:
     async with taking(3) as (_, _, channel, receiver):
-        channel.queue.lane.entries[0].ready = channel.queue.lane.entries[1].ready = None
+        channel.queue.unkeyed.entries[0].ready = channel.queue.unkeyed.entries[1].ready = None
         async with receiver.lease() as leased:
             check(leased[0], 1)
             await wait_all_blocked()
-            assert channel.queue.lane.entries[0].ready is not None
+            assert channel.queue.unkeyed.entries[0].ready is not None
 
 
 async def test_an_item_that_cannot_travel_is_told_to_who_asks_for_it_not_before() -> None:
@@ -274,7 +274,7 @@ async def test_very_large_items_are_copied_when_they_are_asked_for(
         for number in range(3):
             check(await receiver.get(), number)
             await wait_all_blocked()
-            seen.append(channel.queue.lane.entries[0].ready is not None)
+            seen.append(channel.queue.unkeyed.entries[0].ready is not None)
         assert seen == [False, False, True]
         connection.close()
         await connection.wait_closed()

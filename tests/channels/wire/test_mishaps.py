@@ -355,18 +355,27 @@ async def test_a_callback_that_raises_keeps_no_lease_from_going_back(
     assert "LookupError: a callback" in caplog.text
 
 
-async def test_an_undo_that_raises_keeps_no_other_from_running(
+async def test_an_answer_that_fails_to_be_undone_keeps_no_other_from_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     seen: list[object] = []
 
-    def undo(number: int, why: object) -> None:
-        seen.append(number)
-        raise LookupError(f"undo {number}")
+    class Given:
+        """An answer that nobody has settled."""
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def returned(self) -> None:
+            self.lost("it was returned")
+
+        def lost(self, reason: str) -> None:
+            seen.append(self.number)
+            raise LookupError(f"{self.number}: {reason}")
 
     def give(request: Request[protocol.End]) -> None:
-        number = request.meta.end
-        request.reply(protocol.Nothing(), undo=partial(undo, number))
+        given = Given(request.meta.end)
+        request.reply(protocol.Nothing(), unsettled=given, receipt=True)
 
     async with wired() as owner:
         router = Router()

@@ -265,8 +265,9 @@ async def test_a_connection_lost_before_the_acknowledgement_arrived_is_reported(
         connection = await owner.join()
         receiver = owner.receiver(channel, connection)
         await filled(channel, 1)
-        number, _ = await receiver._take(1, None, None)
-        leaving = asyncio.create_task(receiver._acknowledge(number))
+        delivery, _ = await receiver._take(1, None, None)
+        connection.outbox.pause()  # it is not sent
+        leaving = asyncio.create_task(receiver._acknowledge(delivery))
         await asyncio.sleep(0)
         await cut(connection, owner)
         with pytest.raises(LeaseLost, match="connection to owner was lost"):
@@ -280,8 +281,8 @@ async def test_a_cancelled_acknowledgement_holds(turns: int) -> None:
     channel = Channel(int, name="numbers")
     async with remote_pair(channel) as (_, receiver):
         await filled(channel, 2)
-        number, _ = await receiver._take(1, None, None)
-        leaving = asyncio.create_task(receiver._acknowledge(number))
+        delivery, _ = await receiver._take(1, None, None)
+        leaving = asyncio.create_task(receiver._acknowledge(delivery))
         for _ in range(turns):
             await asyncio.sleep(0)
         leaving.cancel()
@@ -292,8 +293,8 @@ async def test_a_cancelled_acknowledgement_holds(turns: int) -> None:
 
 async def test_a_lease_that_is_not_held_cannot_be_acknowledged() -> None:
     async with remote_pair(Channel(int, name="numbers")) as (_, receiver):
-        with pytest.raises(LeaseLost, match="lease 77 is not held by worker"):
-            await receiver._acknowledge(77)
+        with pytest.raises(LeaseLost, match="the lease is not held by worker"):
+            await receiver._acknowledge((77, 0, 1))
 
 
 async def test_a_lost_connection_abandons_its_waits() -> None:

@@ -92,9 +92,5 @@ async def put_back(graph: Graph, waiting: Waiting) -> None:
 def _items(channel: Channel[T]) -> list[T]:
     """What waits in a channel or is leased from it. Nothing is taken."""
     queue = channel.queue
-    entries = [entry for lane in queue.every_lane() for entry in lane.entries]
-    entries += [entry for lease in queue.leases.values() for entry in lease.entries]
-    found: list[Any] = [
-        queue.value(msgspec.structs.replace(entry, item=copy_of(entry.item))) for entry in entries
-    ]
+    found: list[Any] = [queue.value(copy_of(item)) for item in queue.contents()]
     return found

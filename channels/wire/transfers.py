@@ -1,8 +1,8 @@
-"""Items that are put without asking, into room that their channel's owner has lent.
+"""Items that are put on credit: transfers, and what becomes of them.
 
 ::
 
-    put --room left--> collected --next write--> under way --Credit--> confirmed, or refused
+    put --credit left--> collected --next write--> unconfirmed --Grant--> confirmed, or refused
      \\--none, or one waits--> asks, and waits
 
 An item with large arrays is not collected: it goes by itself, its arrays by shared memory. Where
@@ -10,10 +10,10 @@ they cannot, it asks.
 
 What is kept:
 
-* a purse is what one key of a channel has lent to this process: all of its senders spend from it,
-  and none spends while another one's put waits, so nothing is overtaken;
-* what was collected goes before whatever is said later, in either lane: a lease that is settled, an
-  answer, the end of a sender;
+* all senders of a key spend from one account, and none spends while another one's put waits, so
+  nothing is overtaken;
+* what was collected goes, in the data lane, before whatever else is said later in that lane: a
+  lease that is settled, the end of a sender, a flush;
 * whoever put an item that was refused, or may be lost, is told at its next put, flush or close; if
   there is nobody left to be told, it is logged.
 """
@@ -33,12 +33,12 @@ import msgspec
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ConnectionLost
 from rlinf_async.channels.wire.asking import head_of
+from rlinf_async.channels.wire.credit import Account, Accounts
 from rlinf_async.channels.wire.failures import rebuild
 from rlinf_async.channels.wire.framing import CHUNK_BYTES, Flag, FrameType
 from rlinf_async.channels.wire.hangup import GRACE_SECONDS
-from rlinf_async.channels.wire.protocol import Credit, Flush, Kept, Nothing, Puts, Run, Untaken
-from rlinf_async.channels.wire.purse import Purse, Purses
-from rlinf_async.channels.wire.transfer import CONTROL, SHARE_BYTES
+from rlinf_async.channels.wire.protocol import Flush, Grant, Kept, Nothing, Refused, Run, Transfer
+from rlinf_async.channels.wire.transfer import DATA, SHARE_BYTES
 from rlinf_async.patient import Timer
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from rlinf_async.channels.wire.router import Request
 
 log = logging.getLogger(__name__)
-MAX_PROMISED: Final = 32 * 1024
-"""Bytes of an item that is put without asking; larger ones ask."""
+MAX_ITEM_BYTES: Final = 32 * 1024
+"""Bytes of an item that is put on credit; larger ones ask."""
 FRAME_BYTES: Final = CHUNK_BYTES // 4
 FRAME_ITEMS: Final = 128
 """So many items are sent together, and then the loop has a turn."""
@@ -57,11 +57,11 @@ FRAME_KEPT: Final = 64
 FRAME_MOST: Final = 4 * FRAME_ITEMS
 """Many tasks that put in one turn may collect more; no message has more than these, or than so many
 changes of key, sender or weight as `FRAME_ITEMS`: its head is bounded."""
-MAX_UNDER_WAY: Final = 1024**2
+MAX_UNCONFIRMED: Final = 1024**2
 """Bytes that may be unconfirmed; whoever would exceed it asks."""
 _NOTICE, _SHARED = FrameType.NOTICE, int(Flag.SHARED)  # the enums are slow to ask
 
-_unconfirmed: set[Promises] = set()
+_open: set[Transfers] = set()
 
 
 class _Frame(msgspec.Struct, gc=False):
@@ -72,36 +72,36 @@ class _Frame(msgspec.Struct, gc=False):
     by_end: dict[int, int]
 
 
-class Promises:
-    """Everything that this process has put over one connection without asking. See `of`."""
+class Transfers:
+    """Everything that this process has put over one connection on credit. See `of`."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._outbox = connection.outbox
         self._loop = asyncio.get_running_loop()
-        self.purses = Purses(connection)
+        self.accounts = Accounts(connection)
         self.turn_due = False
         """whether so much was collected that it should be sent"""
         self.copied = 0
         """bytes of arrays that were put, since others in this loop had a turn"""
         self._senders: WeakValueDictionary[int, RemoteSender[Any]] = WeakValueDictionary()
-        self._runs: list[tuple[Purse, int, int]] = []
+        self._runs: list[tuple[Account, int, int]] = []
         self._counts: list[int] = []
         self._data: list[bytes] = []
         self._kept: list[Kept] = []
         self._size = 0
-        self._under_way: deque[_Frame] = deque()
-        self._under_way_bytes = 0
+        self._unconfirmed: deque[_Frame] = deque()
+        self._unconfirmed_bytes = 0
         self._then: Callable[[], None] | None = None
         self._grace: Timer | None = None
-        connection.answers.add_sync("channel.credit", Credit, self._credited)
+        connection.answers.add_sync("credit.grant", Grant, self._granted)
         connection.linger = self._linger
         connection.on_close(self._lost, first=True)
 
     @classmethod
-    def of(cls, connection: Connection) -> Promises:
+    def of(cls, connection: Connection) -> Transfers:
         """Those of this connection."""
-        found: Promises | None = connection.parts.get(cls)
+        found: Transfers | None = connection.parts.get(cls)
         if found is None:
             found = connection.parts[cls] = cls(connection)
         return found
@@ -112,25 +112,25 @@ class Promises:
         """Tell this sender of what becomes of its items."""
         self._senders[end] = sender
 
-    def fits(self, purse: Purse, body: Encoded, weight: int) -> bool:
-        """Whether this can be put without asking."""
+    def fits(self, account: Account, body: Encoded, weight: int) -> bool:
+        """Whether this can be put on credit."""
         return (
-            purse.items > 0
-            and not purse.waiting
-            and weight <= purse.weight
+            account.items > 0
+            and not account.waiting
+            and weight <= account.weight
             and not body.buffers
-            and len(body.data) <= MAX_PROMISED
-            and self._under_way_bytes + self._size < MAX_UNDER_WAY
+            and len(body.data) <= MAX_ITEM_BYTES
+            and self._unconfirmed_bytes + self._size < MAX_UNCONFIRMED
         )
 
     def add(
-        self, purse: Purse, end: int, weight: int, data: bytes, kept: Kept | None = None
+        self, account: Account, end: int, weight: int, data: bytes, kept: Kept | None = None
     ) -> None:
         """Put this, with the next write at the latest."""
-        purse.items -= 1
-        purse.weight -= weight
-        purse.used = True
-        run = (purse, end, weight)
+        account.items -= 1
+        account.weight -= weight
+        account.used = True
+        run = (account, end, weight)
         collected = self._data
         if collected and self._runs[-1] == run:
             self._counts[-1] += 1
@@ -152,29 +152,29 @@ class Promises:
         if kept is not None and len(self._kept) >= FRAME_KEPT:
             self._send()
 
-    def fits_apart(self, purse: Purse, body: Encoded, weight: int) -> bool:
-        """Whether this may be put without asking if its arrays, which are large, can be shared."""
+    def fits_apart(self, account: Account, body: Encoded, weight: int) -> bool:
+        """Whether this may be put on credit if its arrays, which are large, can be shared."""
         return (
-            purse.items > 0
-            and not purse.waiting
-            and weight <= purse.weight
-            and self._under_way_bytes + self._size < MAX_UNDER_WAY
+            account.items > 0
+            and not account.waiting
+            and weight <= account.weight
+            and self._unconfirmed_bytes + self._size < MAX_UNCONFIRMED
             and sum(map(len, body.buffers)) >= SHARE_BYTES
         )
 
-    def put_apart(self, purse: Purse, end: int, weight: int, body: Encoded) -> bool:
+    def put_apart(self, account: Account, end: int, weight: int, body: Encoded) -> bool:
         """Put an item by shared memory, now; False where that cannot be. Its arrays are copied
         by then."""
         travels = self._connection.share(body)
         if travels is None:
             return False
         self._send()
-        purse.items -= 1
-        purse.weight -= weight
-        purse.used = True
+        account.items -= 1
+        account.weight -= weight
+        account.used = True
         self.copied += body.nbytes
-        run = Run(purse.queue, end, purse.key, weight, 1)
-        self._notify(Puts([run], [len(body.data)]), travels, {end: 1}, _SHARED)
+        run = Run(account.queue, end, account.key, weight, 1)
+        self._notify(Transfer([run], [len(body.data)]), travels, {end: 1}, _SHARED)
         return True
 
     async def confirmed(self) -> None:
@@ -183,7 +183,7 @@ class Promises:
         Raises:
             ConnectionLost: some of it may be lost.
         """
-        if self._data or self._under_way:
+        if self._data or self._unconfirmed:
             await self._connection.request("channel.flush", Flush(), reply=Nothing)
 
     # ---- what goes out
@@ -196,45 +196,47 @@ class Promises:
         kept, self._kept = self._kept, []
         by_end: dict[int, int] = {}
         found: list[Run] = []
-        for (purse, end, weight), count in zip(runs, counts, strict=True):
-            found.append(Run(purse.queue, end, purse.key, weight, count))
+        for (account, end, weight), count in zip(runs, counts, strict=True):
+            found.append(Run(account.queue, end, account.key, weight, count))
             by_end[end] = by_end.get(end, 0) + count
         body = b"".join(data) if len(data) > 1 else data[0]
         self._size = 0
         self.turn_due = False
-        self._notify(Puts(found, [*map(len, data)], kept), Encoded(body), by_end)
+        self._notify(Transfer(found, [*map(len, data)], kept), Encoded(body), by_end)
 
-    def _notify(self, puts: Puts, body: Encoded, by_end: dict[int, int], flags: int = 0) -> None:
-        if not self._under_way:
-            _unconfirmed.add(self)
-        self._under_way.append(_Frame(len(puts.sizes), len(body.data), by_end))
-        self._under_way_bytes += len(body.data)
-        head = head_of("channel.puts", puts)
-        self._outbox.send(_NOTICE, 0, head, body, CONTROL, flags=flags, what="channel.puts")
+    def _notify(
+        self, transfer: Transfer, body: Encoded, by_end: dict[int, int], flags: int = 0
+    ) -> None:
+        if not self._unconfirmed:
+            _open.add(self)
+        self._unconfirmed.append(_Frame(len(transfer.sizes), len(body.data), by_end))
+        self._unconfirmed_bytes += len(body.data)
+        head = head_of("channel.transfer", transfer)
+        self._outbox.send(_NOTICE, 0, head, body, DATA, flags=flags, what="channel.transfer")
 
     # ---- what comes in
 
-    def _credited(self, request: Request[Credit]) -> None:
-        credit = request.meta
-        if credit.rooms:
-            self.purses.fill(credit.rooms)
-        for untaken in credit.refused:
-            self._refused(untaken)
-        self._confirm(credit.handled)
+    def _granted(self, request: Request[Grant]) -> None:
+        grant = request.meta
+        if grant.credits:
+            self.accounts.fill(grant.credits)
+        for refused in grant.refused:
+            self._refused(refused)
+        self._confirm(grant.handled)
 
     def _confirm(self, handled: int) -> None:
-        while handled > 0 and self._under_way:
-            frame = self._under_way.popleft()
+        while handled > 0 and self._unconfirmed:
+            frame = self._unconfirmed.popleft()
             handled -= frame.items
-            self._under_way_bytes -= frame.size
-        if not self._under_way and not self._data:
-            _unconfirmed.discard(self)
+            self._unconfirmed_bytes -= frame.size
+        if not self._unconfirmed and not self._data:
+            _open.discard(self)
             self._settled()
 
-    def _refused(self, untaken: Untaken) -> None:
-        error = rebuild(untaken.error)
-        error.add_note(f"{untaken.count} items of this sender were under way, and are not put")
-        self._tell(untaken.end, untaken.count, error)
+    def _refused(self, refused: Refused) -> None:
+        error = rebuild(refused.error)
+        error.add_note(f"{refused.count} items of this sender were under way, and are not put")
+        self._tell(refused.end, refused.count, error)
 
     def _tell(self, end: int, count: int, error: Exception) -> None:
         sender = self._senders.get(end)
@@ -249,13 +251,13 @@ class Promises:
 
     def _linger(self, then: Callable[[], None]) -> bool:
         """Whether closing must wait for what is not confirmed; then ``then`` does it."""
-        if not (self._data or self._under_way):
+        if not (self._data or self._unconfirmed):
             return False
         if self._then is None:
             self._then = then
             self._grace = Timer(GRACE_SECONDS, self._given_up)
             self._send()
-            self._connection.notify("channel.confirm", Flush(), control=True)
+            self._connection.notify("channel.flush", Flush())
         return True
 
     def _settled(self) -> None:
@@ -269,20 +271,20 @@ class Promises:
         self._connection.abort(f"{self._open_items()} items were not confirmed when it was closed")
 
     def _open_items(self) -> int:
-        return len(self._data) + sum(frame.items for frame in self._under_way)
+        return len(self._data) + sum(frame.items for frame in self._unconfirmed)
 
     def _lost(self, connection: Connection, reason: str) -> None:
         if self._grace is not None:
             self._grace.cancel()
-        self.purses.close()
+        self.accounts.close()
         by_end: Counter[int] = Counter()
-        for frame in self._under_way:
+        for frame in self._unconfirmed:
             by_end.update(frame.by_end)
         for (_, end, _), count in zip(self._runs, self._counts, strict=True):
             by_end[end] += count
-        self._under_way.clear()
+        self._unconfirmed.clear()
         self._data.clear()
-        _unconfirmed.discard(self)
+        _open.discard(self)
         for end, count in by_end.items():
             error = ConnectionLost(
                 f"connection to {connection.peer!r} was lost: {reason}; {count} items of this "
@@ -302,5 +304,5 @@ class Promises:
 
 @atexit.register
 def _report_unconfirmed() -> None:
-    for promises in list(_unconfirmed):
-        promises.report()
+    for transfers in list(_open):
+        transfers.report()

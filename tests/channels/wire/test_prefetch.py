@@ -25,7 +25,7 @@ from rlinf_async.channels import (
     Receiver,
     Sender,
 )
-from rlinf_async.channels.wire import ChannelServer, sent, window, windows
+from rlinf_async.channels.wire import ChannelServer, owner_deliveries, receiver_links
 from rlinf_async.testing import nothing_left_waiting, wait_all_blocked
 from tests.channels.wire.harness import PATIENCE, Wired, remote_pair, until, wired
 
@@ -33,8 +33,8 @@ from tests.channels.wire.harness import PATIENCE, Wired, remote_pair, until, wir
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Items come ahead from the second get on, however slow the machine is."""
-    monkeypatch.setattr(window, "STREAK", 2)
-    monkeypatch.setattr(window, "HORIZON", 3600.0)
+    monkeypatch.setattr(receiver_links, "STREAK", 2)
+    monkeypatch.setattr(receiver_links, "HORIZON", 3600.0)
 
 
 @asynccontextmanager
@@ -48,7 +48,7 @@ async def ahead(
                 await filler.put(number)
         assert [await receiver.get() for _ in range(3)] == [0, 1, 2]
         await settled()
-        assert channel.statistics().ahead > 0
+        assert channel.statistics().prefetched > 0
         yield sender, receiver
 
 
@@ -68,21 +68,21 @@ async def test_items_come_ahead_and_are_taken_in_order_without_a_turn() -> None:
         assert [await receiver.get() for _ in range(36)] == list(range(4, 40))
         await settled()
         seen = channel.statistics()
-        assert (seen.gets, seen.depth, seen.ahead) == (40, 0, 0)
+        assert (seen.gets, seen.depth, seen.prefetched) == (40, 0, 0)
         nothing_left_waiting(channel)
 
 
 async def test_a_receiver_that_gets_once_in_a_while_is_sent_nothing_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(window, "HORIZON", 1e-9)
+    monkeypatch.setattr(receiver_links, "HORIZON", 1e-9)
     channel = Channel(int, name="numbers")
     async with remote_pair(channel) as (sender, receiver):
         for number in range(20):
             await sender.put(number)
         for number in range(20):
             assert await receiver.get() == number
-            assert channel.statistics().ahead == 0
+            assert channel.statistics().prefetched == 0
 
 
 async def test_a_quick_receiver_is_sent_items_ahead_however_long_it_waits_for_answers(
@@ -92,8 +92,8 @@ async def test_a_quick_receiver_is_sent_items_ahead_however_long_it_waits_for_an
     channel = Channel(int, name="numbers")
     async with remote_pair(channel) as (_, receiver):
         end: Any = receiver
-        monkeypatch.setattr(window, "HORIZON", 0.005)
-        monkeypatch.setattr(end._windows, "now", lambda: clock[0])
+        monkeypatch.setattr(receiver_links, "HORIZON", 0.005)
+        monkeypatch.setattr(end._links, "now", lambda: clock[0])
         for number in range(2):
             getting = asyncio.create_task(receiver.get())
             await settled()
@@ -103,7 +103,7 @@ async def test_a_quick_receiver_is_sent_items_ahead_however_long_it_waits_for_an
         for number in (2, 3):
             channel.sender.put_nowait(number)
         assert await receiver.get() == 2
-        assert channel.statistics().ahead == 1
+        assert channel.statistics().prefetched == 1
 
 
 async def test_whoever_waits_is_sent_an_item_at_once_and_not_a_turn_later() -> None:
@@ -175,13 +175,13 @@ async def test_what_came_ahead_counts_to_depth_and_capacity() -> None:
 async def test_what_came_ahead_goes_back_when_another_receiver_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sent, "ALONE_SECONDS", 3600.0)
+    monkeypatch.setattr(owner_deliveries, "ALONE_SECONDS", 3600.0)
     channel = Channel(int, name="numbers")
     async with ahead(channel) as (_, receiver):
         assert await channel.receiver.get() == 3  # the oldest that nobody has taken
-        assert channel.statistics().ahead == 0
+        assert channel.statistics().prefetched == 0
         assert [await receiver.get() for _ in range(5)] == [4, 5, 6, 7, 8]
-        assert channel.statistics().ahead == 0  # the key has two readers now
+        assert channel.statistics().prefetched == 0  # the key has two readers now
 
 
 async def test_who_finds_nothing_without_waiting_asks_for_what_went_ahead() -> None:
@@ -238,7 +238,7 @@ async def test_closing_a_receiver_gives_back_what_came_ahead() -> None:
     async with ahead(channel) as (_, receiver):
         receiver.close()
         await settled()
-        assert channel.statistics().ahead == 0
+        assert channel.statistics().prefetched == 0
         assert await channel.receiver.get_batch(weight=37) == list(range(3, 40))
 
 
@@ -251,13 +251,13 @@ async def test_a_lost_process_gives_back_what_came_ahead_in_order() -> None:
             channel.sender.put_nowait(number)
         got = [await receiver.get() for _ in range(5)]
         await settled()
-        assert channel.statistics().ahead > 0
+        assert channel.statistics().prefetched > 0
         connection.abort("a test")
         await until(lambda: not owner.server.connections)
         with pytest.raises(ConnectionLost):
             await receiver.get()
         seen = channel.statistics()
-        assert (seen.ahead, seen.depth, seen.gets) == (0, 35, 5)
+        assert (seen.prefetched, seen.depth, seen.gets) == (0, 35, 5)
         assert got == [0, 1, 2, 3, 4]
         assert await channel.receiver.get_batch(weight=35) == list(range(5, 40))
 
@@ -313,7 +313,7 @@ async def test_a_large_item_is_not_sent_ahead() -> None:
             channel.sender.put_nowait(np.full(10_000, float(number)))
         for number in range(6):
             assert (await receiver.get())[0] == number
-            assert channel.statistics().ahead == 0
+            assert channel.statistics().prefetched == 0
 
 
 async def test_keys_have_windows_of_their_own_and_are_forgotten() -> None:
@@ -326,13 +326,13 @@ async def test_keys_have_windows_of_their_own_and_are_forgotten() -> None:
             for key in ("a", "b"):
                 assert await receiver.get(key=key) == number
         await sender.flush()
-        for number in range(windows.MAX_KEYS + 10):
+        for number in range(receiver_links.MAX_LINKS + 10):
             await sender.put(number, key=number)
             assert await receiver.get(key=number) == number
         end: Any = receiver
-        assert len(end._windows._all) <= windows.MAX_KEYS
+        assert len(end._links._links) <= receiver_links.MAX_LINKS
         await settled()
-        assert all(lane.borrowers for lane in channel.queue.lanes.values())
+        assert all(queue.credit_holders for queue in channel.queue.keys.values())
 
 
 async def churn(receiver: Receiver[int], channel: Channel[int], count: int = 8) -> None:
@@ -345,7 +345,7 @@ async def churn(receiver: Receiver[int], channel: Channel[int], count: int = 8) 
 async def test_what_a_receiver_without_keys_has_ahead_is_found_after_many_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(windows, "MAX_KEYS", 2)
+    monkeypatch.setattr(receiver_links, "MAX_LINKS", 2)
     channel, keyed = Channel(int, name="numbers"), Channel(int, name="by key")
     async with wired() as owner:
         connection = await owner.join()
@@ -355,9 +355,9 @@ async def test_what_a_receiver_without_keys_has_ahead_is_found_after_many_keys(
             await channel.sender.put(number)
         got = [await receiver.get() for _ in range(3)]
         await settled()
-        assert channel.statistics().ahead > 0
+        assert channel.statistics().prefetched > 0
         got.append(await asyncio.wait_for(channel.receiver.get(), PATIENCE))
-        assert channel.statistics().ahead == 0
+        assert channel.statistics().prefetched == 0
         got += [await receiver.get() for _ in range(5)]
         await settled()
         connection.abort("a test")
@@ -372,7 +372,7 @@ async def test_what_a_receiver_without_keys_has_ahead_is_found_after_many_keys(
 async def test_a_window_forgotten_while_its_receiver_gives_others_a_turn_is_found_again(
     monkeypatch: pytest.MonkeyPatch, key: str | None
 ) -> None:
-    monkeypatch.setattr(windows, "MAX_KEYS", 2)
+    monkeypatch.setattr(receiver_links, "MAX_LINKS", 2)
     channel, keyed = Channel(int, name="numbers"), Channel(int, name="by key")
     async with wired() as owner:
         connection = await owner.join()
@@ -517,7 +517,7 @@ async def test_every_item_is_taken_once_whatever_is_cancelled_leased_or_given_ba
             ends.close()
         assert sorted(chain(*party.taken.values())) == [*range(150), *range(1000, 1150)]
         seen = party.channel.statistics()
-        assert (seen.ahead, seen.depth, seen.leases_out) == (0, 0, 0)
+        assert (seen.prefetched, seen.depth, seen.leases_out) == (0, 0, 0)
         assert seen.puts == seen.gets == 300
         nothing_left_waiting(party.channel)
         for taken in party.taken.values() if party.gentle else ():
@@ -536,7 +536,7 @@ async def test_a_get_whose_answer_cannot_be_read_is_told_and_does_not_hang(
     async with wired() as owner:
         connection = await owner.join()
         receiver = owner.receiver(channel, connection)
-        monkeypatch.setattr(window, "_decode_taken", wrong)
+        monkeypatch.setattr(receiver_links, "_decode_delivered", wrong)
         await channel.sender.put(1)
         with pytest.raises(MalformedFrame, match="announced"):
             await receiver.get()
@@ -547,13 +547,13 @@ async def test_a_get_says_what_was_taken_before_without_a_message_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     notices: list[Any] = []
-    took = ChannelServer._took
+    took = ChannelServer._taken
 
     def counted(self: ChannelServer, request: Any) -> None:
         notices.append(request.meta)
         took(self, request)
 
-    monkeypatch.setattr(ChannelServer, "_took", counted)
+    monkeypatch.setattr(ChannelServer, "_taken", counted)
     channel = Channel(int, name="numbers")
     async with remote_pair(channel) as (_, receiver):
 
@@ -562,7 +562,7 @@ async def test_a_get_says_what_was_taken_before_without_a_message_of_its_own(
 
         consuming = asyncio.create_task(consume())
         for number in range(10):
-            await until(lambda: channel.queue.lane.getters)
+            await until(lambda: channel.queue.unkeyed.getters)
             channel.sender.put_nowait(number)
         assert await consuming == [*range(10)]
         assert notices == []
@@ -587,6 +587,6 @@ async def test_a_get_that_is_withdrawn_says_later_what_it_had_to_say() -> None:
         await settled()
         [there] = owner.server.connections
         untaken: Any = there
-        assert untaken._answering._untaken == {}  # the owner knows that the first was taken
+        assert untaken._answering.unsettled == {}  # the owner knows that the first was taken
         channel.sender.put_nowait(2)
         assert await receiver.get() == 2

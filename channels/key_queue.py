@@ -1,0 +1,503 @@
+"""The queue of one key: its entries, who waits to put or get, and what was delivered from it.
+
+Invariants, each with a test of that name:
+
+* an item is in exactly one place: the entries, a waiting put, a delivery (waiting or not settled),
+  the dead letters, or taken;
+* the order is FIFO: entries that come back go to the place that their sequence number says. Whoever
+  waits is served in arrival order; receivers with several gets that wait are served in turn;
+* no wakeup is lost: an item never rests here while somebody who could take it waits;
+* at most ``capacity`` items and ``max_weight`` weight are admitted. Credit that senders in other
+  processes hold, and items that were prefetched, count as taken room. (A single heavier item is let
+  in when nothing else is there; what is returned goes back over and above.)
+
+Nothing here waits. Items are handed directly to whoever waits, so nobody can overtake.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlinf_async.channels import endings
+from rlinf_async.channels.delivery import (
+    Delivery,
+    Entry,
+    LocalPut,
+    Outcome,
+    PrefetchLink,
+    Turns,
+    WaitingPut,
+)
+from rlinf_async.channels.waitfor import current_party
+
+if TYPE_CHECKING:
+    from rlinf_async.channels.ends import Key
+    from rlinf_async.channels.errors import ChannelError
+    from rlinf_async.channels.queue import Queue
+
+
+class CreditHolder(Protocol):
+    """A process that was granted credit: room into which it can put without asking."""
+
+    items: int
+    """credit that is not spent"""
+    holder: str
+    """the party that asked for it"""
+    wanting: bool
+    """whether it is about to be granted some"""
+
+    def recall(self) -> None:
+        """Somebody waits for this room: ask for what is not spent."""
+
+    def room_freed(self) -> None:
+        """There may be room to grant again."""
+
+    def forgotten(self) -> None:
+        """It holds no credit, and its key is idle: it is not registered any more."""
+
+
+class KeyQueue:
+    """The state of one key of a channel."""
+
+    __slots__ = (
+        "contested", "corked", "credit_holders", "deliveries", "entries", "getters", "key", "prefetching",
+        "putters", "queue", "reserved", "reserved_weight", "room_wanted", "weight",
+    )  # fmt: skip
+
+    def __init__(self, queue: Queue, key: Key | None) -> None:
+        self.queue = queue
+        self.key = key
+        self.entries: deque[Entry] = deque()
+        self.weight = 0
+        """of the entries"""
+        self.putters: deque[WaitingPut] = deque()
+        self.getters = Turns()
+        self.deliveries: dict[Delivery, None] = {}
+        """served and not settled, oldest first"""
+        self.prefetching: dict[Delivery, PrefetchLink] = {}
+        """those of them with entries that were sent in advance"""
+        self.reserved = 0
+        """items that count although they are not here: credit, prefetched"""
+        self.reserved_weight = 0
+        self.credit_holders: list[CreditHolder] = []
+        self.room_wanted = 0
+        """so much free room is worth granting; 0 where nobody asks"""
+        self.corked = False
+        """nobody is served just now: several deliveries are being returned"""
+        self.contested = float("-inf")
+        """when somebody else last waited for prefetched items"""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it holds nothing, and nobody uses it."""
+        return not (
+            self.entries
+            or self.getters.order
+            or self.putters
+            or self.deliveries
+            or any(one.items or one.wanting for one in self.credit_holders)
+        )
+
+    # ---- put
+
+    def put(
+        self, item: Any, weight: int, sender: int, waiting: Callable[..., WaitingPut] = LocalPut,
+        holder: str = "",
+    ) -> WaitingPut | None:  # fmt: skip
+        """Put at once, or return the wait for room.
+
+        Raises:
+            ChannelClosed, ChannelFailed, NoReceivers: nobody will take it.
+            TypeError, ValueError: the weight is not a positive int.
+        """
+        queue = self.queue
+        if not queue.accepts or weight.__class__ is not int or weight < 1:
+            self._check_put(weight)
+        queue.sequence = sequence = queue.sequence + 1
+        entry = Entry(item, weight, sequence)
+        entries = self.entries
+        count = len(entries) + self.reserved
+        if count and (
+            count >= queue.capacity
+            or self.putters
+            or (
+                queue.max_weight is not None
+                and self.weight + self.reserved_weight + weight > queue.max_weight
+            )
+        ):
+            wait = waiting(self, entry, sender, holder or current_party.get())
+            self.putters.append(wait)
+            queue.put_waits += 1
+            self.recall_credit()
+            return wait
+        entries.append(entry)
+        self.weight += weight
+        if self.getters.order:
+            self.serve()
+        return None
+
+    def _check_put(self, weight: object) -> None:
+        try:
+            self.queue.check_put(self.key, weight)
+        except Exception:
+            self.queue.forget(self)  # it may have been made for this put
+            raise
+
+    def cancel_put(self, wait: WaitingPut) -> None:
+        """The put was cancelled or refused: leave no item behind, unless it has been taken."""
+        self.put_waited(wait)
+        if wait in self.putters:
+            self.putters.remove(wait)
+            self.queue.withdrawn += 1
+            self.serve()  # what waits behind it may fit now
+            self.queue.forget(self)
+        else:
+            self.retract(wait.entry)
+
+    def retract(self, entry: Entry) -> None:
+        """Its put was cancelled after it went through: take it out, unless it has been taken."""
+        if entry in self.entries:
+            self.entries.remove(entry)
+            self.weight -= entry.weight
+            self.queue.withdrawn += 1
+        self.serve()
+        self.queue.forget(self)
+
+    def put_waited(self, wait: WaitingPut) -> None:
+        """The put is over, in whichever way; account for its wait."""
+        self.queue.put_wait_seconds += self.queue.now() - wait.since
+
+    def has_room(self, weight: int) -> bool:
+        """Whether an item of this weight could be admitted."""
+        count = len(self.entries) + self.reserved
+        limit = self.queue.max_weight
+        return not count or (
+            count < self.queue.capacity
+            and (limit is None or self.weight + self.reserved_weight + weight <= limit)
+        )
+
+    # ---- get
+
+    def take(self) -> Entry | None:
+        """Deliver the head and settle it as taken, at once; None if one would have to wait."""
+        entries = self.entries
+        if not entries or self.getters.order or self.prefetching or self.queue.failure is not None:
+            return None
+        entry = entries.popleft()
+        self.weight -= entry.weight
+        self.queue.gets += 1
+        if self.putters:
+            self.admit()
+        if self.room_wanted:
+            self.offer_room()
+        if self.key is not None:
+            self.queue.forget(self)
+        return entry
+
+    def get(self, delivery: Delivery) -> bool:
+        """Serve this delivery in its turn; whether it has to wait for that."""
+        self.getters.add(delivery)
+        if self.entries or self.putters or self.queue.ended:  # else nobody could be served
+            self.serve()
+            if not delivery.waiting:
+                return False
+        for link in list(self.prefetching.values()):
+            link.recall(delivery.receiver)
+        self.queue.get_waits += 1
+        return True
+
+    def cancel_get(self, delivery: Delivery) -> None:
+        """The get was cancelled: what it was given, or had collected, stays in the channel."""
+        if delivery.unsettled:
+            self.settle(delivery, Outcome.RETURNED)
+        else:
+            if self.getters.drop(delivery):
+                self.insert(delivery.release())
+                self.serve()
+            self.queue.forget(self)
+
+    def get_waited(self, delivery: Delivery) -> None:
+        """The get waits no more; account for its wait."""
+        self.queue.get_wait_seconds += self.queue.now() - delivery.since
+
+    def prefetch(self, delivery: Delivery, link: PrefetchLink, entries: Sequence[Entry]) -> None:
+        """These left the queue for a receiver that has not asked for them; they count as queued."""
+        if not delivery.unsettled:
+            self.deliveries[delivery] = None
+        delivery.entries += entries
+        delivery.unsettled += len(entries)
+        delivery.prefetched = len(entries)
+        delivery.link = link
+        self.prefetching[delivery] = link
+        self._count_prefetched(entries, 1)
+
+    # ---- settle
+
+    def settle(
+        self, delivery: Delivery, outcome: Outcome, first: int = 0, count: int | None = None,
+        error: BaseException | str = "",
+    ) -> None:  # fmt: skip
+        """End this delivery, or ``count`` of its entries from ``first`` on. Entries that were
+        settled before are left out."""
+        entries = delivery.entries
+        stop = len(entries) if count is None else min(first + count, len(entries))
+        border = min(max(delivery.requested, first), stop)
+        requested = [one for one in entries[first:border] if one is not None]
+        prefetched = [one for one in entries[border:stop] if one is not None]
+        entries[first:stop] = [None] * (stop - first)
+        delivery.unsettled -= len(requested) + len(prefetched)
+        if prefetched:
+            delivery.prefetched -= len(prefetched)
+            self._count_prefetched(prefetched, -1)
+            if outcome in (Outcome.TAKEN, Outcome.REJECTED):
+                self.queue.gets += len(prefetched)
+        if requested and outcome not in (Outcome.TAKEN, Outcome.REJECTED):
+            self.queue.gets -= len(requested)
+        if outcome is not Outcome.TAKEN:
+            back = self._put_away(delivery, [*requested, *prefetched], outcome, error)
+            if back and self.getters.order:
+                back += self.getters.first.release()  # it collects again, in order
+            self.insert(back)
+        self._settled(delivery)
+
+    def _put_away(
+        self, delivery: Delivery, entries: list[Entry], outcome: Outcome, error: BaseException | str
+    ) -> list[Entry]:
+        """Count and keep what does not go back to the queue; the rest."""
+        queue = self.queue
+        if outcome is Outcome.RETURNED:
+            for entry in entries if delivery.lease else ():
+                entry.deliveries -= 1  # it was not handed out after all
+            return entries
+        if outcome is Outcome.LOST:
+            queue.count_lost(entries)
+            return []
+        if outcome is Outcome.REJECTED:
+            for entry in entries:
+                queue.bury(entry, error)
+            return []
+        again: list[Entry] = []
+        for entry in entries:
+            if entry.deliveries >= queue.max_deliveries:
+                queue.gets += 1
+                queue.bury(entry, error)
+            else:
+                again.append(entry)
+        queue.redelivered += len(again)
+        return again
+
+    def _settled(self, delivery: Delivery) -> None:
+        """Unregister what is over, and serve those who waited for that."""
+        if not delivery.unsettled:
+            self.deliveries.pop(delivery, None)
+            delivery.over()
+        if delivery.link is not None and not delivery.prefetched:
+            link, delivery.link = delivery.link, None
+            del self.prefetching[delivery]
+            if link not in self.prefetching.values():
+                link.settled()
+        if self.getters.order or self.putters or self.room_wanted:
+            self.serve()
+        if self.key is not None:
+            self.queue.forget(self)
+
+    def _count_prefetched(self, entries: Sequence[Entry], sign: int) -> None:
+        count, weight = sign * len(entries), sign * sum([entry.weight for entry in entries])
+        self.reserved += count
+        self.reserved_weight += weight
+        self.queue.prefetched += count
+        self.queue.prefetched_weight += weight
+
+    def pop(self, count: int) -> list[Entry]:
+        """Take so many entries out, the oldest first."""
+        pop = self.entries.popleft
+        popped = [pop() for _ in range(count)]
+        self.weight -= sum([entry.weight for entry in popped])
+        return popped
+
+    def insert(self, entries: Iterable[Entry]) -> None:
+        """Return entries to their places in the order, which are at or near the head."""
+        returned = sorted(entries, key=_sequence)
+        if not returned:
+            return
+        self.weight += sum(entry.weight for entry in returned)
+        if self.entries and returned[-1].sequence > self.entries[0].sequence:
+            self.entries = deque(sorted((*returned, *self.entries), key=_sequence))
+        else:
+            self.entries.extendleft(reversed(returned))
+
+    # ---- who is served next
+
+    def serve(self) -> None:
+        """Hand items to those who wait, in order, and fill the room that this makes."""
+        if self.corked:
+            return
+        if self.putters:
+            self.admit()
+        getters = self.getters
+        while getters.order:
+            delivery = getters.first
+            if delivery.cancelled:  # its task has not run yet
+                getters.drop(delivery)
+                self.insert(delivery.release())
+                continue
+            if self.prefetching and self._must_wait_for_prefetched(delivery):
+                break
+            full = delivery.collect()
+            while not full and self.putters and self.admit():
+                full = delivery.collect()
+            if not (
+                full or delivery.weight >= delivery.at_least or self._nothing_can_come(delivery)
+            ):
+                break
+            getters.pop_first()
+            if delivery.entries:
+                self._deliver(delivery)
+            else:
+                delivery.refused(endings.ended(self.queue.name))
+            if self.putters:
+                self.admit()
+        if self.room_wanted:
+            self.offer_room()
+
+    def _deliver(self, delivery: Delivery) -> None:
+        entries = delivery.entries
+        delivery.requested = delivery.unsettled = len(entries)
+        self.queue.gets += len(entries)
+        if delivery.lease:
+            for entry in delivery.held():
+                entry.deliveries += 1
+        self.deliveries[delivery] = None
+        delivery.served()
+
+    def _must_wait_for_prefetched(self, delivery: Delivery) -> bool:
+        """What was prefetched is older than what is here: ask for it back, and wait. A process that
+        stands still holds up its own receiver only."""
+        waits = False
+        for link in list(self.prefetching.values()):
+            link.recall(delivery.receiver)
+        for prefetched, link in self.prefetching.items():
+            if not link.overdue or prefetched.receiver == delivery.receiver:
+                waits = True
+        return waits
+
+    def _nothing_can_come(self, delivery: Delivery) -> bool:
+        """The channel has ended, and no delivery of somebody else can still be returned.
+
+        Holders that wait here themselves count as done: each would wait for the others for ever.
+        """
+        if not self.queue.ended or self.prefetching:
+            return False
+        others = {one.owner for one in self.deliveries}
+        others.discard(delivery.owner)
+        return not others or others <= {one.owner for one in self.getters}
+
+    def admit(self) -> bool:
+        """Let waiting puts in, in order, while there is room; whether one came in."""
+        admitted = False
+        while self.putters and self.has_room(self.putters[0].entry.weight):
+            wait = self.putters.popleft()
+            if wait.cancelled:  # its task has not run yet
+                self.queue.withdrawn += 1
+            else:
+                self.entries.append(wait.entry)
+                self.weight += wait.entry.weight
+                wait.admitted()
+                admitted = True
+        return admitted
+
+    def refuse_putters(
+        self, error: Callable[[str], ChannelError], sender: int | None = None
+    ) -> None:
+        """Raise an error of their own in all waiting puts, or in those of one sender."""
+        refused = [wait for wait in self.putters if sender is None or wait.sender == sender]
+        for wait in refused:
+            self.putters.remove(wait)
+        self.queue.withdrawn += len(refused)
+        for wait in refused:
+            wait.refused(error(self.queue.name))
+
+    def refuse_getters(
+        self, error: Callable[[str], ChannelError], receiver: int | None = None
+    ) -> None:
+        """Raise an error of their own in all waiting gets, or in those of one receiver."""
+        for delivery in self.getters.drop_all(receiver):
+            self.insert(delivery.release())
+            delivery.refused(error(self.queue.name))
+
+    # ---- credit
+
+    def room_to_grant(self) -> tuple[int, int | None]:
+        """Items, and weight where it is bounded, for which credit could be granted: none while
+        somebody waits."""
+        limit = self.queue.max_weight
+        if self.putters or not self.queue.accepts:
+            return 0, None if limit is None else 0
+        items = max(0, self.queue.capacity - len(self.entries) - self.reserved)
+        return items, None if limit is None else max(0, limit - self.weight - self.reserved_weight)
+
+    def reserve(self, items: int, weight: int) -> None:
+        """Grant so much of it (or take so much back, where it is negative)."""
+        self.reserved += items
+        self.reserved_weight += weight
+        self.queue.credit += items
+
+    def put_on_credit(self, items: Sequence[Any], each: int) -> None:
+        """Put items that weigh so much each, for which credit was spent.
+
+        Raises:
+            ChannelClosed, ChannelFailed, NoReceivers: nobody will take them.
+        """
+        queue = self.queue
+        if not queue.accepts or each != 1:
+            self._check_put(each)
+        sequence, push = queue.sequence, self.entries.append
+        for item in items:
+            sequence += 1
+            push(Entry(item, each, sequence))
+        queue.sequence = sequence
+        self.weight += each * len(items)
+        if self.getters.order:
+            self.serve()
+
+    def recall_credit(self) -> None:
+        """Somebody waits for room: ask for credit that is not spent."""
+        for holder in list(self.credit_holders):
+            holder.recall()
+
+    def offer_room(self) -> None:
+        """Room was freed: grant it to those who want it, if it is enough to be worth a message."""
+        free = self.queue.capacity - len(self.entries) - self.reserved
+        if not self.putters and free >= self.room_wanted:
+            self.room_wanted = 0
+            for holder in list(self.credit_holders):
+                holder.room_freed()
+
+
+@contextmanager
+def corked(queues: Iterable[KeyQueue]) -> Iterator[None]:
+    """Serve nobody until the block ends: what is returned in it, in whichever order, is there
+    before anything is handed out again."""
+    held = [queue for queue in dict.fromkeys(queues) if not queue.corked]
+    for queue in held:
+        queue.corked = True
+    try:
+        yield
+    finally:
+        uncork(held)
+
+
+def uncork(queues: Collection[KeyQueue]) -> None:
+    """Serve again, what was returned meanwhile too."""
+    for queue in queues:
+        queue.corked = False
+    for queue in queues:
+        queue.serve()
+        queue.queue.forget(queue)
+
+
+def _sequence(entry: Entry) -> int:
+    return entry.sequence
