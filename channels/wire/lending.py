@@ -41,7 +41,7 @@ class Lending:
         self._gone = gone
         self._numbers = count(1)
         self._open: dict[int, bool] = {}
-        self._ends: list[weakref.finalize[Any, Slab]] = []
+        self._ends: dict[int, weakref.finalize[Any, Slab]] = {}
         self.lent: dict[int, Loan] = {}
         self.patient = True
         """whether there is time to wait for what the peer says"""
@@ -109,9 +109,9 @@ class Lending:
         for loan in self.lent.values():
             loan.spoilt = True
         self.lent.clear()
-        for end in self._ends:
+        while self._ends:  # others may go meanwhile, in any thread
+            _, end = self._ends.popitem()
             end.detach()
-        self._ends.clear()
 
     # ---- inside
 
@@ -135,13 +135,14 @@ class Lending:
             found = self._open[slab.number] = False
             end = weakref.finalize(slab, self._forget, slab.number)
             end.atexit = False
-            self._ends.append(end)
+            self._ends[slab.number] = end
             self._tell(Announce(slab.number, slab.fd, slab.token))
         return found
 
     def _forget(self, number: int) -> None:
         # In any thread, and within anything that this thread is doing.
         self._open.pop(number, None)
+        self._ends.pop(number, None)
         self._gone(number)
 
     def _table(self, views: list[View | None]) -> tuple[bytes, dict[int, Loan]]:

@@ -71,7 +71,7 @@ class Pool:
     @property
     def size(self) -> int:
         """Bytes of all slabs."""
-        return sum(lender.slab.size for lender in self._lenders)
+        return sum(lender.slab.size for lender in tuple(self._lenders))
 
     def lend(self, buffers: Sequence[Bytes]) -> list[memoryview] | None:
         """A copy of these buffers in shared memory; None where there is no room.
@@ -91,9 +91,9 @@ class Pool:
         offsets, size = _lay_out(sizes)
         with self._lock:
             found = self._find(-(-size // PAGE) * PAGE)
-        if found is None:
-            self.refused += 1
-            return None
+            if found is None:
+                self.refused += 1
+                return None
         lender, start, taken = found
         loan = Loan(lender.slab, partial(self._give_back, lender, start, taken))
         return [loan.view(start + offset, one) for offset, one in zip(offsets, sizes, strict=True)]
