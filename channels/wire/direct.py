@@ -116,15 +116,27 @@ class Direct:
 
     # ---- keeping
 
-    def keep(self, buffers: Sequence[Buffer]) -> int | None:
-        """Keep a copy of these; its number, or None where they are too small, or too much."""
+    def may_keep(self, buffers: Sequence[Buffer]) -> bool:
+        """Whether these are large enough to stay here, and not too much."""
         size = sum(map(len, buffers))
-        if len(buffers) > MAX_ARRAYS or size < self._least or self.kept_bytes + size > self._most:
+        return (
+            len(buffers) <= MAX_ARRAYS
+            and self._least <= size
+            and self.kept_bytes + size <= self._most
+        )
+
+    def keep(self, buffers: Sequence[Buffer], *, copied: bool = False) -> int | None:
+        """Keep a copy of these; its number, or None if they may not stay here.
+
+        Args:
+            copied: they are a copy already, which nobody else changes.
+        """
+        if not self.may_keep(buffers):
             return None
         self._kept[number := next(self._numbers)] = [
-            *(process_pool().lend(buffers) or map(bytearray, buffers))
+            *(buffers if copied else process_pool().lend(buffers) or map(bytearray, buffers))
         ]
-        self.kept_bytes += size
+        self.kept_bytes += sum(map(len, buffers))
         return number
 
     def let_go(self, number: int) -> None:

@@ -90,7 +90,9 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
     async def _put_kept(self, keeping: Keeping, purse: Purse, whole: Encoded, weight: int) -> None:
         """Put an item whose large arrays stay here until somebody fetches them."""
         self._check()
-        body, kept = keeping.keep(whole)
+        copied = await keeping.copy(whole)
+        self._check()
+        body, kept = keeping.keep(whole, copied=copied)
         if kept and not keeping.turn_due and self._promises.fits(purse, body, weight):
             self._promises.add(purse, self._number, weight, body.data, kept)
             self._told = None

@@ -50,8 +50,8 @@ class Slab:
         self.size = size
         self.token = token
         self.private = private
-        self.backed = 0
-        """bytes from the start for which the system has promised memory"""
+        self.backed = PAGE
+        """bytes from the start for which the system has promised memory; maybe more have it"""
         self.memory = mmap.mmap(
             fd, size, flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED,
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
@@ -60,14 +60,17 @@ class Slab:
         self._used: set[tuple[int, int]] = set()  # only by the thread that uses this slab
         self._unused: deque[tuple[int, int]] = deque()  # by any thread
 
-    def back(self, stop: int) -> None:
-        """Have memory behind everything up to ``stop``: without it, a write could kill.
+    def back(self, start: int, stop: int) -> None:
+        """Have memory behind this part: without it, a write could kill.
 
         Raises:
             OSError: there is none.
         """
-        if stop > self.backed:
-            os.posix_fallocate(self.fd, self.backed, stop - self.backed)
+        backed = self.backed
+        if start > backed:  # what lies between is somebody else's, who has not written all of it
+            os.posix_fallocate(self.fd, start, stop - start)
+        elif stop > backed:
+            os.posix_fallocate(self.fd, backed, stop - backed)
             self.backed = stop
 
     def in_use(self, start: int, stop: int) -> bool:

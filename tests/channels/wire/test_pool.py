@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -158,7 +158,7 @@ def test_what_is_written_to_an_opened_slab_stays_here() -> None:
 class Interrupted(int):
     """A number; while it is first compared, something else happens."""
 
-    def __new__(cls, value: int, meanwhile: Callable[[], None]) -> Interrupted:
+    def __new__(cls, value: int, meanwhile: Callable[[], None]) -> Self:
         made = super().__new__(cls, value)
         made.meanwhile = [meanwhile]
         return made
