@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlinf_async.channels import ConnectionLost, HandshakeFailed, WireError
+from rlinf_async.channels import Channel, ConnectionLost, HandshakeFailed, WireError
 from rlinf_async.channels.wire import Connection, Router, Server, connect, serve
 from rlinf_async.channels.wire.auth import Handshake, Terms
 from rlinf_async.channels.wire.dialing import Dialer
 from rlinf_async.channels.wire.framing import PROTOCOL_VERSION
 from rlinf_async.channels.wire.link import Link
+from rlinf_async.channels.wire.side import Side
+from rlinf_async.channels.wire.strangers import origin_of
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import SECRET, until, wired
 
@@ -194,7 +197,7 @@ async def test_who_proves_the_secret_just_when_the_server_is_closed_is_told_why(
 async def test_strangers_who_prove_nothing_are_bounded_and_keep_nobody_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.endpoint.MAX_STRANGERS", 5)
+    monkeypatch.setattr("rlinf_async.channels.wire.strangers.MAX_STRANGERS", 5)
     rejected: list[WireError] = []
     async with wired(on_reject=rejected.append) as owner:
         mute = [await asyncio.open_unix_connection(owner.path) for _ in range(20)]
@@ -261,3 +264,61 @@ async def test_an_address_of_another_host_or_one_in_use_cannot_be_listened_at() 
         for address in (owner.server.address, "tcp://192.0.2.1:0"):
             with pytest.raises(WireError, match=f"cannot listen on {address}: .*of this host"):
                 await serve(address, SECRET, router=Router())
+
+
+# ---- strangers
+
+
+async def knock(port: int, address: str, say: bytes = b"") -> asyncio.StreamReader:
+    """A stranger from this address of this host, who says so much."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+    writer.write(say)
+    _knocked.append(writer)
+    return reader
+
+
+_knocked: list[asyncio.StreamWriter] = []
+
+
+@pytest.mark.parametrize(
+    "honest", ["127.0.0.2", "127.0.0.1"], ids=["of another address", "who has said hello"]
+)
+async def test_a_flood_of_strangers_turns_out_itself_and_no_honest_one(
+    monkeypatch: pytest.MonkeyPatch, honest: str
+) -> None:
+    monkeypatch.setattr("rlinf_async.channels.wire.strangers.MAX_STRANGERS", 5)
+    rejected: list[WireError] = []
+    hello = Handshake("client", SECRET, "friend").take_outgoing()
+    async with wired(address="tcp://127.0.0.1:0", on_reject=rejected.append) as owner:
+        port = int(owner.server.address.rpartition(":")[2])
+        silent = honest != "127.0.0.1"
+        friend = await knock(port, honest, b"" if silent else hello)
+        if not silent:
+            assert await friend.read(1)
+        flood = [await knock(port, "127.0.0.1") for _ in range(20)]
+        await until(lambda: len(rejected) == 16)
+        assert [await reader.read() for reader in flood[:16]] == [b""] * 16
+        assert not friend.at_eof()
+        assert len(owner.server._strangers) == 5
+        for writer in _knocked:
+            writer.close()
+            await writer.wait_closed()
+        _knocked.clear()
+
+
+@pytest.mark.parametrize(
+    ("peer", "origin"),
+    [
+        (("10.0.0.7", 1), "10.0.0.7"),
+        (("::ffff:10.0.0.7", 1, 0, 0), "10.0.0.7"),
+        (("fe80::1%eth0", 1, 0, 2), "fe80::/64"),
+        (("2001:db8:1:2:3:4:5:6", 1, 0, 0), "2001:db8:1:2::/64"),
+        (None, ""),
+    ],
+)
+async def test_strangers_of_one_network_count_together(peer: Any, origin: str) -> None:
+    class Transport(asyncio.Transport):
+        def get_extra_info(self, name: str, default: Any = None) -> Any:
+            return peer if name == "peername" else default
+
+    assert origin_of(Transport()) == origin
