@@ -57,6 +57,7 @@ class Direct:
         self._servers: list[Server] = []
         self._links: dict[bytes, asyncio.Task[Connection | None]] = {}
         self._tried: dict[bytes, float] = {}
+        self._closed = False
         self.kept_bytes = 0
         """of the arrays that are here until somebody has fetched them"""
         self.fetched = 0
@@ -104,6 +105,7 @@ class Direct:
     async def close(self) -> None:
         """Stop listening. First close the connections to the owners, which take over what is kept
         here."""
+        self._closed = True
         links, self._links = self._links, {}
         for task in links.values():
             task.cancel()
@@ -178,6 +180,8 @@ class Direct:
 
     async def _reach(self, left: Left) -> Connection | None:
         """The connection to this process: there is one, whoever wants it."""
+        if self._closed:
+            return None
         now = asyncio.get_running_loop().time()
         if now - self._tried.get(left.token, float("-inf")) < OUT_OF_REACH_SECONDS:
             return None

@@ -25,6 +25,7 @@ from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.wire import Direct, Router, connect
 from rlinf_async.channels.wire.direct_protocol import Fetch, Payload
 from rlinf_async.channels.wire.pool import Pool
+from rlinf_async.channels.wire.protocol import Left
 from tests.channels.wire.direct_kit import ELEMENTS, Item, Party, item, world
 from tests.channels.wire.harness import SECRET, until
 from tests.net.cutter import Cutter, cutter
@@ -405,6 +406,17 @@ async def test_large_arrays_are_copied_a_piece_for_each_turn_of_the_loop(
         assert putting.cancelled()
         assert producer.kept == 0
         assert channel.statistics().depth == 0
+
+
+async def test_a_fetch_that_outlives_its_direct_connects_to_nobody() -> None:
+    async with world() as one:
+        producer, consumer = await one.producer(), await one.consumer()
+        assert producer.direct is not None
+        assert consumer.direct is not None
+        left = Left(0, 1, [SIZE], producer.direct.token, "", producer.direct.addresses)
+        await consumer.direct.close()
+        assert await consumer.direct.fetch(left) is None
+        assert not consumer.direct._links
 
 
 def arrived(net: Cutter) -> int:
