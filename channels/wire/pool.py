@@ -76,7 +76,9 @@ class Copying:
         """where the buffers are once all was copied"""
         self.failed = False
         """the system has no memory for them"""
-        self._rest = deque(zip(views, map(memoryview, buffers), strict=True))
+        self._rest: deque[tuple[memoryview, memoryview]] = deque(
+            (view, memoryview(buffer)) for view, buffer in zip(views, buffers, strict=True)
+        )
         self._refuse = refuse
 
     @property
