@@ -34,7 +34,7 @@ MAX_NAME_BYTES: Final = 256
 MAX_MESSAGE: Final = 1024
 PREFIX: Final = struct.Struct("<BH")
 VERSION: Final = struct.Struct("<H")
-TERMS: Final = struct.Struct("<16sQd")
+TERMS: Final = struct.Struct("<16sQd16s")
 PROOF_BYTES: Final = 32
 HELLO_BYTES: Final = len(MAGIC) + VERSION.size + NONCE_BYTES + TERMS.size
 NEW: Final = bytes(16)
@@ -52,6 +52,9 @@ class Terms(NamedTuple):
     """bytes of it that arrived so far"""
     patience: float = 0.0
     """seconds for which a cut connection is kept; a connection has the lower of both sides'"""
+    attempt: bytes = bytes(16)
+    """the client's, random: all sockets with which it tries to make one new connection say the
+    same"""
 
 
 Settle = Callable[["Handshake"], Terms]
@@ -114,6 +117,11 @@ class Handshake:
         self._peer_hello = b""
         self._received = b""
         self._outgoing = _pack(HELLO, self._hello) if role == "client" else b""
+
+    @property
+    def introduced(self) -> bool:
+        """Whether the other side speaks this protocol. Anybody can."""
+        return bool(self._peer_hello)
 
     def take_outgoing(self) -> bytes:
         """What is to be sent now."""

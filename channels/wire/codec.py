@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from threading import get_ident
 from typing import Any, Final, get_args, get_origin
 
 import msgspec
@@ -53,12 +54,13 @@ _decode_ref = msgspec.msgpack.Decoder(EndRef).decode
 
 
 class Encoder:
-    """Turns items into bytes. For one thread."""
+    """Turns items into bytes. May be used in any thread."""
 
     def __init__(self, ends: EncodeEnd | None = None) -> None:
         self._ends = ends
         self._encode = msgspec.msgpack.Encoder(enc_hook=self._hook).encode
-        self._buffers: list[memoryview] = []
+        # By thread: while one copies an array out of a GPU, another may encode its own item.
+        self._buffers: dict[int, list[memoryview]] = {}
 
     def encode(self, item: object) -> Encoded:
         """The item as it travels. Large contiguous arrays are not copied: do not change them
@@ -68,7 +70,7 @@ class Encoder:
             WrongItemType: a part of it cannot travel; the message says which and why.
         """
         if self._buffers:  # of one that failed
-            self._buffers = []
+            self._buffers.pop(get_ident(), None)
         try:
             data = self._encode(item)
         except RecursionError:
@@ -79,8 +81,7 @@ class Encoder:
             raise WrongItemType(fit(self._explain(item, error))) from error
         if not self._buffers:
             return Encoded(data)
-        buffers, self._buffers = self._buffers, []
-        return Encoded(data, buffers)
+        return Encoded(data, self._buffers.pop(get_ident(), ()))
 
     def _hook(self, value: object) -> Any:
         if arrays.is_array(value):
@@ -99,10 +100,11 @@ class Encoder:
     def _array(
         self, kind: Any, array: Any, dtype: Any, elements: memoryview
     ) -> msgspec.msgpack.Ext:
-        inline = len(elements) <= arrays.INLINE_BYTES or len(self._buffers) >= MAX_BUFFERS
-        where = bytes(elements) if inline else len(self._buffers)
+        buffers = self._buffers.setdefault(get_ident(), [])
+        inline = len(elements) <= arrays.INLINE_BYTES or len(buffers) >= MAX_BUFFERS
+        where = bytes(elements) if inline else len(buffers)
         if not inline:
-            self._buffers.append(elements)
+            buffers.append(elements)
         head = arrays.Head(kind, dtype, tuple(array.shape), where)
         return msgspec.msgpack.Ext(ARRAY, _encode_plain(head))
 

@@ -75,7 +75,7 @@ class Connection(Talking):
         self._reader = MessageReader()
         self._sharing = Sharing(self._loop, self._outbox, process_pool())
         self._answering = Answering(self, router, self._outbox)
-        self._outbox.share = self._sharing.send
+        self._outbox.new_share = self._sharing.new_share
         self._hear = self._hearing()
         self._on_close: list[Closed] = []
         self._ended: asyncio.Future[None] = self._loop.create_future()

@@ -70,7 +70,7 @@ class Accounts:
         connection.answers.add_sync("credit.recall", Credit, self._recalled)
 
     def find(self, queue: int, key: Key | None) -> Account:
-        """The account of this key. It may be forgotten when it has no credit; see `Account.kept`."""
+        """The account of this key, forgotten when it has no credit: see `Account.kept`."""
         account = self.kept.get((queue, key))
         if account is None:
             account = Account(queue, key)

@@ -57,6 +57,7 @@ class Direct:
         self._servers: list[Server] = []
         self._links: dict[bytes, asyncio.Task[Connection | None]] = {}
         self._tried: dict[bytes, float] = {}
+        self._closed = False
         self.kept_bytes = 0
         """of the arrays that are here until somebody has fetched them"""
         self.fetched = 0
@@ -104,6 +105,7 @@ class Direct:
     async def close(self) -> None:
         """Stop listening. First close the connections to the owners, which take over what is kept
         here."""
+        self._closed = True
         links, self._links = self._links, {}
         for task in links.values():
             task.cancel()
@@ -116,15 +118,27 @@ class Direct:
 
     # ---- keeping
 
-    def keep(self, buffers: Sequence[Buffer]) -> int | None:
-        """Keep a copy of these; its number, or None where they are too small, or too much."""
+    def may_keep(self, buffers: Sequence[Buffer]) -> bool:
+        """Whether these are large enough to stay here, and not too much."""
         size = sum(map(len, buffers))
-        if len(buffers) > MAX_ARRAYS or size < self._least or self.kept_bytes + size > self._most:
+        return (
+            len(buffers) <= MAX_ARRAYS
+            and self._least <= size
+            and self.kept_bytes + size <= self._most
+        )
+
+    def keep(self, buffers: Sequence[Buffer], *, copied: bool = False) -> int | None:
+        """Keep a copy of these; its number, or None if they may not stay here.
+
+        Args:
+            copied: they are a copy already, which nobody else changes.
+        """
+        if not self.may_keep(buffers):
             return None
         self._kept[number := next(self._numbers)] = [
-            *(process_pool().lend(buffers) or map(bytearray, buffers))
+            *(buffers if copied else process_pool().lend(buffers) or map(bytearray, buffers))
         ]
-        self.kept_bytes += size
+        self.kept_bytes += sum(map(len, buffers))
         return number
 
     def let_go(self, number: int) -> None:
@@ -166,6 +180,8 @@ class Direct:
 
     async def _reach(self, left: Left) -> Connection | None:
         """The connection to this process: there is one, whoever wants it."""
+        if self._closed:
+            return None
         now = asyncio.get_running_loop().time()
         if now - self._tried.get(left.token, float("-inf")) < OUT_OF_REACH_SECONDS:
             return None

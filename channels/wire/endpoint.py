@@ -31,9 +31,8 @@ from rlinf_async.channels.wire.dialing import Dialer
 from rlinf_async.channels.wire.link import Link
 from rlinf_async.channels.wire.router import Router
 from rlinf_async.channels.wire.side import Side, Times
+from rlinf_async.channels.wire.strangers import Strangers
 
-MAX_STRANGERS: Final = 128
-"""Sockets whose other side has not proved anything yet; the oldest makes room for one more."""
 NUMBER_BYTES: Final = len(NEW)
 CLOSED: Final = "the server was closed"
 
@@ -61,7 +60,8 @@ async def connect(
     Raises:
         ValueError: a time makes no sense.
         WireError: the address is none, or no socket, or too long.
-        ConnectionLost: nobody serves it, or it was cut.
+        ConnectionLost: nobody serves it, or every socket was cut in the handshake for as long as
+            ``patience``.
         HandshakeFailed: the secret, or the protocol's version, differs.
     """
     side = Side.of(secret, name, router, **times)
@@ -85,7 +85,8 @@ class Server:
         self.connections: set[Connection] = set()
         """those that were made and not lost; some may be cut just now"""
         self._by_number: dict[bytes, Connection] = {}
-        self._strangers: dict[Link, None] = {}
+        self._by_attempt: dict[bytes, Connection] = {}
+        self._strangers = Strangers()
         self._side = side
         self._on_connect = on_connect
         self._on_disconnect = on_disconnect
@@ -165,21 +166,19 @@ class Server:
         made: list[Connection] = []
         side = self._side
         handshake = Handshake("server", side.secret, side.name, settle=partial(self._settle, made))
-        link = Link(handshake, side.handshake_timeout, lambda _: made[0])
-        if len(self._strangers) >= MAX_STRANGERS:
-            oldest = next(iter(self._strangers))
-            oldest.turn_out(
-                f"{MAX_STRANGERS} others came, and it has not proved anything: turned out"
-            )
-            self._strangers.pop(oldest, None)
-        self._strangers[link] = None
+        link = Link(handshake, side.handshake_timeout, lambda _: made[0], self._strangers.arrived)
+        self._strangers.add(link)
         link.opened.add_done_callback(partial(self._known, link, made))
         return link
 
     def _settle(self, made: list[Connection], handshake: Handshake) -> Terms:
         """The connection that this peer is to have: a new one, or its own again."""
         asked = handshake.terms
-        if asked.number == NEW:
+        begun = self._by_attempt.get(asked.attempt) if asked.number == NEW else None
+        if begun is not None and begun.peer == handshake.peer and not begun.received_bytes:
+            connection, number = begun, begun.number  # the answer to its last try did not arrive
+            connection.make_way()
+        elif asked.number == NEW:
             number = os.urandom(NUMBER_BYTES)
             connection = self._side.connection(handshake.peer, number, asked.patience)
         else:
@@ -193,7 +192,7 @@ class Server:
         return Terms(number, connection.received_bytes, self._side.patience)
 
     def _known(self, link: Link, made: list[Connection], opened: asyncio.Future[None]) -> None:
-        self._strangers.pop(link, None)
+        self._strangers.remove(link)
         error = None if opened.cancelled() else opened.exception()
         if isinstance(error, WireError):
             self._reject(error)
@@ -206,7 +205,9 @@ class Server:
             return
         self.connections.add(connection)
         self._by_number[connection.number] = connection
-        connection.on_close(self._ended)
+        attempt = link.handshake.terms.attempt
+        self._by_attempt[attempt] = connection
+        connection.on_close(partial(self._ended, attempt))
         if self._on_connect is not None:
             self._on_connect(connection)
         if self._closing:  # it proved the secret in the very turn in which the others were closed
@@ -218,8 +219,9 @@ class Server:
         if self._on_reject is not None:
             self._on_reject(error)
 
-    def _ended(self, connection: Connection, reason: str) -> None:
+    def _ended(self, attempt: bytes, connection: Connection, reason: str) -> None:
         self.connections.discard(connection)
+        self._by_attempt.pop(attempt, None)
         self._by_number.pop(connection.number, None)
         if self._on_disconnect is not None:
             self._on_disconnect(connection, reason)

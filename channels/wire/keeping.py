@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Self
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.wire.direct_protocol import Fetch, Leave, Offer, Release, Unsure
 from rlinf_async.channels.wire.hangup import GRACE_SECONDS
+from rlinf_async.channels.wire.pool import PIECE_BYTES, copy_in_turns
 from rlinf_async.channels.wire.protocol import Kept
 from rlinf_async.channels.wire.transfers import Transfers
 from rlinf_async.patient import Timer
@@ -57,15 +58,24 @@ class Keeping:
 
     # ---- for senders
 
-    def keep(self, body: Encoded) -> tuple[Encoded, Kept | None]:
-        """The item as it travels, and what stays here of it; None if nothing does."""
-        number = self._direct.keep(body.buffers)
+    async def copy(self, body: Encoded) -> bool:
+        """Replace its arrays by a copy, where they take their time: others in this loop have turns
+        meanwhile. Whether that was done."""
+        if body.nbytes <= PIECE_BYTES or not self._direct.may_keep(body.buffers):
+            return False
+        body.buffers = await copy_in_turns(body.buffers)
+        return True
+
+    def keep(self, body: Encoded, *, copied: bool = False) -> tuple[Encoded, Kept | None]:
+        """The item as it travels, and what stays here of it; None if nothing does. ``copied``: as
+        of `Direct.keep`."""
+        number = self._direct.keep(body.buffers, copied=copied)
         if number is None:
             return body, None
         self._numbers.add(number)
         if not self._copied:
             asyncio.get_running_loop().call_soon(self._turn)
-        self._copied += body.nbytes
+        self._copied += 0 if copied else body.nbytes
         return Encoded(body.data), Kept(0, number, [*map(len, body.buffers)])
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, Final
 
-from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.encoded import Buffer, Encoded
 from rlinf_async.channels.errors import MalformedFrame
 from rlinf_async.channels.wire.framing import CHUNK_BYTES
 from rlinf_async.channels.wire.memory_protocol import (
@@ -20,7 +20,7 @@ from rlinf_async.channels.wire.memory_protocol import (
     Released,
     encode,
 )
-from rlinf_async.channels.wire.pool import Pool
+from rlinf_async.channels.wire.pool import PIECE_BYTES, Copying, Pool
 from rlinf_async.channels.wire.slab import Loan, Slab, View, view_of
 from rlinf_async.channels.wire.transfer import LATER, SHARE_BYTES, Later
 
@@ -28,6 +28,29 @@ MAX_DATA: Final = CHUNK_BYTES // 2
 """Of MessagePack, beside shared arrays: such a message is always one frame, not begun and left."""
 
 log = logging.getLogger(__name__)
+
+
+class Moving:
+    """The arrays of a body that are being brought into shared memory."""
+
+    __slots__ = ("__weakref__", "body", "copying")
+
+    def __init__(self, body: Encoded, copying: Copying) -> None:
+        self.body = body
+        self.copying = copying
+
+
+class Progress:
+    """How far one message is that `Lending.share` is asked for again and again."""
+
+    __slots__ = ("moving",)
+
+    def __init__(self) -> None:
+        self.moving: Moving | None = None
+
+
+_moving: weakref.WeakValueDictionary[int, Moving] = weakref.WeakValueDictionary()
+"""By the body's identity, while somebody sends it: one copy does for all connections."""
 
 
 class Lending:
@@ -41,23 +64,32 @@ class Lending:
         self._gone = gone
         self._numbers = count(1)
         self._open: dict[int, bool] = {}
-        self._ends: list[weakref.finalize[Any, Slab]] = []
+        self._ends: dict[int, weakref.finalize[Any, Slab]] = {}
         self.lent: dict[int, Loan] = {}
         self.patient = True
         """whether there is time to wait for what the peer says"""
         self.refused = ""
         """why the peer does not want any"""
 
-    def share(self, body: Encoded) -> tuple[Encoded | Later | None, int]:
+    def share(
+        self, body: Encoded, progress: Progress | None = None
+    ) -> tuple[Encoded | Later | None, int]:
         """The body as it travels, with its arrays lent; None if it is to travel as it is, `LATER`
         until the peer has said whether it can look at them. And how many bytes were copied for it.
+
+        With a ``progress``, one call copies no more than `PIECE_BYTES`, and it is `LATER` while any
+        are left.
 
         The body's own arrays are replaced by those in shared memory: who gets it next needs no
         copy.
         """
         if self.refused or len(body.data) > MAX_DATA:
+            if progress is not None:
+                progress.moving = None
             return None, 0
-        copied = self._move(body)
+        copied = self._move(body, progress)
+        if progress is not None and progress.moving is not None:
+            return LATER, copied or 0
         views = [view_of(buffer) for buffer in body.buffers]
         slabs = {view.loan.slab for view in views if view is not None}
         missing = [slab for slab in slabs if not self._is_open(slab)]
@@ -109,24 +141,51 @@ class Lending:
         for loan in self.lent.values():
             loan.spoilt = True
         self.lent.clear()
-        for end in self._ends:
+        while self._ends:  # others may go meanwhile, in any thread
+            _, end = self._ends.popitem()
             end.detach()
-        self._ends.clear()
 
     # ---- inside
 
-    def _move(self, body: Encoded) -> int | None:
+    def _move(self, body: Encoded, progress: Progress | None = None) -> int | None:
         """Bring large arrays into shared memory; how many bytes, or None where there is no room."""
         private = [buffer for buffer in body.buffers if view_of(buffer) is None]
         size = sum(map(len, private))
+        if size > PIECE_BYTES and progress is not None:
+            return self._move_on(body, private, progress)
+        if progress is not None:
+            progress.moving = None  # another connection has done the rest
         if size < SHARE_BYTES:
             return 0
         views = self._pool.lend(private)
         if views is None:
             return None
-        moved = iter(views)
-        body.buffers = [buffer if view_of(buffer) else next(moved) for buffer in body.buffers]
+        _replace(body, views)
         return size
+
+    def _move_on(self, body: Encoded, private: list[Buffer], progress: Progress) -> int | None:
+        """Copy a piece; if there is no time for more of them, all that is left."""
+        moving = progress.moving or _moving.get(id(body))
+        if moving is None:
+            copying = self._pool.begin(private)
+            if copying is None:
+                return None
+            moving = _moving[id(body)] = Moving(body, copying)
+            self._announce(copying.views[0])
+        progress.moving, copying = moving, moving.copying
+        copied = copying.go_on(PIECE_BYTES if self.patient else sum(map(len, private)))
+        if not copying.done:
+            return copied
+        progress.moving = None
+        if copying.failed:
+            return None
+        _replace(body, copying.views)
+        return copied
+
+    def _announce(self, buffer: memoryview) -> None:
+        """Let the peer open the slab of this one, while the rest is copied."""
+        if (view := view_of(buffer)) is not None:
+            self._is_open(view.loan.slab)
 
     def _is_open(self, slab: Slab) -> bool:
         """Whether the peer has it; if it was never asked, it is now."""
@@ -135,13 +194,14 @@ class Lending:
             found = self._open[slab.number] = False
             end = weakref.finalize(slab, self._forget, slab.number)
             end.atexit = False
-            self._ends.append(end)
+            self._ends[slab.number] = end
             self._tell(Announce(slab.number, slab.fd, slab.token))
         return found
 
     def _forget(self, number: int) -> None:
         # In any thread, and within anything that this thread is doing.
         self._open.pop(number, None)
+        self._ends.pop(number, None)
         self._gone(number)
 
     def _table(self, views: list[View | None]) -> tuple[bytes, dict[int, Loan]]:
@@ -159,3 +219,9 @@ class Lending:
         if loan is None:
             raise MalformedFrame(f"part {number} of shared memory was released, but is not lent")
         return loan
+
+
+def _replace(body: Encoded, views: list[memoryview]) -> None:
+    """Its arrays that do not lie in shared memory lie there now."""
+    moved = iter(views)
+    body.buffers = [buffer if view_of(buffer) else next(moved) for buffer in body.buffers]

@@ -50,10 +50,15 @@ class Link(asyncio.Protocol):
     Args:
         seconds: that the other side has for it, once there is a socket.
         greeted: called when it has; gives the user of this link.
+        arrived: called when there is a socket.
     """
 
     def __init__(
-        self, handshake: Handshake, seconds: float, greeted: Callable[[Link], User]
+        self,
+        handshake: Handshake,
+        seconds: float,
+        greeted: Callable[[Link], User],
+        arrived: Callable[[Link], None] | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.handshake = handshake
@@ -62,6 +67,7 @@ class Link(asyncio.Protocol):
         self.ended: asyncio.Future[None] = loop.create_future()
         """done when the socket is closed"""
         self._greeted = greeted
+        self._arrived = arrived
         self._user: User | None = None
         self._transport: asyncio.Transport | None = None
         self._seconds = seconds
@@ -123,6 +129,8 @@ class Link(asyncio.Protocol):
         else:
             self._late_timer = Timer(self._seconds, self._late)
             self._transport.write(self.handshake.take_outgoing())
+            if self._arrived is not None:
+                self._arrived(self)
 
     def data_received(self, data: bytes) -> None:
         user = self._user

@@ -67,8 +67,8 @@ class Outbox:
         self._due: list[Callable[[], None]] = []
         self.last: list[Callable[[], None]] = []
         """what may have something to say before the connection is closed"""
-        self.share: Share | None = None
-        """what may bring arrays into shared memory"""
+        self.new_share: Callable[[], Share] | None = None
+        """makes what may bring the arrays of one message into shared memory"""
         self.sent_bytes = 0
 
     def attach(self, transport: asyncio.WriteTransport, arrived: int = 0) -> None:
@@ -146,8 +146,9 @@ class Outbox:
         ):
             self._add(pack_message(kind, number, head, data, lane, flags), lane)
             return
+        share = None if self.new_share is None else self.new_share()
         message, small = outgoing(
-            kind, number, head, body, lane, flags=flags, what=what, share=self.share
+            kind, number, head, body, lane, flags=flags, what=what, share=share
         )
         if lane == DATA or not small:
             self._data.append(message)

@@ -92,7 +92,9 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
     ) -> None:
         """Put an item whose large arrays stay here until somebody fetches them."""
         self._check()
-        body, kept = keeping.keep(whole)
+        copied = await keeping.copy(whole)
+        self._check()
+        body, kept = keeping.keep(whole, copied=copied)
         if kept and not keeping.turn_due and self._transfers.fits(account, body, weight):
             self._transfers.add(account, self._number, weight, body.data, kept)
             self._told = None

@@ -48,6 +48,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from functools import partial
 
 import msgspec
 
@@ -55,7 +56,7 @@ from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import MalformedFrame
 from rlinf_async.channels.wire.borrowing import Borrowing
 from rlinf_async.channels.wire.framing import Flag, FrameType, pack_small
-from rlinf_async.channels.wire.lending import Lending
+from rlinf_async.channels.wire.lending import Lending, Progress
 from rlinf_async.channels.wire.life import peer_pid
 from rlinf_async.channels.wire.memory_protocol import (
     Announce,
@@ -68,9 +69,9 @@ from rlinf_async.channels.wire.memory_protocol import (
     encode,
 )
 from rlinf_async.channels.wire.outbox import Outbox
-from rlinf_async.channels.wire.pool import Pool
-from rlinf_async.channels.wire.slab import AVAILABLE
-from rlinf_async.channels.wire.transfer import LATER, SHARE_BYTES, Later, Message
+from rlinf_async.channels.wire.pool import PIECE_BYTES, Pool
+from rlinf_async.channels.wire.slab import AVAILABLE, view_of
+from rlinf_async.channels.wire.transfer import LATER, SHARE_BYTES, Later, Message, Share
 
 AT_ONCE = 4096
 """Parts that one frame releases."""
@@ -100,7 +101,7 @@ class Sharing:
         self._borrowing = Borrowing(self._tell, self._release)
         self._pid = 0
         self._found: deque[tuple[str, int]] = deque()
-        self._scheduled = self._closed = False
+        self._scheduled = self._closed = self._resting = False
         self._sent_shared = self._sent_copied = 0
         self._received_shared = self._received_copied = 0
 
@@ -119,22 +120,16 @@ class Sharing:
         """Learn which process is at the other side: over TCP, none of this host."""
         self._pid = peer_pid(transport) if AVAILABLE else 0
 
-    def send(self, body: Encoded) -> Encoded | Later | None:
-        """The body as it travels, with its large arrays lent; None: as it is; or not yet."""
-        if not self._pid:
-            self._sent_copied += 1
-            return None
-        shared, copied = self._lending.share(body)
-        self._outbox.worked(copied)
-        if shared is None:
-            self._sent_copied += 1
-        elif shared is not LATER:
-            self._sent_shared += 1
-        return shared
+    def new_share(self) -> Share:
+        """What makes the body of one message travel: it is asked until it has."""
+        return partial(self._send, Progress())
 
     def send_now(self, body: Encoded) -> Encoded | None:
-        """As `send`, for what is written with the next frame; None where that cannot be."""
-        shared = self._lending.share(body)[0] if self._pid else None
+        """The body as it travels with the next frame; None where that cannot be, or would take so
+        long that others in this loop should have a turn."""
+        if not self._pid or _private_bytes(body) > PIECE_BYTES:
+            return None
+        shared = self._lending.share(body)[0]
         if not isinstance(shared, Encoded):
             return None
         self._sent_shared += 1
@@ -163,6 +158,28 @@ class Sharing:
         if sum(map(len, body.buffers)) >= SHARE_BYTES:
             self._received_copied += 1
         return message
+
+    def _send(self, progress: Progress, body: Encoded) -> Encoded | Later | None:
+        """The body as it travels, with its large arrays lent; None: as it is; or not yet."""
+        if not self._pid:
+            self._sent_copied += 1
+            return None
+        if self._resting and self._lending.patient:
+            return LATER
+        shared, copied = self._lending.share(body, progress)
+        self._outbox.worked(copied)
+        if shared is None:
+            self._sent_copied += 1
+        elif shared is not LATER:
+            self._sent_shared += 1
+        elif progress.moving is not None:  # others in this loop first
+            self._resting = True
+            self._loop.call_soon(self._go_on)
+        return shared
+
+    def _go_on(self) -> None:
+        self._resting = False
+        self._outbox.flush()
 
     def told(self, head: bytes, peer: str) -> None:
         """The peer said something about its memory, or this process's.
@@ -224,3 +241,8 @@ class Sharing:
     def _tell(self, notice: Notice) -> None:
         if not self._closed:
             self._outbox.add_control(pack_small(FrameType.MEMORY, head=encode(notice)))
+
+
+def _private_bytes(body: Encoded) -> int:
+    """Bytes of its arrays that do not lie in shared memory."""
+    return sum(len(buffer) for buffer in body.buffers if view_of(buffer) is None)

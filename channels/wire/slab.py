@@ -16,6 +16,7 @@ import mmap
 import os
 import stat
 import weakref
+from collections import deque
 from collections.abc import Callable
 from itertools import count
 from typing import Any, Final, NamedTuple
@@ -49,43 +50,65 @@ class Slab:
         self.size = size
         self.token = token
         self.private = private
-        self.backed = 0
-        """bytes from the start for which the system has promised memory"""
+        self.backed = PAGE
+        """bytes from the start for which the system has promised memory; maybe more have it"""
         self.memory = mmap.mmap(
             fd, size, flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED,
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
         )  # fmt: skip
         self._address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self.memory))
-        self._used: list[tuple[int, int]] = []
+        self._used: set[tuple[int, int]] = set()  # only by the thread that uses this slab
+        self._unused: deque[tuple[int, int]] = deque()  # by any thread
 
-    def back(self, stop: int) -> None:
-        """Have memory behind everything up to ``stop``: without it, a write could kill.
+    def back(self, start: int, stop: int) -> None:
+        """Have memory behind this part: without it, a write could kill.
 
         Raises:
             OSError: there is none.
         """
-        if stop > self.backed:
-            os.posix_fallocate(self.fd, self.backed, stop - self.backed)
+        backed = self.backed
+        if start > backed:  # what lies between is somebody else's, who has not written all of it
+            os.posix_fallocate(self.fd, start, stop - start)
+        elif stop > backed:
+            os.posix_fallocate(self.fd, backed, stop - backed)
             self.backed = stop
 
     def in_use(self, start: int, stop: int) -> bool:
-        """Whether views of the maker's memory exist here that this part would share pages with."""
+        """Whether views of the maker's memory exist here that this part would share pages with.
+
+        Always called in the same thread, as `use` is.
+        """
+        while self._unused:
+            self._used.remove(self._unused.popleft())
         return any(start < other_stop and other < stop for other, other_stop in self._used)
 
     def use(self, start: int, stop: int) -> None:
-        """Views of this part exist from now on."""
-        self._used.append((start, stop))
+        """Views of this part exist from now on. None does yet, see `in_use`."""
+        self._used.add((start, stop))
 
     def unuse(self, start: int, stop: int) -> None:
-        """They do not any more: forget what was written here. May be called in any thread."""
+        """They do not any more: forget what was written here.
+
+        May be called in any thread, and within anything that this thread is doing, `in_use` too. So
+        no lock is taken, and nothing changes that somebody may be looking at.
+        """
         if was_written(self._address + start, stop - start):
             self.memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
-        self._used.remove((start, stop))
+        self._unused.append((start, stop))
 
     def read(self, offset: int, size: int) -> bytearray:
-        """A copy of what the maker wrote, whatever was written here."""
+        """A copy of what the maker wrote, whatever was written here.
+
+        Raises:
+            OSError: there is less.
+        """
         copied = bytearray(size)
-        os.preadv(self.fd, [copied], offset)
+        rest = memoryview(copied)
+        while rest:  # the system reads at most 2 GiB at a time, less a page
+            count = os.preadv(self.fd, [rest], offset + size - len(rest))
+            if not count:
+                raise OSError(f"{len(rest)} of {size} bytes at {offset} of shared memory are gone")
+            rest = rest[count:]
         return copied
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlinf_async.channels import ConnectionLost
-from rlinf_async.channels.wire import Router, connect, kept, streams
+from rlinf_async.channels.wire import Connection, Router, connect, kept, streams
 from tests.channels.wire.harness import SECRET, until, wired
 from tests.net.cutter import Cut, Way, cutter
 from tests.net.kit import arrays_both_ways, far, said, small_talk
@@ -59,7 +59,27 @@ async def test_a_cut_in_the_first_handshake_is_an_error_and_leaves_nothing(way: 
         for after in range(0, hello[way], 5):
             async with cutter(owner.server.address, None, Cut(way, after)) as net:
                 with pytest.raises(ConnectionLost, match=r"lost in the handshake|cannot connect"):
-                    await connect(net.address, SECRET, name="worker", router=Router())
+                    await connect(net.address, SECRET, name="worker", router=Router(), patience=0)
+        await until(lambda: not owner.server._strangers)
+
+
+@ways
+async def test_a_cut_in_the_first_handshake_costs_a_second_socket_and_makes_one_connection(
+    way: Way,
+) -> None:
+    hello, _ = await said(tcp=True)
+    made: list[Connection] = []
+    async with wired(address="tcp://127.0.0.1:0", on_connect=made.append) as owner:
+        for after in range(0, hello[way], 5):
+            async with cutter(owner.server.address, None, Cut(way, after)) as net:
+                connection = await connect(net.address, SECRET, name="worker", router=Router())
+                assert net.sockets >= 2
+                await until(lambda: made)
+                assert [one.number for one in made] == [connection.number]
+                connection.close()
+                await connection.wait_closed()
+                await until(lambda: not owner.server.connections)
+                made.clear()
         await until(lambda: not owner.server._strangers)
 
 

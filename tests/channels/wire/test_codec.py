@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import threading
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -376,3 +377,37 @@ def test_a_decoded_copy_leaves_what_arrived_as_it_was() -> None:
     first = decoder.decode_copy(arrived)
     first += 1
     assert decoder.decode_copy(arrived).sum() == 0
+
+
+def test_two_threads_that_encode_at_once_do_not_mix_their_arrays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoder = Encoder()
+    halfway, done = threading.Event(), threading.Event()
+    elements, thread = arrays.array_elements, threading.Thread(target=lambda: None)
+
+    def slow(array: NDArray[Any]) -> tuple[Any, memoryview]:
+        if threading.current_thread() is thread and array[0] == 2:
+            halfway.set()
+            assert done.wait(60)
+        return elements(array)
+
+    def full(value: float) -> NDArray[np.float32]:
+        return np.full(5000, value, np.float32)
+
+    monkeypatch.setattr(arrays, "array_elements", slow)
+    found: list[Encoded] = []
+    thread = threading.Thread(target=lambda: found.append(encoder.encode([full(1), full(2)])))
+    thread.start()
+    assert halfway.wait(60)
+    found.append(encoder.encode([full(3)]))
+    with pytest.raises(WrongItemType):
+        encoder.encode([full(4), object()])
+    found.append(encoder.encode([full(5)]))
+    assert encoder.encode([6]).buffers == ()
+    done.set()
+    thread.join()
+    arrived = [
+        [part[0] for part in Decoder(list[NDArray[np.float32]]).decode(one)] for one in found
+    ]
+    assert arrived == [[3], [5], [1, 2]]

@@ -24,6 +24,8 @@ from rlinf_async.channels import (
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.wire import Direct, Router, connect
 from rlinf_async.channels.wire.direct_protocol import Fetch, Payload
+from rlinf_async.channels.wire.pool import Pool
+from rlinf_async.channels.wire.protocol import Left
 from tests.channels.wire.direct_kit import ELEMENTS, Item, Party, item, world
 from tests.channels.wire.harness import SECRET, until
 from tests.net.cutter import Cutter, cutter
@@ -355,6 +357,66 @@ async def test_a_put_that_is_cancelled_or_refused_keeps_nothing() -> None:
         with pytest.raises(ChannelClosed):
             await refused
         await until(lambda: producer.kept == SIZE)
+
+
+class Turns:
+    """Counts the turns of this loop until it is stopped."""
+
+    def __init__(self) -> None:
+        self._count = -1
+        self._turn()
+
+    def _turn(self) -> None:
+        self._count += 1
+        self._handle = asyncio.get_running_loop().call_soon(self._turn)
+
+    def stop(self) -> int:
+        self._handle.cancel()
+        return self._count
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["shared", "no room"])
+async def test_large_arrays_are_copied_a_piece_for_each_turn_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    for module in ("pool", "keeping"):
+        where = f"rlinf_async.channels.wire.{module}.PIECE_BYTES"
+        monkeypatch.setattr(where, SIZE, raising=False)
+    channel = items()
+    async with world() as one:
+        producer, consumer = await one.producer(), await one.consumer()
+        sender, receiver = producer.sender(channel), consumer.receiver(channel)
+        await fill(producer, channel, 1)  # room is lent by this
+        assert (await receiver.get()).check() == 0
+        await until(lambda: not producer.kept)
+        if not room:
+            monkeypatch.setattr(Pool, "begin", lambda self, buffers: None)
+        turns = Turns()
+        large = Item(7, np.arange(20 * ELEMENTS))
+        await sender.put(large)
+        assert turns.stop() >= 20
+        assert producer.kept == 20 * SIZE
+        assert ((await receiver.get()).values == large.values).all()
+        assert consumer.got == (2, 0)
+        putting = asyncio.create_task(sender.put(large))
+        await until(lambda: not producer.kept)
+        await asyncio.sleep(0)
+        putting.cancel()
+        await asyncio.wait([putting])
+        assert putting.cancelled()
+        assert producer.kept == 0
+        assert channel.statistics().depth == 0
+
+
+async def test_a_fetch_that_outlives_its_direct_connects_to_nobody() -> None:
+    async with world() as one:
+        producer, consumer = await one.producer(), await one.consumer()
+        assert producer.direct is not None
+        assert consumer.direct is not None
+        left = Left(0, 1, [SIZE], producer.direct.token, "", producer.direct.addresses)
+        await consumer.direct.close()
+        assert await consumer.direct.fetch(left) is None
+        assert not consumer.direct._links
 
 
 def arrived(net: Cutter) -> int:

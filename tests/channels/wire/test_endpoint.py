@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlinf_async.channels import ConnectionLost, HandshakeFailed, WireError
+from rlinf_async.channels import Channel, ConnectionLost, HandshakeFailed, WireError
 from rlinf_async.channels.wire import Connection, Router, Server, connect, serve
 from rlinf_async.channels.wire.auth import Handshake, Terms
 from rlinf_async.channels.wire.dialing import Dialer
 from rlinf_async.channels.wire.framing import PROTOCOL_VERSION
 from rlinf_async.channels.wire.link import Link
+from rlinf_async.channels.wire.side import Side
+from rlinf_async.channels.wire.strangers import origin_of
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import SECRET, until, wired
 
@@ -194,7 +197,7 @@ async def test_who_proves_the_secret_just_when_the_server_is_closed_is_told_why(
 async def test_strangers_who_prove_nothing_are_bounded_and_keep_nobody_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.endpoint.MAX_STRANGERS", 5)
+    monkeypatch.setattr("rlinf_async.channels.wire.strangers.MAX_STRANGERS", 5)
     rejected: list[WireError] = []
     async with wired(on_reject=rejected.append) as owner:
         mute = [await asyncio.open_unix_connection(owner.path) for _ in range(20)]
@@ -261,3 +264,207 @@ async def test_an_address_of_another_host_or_one_in_use_cannot_be_listened_at() 
         for address in (owner.server.address, "tcp://192.0.2.1:0"):
             with pytest.raises(WireError, match=f"cannot listen on {address}: .*of this host"):
                 await serve(address, SECRET, router=Router())
+
+
+# ---- a connect that is cancelled, and one that is cut short
+
+
+class Made:
+    """The links and connections that were made on the connecting side."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.links: list[Link] = []
+        self.connections: list[Connection] = []
+        begin, make = Link.connection_made, Side.connection
+
+        def began(link: Link, transport: asyncio.BaseTransport) -> None:
+            if link.handshake.role == "client":
+                self.links.append(link)
+            begin(link, transport)
+
+        def made(side: Side, *arguments: Any, **more: Any) -> Connection:
+            connection = make(side, *arguments, **more)
+            if side.name == "worker":
+                self.connections.append(connection)
+            return connection
+
+        monkeypatch.setattr(Link, "connection_made", began)
+        monkeypatch.setattr(Side, "connection", made)
+
+
+def at_step(
+    monkeypatch: pytest.MonkeyPatch, role: str, step: int, call: Callable[[Link], object]
+) -> None:
+    """Call this once a link of this role was told so much of its handshake."""
+    greet, steps = Link._greet, list[Link]()
+
+    def greeted(link: Link, data: bytes) -> None:
+        greet(link, data)
+        if link.handshake.role == role:
+            steps.append(link)
+            if len(steps) == step:
+                call(link)
+
+    monkeypatch.setattr(Link, "_greet", greeted)
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["its proof was sent", "it is connected"])
+@pytest.mark.parametrize("tcp", [True, False], ids=["tcp", "unix"])
+async def test_a_connect_that_is_cancelled_at_its_end_leaves_nothing_on_either_side(
+    monkeypatch: pytest.MonkeyPatch, step: int, tcp: bool
+) -> None:
+    made = Made(monkeypatch)
+    at_step(monkeypatch, "client", step, lambda link: connecting.cancel())
+    async with wired(address="tcp://127.0.0.1:0" if tcp else None) as owner:
+        before = asyncio.all_tasks()
+        connecting = asyncio.create_task(owner.join())
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        [link], [connection] = made.links, made.connections
+        assert connection.closed
+        assert link.ended.done()
+        assert link.transport is None
+        assert connection._pulse._timer is not None
+        assert connection._pulse._timer.cancelled()
+        assert asyncio.all_tasks() == before
+        assert await owner.lost.get() == ("worker", "worker closed it: whoever connected gave up")
+        assert not owner.server.connections
+
+
+async def test_a_connect_that_is_cancelled_twice_does_not_wait_for_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Made(monkeypatch)
+    at_step(monkeypatch, "client", 2, lambda link: connecting.cancel())
+    async with wired() as owner:
+        connecting = asyncio.create_task(owner.join())
+        await until(lambda: made.connections and made.connections[0].closed)
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        await made.links[0].ended
+        assert (await owner.lost.get())[0] == "worker"
+
+
+async def test_a_first_connect_that_is_turned_out_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_step(monkeypatch, "server", 1, lambda link: link.turn_out("others came"))
+    rejected: list[WireError] = []
+    async with wired(on_reject=rejected.append) as owner:
+        friend = await owner.join("friend")
+        assert friend.peer == "owner"
+        assert [str(error) for error in rejected] == ["others came"]
+        friend.close()
+        await friend.wait_closed()
+
+
+@pytest.mark.parametrize("tcp", [True, False], ids=["tcp", "unix"])
+async def test_a_first_connect_whose_last_answer_is_cut_off_becomes_one_connection_not_two(
+    monkeypatch: pytest.MonkeyPatch, tcp: bool
+) -> None:
+    greet, connected = Link._greet, list[Connection]()
+
+    def cut_off(link: Link, data: bytes) -> None:
+        if link.handshake.role == "client" and link.handshake.introduced and not connected[1:]:
+            connected.append(connected[0])
+            assert link.transport is not None
+            link.transport.abort()
+        else:
+            greet(link, data)
+
+    monkeypatch.setattr(Link, "_greet", cut_off)
+    async with wired(
+        address="tcp://127.0.0.1:0" if tcp else None, on_connect=connected.append
+    ) as owner:
+        friend = await owner.join("friend")
+        assert len(connected) == 2
+        assert owner.server.connections == {connected[0]}
+        assert friend.number == connected[0].number
+        channel = Channel(int, name="numbers", capacity=2)
+        await owner.sender(channel, friend).put(7)
+        assert channel.receiver.get_nowait() == 7
+        friend.close()
+        await friend.wait_closed()
+        await owner.lost.get()
+        assert not owner.server._by_attempt
+
+
+@pytest.mark.parametrize("patience", [0.0, 0.2])
+async def test_a_first_connect_that_is_always_cut_is_given_up_when_patience_is_over(
+    monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    made = Made(monkeypatch)
+    monkeypatch.setattr(Link, "_greet", lambda link, data: link.turn_out("others came"))
+    async with wired() as owner:
+        with pytest.raises(ConnectionLost, match="lost in the handshake") as caught:
+            await owner.join(patience=patience)
+        assert (len(made.links) > 1) == ("tried again for 0.2 s" in str(caught.value))
+        assert (len(made.links) > 1) == bool(patience)
+        assert all(link.ended.done() for link in made.links)
+
+
+async def test_a_wrong_secret_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made(monkeypatch)
+    async with wired() as owner:
+        with pytest.raises(HandshakeFailed, match="secret is wrong"):
+            await connect(owner.path, b"w" * 32, name="stranger", router=Router())
+        assert len(made.links) == 1
+
+
+# ---- strangers
+
+
+async def knock(port: int, address: str, say: bytes = b"") -> asyncio.StreamReader:
+    """A stranger from this address of this host, who says so much."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+    writer.write(say)
+    _knocked.append(writer)
+    return reader
+
+
+_knocked: list[asyncio.StreamWriter] = []
+
+
+@pytest.mark.parametrize(
+    "honest", ["127.0.0.2", "127.0.0.1"], ids=["of another address", "who has said hello"]
+)
+async def test_a_flood_of_strangers_turns_out_itself_and_no_honest_one(
+    monkeypatch: pytest.MonkeyPatch, honest: str
+) -> None:
+    monkeypatch.setattr("rlinf_async.channels.wire.strangers.MAX_STRANGERS", 5)
+    rejected: list[WireError] = []
+    hello = Handshake("client", SECRET, "friend").take_outgoing()
+    async with wired(address="tcp://127.0.0.1:0", on_reject=rejected.append) as owner:
+        port = int(owner.server.address.rpartition(":")[2])
+        silent = honest != "127.0.0.1"
+        friend = await knock(port, honest, b"" if silent else hello)
+        if not silent:
+            assert await friend.read(1)
+        flood = [await knock(port, "127.0.0.1") for _ in range(20)]
+        await until(lambda: len(rejected) == 16)
+        assert [await reader.read() for reader in flood[:16]] == [b""] * 16
+        assert not friend.at_eof()
+        assert len(owner.server._strangers) == 5
+        for writer in _knocked:
+            writer.close()
+            await writer.wait_closed()
+        _knocked.clear()
+
+
+@pytest.mark.parametrize(
+    ("peer", "origin"),
+    [
+        (("10.0.0.7", 1), "10.0.0.7"),
+        (("::ffff:10.0.0.7", 1, 0, 0), "10.0.0.7"),
+        (("fe80::1%eth0", 1, 0, 2), "fe80::/64"),
+        (("2001:db8:1:2:3:4:5:6", 1, 0, 0), "2001:db8:1:2::/64"),
+        (None, ""),
+    ],
+)
+async def test_strangers_of_one_network_count_together(peer: Any, origin: str) -> None:
+    class Transport(asyncio.Transport):
+        def get_extra_info(self, name: str, default: Any = None) -> Any:
+            return peer if name == "peername" else default
+
+    assert origin_of(Transport()) == origin

@@ -7,8 +7,9 @@ import gc
 import logging
 import os
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Self
 
 import pytest
 
@@ -152,6 +153,59 @@ def test_what_is_written_to_an_opened_slab_stays_here() -> None:
     assert opened.read(PAGE, 5) == b"maker"
     opened.unuse(PAGE, 2 * PAGE)
     assert opened.memory[PAGE : PAGE + 5] == b"maker"
+
+
+class Interrupted(int):
+    """A number; while it is first compared, something else happens."""
+
+    def __new__(cls, value: int, meanwhile: Callable[[], None]) -> Self:
+        made = super().__new__(cls, value)
+        made.meanwhile = [meanwhile]
+        return made
+
+    meanwhile: list[Callable[[], None]]
+
+    def __lt__(self, other: int) -> bool:
+        if self.meanwhile:
+            self.meanwhile.pop()()
+        return int(self) < other
+
+
+def in_another_thread(call: Callable[[], None]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("run", [in_another_thread, lambda call: call()], ids=["thread", "within"])
+def test_two_arrays_never_share_pages_though_a_third_goes_while_it_is_looked_at(
+    run: Callable[[Callable[[], None]], None],
+) -> None:
+    slab = make_slab(8 * PAGE)
+    parts = [(PAGE, 2 * PAGE), (3 * PAGE, 4 * PAGE), (5 * PAGE, 6 * PAGE)]
+    for used in parts:
+        for gone in parts:
+            if gone == used:
+                continue
+            for part in parts:
+                assert not slab.in_use(*part)
+                slab.use(*part)
+            start = Interrupted(used[0], partial(run, partial(slab.unuse, *gone)))
+            assert slab.in_use(start, used[1])
+            assert not slab.in_use(*gone)
+            for part in parts:
+                if part != gone:
+                    slab.unuse(*part)
+
+
+def test_a_part_whose_copy_is_read_in_several_steps_is_read_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slab = make_slab(4 * PAGE)
+    slab.memory[PAGE : PAGE + 2000] = bytes(range(200)) * 10
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, into, at: preadv(fd, [into[0][:700]], at))
+    assert slab.read(PAGE, 2000) == bytes(range(200)) * 10
 
 
 def test_an_opened_slab_outlives_its_maker() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
 import resource
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -24,7 +25,7 @@ from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
 from rlinf_async.channels.wire import Connection
 from rlinf_async.channels.wire.borrowing import Borrowing
-from rlinf_async.channels.wire.lending import Lending
+from rlinf_async.channels.wire.lending import Lending, Progress
 from rlinf_async.channels.wire.memory_protocol import (
     Announce,
     Notice,
@@ -36,7 +37,7 @@ from rlinf_async.channels.wire.memory_protocol import (
     encode,
 )
 from rlinf_async.channels.wire.pool import Pool
-from rlinf_async.channels.wire.slab import PAGE, TOKEN_BYTES, is_private, make_slab
+from rlinf_async.channels.wire.slab import PAGE, TOKEN_BYTES, Slab, is_private, make_slab, view_of
 from rlinf_async.channels.wire.transfer import LATER
 from tests.channels.wire.harness import Wired, until, wired
 
@@ -276,7 +277,7 @@ async def test_several_items_of_one_batch_are_shared() -> None:
 
 
 async def test_no_memory_means_the_socket_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pool, "lend", lambda self, buffers: None)
+    monkeypatch.setattr(Pool, "take", lambda *_, **__: None)
     async with wired() as owner:
         channel = Channel(Item, name="items", capacity=8)
         connection = await owner.join()
@@ -330,6 +331,159 @@ async def test_a_peer_that_cannot_open_the_memory_gets_copies(
         )
 
 
+# ---- arrays that take their time
+
+PIECE = 100_000
+LARGE = 10 * PIECE // 4
+"""elements of ten pieces"""
+
+
+class Turns:
+    """The pool of this process, and how much was copied into it in which turn of the loop."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pool = pool = Pool(limit=1024**2 + 4 * PAGE, slab_bytes=1024**2 + 4 * PAGE)
+        self.copied: list[int] = []
+        self._count = 0
+        self._loop = asyncio.get_running_loop()
+        self._handle = self._loop.call_soon(self._turn)
+        share = Lending.share
+
+        def counted(lending: Lending, *arguments: Any) -> Any:
+            shared, copied = share(lending, *arguments)
+            self._count += copied
+            return shared, copied
+
+        for module in ("lending", "shared_memory"):
+            where = f"rlinf_async.channels.wire.{module}.PIECE_BYTES"
+            monkeypatch.setattr(where, PIECE, raising=False)
+        monkeypatch.setattr("rlinf_async.channels.wire.connection.process_pool", lambda: pool)
+        monkeypatch.setattr(Lending, "share", counted)
+
+    def _turn(self) -> None:
+        if self._count:
+            self.copied.append(self._count)
+        self._count = 0
+        self._handle = self._loop.call_soon(self._turn)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._handle.cancel()
+
+
+@pytest.mark.parametrize("put", [True, False], ids=["put", "get"])
+async def test_large_arrays_are_copied_a_piece_for_each_turn_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch, put: bool
+) -> None:
+    async with wired() as owner:
+        with Turns(monkeypatch) as turns:
+            channel = Channel(Item, name="items", capacity=8)
+            connection = await owner.join()
+            large = Item(np.arange(LARGE, dtype=np.float32))
+            if put:
+                await owner.sender(channel, connection).put(large)
+                taken = channel.receiver.get_nowait()
+                sent = connection.memory
+            else:
+                await channel.sender.put(large)
+                taken = await owner.receiver(channel, connection).get()
+                (theirs,) = owner.server.connections
+                sent = theirs.memory
+            assert (taken.values == large.values).all()
+            assert sent.sent_shared == 1
+            assert turns.copied == [PIECE] * 10
+        connection.close()
+        await connection.wait_closed()
+
+
+async def test_what_is_put_behind_a_large_array_does_not_overtake_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with wired() as owner:
+        with Turns(monkeypatch) as turns:
+            channel = Channel(Item, name="items", capacity=8)
+            connection = await owner.join()
+            sender = owner.sender(channel, connection)
+            puts = [
+                asyncio.create_task(sender.put(Item(np.full(size, size, np.float32))))
+                for size in (LARGE, 20_000, 10)
+            ]
+            await asyncio.gather(*puts)
+            assert len(turns.copied) >= 10
+            found = [channel.receiver.get_nowait().values.size for _ in range(3)]
+            assert found == [LARGE, 20_000, 10]
+
+
+async def test_a_put_that_is_cancelled_in_the_middle_of_its_copy_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with wired() as owner:
+        with Turns(monkeypatch) as turns:
+            channel = Channel(Item, name="items", capacity=8)
+            connection = await owner.join()
+            sender = owner.sender(channel, connection)
+            putting = asyncio.create_task(sender.put(Item(np.zeros(LARGE, np.float32))))
+            await until(lambda: len(turns.copied) == 3)
+            assert not putting.done()
+            putting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await putting
+            del putting
+            assert connection.unsent == 0
+            assert connection.memory.sent_shared == connection.memory.sent_copied == 0
+            whole = turns.pool.take([4 * LARGE])
+            assert whole is not None
+            del whole
+            await sender.put(Item(np.ones(LARGE, np.float32)))
+            assert (channel.receiver.get_nowait().values == 1).all()
+            assert channel.statistics().puts == 1
+
+
+async def test_a_large_array_arrives_whole_though_its_connection_closes_in_the_middle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with wired() as owner:
+        with Turns(monkeypatch) as turns:
+            channel = Channel(Item, name="items", capacity=8)
+            connection = await owner.join()
+            sender = owner.sender(channel, connection)
+            large = Item(np.arange(LARGE, dtype=np.float32))
+            putting = asyncio.create_task(sender.put(large))
+            await until(lambda: len(turns.copied) == 3)
+            connection.close()
+            with pytest.raises(ConnectionLost):
+                await putting
+            await owner.lost.get()
+            assert (channel.receiver.get_nowait().values == large.values).all()
+
+
+async def test_where_memory_ends_in_the_middle_of_a_copy_the_socket_is_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with wired() as owner:
+        with Turns(monkeypatch) as turns:
+            channel = Channel(Item, name="items", capacity=8)
+            connection = await owner.join()
+            sender = owner.sender(channel, connection)
+            back = Slab.back
+
+            def little(slab: Slab, start: int, stop: int) -> None:
+                if stop > PAGE + 3 * PIECE:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                back(slab, start, stop)
+
+            monkeypatch.setattr(Slab, "back", little)
+            large = Item(np.arange(LARGE, dtype=np.float32))
+            await sender.put(large)
+            assert (channel.receiver.get_nowait().values == large.values).all()
+            assert connection.memory.sent_copied == 1
+            assert turns.pool.refused == 1
+            assert turns.pool.take([900_000], back=False) is not None
+            assert "the system gives no more" in caplog.text
+
+
 # ---- the two halves, without a socket
 
 
@@ -381,6 +535,42 @@ def test_a_body_is_copied_once_for_all_who_get_it() -> None:
     halves.open()
     body = halves.body()
     assert [halves.lending.share(body)[1] for _ in range(3)] == [100_005, 0, 0]
+
+
+def test_a_large_body_is_copied_once_by_all_who_send_it_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rlinf_async.channels.wire.lending.PIECE_BYTES", 30_000)
+    first, second = Halves(), Halves()
+    second.lending = Lending(first.pool, second.said.append, second.gone.append)
+    body, copied, progress = first.body(), 0, (Progress(), Progress())
+    for _ in range(3):
+        for lending, one in zip((first.lending, second.lending), progress, strict=True):
+            shared, more = lending.share(body, one)
+            assert shared is LATER  # for the peer, in the end
+            copied += more
+    assert copied == 100_005
+    assert all(one.moving is None for one in progress)
+    assert all(view_of(buffer) is not None for buffer in body.buffers)
+    assert [bytes(buffer) for buffer in body.buffers] == [b"small", b"x" * 100_000]
+    assert [type(notice) for notice in first.said + second.said] == [Announce, Announce]
+
+
+def test_a_large_body_that_finds_no_memory_is_not_taken_for_a_whole_one_by_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rlinf_async.channels.wire.lending.PIECE_BYTES", 30_000)
+    halves = Halves()
+    body, progress = halves.body(), [Progress(), Progress()]
+    assert [halves.lending.share(body, one)[0] for one in progress] == [LATER, LATER]
+
+    def nothing(slab: Slab, start: int, stop: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(Slab, "back", nothing)
+    assert [halves.lending.share(body, one)[0] for one in progress] == [None, None]
+    assert all(view_of(buffer) is None for buffer in body.buffers)
+    assert halves.pool.refused == 1
 
 
 def test_a_forwarded_body_is_not_copied() -> None:
