@@ -10,10 +10,10 @@ from typing import Any
 
 from rlinf_async.channels import endings
 from rlinf_async.channels.edges import Edges
-from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.encoded import Encoded, Form
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ChannelError
-from rlinf_async.channels.itemtypes import check_key_and_weight, runtime_class
+from rlinf_async.channels.itemtypes import check_key_and_weight, item_class
 from rlinf_async.channels.lanes import Entry, Lane, LeaseRecord, PutWait, now
 from rlinf_async.channels.statistics import DeadLetter
 from rlinf_async.channels.waitfor import current_party
@@ -25,7 +25,8 @@ class Admitting(abc.ABC):
     __slots__ = (
         "__weakref__", "_numbers", "_seq", "_unput", "ahead", "ahead_weight", "born", "brought",
         "capacity", "copied", "credit_waits", "dead_letters", "decode", "deserted", "direct",
-        "edges", "failure", "get_wait_seconds", "get_waits", "gets", "had_sender", "item_class",
+        "edges", "encode", "failure", "form", "get_wait_seconds", "get_waits", "gets", "had_sender",
+        "item_class",
         "item_type", "lane", "lanes", "leases", "lent", "lost", "max_deliveries", "max_weight",
         "name", "open",
         "put_wait_seconds", "put_waits", "receivers", "redelivered", "refused", "senders", "shared",
@@ -36,7 +37,7 @@ class Admitting(abc.ABC):
         self, item_type: Any, name: str, capacity: int, max_weight: int | None, max_deliveries: int
     ) -> None:
         self.item_type = item_type
-        self.item_class = runtime_class(item_type)
+        self.item_class = item_class(item_type)
         self.name = name
         self.capacity = capacity
         self.max_weight = max_weight
@@ -48,7 +49,10 @@ class Admitting(abc.ABC):
         self.leases: dict[int, LeaseRecord] = {}
         self.dead_letters: list[DeadLetter] = []
         self.open = True  # not closed, not failed: what the fast path asks
-        self.decode: Callable[[Encoded], Any] | None = None  # set where other processes put
+        # set where other processes have ends
+        self.decode: Callable[[Encoded], Any] | None = None
+        self.encode: Callable[[Any], Encoded] | None = None
+        self.form = Form()
         self.failure: endings.Failure | None = None
         self.had_sender = False
         self.deserted = False  # there were receivers, and all have closed

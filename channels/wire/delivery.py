@@ -12,13 +12,14 @@ from typing import Any
 
 from rlinf_async.channels.away import away_of, is_lost
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.errors import ItemTooLarge, MalformedFrame, WrongItemType
+from rlinf_async.channels.errors import ItemTooLarge, MalformedFrame
 from rlinf_async.channels.lanes import Entry, GetWait, PutWait
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.saying import say
-from rlinf_async.channels.wire.codec import Decoder, join
+from rlinf_async.channels.wire.codec import join
+from rlinf_async.channels.wire.items import ItemCodec
 from rlinf_async.channels.wire.protocol import Get, Left, Nothing, Put, Taken
-from rlinf_async.channels.wire.ready import as_travels, make_next_ready
+from rlinf_async.channels.wire.ready import CANNOT_TRAVEL, as_travels, make_next_ready
 from rlinf_async.channels.wire.router import Refused, Request, Undo
 from rlinf_async.channels.wire.slab import is_private
 from rlinf_async.channels.wire.sources import Source, leave_out
@@ -64,7 +65,8 @@ def prepare(queue: Queue) -> None:
         TypeError: its type cannot travel.
     """
     if queue.decode is None:  # `Queue.lend_values` copies what it may have to hand out again
-        queue.decode = Decoder(queue.item_type).decode
+        codec = ItemCodec(queue.item_type)
+        queue.encode, queue.decode, queue.form = codec.encode, codec.decode, codec.form
 
 
 # ---- put
@@ -208,10 +210,10 @@ def _encoded(queue: Queue, get: Get, entries: list[Entry]) -> list[Encoded]:
     found: list[Encoded] = []
     for index, entry in enumerate(entries):
         try:
-            found.append(as_travels(entry))
-        except WrongItemType as error:
+            found.append(as_travels(entry, queue))
+        except CANNOT_TRAVEL as error:
             _return(queue, get, entries, Refused(index, say(error)))
-            raise WrongItemType(f"channel {queue.name!r}: {error}") from error
+            raise type(error)(f"channel {queue.name!r}: {error}") from error
     return found
 
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Final
 from rlinf_async.channels.away import is_lost
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key
-from rlinf_async.channels.errors import ItemTooLarge, WrongItemType
+from rlinf_async.channels.errors import ItemTooLarge
 from rlinf_async.channels.lanes import Entry, Lane, now
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.wire.codec import join
 from rlinf_async.channels.wire.framing import CHUNK_BYTES
 from rlinf_async.channels.wire.protocol import Get, Left, More, Taken, Wanted
-from rlinf_async.channels.wire.ready import as_travels, make_next_ready
+from rlinf_async.channels.wire.ready import CANNOT_TRAVEL, as_travels, make_next_ready
 from rlinf_async.channels.wire.router import Refused, Request
 from rlinf_async.channels.wire.sources import leave_out
 
@@ -111,12 +111,12 @@ class Sent:
     def _encoded(self, entry: Entry) -> Encoded:
         """One item as it travels; one that cannot is buried."""
         try:
-            return as_travels(entry)
-        except WrongItemType as error:
+            return as_travels(entry, self.queue)
+        except CANNOT_TRAVEL as error:
             self.queue.bury(entry, error)
             self.queue.return_entries(self.key, [])
             self.queue.gets -= 1
-            raise WrongItemType(f"channel {self.queue.name!r}: {error}") from error
+            raise type(error)(f"channel {self.queue.name!r}: {error}") from error
 
     def _more(self, lane: Lane, limit: int, bodies: list[Encoded]) -> list[Entry]:
         """Items to send ahead, small ones. Their bodies are added."""
@@ -130,8 +130,8 @@ class Sent:
             item = entry.item
             if item.__class__ is not Encoded:
                 try:
-                    item = as_travels(entry)
-                except WrongItemType:  # whoever asks for it is told
+                    item = as_travels(entry, self.queue)
+                except CANNOT_TRAVEL:  # whoever asks for it is told
                     break
             more = len(item.data)
             if item.buffers or more > MAX_ITEM_BYTES:

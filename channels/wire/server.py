@@ -10,7 +10,6 @@ from rlinf_async.channels.errors import ChannelError, LeaseLost, MalformedFrame
 from rlinf_async.channels.latest import Latest
 from rlinf_async.channels.statistics import Statistics
 from rlinf_async.channels.wire import protocol
-from rlinf_async.channels.wire.codec import Encoder
 from rlinf_async.channels.wire.connection import Connection
 from rlinf_async.channels.wire.delivery import NOTHING, answer_get, answer_put
 from rlinf_async.channels.wire.opened import OpenEnd
@@ -26,7 +25,6 @@ class ChannelServer(Published):
 
     def __init__(self, router: Router) -> None:
         super().__init__()
-        self._encode = Encoder().encode
         self._register(router)
         Sources(router)
 
@@ -170,7 +168,8 @@ class ChannelServer(Published):
             return value
         known = self._newest.get(latest)
         if known is None or known[0] != version:
-            known = self._newest[latest] = version, self._encode(value)
+            assert latest.encode is not None  # it is published
+            known = self._newest[latest] = version, latest.encode(value)
         return known[1]
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, ConnectionLost, NoReceivers
 from rlinf_async.channels.lanes import Entry
-from rlinf_async.channels.wire import Connection, Encoded, encode, protocol, ready
+from rlinf_async.channels.wire import Connection, Encoded, delivery, encode, protocol, ready
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import Wired, until, wired
 
@@ -197,7 +197,7 @@ async def test_the_next_large_item_is_copied_before_it_is_asked_for() -> None:
         await wait_all_blocked()
         head, behind = channel.queue.lane.entries
         made: Encoded = head.ready
-        assert ready.as_travels(head) is made
+        assert ready.as_travels(head, channel.queue) is made
         assert (head.ready, behind.ready) == (None, None)
         head.ready = made
         made.buffers[0][:] = bytes(len(made.buffers[0]))  # this, and no other copy, is sent
@@ -282,5 +282,7 @@ async def test_very_large_items_are_copied_when_they_are_asked_for(
 
 def test_what_travels_is_made_once_and_not_kept_twice() -> None:
     entry: Any = Entry(item(1), 1, 1)
-    assert ready.as_travels(entry).data == encode(item(1)).data
+    channel = Channel(Item, name="items")
+    delivery.prepare(channel.queue)
+    assert ready.as_travels(entry, channel.queue).data == encode(item(1)).data
     assert entry.ready is None
