@@ -21,6 +21,7 @@ from rlinf_async.channels.wire.memory_protocol import (
     encode,
 )
 from rlinf_async.channels.wire.pool import Pool
+from rlinf_async.channels.wire.reserved import is_reserved
 from rlinf_async.channels.wire.slab import Loan, Slab, View, view_of
 from rlinf_async.channels.wire.transfer import LATER, SHARE_BYTES, Later
 
@@ -116,11 +117,13 @@ class Lending:
     # ---- inside
 
     def _move(self, body: Encoded) -> int | None:
-        """Bring large arrays into shared memory; how many bytes, or None where there is no room."""
+        """Bring large arrays into shared memory; how many bytes, or None where they do not go."""
         private = [buffer for buffer in body.buffers if view_of(buffer) is None]
         size = sum(map(len, private))
         if size < SHARE_BYTES:
             return 0
+        if any(map(is_reserved, private)):
+            return None  # so large, and from a socket: going on through one takes no other copy
         views = self._pool.lend(private)
         if views is None:
             return None
