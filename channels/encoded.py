@@ -31,6 +31,15 @@ class Encoded(msgspec.Struct, eq=False, gc=False):
         return f"<Encoded {self.nbytes} bytes, {len(self.buffers)} arrays apart>"
 
 
+class Form(msgspec.Struct, array_like=True, frozen=True):
+    """How the items of a channel travel: what its owner tells whoever gets an end of it."""
+
+    members: tuple[str, ...] = ()
+    """names of its type, or of the types that it is a union of"""
+    numbered: bool = False
+    """each item is preceded by the number of its member, which nothing else would tell"""
+
+
 def copy_of(item: object) -> object:
     """An item whose arrays are its own, if it is still encoded."""
     if isinstance(item, Encoded):

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from types import UnionType
-from typing import Annotated, Any, Final, Literal, NewType, Union, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    Final,
+    Literal,
+    NewType,
+    Union,
+    get_args,
+    get_origin,
+    is_typeddict,
+)
 
 import msgspec
 
 from rlinf_async.channels.errors import WrongItemType
+from rlinf_async.channels.untyped import Refused, Untyped, packer
 
 MAX_WEIGHT: Final = 2**40
 """Of one item: sums of weights must fit the 64 bits that they travel in."""
@@ -31,6 +42,8 @@ def runtime_class(item_type: Any) -> type | tuple[type, ...]:
         return tuple({type(value) for value in get_args(item_type)})
     if isinstance(origin, type):
         return origin
+    if is_typeddict(item_type):
+        return dict
     if item_type is float:
         return (float, int)
     if isinstance(item_type, type):
@@ -40,16 +53,31 @@ def runtime_class(item_type: Any) -> type | tuple[type, ...]:
     raise TypeError(f"{item_type!r} is not a type that a channel can carry")
 
 
+def item_class(item_type: Any) -> type | tuple[type, ...]:
+    """As `runtime_class`; an `Untyped` where parts of an item have no type."""
+    classes, pack = runtime_class(item_type), packer(item_type)
+    return classes if pack is None else Untyped.of(classes, pack)
+
+
+def members(item_type: Any) -> tuple[Any, ...]:
+    """The types of a union; of any other type, it alone."""
+    if get_origin(item_type) in (Union, UnionType):
+        return tuple(one for part in get_args(item_type) for one in members(part))
+    return (type(None) if item_type is None else item_type,)
+
+
 def type_name(item_type: Any) -> str:
     return item_type.__name__ if isinstance(item_type, type) else str(item_type)
 
 
-def check_item(
-    item: Any, item_type: Any, item_class: type | tuple[type, ...], channel: str
-) -> None:
-    """Refuse an item that is not of the channel's type, or would lose fields on its way.
+def check_item(item: Any, item_type: Any, item_class: type | tuple[type, ...], channel: str) -> Any:
+    """Refuse an item that is not of the channel's type, or would not arrive as what it is.
 
-    A message of a subclass would arrive as its base class, without the fields that it added.
+    A message of a subclass would arrive as its base class, without the fields that it added; a
+    message where its type says ``Any``, as a dict (see `untyped`).
+
+    Returns:
+        The item as it is encoded, with its untyped positions packed.
 
     Raises:
         WrongItemType: naming the channel and both types.
@@ -59,13 +87,36 @@ def check_item(
             f"channel {channel!r} carries {type_name(item_type)}, "
             f"not {type(item).__name__} (got {_short(item)})"
         )
+    packed = item
+    if item_class.__class__ is Untyped:
+        packed = _pack_item(item, item_type, item_class, channel)
     base = _message_base(type(item), item_class)
     if base is not None:
         raise WrongItemType(
             f"channel {channel!r} carries {type_name(item_type)}: a {type(item).__name__} would "
             f"arrive as {base.__name__}, without what it adds; let the channel carry "
-            f"{type(item).__name__}, or a tagged union of both"
+            f"{type(item).__name__}, or a union of both"
         )
+    return packed
+
+
+def _pack_item(item: Any, item_type: Any, item_class: Any, channel: str) -> Any:
+    """The item with its untyped positions packed.
+
+    Raises:
+        WrongItemType: naming the channel, the place in the item, and what to do.
+    """
+    try:
+        return item_class.pack(item)
+    except Refused as refused:
+        raise WrongItemType(
+            f"channel {channel!r} carries {type_name(item_type)}: at {type(item).__name__}{refused}"
+        ) from None
+    except RecursionError:
+        raise WrongItemType(
+            f"channel {channel!r} carries {type_name(item_type)}: this {type(item).__name__} is "
+            "nested too deeply, or contains itself"
+        ) from None
 
 
 def _message_base(found: type, item_class: type | tuple[type, ...]) -> type | None:

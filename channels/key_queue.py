@@ -63,8 +63,8 @@ class KeyQueue:
     """The state of one key of a channel."""
 
     __slots__ = (
-        "contested", "corked", "credit_holders", "deliveries", "entries", "getters", "key", "prefetching",
-        "putters", "queue", "reserved", "reserved_weight", "room_wanted", "weight",
+        "contested", "corked", "credit_holders", "deliveries", "entries", "getters", "key",
+        "prefetching", "putters", "queue", "reserved", "reserved_weight", "room_wanted", "weight",
     )  # fmt: skip
 
     def __init__(self, queue: Queue, key: Key | None) -> None:

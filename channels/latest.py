@@ -10,19 +10,19 @@ from __future__ import annotations
 import abc
 import asyncio
 from collections.abc import Callable
+from types import UnionType
 from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
-from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.encoded import Encoded, Form
 from rlinf_async.channels.ends import Named
 from rlinf_async.channels.errors import (
     ChannelClosed,
     ChannelFailed,
     EndOfChannel,
-    WrongItemType,
 )
-from rlinf_async.channels.itemtypes import runtime_class, type_name
+from rlinf_async.channels.itemtypes import check_item, item_class
 from rlinf_async.channels.waitfor import Wait, WaitFuture, current_party
 
 T = TypeVar("T")
@@ -94,13 +94,16 @@ class LatestReceiver(Named, Generic[T_co]):
 class Latest(Generic[T]):
     """Holds the newest value only. Lives in one process; its ends may be anywhere."""
 
-    def __init__(self, item_type: type[T], *, name: str) -> None:
+    def __init__(self, item_type: type[T] | UnionType, *, name: str) -> None:
         self.item_type: Any = item_type
         self.name = name
         self.version = 0
         self.superseded = 0
-        self.decode: Callable[[Encoded], Any] | None = None  # set where other processes publish
-        self._class = runtime_class(item_type)
+        # set where other processes have ends
+        self.decode: Callable[[Encoded], Any] | None = None
+        self.encode: Callable[[Any], Encoded] | None = None
+        self.form = Form()
+        self._class = item_class(item_type)
         self._value: Any = None
         self._seen = True
         self._closed = False
@@ -119,11 +122,8 @@ class Latest(Generic[T]):
         self._check()
         if self._closed:
             raise ChannelClosed(f"channel {self.name!r} was closed: nothing can be published")
-        if not isinstance(value, self._class) and not (self.decode and isinstance(value, Encoded)):
-            raise WrongItemType(
-                f"channel {self.name!r} carries {type_name(self.item_type)}, "
-                f"not {type(value).__name__}"
-            )
+        if not (self.decode and isinstance(value, Encoded)):
+            check_item(value, self.item_type, self._class, self.name)
         self.superseded += not self._seen
         self._value, self._seen = value, False
         self.version += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 import weakref
+from types import UnionType
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 from rlinf_async.channels.away import away_of, bring, start_ahead
@@ -36,7 +37,8 @@ class Channel(Generic[T]):
     """A bounded, typed, ordered channel between any number of senders and receivers.
 
     Args:
-        item_type: what it carries: a `msgspec.Struct`, or anything that msgspec can encode.
+        item_type: what it carries: a `msgspec.Struct`, a dataclass, or anything that msgspec can
+            encode; or a union of these: ``Channel[Left | Right](Left | Right, name=...)``.
         name: stands in every error and report.
         capacity: items that may be queued under each key before ``put`` waits.
         max_weight: their total weight (tokens, sequences, bytes) under each key, if it is bounded
@@ -53,7 +55,7 @@ class Channel(Generic[T]):
 
     def __init__(
         self,
-        item_type: type[T],
+        item_type: type[T] | UnionType,
         *,
         name: str,
         capacity: int = 64,

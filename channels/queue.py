@@ -18,10 +18,10 @@ from rlinf_async.channels import endings
 from rlinf_async.channels.away import Away, away_of, is_lost
 from rlinf_async.channels.delivery import Delivery, Entry
 from rlinf_async.channels.edges import Edges
-from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.encoded import Encoded, Form
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ChannelEmpty, ChannelError, ChannelFailed, MalformedFrame
-from rlinf_async.channels.itemtypes import check_item, check_key_and_weight, runtime_class
+from rlinf_async.channels.itemtypes import check_item, check_key_and_weight, item_class
 from rlinf_async.channels.key_queue import KeyQueue
 from rlinf_async.channels.saying import say
 from rlinf_async.channels.statistics import DeadLetter
@@ -33,55 +33,20 @@ class Queue:
     """The state of one channel."""
 
     __slots__ = (
-        "__weakref__",
-        "_numbers",
-        "accepts",
-        "born",
-        "brought",
-        "capacity",
-        "channel",
-        "copied",
-        "credit",
-        "credit_waits",
-        "dead_letters",
-        "decode",
-        "deserted",
-        "direct",
-        "edges",
-        "failure",
-        "get_wait_seconds",
-        "get_waits",
-        "gets",
-        "had_sender",
-        "item_class",
-        "item_type",
-        "keys",
-        "lost",
-        "max_deliveries",
-        "max_weight",
-        "name",
-        "open",
-        "prefetched",
-        "prefetched_weight",
-        "put_wait_seconds",
-        "put_waits",
-        "receivers",
-        "redelivered",
-        "refused",
-        "senders",
-        "sequence",
-        "shared",
-        "stale",
-        "unconfirmed",
-        "unkeyed",
-        "withdrawn",
+        "__weakref__", "_numbers", "accepts", "born", "brought", "capacity", "channel", "copied",
+        "credit", "credit_waits", "dead_letters", "decode", "deserted", "direct", "edges",
+        "encode", "failure", "form", "get_wait_seconds", "get_waits", "gets", "had_sender",
+        "item_class", "item_type", "keys", "lost", "max_deliveries", "max_weight", "name", "open",
+        "prefetched", "prefetched_weight", "put_wait_seconds", "put_waits", "receivers",
+        "redelivered", "refused", "senders", "sequence", "shared", "stale", "unconfirmed",
+        "unkeyed", "withdrawn",
     )  # fmt: skip
 
     def __init__(
         self, item_type: Any, name: str, capacity: int, max_weight: int | None, max_deliveries: int
     ) -> None:
         self.item_type = item_type
-        self.item_class = runtime_class(item_type)
+        self.item_class = item_class(item_type)
         self.name = name
         self.capacity = capacity
         self.max_weight = max_weight
@@ -101,7 +66,9 @@ class Queue:
         """open and not deserted"""
         self.failure: endings.Failure | None = None
         self.decode: Callable[[Encoded], Any] | None = None
-        """set where other processes put"""
+        """set where other processes have ends, as are the next two"""
+        self.encode: Callable[[Any], Encoded] | None = None
+        self.form = Form()
         self.dead_letters: list[DeadLetter] = []
         self.edges = Edges()
         self.sequence = 0

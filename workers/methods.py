@@ -13,7 +13,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from rlinf_async.channels import LatestReceiver, LatestSender, Receiver, Sender
 from rlinf_async.channels.ends import End
-from rlinf_async.channels.itemtypes import runtime_class, type_name
+from rlinf_async.channels.itemtypes import members, runtime_class, type_name
+from rlinf_async.channels.untyped import decodes_alike
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.errors import BuildError
 
@@ -155,7 +156,7 @@ def _inside(wanted: Any, value: Any) -> list[tuple[Any, Any]]:
 def end_mismatch(wanted: Any, end: Any) -> str:
     """Why this end does not fit this annotation; empty where it does."""
     kind = _kind(end)
-    said = f"{kind.__name__}[{type_name(end.item_type)}] of channel {end.channel_name!r}"
+    said = f"{kind.__name__}[{describe(end.item_type)}] of channel {end.channel_name!r}"
     if wanted is Any:
         return (
             f"is given a {said}, but is not annotated: write {kind.__name__}[...] there, "
@@ -168,8 +169,24 @@ def end_mismatch(wanted: Any, end: Any) -> str:
     (item_type,) = get_args(wanted)
     sends = kind in (Sender, LatestSender)
     narrow, wide = (item_type, end.item_type) if sends else (end.item_type, item_type)
-    if not is_subtype(narrow, wide):
-        return f"wants {describe(wanted)}, but is given a {said}"
+    too_wide = sends and _says_nothing(narrow) and not _says_nothing(wide)
+    if is_subtype(narrow, wide) and not too_wide:
+        return ""
+    return f"wants {describe(wanted)}, but is given a {said}{_hint(item_type, end, kind)}"
+
+
+def _hint(wanted: Any, end: Any, kind: type) -> str:
+    """What to do where one side says nothing of its items."""
+    found = describe(end.item_type)
+    if _says_nothing(wanted):
+        why = (
+            "that channel takes nothing else"
+            if kind in (Sender, LatestSender)
+            else "what is no plain value would arrive as a dict or a list"
+        )
+        return f": {why}; write {kind.__name__}[{found}] there"
+    if _says_nothing(end.item_type):
+        return f", which carries plain values only: make it a channel of {describe(wanted)}"
     return ""
 
 
@@ -188,15 +205,31 @@ def argument_mismatch(wanted: Any, value: Any) -> str:
 
 
 def is_subtype(narrow: Any, wide: Any) -> bool:
-    """Whether items of one type may stand where the other is due."""
-    if wide is Any or narrow is Any or narrow == wide:
+    """Whether items of one type may stand where the other is due: each of a union's members."""
+    if narrow == wide:
+        return True
+    if _says_nothing(wide):
+        return decodes_alike(narrow)
+    if _says_nothing(narrow):
+        return decodes_alike(wide)
+    return all(any(_fits(one, other) for other in members(wide)) for one in members(narrow))
+
+
+def _fits(narrow: Any, wide: Any) -> bool:
+    if narrow == wide:
         return True
     return isinstance(narrow, type) and isinstance(wide, type) and issubclass(narrow, wide)
+
+
+def _says_nothing(item_type: Any) -> bool:
+    return item_type is Any or item_type is object
 
 
 def describe(annotation: Any) -> str:
     """An annotation as a person writes it: ``Receiver[Number]``."""
     origin, args = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        return " | ".join(map(describe, args))
     if origin is None or not args:
         return type_name(annotation)
     return f"{type_name(origin)}[{', '.join(describe(part) for part in args)}]"

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
 MAX_HELD_BYTES = 512 * 1024**2
 """Of requests that wait to be answered, such as puts for which there is no room; in this process's
-memory, for one peer."""
+memory, for one peer. The largest of them does not count: an item of any size can be put, and does
+not keep smaller ones from being put to other channels."""
 _RECEIPT = int(Flag.RECEIPT)  # the enums are slow to ask
 _REQUEST, _REPLY, _ERROR = FrameType.REQUEST, FrameType.REPLY, FrameType.ERROR
 
@@ -158,12 +159,13 @@ class Answering:
         """It waits, and its body with it: a peer must not fill this process's memory so."""
         arrays = sum(len(one) for one in body.buffers if not is_private(one))
         size = len(body.data) + arrays
-        if self._held and self._held + size > MAX_HELD_BYTES:
+        if self._held + size > MAX_HELD_BYTES and self._beside_the_largest(size) > MAX_HELD_BYTES:
             held, abandon = self._held, request.abandon
             request.fail(
                 ItemTooLarge(
                     f"{request.kind!r} of {self._peer} was refused: {held} bytes of its requests "
-                    f"wait here already, {MAX_HELD_BYTES} are allowed: let fewer tasks put at once"
+                    f"wait here already, {MAX_HELD_BYTES} are allowed beside the largest: let "
+                    "fewer tasks put at once"
                 )
             )
             if abandon is not None:
@@ -171,6 +173,11 @@ class Answering:
         else:
             request.held = size
             self._held += size
+
+    def _beside_the_largest(self, size: int) -> int:
+        """Bytes that would be held with one more request of this size, without the largest."""
+        largest = max((request.held for request in self._asked.values()), default=0)
+        return self._held + size - max(largest, size)
 
     def _start(self, request: Request[Any], running: Coroutine[Any, Any, Reply]) -> None:
         task = self._loop.create_task(running, name=f"{request.kind} for {self._peer}")

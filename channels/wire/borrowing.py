@@ -22,6 +22,9 @@ from rlinf_async.channels.wire.slab import PAGE, Loan, Slab, SlabRefused, open_s
 
 MAX_SLABS: Final = 256
 """That a peer may have open here."""
+MAX_TWICE_BYTES: Final = 2 * 1024**3
+"""Of a message, if they are more than the slabs that they lie in: the same memory said again and
+again costs its sender nothing, and a copy of each costs this process."""
 
 
 class Borrowing:
@@ -94,8 +97,10 @@ class Borrowing:
             if slab_of.setdefault(place.loan, place.slab) != place.slab:
                 raise MalformedFrame(f"part {place.loan} of shared memory lies in two slabs")
             total += place.size
-        if total > MAX_MESSAGE_BYTES:
-            raise MalformedFrame(f"{total} bytes shared, {MAX_MESSAGE_BYTES} are allowed")
+        there = sum(self._slabs[number].size for number in {*slab_of.values()})
+        allowed = min(MAX_MESSAGE_BYTES, max(MAX_TWICE_BYTES, there))
+        if total > allowed:
+            raise MalformedFrame(f"{total} bytes shared, {allowed} are allowed")
 
     def _borrow(self, places: list[Place]) -> Iterator[memoryview | bytearray]:
         """The arrays at these places, in order."""

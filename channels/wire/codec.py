@@ -7,6 +7,7 @@ code  is
 ====  =====================================================================================
 1     an array (see `arrays`): large ones stand beside the MessagePack, as buffers
 2     the end of a channel, where the encoder and the decoder were told how to handle ends
+3..5  a tuple, set or frozenset where the type does not say that it is one (see `untyped`)
 ====  =====================================================================================
 
 A received array is writable. It lies in the bytes that arrived, or in shared memory whose pages are
@@ -29,9 +30,11 @@ from rlinf_async.channels.errors import MalformedFrame, WrongItemType
 from rlinf_async.channels.itemtypes import type_name
 from rlinf_async.channels.latest import LatestReceiver, LatestSender
 from rlinf_async.channels.saying import fit, text_of
+from rlinf_async.channels.untyped import UNPACKED, Packed
 from rlinf_async.channels.wire import arrays
 from rlinf_async.channels.wire.framing import MAX_BUFFERS
 from rlinf_async.channels.wire.protocol import EndRef
+from rlinf_async.channels.wire.reserved import is_reserved
 from rlinf_async.channels.wire.slab import is_private
 
 ARRAY: Final = 1
@@ -92,6 +95,8 @@ class Encoder:
             return self._array("torch", value, *arrays.tensor_elements(_as_any(value)))
         if isinstance(value, Sender | Receiver | LatestSender | LatestReceiver):
             return self._end(value)
+        if isinstance(value, Packed):
+            return msgspec.msgpack.Ext(value.code, self._encode(value.items))
         raise arrays.CannotTravel(
             f"{type(value).__name__} cannot travel: use a msgspec.Struct, a dataclass, plain "
             "values, numpy arrays or torch tensors"
@@ -143,6 +148,7 @@ class Decoder:
         self.item_type = item_type
         self._ends = ends
         self._buffers: Sequence[memoryview | bytearray] = ()
+        self._decode_list: Callable[[memoryview], list[Any]] | None = None
         try:
             self._decode = msgspec.msgpack.Decoder(
                 item_type, dec_hook=self._check, ext_hook=self._extend
@@ -180,6 +186,11 @@ class Decoder:
             return arrays.restore(head, self._elements(head.elements))
         if code == END:
             return _decode_ref(data)
+        if code in UNPACKED:
+            if self._decode_list is None:
+                inner = msgspec.msgpack.Decoder(list[Any], ext_hook=self._extend)
+                self._decode_list = inner.decode
+            return UNPACKED[code](self._decode_list(data))
         raise ValueError(f"unknown extension {code}")
 
     def _elements(self, where: int | bytes) -> bytearray | memoryview:
@@ -188,7 +199,8 @@ class Decoder:
         if not 0 <= where < len(self._buffers):
             raise ValueError(f"buffer {where} of {len(self._buffers)}")
         buffer = self._buffers[where]
-        return buffer if isinstance(buffer, bytearray) or is_private(buffer) else bytearray(buffer)
+        own = isinstance(buffer, bytearray) or is_reserved(buffer) or is_private(buffer)
+        return buffer if own else bytearray(buffer)
 
     def _check(self, expected: Any, value: Any) -> Any:
         """msgspec found a type that it does not know: an array, a tensor, or the end of a
@@ -297,6 +309,8 @@ def _children(value: object) -> list[tuple[str, object]]:
         return _fields(value, value.__struct_fields__)
     if isinstance(value, Mapping):
         return [(f"[{key!r:.40}]", part) for key, part in value.items()]
+    if isinstance(value, Packed):
+        value = value.items
     if isinstance(value, list | tuple):
         return [(f"[{index}]", part) for index, part in enumerate(value)]
     return _fields(value, tuple(getattr(type(value), "__dataclass_fields__", {})))

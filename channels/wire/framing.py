@@ -35,8 +35,10 @@ CHUNK_BYTES: Final = 256 * 1024
 MAX_HEAD_BYTES: Final = 128 * 1024
 MAX_BUFFERS: Final = 8 * 1024
 MAX_FRAME_BYTES: Final = 512 * 1024
-MAX_MESSAGE_BYTES: Final = 2 * 1024**3
+MAX_MESSAGE_BYTES: Final = 64 * 1024**3
 """Of one message's body: what its receiver must be ready to hold in memory."""
+MAX_DATA_BYTES: Final = 2 * 1024**3
+"""Of its MessagePack, which is encoded and decoded as one piece; arrays are beside it."""
 
 HEADER: Final = struct.Struct("<IBBBBIIIQ")
 
@@ -137,6 +139,11 @@ def check_sizes(head: int, data: int, buffers: Sequence[Bytes], what: str) -> in
         )
     if len(buffers) > MAX_BUFFERS:
         raise ItemTooLarge(f"{what}: {len(buffers)} large arrays, a message may have {MAX_BUFFERS}")
+    if data > MAX_DATA_BYTES:
+        raise ItemTooLarge(
+            f"{what}: {data} bytes of MessagePack, a message may have {MAX_DATA_BYTES}: send large "
+            "values as arrays, or in parts"
+        )
     total = data + sum(len(buffer) for buffer in buffers)
     if total > MAX_MESSAGE_BYTES:
         raise ItemTooLarge(
@@ -147,7 +154,7 @@ def check_sizes(head: int, data: int, buffers: Sequence[Bytes], what: str) -> in
 
 
 def check_header(
-    length: int, version: int, kind: int, lane: int, flags: int, tables: int, head: int
+    length: int, version: int, kind: int, lane: int, flags: int, tables: int, head: int, data: int
 ) -> None:
     """Refuse what no peer of this protocol sends, before anything is held in memory for it."""
     if version != PROTOCOL_VERSION:
@@ -163,6 +170,8 @@ def check_header(
             f"a head of {head} bytes and {tables} buffers: at most {MAX_HEAD_BYTES} and "
             f"{MAX_BUFFERS} are allowed"
         )
+    if data > MAX_DATA_BYTES:
+        raise MalformedFrame(f"{data} bytes of MessagePack, at most {MAX_DATA_BYTES} are allowed")
     if kind != FrameType.CHUNK and head + 8 * tables > length:
         raise MalformedFrame(
             f"a frame of {length} bytes cannot hold a head of {head} and {tables} buffer sizes"

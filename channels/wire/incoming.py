@@ -24,6 +24,7 @@ from rlinf_async.channels.wire.framing import (
     FrameType,
     check_header,
 )
+from rlinf_async.channels.wire.reserved import MAPPED_BYTES, reserve
 from rlinf_async.channels.wire.transfer import Message
 
 _BODY, _MORE = int(Flag.BODY), int(Flag.MORE)  # enums are slow to ask
@@ -164,17 +165,19 @@ class MessageReader:
 
 
 class _Incoming:
-    """A message whose body has not arrived completely. Memory is taken as its bytes arrive."""
+    """A message whose body has not arrived completely. Memory is taken as its bytes arrive: what a
+    header announces costs nothing yet."""
 
-    __slots__ = ("_index", "_sizes", "frame", "head", "missing", "parts")
+    __slots__ = ("_filled", "_index", "_sizes", "frame", "head", "missing", "parts")
 
     def __init__(self, frame: Frame, head: bytes, sizes: tuple[int, ...]) -> None:
         self.frame = frame
         self.head = head
         self._sizes = (frame.data, *sizes)
-        self.parts = [bytearray() for _ in self._sizes]
+        self.parts: list[bytearray | memoryview] = [bytearray() for _ in self._sizes]
         self.missing = sum(self._sizes)
-        self._index = 0
+        self._index = 0  # of the part that is being filled
+        self._filled = 0  # bytes of it
 
     def fill(self, received: memoryview) -> None:
         """Put the next bytes where they belong."""
@@ -185,16 +188,24 @@ class _Incoming:
             )
         self.missing -= len(received)
         while received:
-            part, size = self.parts[self._index], self._sizes[self._index]
-            taken = min(size - len(part), len(received))
-            part += received[:taken]
+            size, filled = self._sizes[self._index], self._filled
+            if not filled and self._index and size >= MAPPED_BYTES:
+                self.parts[self._index] = reserve(size)
+            part = self.parts[self._index]
+            taken = min(size - filled, len(received))
+            if isinstance(part, bytearray):
+                part += received[:taken]
+            else:
+                part[filled : filled + taken] = received[:taken]
             received = received[taken:]
-            if len(part) == size:
-                self._index += 1
+            self._filled += taken
+            if self._filled == size:
+                self._index, self._filled = self._index + 1, 0
 
     def message(self) -> Message:
         frame = self.frame
-        body = Encoded(bytes(self.parts[0]), self.parts[1:])
+        data = bytes(self.parts[0]) if self._sizes[0] else b""
+        body = Encoded(data, self.parts[1:])
         return Message(frame.type, frame.number, frame.flags, frame.lane, self.head, body)
 
 
@@ -207,7 +218,7 @@ def _frame(received: bytes, start: int) -> Frame:
     length, version, kind, lane, flags, tables, head, data, number = HEADER.unpack_from(
         received, start
     )
-    check_header(length, version, kind, lane, flags, tables, head)
+    check_header(length, version, kind, lane, flags, tables, head, data)
     first = start + _HEADER_BYTES
     payload = memoryview(received)[first : first + length]
     return Frame(kind, lane, flags, tables, head, data, number, payload)

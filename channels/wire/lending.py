@@ -21,6 +21,7 @@ from rlinf_async.channels.wire.memory_protocol import (
     encode,
 )
 from rlinf_async.channels.wire.pool import PIECE_BYTES, Copying, Pool
+from rlinf_async.channels.wire.reserved import is_reserved
 from rlinf_async.channels.wire.slab import Loan, Slab, View, view_of
 from rlinf_async.channels.wire.transfer import LATER, SHARE_BYTES, Later
 
@@ -148,9 +149,11 @@ class Lending:
     # ---- inside
 
     def _move(self, body: Encoded, progress: Progress | None = None) -> int | None:
-        """Bring large arrays into shared memory; how many bytes, or None where there is no room."""
+        """Bring large arrays into shared memory; how many bytes, or None where they do not go."""
         private = [buffer for buffer in body.buffers if view_of(buffer) is None]
         size = sum(map(len, private))
+        if any(map(is_reserved, private)):
+            return None  # so large, and from a socket: going on through one takes no other copy
         if size > PIECE_BYTES and progress is not None:
             return self._move_on(body, private, progress)
         if progress is not None:

@@ -26,12 +26,12 @@ from rlinf_async.channels.away import is_lost
 from rlinf_async.channels.delivery import Delivery, Entry, Outcome
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key, checked_least
-from rlinf_async.channels.errors import ChannelError, ItemTooLarge, LeaseLost, WrongItemType
+from rlinf_async.channels.errors import ChannelError, ItemTooLarge, LeaseLost
 from rlinf_async.channels.key_queue import KeyQueue, corked, uncork
 from rlinf_async.channels.wire import framing
 from rlinf_async.channels.wire.codec import join
 from rlinf_async.channels.wire.protocol import Delivered, Get, Left, Nothing, Range, Recall, Settle
-from rlinf_async.channels.wire.ready import as_travels, make_next_ready
+from rlinf_async.channels.wire.ready import CANNOT_TRAVEL, as_travels, make_next_ready
 from rlinf_async.channels.wire.router import Request
 from rlinf_async.channels.wire.sources import leave_out
 from rlinf_async.patient import Timer
@@ -202,14 +202,8 @@ class Deliveries:
         found: list[Encoded] = []
         for index, entry in enumerate(delivery.held()):
             try:
-                body = as_travels(entry)
-                if body.nbytes > framing.MAX_MESSAGE_BYTES:
-                    raise ItemTooLarge(
-                        f"an item of {body.nbytes} bytes cannot be sent to another process, a "
-                        f"message may have {framing.MAX_MESSAGE_BYTES}"
-                    )
-                found.append(body)
-            except (WrongItemType, ItemTooLarge) as error:
+                found.append(as_travels(entry, delivery.queue.queue))
+            except CANNOT_TRAVEL as error:
                 queue = delivery.queue
                 queue.settle(delivery, Outcome.REJECTED, index, 1, error)
                 raise type(error)(f"channel {queue.queue.name!r}: {error}") from error
@@ -231,8 +225,8 @@ class Deliveries:
         size, before = 0, len(bodies)
         for entry in islice(queue.entries, min(get.ahead, MAX_PREFETCH)):
             try:
-                body = as_travels(entry)
-            except WrongItemType:  # whoever asks for it is told
+                body = as_travels(entry, channel)
+            except CANNOT_TRAVEL:  # whoever asks for it is told
                 break
             if body.buffers or len(body.data) > PREFETCH_ITEM_BYTES:
                 break

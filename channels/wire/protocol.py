@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from rlinf_async.channels.encoded import Form
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.wire.failures import Report
 
@@ -22,6 +23,8 @@ class EndRef(msgspec.Struct, frozen=True):
     """a `LatestReceiver`'s: what it has seen"""
     queue: int = 0
     """the owner's number for the channel, which its other ends share"""
+    form: Form = Form()
+    """how its items travel"""
 
 
 class Nothing(msgspec.Struct, array_like=True, frozen=True):

@@ -24,8 +24,8 @@ from rlinf_async.channels.latest import (
 )
 from rlinf_async.channels.local import Channel, LocalReceiver, LocalSender
 from rlinf_async.channels.queue import Queue
-from rlinf_async.channels.wire.codec import Decoder
 from rlinf_async.channels.wire.connection import Connection
+from rlinf_async.channels.wire.items import ItemCodec
 from rlinf_async.channels.wire.opened import LatestEnd, LentEnd, OpenEnd, Peer, channel_of
 from rlinf_async.channels.wire.protocol import EndKind, EndRef
 from rlinf_async.channels.wire.router import Request
@@ -65,8 +65,11 @@ class Published:
         self._ends[number] = opened
         if isinstance(opened, LatestEnd):
             version = end.version if isinstance(end, LatestReceiver) else 0
-            return EndRef(number, opened.kind, opened.latest.name, version)
-        return EndRef(number, opened.kind, opened.queue.name, queue=self._publish(opened.queue))
+            latest = opened.latest
+            return EndRef(number, opened.kind, latest.name, version, form=latest.form)
+        queue = opened.queue
+        published = self._publish(queue)
+        return EndRef(number, opened.kind, queue.name, queue=published, form=queue.form)
 
     def lend(self, end: Local) -> EndRef:
         """Let another process use this very end: closing it there closes it here.
@@ -80,7 +83,7 @@ class Published:
         queue = self._publish(end.queue)
         number = next(self._numbers)
         lent = self._ends[number] = LentEnd(end)
-        return EndRef(number, lent.kind, end.channel_name, queue=queue)
+        return EndRef(number, lent.kind, end.channel_name, queue=queue, form=end.queue.form)
 
     def take_back(self, number: int) -> None:
         """The other process must not use this end any more."""
@@ -123,9 +126,14 @@ class Published:
             return found[0]
         if isinstance(channel, Queue):
             if channel.decode is None:
-                channel.decode = Decoder(channel.item_type).decode
+                codec = ItemCodec(channel.item_type)
+                channel.encode, channel.decode, channel.form = (
+                    codec.encode, codec.decode, codec.form
+                )  # fmt: skip
         elif channel.decode is None:
-            channel.decode = Decoder(channel.item_type).decode_copy  # once for each receiver
+            codec = ItemCodec(channel.item_type)
+            channel.encode, channel.form = codec.encode, codec.form
+            channel.decode = codec.decode_copy  # once for each receiver
         number = next(self._numbers)
         self._published[id(channel)] = number, channel
         return number

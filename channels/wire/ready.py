@@ -16,30 +16,39 @@ from typing import Final
 from rlinf_async.channels.away import away_of
 from rlinf_async.channels.delivery import Entry
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.errors import WrongItemType
+from rlinf_async.channels.errors import ItemTooLarge, WrongItemType
 from rlinf_async.channels.key_queue import KeyQueue
-from rlinf_async.channels.wire.codec import Encoder
+from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.wire.connection import Connection
+from rlinf_async.channels.wire.framing import MAX_DATA_BYTES, check_sizes
 from rlinf_async.channels.wire.transfer import SHARE_BYTES
 
 READY_BYTES: Final = 16 * 1024**2
 """Larger items are copied when they are sent: they would hold others up, and take memory, for what
 may not be asked for."""
-_encode = Encoder().encode
+CANNOT_TRAVEL: Final = (WrongItemType, ItemTooLarge)
+"""What is wrong with an item that no other process will ever get: it is buried."""
 
 
-def as_travels(entry: Entry) -> Encoded:
+def as_travels(entry: Entry, channel: Queue) -> Encoded:
     """An item as it travels; made now if it was not made ready.
 
     Raises:
         WrongItemType: it cannot travel.
+        ItemTooLarge: no message can hold it.
     """
     ready: Encoded | None = entry.ready
     if ready is not None:
         entry.ready = None  # what comes back is not kept twice
         return ready
     item = entry.item
-    return item if item.__class__ is Encoded else _encode(item)
+    if item.__class__ is Encoded:
+        return item
+    assert channel.encode is not None  # it is, once another process has an end
+    body = channel.encode(item)
+    if body.buffers or len(body.data) > MAX_DATA_BYTES:
+        check_sizes(0, len(body.data), body.buffers, "an item")
+    return body
 
 
 def make_next_ready(connection: Connection, queue: KeyQueue, sent: Encoded) -> None:
@@ -55,8 +64,8 @@ def _make_ready(connection: Connection, queue: KeyQueue) -> None:
     if entry.ready is not None or away_of(entry.item) is not None:
         return
     try:
-        body = as_travels(entry)
-    except WrongItemType:  # whoever asks for it is told
+        body = as_travels(entry, queue.queue)
+    except CANNOT_TRAVEL:  # whoever asks for it is told
         return
     if _worth_it(body) and connection.prepare(body) and body is not entry.item:
         entry.ready = body

@@ -8,13 +8,11 @@ from typing import Any
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ChannelError, MalformedFrame, WrongItemType
-from rlinf_async.channels.itemtypes import check_item, runtime_class
-from rlinf_async.channels.wire.codec import Decoder, Encoder
+from rlinf_async.channels.itemtypes import check_item, item_class
 from rlinf_async.channels.wire.connection import Connection
 from rlinf_async.channels.wire.direct import Direct
+from rlinf_async.channels.wire.items import ItemCodec
 from rlinf_async.channels.wire.protocol import End, EndRef
-
-_encode = Encoder().encode
 
 
 class Wire:
@@ -29,8 +27,12 @@ class Wire:
         self.queue = ref.queue
         self.channel_name = ref.channel
         self.item_type = item_type
-        self.item_class = runtime_class(item_type)
-        self.decode = Decoder(item_type).decode
+        self.item_class = item_class(item_type)
+        codec = ItemCodec(item_type, ref.form)
+        self.decode = codec.decode
+        # Of a union that is numbered, the codec must see what class an item has.
+        self._packs = not ref.form.numbered
+        self._encode = codec.encode_packed if self._packs else codec.encode
 
     def close_later(self, end: int) -> None:
         """Close an end that was dropped, in whichever thread that was noticed."""
@@ -48,9 +50,11 @@ class Wire:
             WrongItemType: it is not of the channel's type, or a part of it cannot travel.
         """
         if item.__class__ is not self.item_class:
-            check_item(item, self.item_type, self.item_class, self.channel_name)
+            packed = check_item(item, self.item_type, self.item_class, self.channel_name)
+            if self._packs:
+                item = packed
         try:
-            return _encode(item)
+            return self._encode(item)
         except WrongItemType as error:
             raise WrongItemType(f"channel {self.channel_name!r}: {error}") from error
 

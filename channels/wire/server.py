@@ -11,7 +11,6 @@ from rlinf_async.channels.latest import Latest
 from rlinf_async.channels.seen import state_of, statistics_of
 from rlinf_async.channels.statistics import KeyState, Statistics
 from rlinf_async.channels.wire import protocol
-from rlinf_async.channels.wire.codec import Encoder
 from rlinf_async.channels.wire.connection import Connection
 from rlinf_async.channels.wire.opened import OpenEnd
 from rlinf_async.channels.wire.owner_credit import answer_put
@@ -28,7 +27,6 @@ class ChannelServer(Published):
 
     def __init__(self, router: Router) -> None:
         super().__init__()
-        self._encode = Encoder().encode
         self._register(router)
         Sources(router)
 
@@ -150,7 +148,8 @@ class ChannelServer(Published):
             return value
         known = self._newest.get(latest)
         if known is None or known[0] != version:
-            known = self._newest[latest] = version, self._encode(value)
+            assert latest.encode is not None  # it is published
+            known = self._newest[latest] = version, latest.encode(value)
         return known[1]
 
 

@@ -5,6 +5,7 @@ It waits for nobody; `Cluster` starts and ends what stands in it.
 
 from __future__ import annotations
 
+from types import UnionType
 from typing import Any, TypeVar
 
 from rlinf_async.channels import Channel, Latest, Wait, render
@@ -30,7 +31,7 @@ class Graph:
 
     def channel(
         self,
-        item_type: type[T],
+        item_type: type[T] | UnionType,
         *,
         name: str,
         capacity: int = 64,
@@ -52,7 +53,7 @@ class Graph:
         self._publish(made)
         return made
 
-    def latest(self, item_type: type[T], *, name: str) -> Latest[T]:
+    def latest(self, item_type: type[T] | UnionType, *, name: str) -> Latest[T]:
         """A new `Latest`: a channel that holds only the newest value.
 
         Raises:

@@ -6,13 +6,20 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import msgspec
 import pytest
 
 import rlinf_async as ra
 from rlinf_async.runtime import Restart
 from tests.runtime.kit import Broken, Doubler, Number, Reading, Teller, Waiter, Word
+
+T = TypeVar("T")
+
+
+class Box(msgspec.Struct, Generic[T]):
+    item: T
 
 
 class Odd(ra.Worker):
@@ -76,6 +83,22 @@ class Named(ra.Worker):
         return self.given
 
 
+class Generous(ra.Worker):
+    """Takes ends of several types."""
+
+    async def puts_anything(self, to: ra.Sender[Any]) -> None: ...
+
+    async def gets_anything(self, items: ra.Receiver[Any]) -> None: ...
+
+    async def puts_numbers(self, to: ra.Sender[Number]) -> None: ...
+
+    async def puts_either(self, to: ra.Sender[Number | Word]) -> None: ...
+
+    async def gets_either(self, items: ra.Receiver[Number | Word]) -> None: ...
+
+    async def gets_numbers(self, items: ra.Receiver[Number]) -> None: ...
+
+
 class Graph:
     """What the cases below are about."""
 
@@ -84,6 +107,10 @@ class Graph:
         self.numbers = cluster.channel(Number, name="numbers")
         self.words = cluster.channel(Word, name="words")
         self.weights = cluster.latest(Number, name="weights")
+        either: Any = Number | Word
+        self.either: ra.Channel[Any] = cluster.channel(either, name="either")
+        self.anything: ra.Channel[Any] = cluster.channel(dict, name="dicts")
+        self.any: ra.Channel[Any] = cluster.channel(object, name="any")
 
 
 CALLS: dict[str, tuple[type[ra.Worker], Callable[..., Any], Callable[[Graph], Any], str]] = {
@@ -179,6 +206,36 @@ CALLS: dict[str, tuple[type[ra.Worker], Callable[..., Any], Callable[[Graph], An
         lambda g: ([g.numbers.sender, g.words.sender],),
         r"'to' wants Sender\[Number\], but is given a Sender\[Word\] of channel 'words'",
     ),
+    "a sender of anything": (
+        Generous,
+        Generous.puts_anything,
+        lambda g: (g.numbers.sender,),
+        r"'to' wants Sender\[Any\], but is given a Sender\[Number\] of .*; write Sender\[Number",
+    ),
+    "a receiver of anything": (
+        Generous,
+        Generous.gets_anything,
+        lambda g: (g.numbers.receiver,),
+        r"Receiver\[Any\], but .* Receiver\[Number\] of .*as a dict .*write Receiver\[Number",
+    ),
+    "a sender of messages into a channel that cannot carry them": (
+        Generous,
+        Generous.puts_numbers,
+        lambda g: (g.any.sender,),
+        r"channel 'any', which carries plain values only: make it a channel of Number",
+    ),
+    "a sender of more than the channel takes": (
+        Generous,
+        Generous.puts_either,
+        lambda g: (g.numbers.sender,),
+        r"'to' wants Sender\[Number \| Word\], but is given a Sender\[Number\] of channel",
+    ),
+    "a receiver of less than the channel has": (
+        Generous,
+        Generous.gets_numbers,
+        lambda g: (g.either.receiver,),
+        r"wants Receiver\[Number\], but is given a Receiver\[Number \| Word\] of channel 'either'",
+    ),
     "wrong end where there may be none": (
         Odd,
         Odd.maybe,
@@ -198,6 +255,24 @@ async def test_a_wrong_call_is_refused(case: str) -> None:
             group.call(method, *arguments(graph))
         assert not group.calls
         assert graph.numbers.statistics().receivers == 0
+
+
+FITTING: dict[str, tuple[Callable[..., Any], Callable[[Graph], Any]]] = {
+    "a sender of one member": (Generous.puts_numbers, lambda g: g.either.sender),
+    "a receiver of more members": (Generous.gets_either, lambda g: g.numbers.receiver),
+    "the same union": (Generous.puts_either, lambda g: g.either.sender),
+    "a receiver of any plain value": (Generous.gets_anything, lambda g: g.anything.receiver),
+    "a sender of anything": (Generous.puts_anything, lambda g: g.any.sender),
+}
+
+
+@pytest.mark.parametrize("case", FITTING)
+async def test_an_end_that_can_do_what_is_asked_is_accepted(case: str) -> None:
+    method, end = FITTING[case]
+    async with ra.Cluster.local() as cluster:
+        graph = Graph(cluster)
+        group: Any = await cluster.launch(Generous)
+        await group.call(method, end(graph))
 
 
 LAUNCHES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
@@ -326,9 +401,10 @@ async def test_a_class_inside_a_function_is_refused_by_processes() -> None:
 
 async def test_an_item_type_that_cannot_travel_is_refused_by_processes() -> None:
     async with ra.Cluster.process() as cluster:
-        either: Any = Number | Word  # nothing on the wire would tell them apart
+        either: Any = Box[int] | Box[str]  # nothing at run time tells them apart
         with pytest.raises(
-            ra.BuildError, match=r"channel 'either' cannot cross to workers: .*tagged"
+            ra.BuildError,
+            match=r"channel 'either' cannot cross to workers: .*apart; give each a",
         ):
             cluster.channel(either, name="either")
         assert cluster.channel(Reading, name="readings").name == "readings"

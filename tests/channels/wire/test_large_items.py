@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, ConnectionLost, NoReceivers
 from rlinf_async.channels.delivery import Entry
-from rlinf_async.channels.wire import Connection, Encoded, encode, protocol, ready
+from rlinf_async.channels.wire import (
+    ChannelServer,
+    Connection,
+    Encoded,
+    Router,
+    encode,
+    protocol,
+    ready,
+)
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import Wired, until, wired
 
@@ -197,7 +205,7 @@ async def test_the_next_large_item_is_copied_before_it_is_asked_for() -> None:
         await wait_all_blocked()
         head, behind = channel.queue.unkeyed.entries
         made: Encoded = head.ready
-        assert ready.as_travels(head) is made
+        assert ready.as_travels(head, channel.queue) is made
         assert (head.ready, behind.ready) == (None, None)
         head.ready = made
         made.buffers[0][:] = bytes(len(made.buffers[0]))  # this, and no other copy, is sent
@@ -282,5 +290,7 @@ async def test_very_large_items_are_copied_when_they_are_asked_for(
 
 def test_what_travels_is_made_once_and_not_kept_twice() -> None:
     entry: Any = Entry(item(1), 1, 1)
-    assert ready.as_travels(entry).data == encode(item(1)).data
+    channel = Channel(Item, name="items")
+    ChannelServer(Router()).publish(channel)
+    assert ready.as_travels(entry, channel.queue).data == encode(item(1)).data
     assert entry.ready is None
