@@ -1,0 +1,57 @@
+"""Runs a program over any transport, and judges it."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from tests.channels.model.check import check
+from tests.channels.model.history import History
+from tests.channels.model.program import Program
+
+TRANSPORTS: Final = ("local", "unix", "tcp", "process")
+PATIENCE: Final = 15.0
+"""Seconds without anything going on, after which a program over a wire counts as hung."""
+
+
+class Result(msgspec.Struct):
+    """What came of one program."""
+
+    operations: int
+    items: int
+    violations: list[str]
+    hung: bool = False
+
+
+def run(program: Program, transport: str, *, patience: float = PATIENCE) -> Result:
+    """Run it once and look at everything that must hold."""
+    logging.disable()  # of every item that is given up, a line is logged
+    try:
+        history = _runner(transport, patience)(program)
+    finally:
+        logging.disable(logging.NOTSET)
+    return Result(
+        len(history.events),
+        sum(len(event.items) for event in history.events if event.task >= 0),
+        check(history),
+        bool(history.hung),
+    )
+
+
+def _runner(transport: str, patience: float) -> Callable[[Program], History]:
+    if transport == "local":
+        from tests.channels.model.local import run_local
+
+        return run_local
+    name = "processes" if transport == "process" else "sockets"
+    module = importlib.import_module(f"tests.channels.model.{name}")
+
+    def over_a_wire(program: Program) -> History:
+        history: History = module.run_over(program, transport, patience)
+        return history
+
+    return over_a_wire
