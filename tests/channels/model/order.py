@@ -9,8 +9,8 @@ seen from outside:
   finished before the operation that took the other one began. Within a batch, the places count.
 * Then the first of both orders implies the second, unless the earlier item was away when the later
   one was handed out, and came back: a lease failed, or an operation was cancelled, closed or killed
-  that may have had it. Such an operation had begun before the later item was handed out, and did
-  not end before that began.
+  that may have had it. Such an operation had begun before the later item was handed out and, where
+  it used the same end, did not finish before the operation began that took the later item.
 
 Receivers of one process without a wire between them share one order; over wires it is promised for
 each receiver. Operations that go on at the same time have no order that can be seen from outside.
@@ -128,9 +128,10 @@ class _Sweep:
         )
 
     def _not_before(self, one: Event, when: Event) -> bool:
-        """Whether it may have given back what it had after the other one began. Over another
-        connection, what it said may be on its way for any time."""
-        if one.died or (not self._local and one.end[1] != when.end[1]):
+        """Whether it may have given back what it had after the other one was handed its items.
+        Over a wire that is when it began only where both used one end: what another end gave back
+        may be on its way for any time, and items may be sent ahead of the gets that take them."""
+        if one.died or (not self._local and one.end != when.end):
             return True
         return not one.finished or one.finished >= when.begun
 

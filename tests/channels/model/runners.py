@@ -55,3 +55,28 @@ def _runner(transport: str, patience: float) -> Callable[[Program], History]:
         return history
 
     return over_a_wire
+
+
+KINDS: Final = {
+    "hang": "wait for ever", "lost": "lost:", "twice": "delivered twice", "order": "put later",
+    "served": "are queued", "report": "the report", "left": "at the end the channel still",
+    "raised": " raised ", "counts": "are counted",
+}  # fmt: skip
+
+
+def kind_of(violation: str) -> str:
+    """Which invariant it is that does not hold."""
+    return next((kind for kind, said in KINDS.items() if said in violation), "other")
+
+
+def fails_so(transport: str, kind: str, *, patience: float, tries: int) -> Callable[[Program], bool]:
+    """Whether a program breaks this invariant. Over a wire it may do so now and then only."""
+
+    def fails(program: Program) -> bool:
+        for _ in range(1 if transport == "local" else tries):
+            found = run(program, transport, patience=patience).violations
+            if any(kind_of(violation) == kind for violation in found):
+                return True
+        return False
+
+    return fails

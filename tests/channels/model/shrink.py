@@ -1,7 +1,4 @@
-"""The smallest program that still fails: parts are left out, numbers halved, options reset.
-
-Over wires a program may fail now and then only; it counts as failing when one of ``tries`` does.
-"""
+"""The smallest program that still fails: parts are left out, numbers halved, options reset."""
 
 from __future__ import annotations
 
@@ -78,7 +75,7 @@ def _smaller_op(op: Op) -> Iterator[Op]:
         "inside", "cancel", "cancel_after", "size", "turns", "at_least", "weight", "ending", "key",
     ):  # fmt: skip
         if getattr(op, name) != getattr(plain, name):
-            yield msgspec.structs.replace(op, **{name: getattr(plain, name)})
+            yield _fitting(msgspec.structs.replace(op, **{name: getattr(plain, name)}))
     for name in ("times", "weight", "size", "turns", "cancel"):
         value = getattr(op, name)
         for smaller in _smaller_number(value, getattr(plain, name) or 0):
