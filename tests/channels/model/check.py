@@ -15,6 +15,7 @@ from collections import Counter
 
 from rlinf_async.channels import Key
 from tests.channels.model.history import Event, History
+from tests.channels.model.items import number_in
 from tests.channels.model.order import out_of_order
 from tests.channels.model.program import SENDING
 from tests.channels.model.stage import ZERO
@@ -68,7 +69,7 @@ class _Fates:
         self.tried: set[int] = set()
         self.consumed: Counter[int] = Counter()
         self.unknown: Counter[int] = Counter()
-        self.dead = Counter(_number(letter.item) for letter in history.dead)
+        self.dead = Counter(number_in(letter.item) for letter in history.dead)
         self.never_told = 0
         for event in history.events:
             if event.do in SENDING:
@@ -81,11 +82,6 @@ class _Fates:
                 self.unknown.update(event.items)
             if event.died and event.do not in SENDING and not event.items:
                 self.never_told += event.most
-
-
-def _number(item: object) -> int:
-    number: int = getattr(item, "number", item)  # type: ignore[assignment]
-    return number
 
 
 def lost_or_doubled(history: History) -> list[str]:
@@ -180,9 +176,7 @@ def not_over(history: History) -> list[str]:
     assert seen is not None
     failed = any(event.do == "fail" and event.outcome == "ok" for event in history.events)
     kept = ("depth", "weight", "keys") if failed else ()
-    left = {
-        name: value for name in ZERO if name not in kept and (value := getattr(seen, name, 0))
-    }
+    left = {name: value for name in ZERO if name not in kept and (value := getattr(seen, name, 0))}
     found = [f"at the end the channel still has {left}"] if left else []
     if seen.dead_letters != len(history.dead):
         found.append(f"{seen.dead_letters} dead letters are counted, {len(history.dead)} are there")

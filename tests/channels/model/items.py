@@ -55,6 +55,12 @@ def make_item(payload: Payload, number: int, size: int) -> Any:
     return tensors.make(number, version, size)
 
 
+def number_in(item: Any) -> int:
+    """The number of an item."""
+    number: int = getattr(item, "number", item)
+    return number
+
+
 def number_of(item: Any) -> int:
     """The number of an item that was taken.
 

@@ -46,7 +46,9 @@ def out_of_order(history: History) -> list[str]:
             sources[event.items[0]] = event.end[1]
     found: list[str] = []
     for group, events in _groups(history).items():
-        for source in {sources[item] for event in events for item in event.items if item in sources}:
+        for source in {
+            sources[item] for event in events for item in event.items if item in sources
+        }:
             mine = {item: put for item, put in puts.items() if sources[item] == source}
             found += _Sweep(history, group[1], events, mine).run()
     return found
@@ -70,7 +72,9 @@ class _Sweep:
         self._events = events
         self._puts = puts
         self._local = history.local
-        self._returning = [event for event in history.events if event.key == key and gave_back(event)]
+        self._returning = [
+            event for event in history.events if event.key == key and gave_back(event)
+        ]
 
     def run(self) -> list[str]:
         found = [text for event in self._events for text in self._within(event)]
@@ -109,9 +113,7 @@ class _Sweep:
             found.append((newest, by))
         return found
 
-    def _overtaken(
-        self, item: int, put: Put, before: list[Event]
-    ) -> tuple[Event, int] | None:
+    def _overtaken(self, item: int, put: Put, before: list[Event]) -> tuple[Event, int] | None:
         for event in before:
             for other in event.items:
                 later = self._puts.get(other)

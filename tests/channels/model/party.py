@@ -127,7 +127,7 @@ class Party:
                         break
             else:
                 others = self._recorder.after(op.cancel_after or 0)
-                await asyncio.wait({doing, others}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((doing, others), return_when=asyncio.FIRST_COMPLETED)
             doing.cancel()
             return await doing
         except asyncio.CancelledError:
@@ -205,9 +205,7 @@ class Party:
 
         async def take() -> None:
             if op.do == "batch":
-                items = await receiver.get_batch(
-                    weight=op.weight, at_least=op.at_least, key=op.key
-                )
+                items = await receiver.get_batch(weight=op.weight, at_least=op.at_least, key=op.key)
             elif nowait:
                 items = [receiver.get_nowait(key=op.key)]
             elif op.do == "iterate" and op.key is None:
@@ -238,9 +236,7 @@ class Party:
         event = self._event(op, "lease", op.at_least or op.weight, op.weight)
 
         async def lease() -> None:
-            async with self._end.lease(
-                weight=op.weight, at_least=op.at_least, key=op.key
-            ) as items:
+            async with self._end.lease(weight=op.weight, at_least=op.at_least, key=op.key) as items:
                 await self._hold(event, items, op)
 
         return await self._guard_lease(event, lease())

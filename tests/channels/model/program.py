@@ -138,9 +138,10 @@ def as_test(program: Program, transport: str, found: str) -> str:
     tasks = "\n".join(_as_lines(task) for task in program.tasks)
     options = repr(msgspec.structs.replace(program, tasks=()))
     rest = options.removeprefix("Program(tasks=()").removeprefix(", ").removesuffix(")")
-    said = "\n".join(f"    # {line}" for line in found.splitlines()[:12])
+    said = "".join(f"    # {line}\n" for line in found.splitlines()[:12])
     return (
-        f"def test_found() -> None:\n{said}\n    program = Program(\n        (\n{tasks}\n        ),\n"
+        "def test_found() -> None:\n"
+        f"{said}    program = Program(\n        (\n{tasks}\n        ),\n"
         + (f"        {rest},\n" if rest else "")
         + f'    )\n    assert run(program, "{transport}").violations == []\n'
     )

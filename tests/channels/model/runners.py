@@ -69,7 +69,9 @@ def kind_of(violation: str) -> str:
     return next((kind for kind, said in KINDS.items() if said in violation), "other")
 
 
-def fails_so(transport: str, kind: str, *, patience: float, tries: int) -> Callable[[Program], bool]:
+def fails_so(
+    transport: str, kind: str, *, patience: float, tries: int
+) -> Callable[[Program], bool]:
     """Whether a program breaks this invariant. Over a wire it may do so now and then only."""
 
     def fails(program: Program) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlinf_async.channels import Channel, Key
 from tests.channels.model.history import Event, History
+from tests.channels.model.items import number_in
 from tests.channels.model.program import SENDING, TAKING, name_of, party_of
 
 
@@ -17,17 +18,20 @@ def waiting_wrongly(channel: Channel[Any], history: History) -> list[str]:
     waiting = [event for event in waiting if event.end[1] not in gone]
     found = _reported_wrongly(channel, waiting)
     if waiting and not history.killed:
-        found += _could_be_served(history, waiting)
+        dead = {number_in(letter.item) for letter in channel.dead_letters}
+        found += _could_be_served(history, waiting, dead)
     return found
 
 
 def _reported_wrongly(channel: Channel[Any], waiting: list[Event]) -> list[str]:
     """The report names those who wait, and no others; whoever could help has an open end."""
-    truly = Counter(
+    truly: Counter[tuple[str, str, str | None]] = Counter(
         (party_of(event.task), "put" if event.do in SENDING else "get", _text(event.key))
         for event in waiting
     )
-    reported = Counter((wait.party, wait.operation, wait.key) for wait in channel.waits())
+    reported: Counter[tuple[str, str, str | None]] = Counter(
+        (wait.party, wait.operation, wait.key) for wait in channel.waits()
+    )
     found = [f"the report leaves out {one}" for one in (truly - reported).elements()]
     found += [f"the report says that {one} waits" for one in (reported - truly).elements()]
     senders = {name_of(event.end) for event in waiting if event.do in SENDING}
@@ -47,8 +51,8 @@ def _text(key: Key | None) -> str | None:
     return None if key is None else str(key)
 
 
-def _could_be_served(history: History, waiting: list[Event]) -> list[str]:
-    queued = queued_now(history)
+def _could_be_served(history: History, waiting: list[Event], dead: set[int]) -> list[str]:
+    queued = queued_now(history, dead)
     weights = weights_put(history)
     program = history.program
     found: list[str] = []
@@ -77,11 +81,10 @@ def weights_put(history: History) -> dict[int, int]:
     return {event.items[0]: event.least for event in history.events if event.do in SENDING}
 
 
-def queued_now(history: History) -> dict[Key | None, list[int]]:
+def queued_now(history: History, dead: set[int]) -> dict[Key | None, list[int]]:
     """The items of each key that were put for certain, and that nobody has."""
     put: dict[int, Key | None] = {}
     taken: set[int] = set()
-    dead = {number for number in _failed_too_often(history)}
     for event in history.events:
         if event.do in SENDING:
             if event.outcome == "ok":
@@ -93,14 +96,3 @@ def queued_now(history: History) -> dict[Key | None, list[int]]:
         if item not in taken and item not in dead:
             queued[key].append(item)
     return queued
-
-
-def _failed_too_often(history: History) -> list[int]:
-    """Items that were handed out so often that they are dead letters now, or may be."""
-    failed: Counter[int] = Counter()
-    for event in history.events:
-        if event.fate == "returned":
-            failed.update(event.items)
-    unseen = any(e.fate == "returned" and not e.items for e in history.events)
-    limit = 1 if unseen else history.program.max_deliveries
-    return [item for item, times in failed.items() if times >= limit]
