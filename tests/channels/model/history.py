@@ -7,6 +7,7 @@ nanoseconds of the system's clock, which is the same for all.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from itertools import count
 from typing import Literal, Protocol
 
@@ -20,6 +21,7 @@ OWNER: EndName = "take", 0, -1
 REST = -1
 """The task that does it."""
 
+Clock = Callable[[], int]
 Fate = Literal["consumed", "returned", "unknown"]
 
 
@@ -77,21 +79,21 @@ class Recorder(Protocol):
 class Journal:
     """The events of one process, in memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
         self.events: list[Event] = []
         self.finished = 0
-        self._tick = count(1)
+        self._now = clock or count(1).__next__
         self._watched: list[tuple[int, asyncio.Future[None]]] = []
 
     def begin(self, event: Event) -> None:
-        event.begun = next(self._tick)
+        event.begun = self._now()
         self.events.append(event)
 
     def hand(self, event: Event) -> None:
         """It is seen in the event itself."""
 
     def finish(self, event: Event) -> None:
-        event.finished = next(self._tick)
+        event.finished = self._now()
         self.finished += 1
         if self._watched:
             due = [future for at, future in self._watched if at <= self.finished]
@@ -122,7 +124,5 @@ class History(msgspec.Struct):
     """depth and weight of the whole channel, whenever somebody asked"""
     killed: list[int] = []
     """processes that were"""
-    split: bool = False
-    """whether several processes ran it"""
     local: bool = False
     """whether nothing went over a wire"""

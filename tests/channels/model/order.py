@@ -73,7 +73,9 @@ class _Sweep:
         self._puts = puts
         self._local = history.local
         self._returning = [
-            event for event in history.events if event.key == key and gave_back(event)
+            event
+            for event in history.events
+            if event.key == key and gave_back(event, history.killed)
         ]
 
     def run(self) -> list[str]:
@@ -149,12 +151,13 @@ class _Sweep:
         return []
 
 
-def gave_back(event: Event) -> bool:
+def gave_back(event: Event, killed: list[int]) -> bool:
     """Whether an operation may have been handed items that it did not consume."""
     if event.do in SENDING:
         return False
     return (
         event.died
+        or event.end[1] in killed
         or event.fate != "consumed"
         or event.outcome not in ("ok", "EndOfChannel", "ChannelEmpty")
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -103,10 +104,8 @@ class Party:
                 clone.close()
         except ChannelError:
             pass  # what became of items on their way is counted by the channel
-        try:
+        with contextlib.suppress(ChannelError):
             self._shared.leave()
-        except ChannelError:
-            pass
 
     async def _repeat(self, op: Op) -> None:
         for _ in range(op.times if op.do != "leases" else 1):

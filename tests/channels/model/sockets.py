@@ -41,16 +41,17 @@ STEP: Final = 0.002
 class Patient:
     """Over a wire it is not known when nothing goes on: it is when it has been so for a while."""
 
-    def __init__(self, patience: float) -> None:
+    def __init__(self, patience: float, progress: Callable[[Journal], object]) -> None:
         self._patience = patience
+        self._progress = progress
 
     async def quiet(self, tasks: Sequence[asyncio.Future[Any]], journal: Journal) -> None:
         while not all(task.done() for task in tasks):
-            seen = len(journal.events), journal.finished
+            seen = self._progress(journal)
             for _ in range(TURNS):
                 await asyncio.sleep(0)
             await asyncio.sleep(MOMENT)
-            if seen == (len(journal.events), journal.finished):
+            if seen == self._progress(journal):
                 return
 
     async def holds(self, condition: Callable[[], object]) -> bool:
@@ -66,21 +67,26 @@ class Patient:
         return False
 
     async def ended(self, tasks: Sequence[asyncio.Future[Any]], journal: Journal) -> bool:
-        seen = -1
-        while seen != (seen := len(journal.events) + journal.finished):
+        seen: object = None
+        while seen != (seen := self._progress(journal)):
             _, left = await asyncio.wait(tasks, timeout=self._patience)
             if not left:
                 return True
         return False
 
 
+def done_here(journal: Journal) -> object:
+    """What differs when something has gone on in this process."""
+    return len(journal.events), journal.finished
+
+
 def run_over(program: Program, transport: str, patience: float) -> History:
     """Run it over ``unix`` or ``tcp``."""
-    with asyncio.Runner(loop_factory=_factory(program)) as runner:
+    with asyncio.Runner(loop_factory=loop_factory(program)) as runner:
         return runner.run(_run(program, transport, patience))
 
 
-def _factory(program: Program) -> Callable[[], asyncio.AbstractEventLoop]:
+def loop_factory(program: Program) -> Callable[[], asyncio.AbstractEventLoop]:
     """uvloop, which the runtime uses, or asyncio's own."""
     if len(program.tasks) % 2:
         return asyncio.new_event_loop
@@ -95,7 +101,9 @@ async def _run(program: Program, transport: str, patience: float) -> History:
         router = Router()
         owner = ChannelServer(router)
         async with await serve(address, SECRET, name="owner", router=router) as server:
-            return await _perform(Stage(program, Patient(patience), local=False), owner, server)
+            return await _perform(
+                Stage(program, Patient(patience, done_here), local=False), owner, server
+            )
 
 
 async def _perform(stage: Stage, owner: ChannelServer, server: Server) -> History:

@@ -18,10 +18,10 @@ from rlinf_async.channels import (
     current_party,
     render,
 )
-from tests.channels.model.history import OWNER, REST, History, Journal
+from tests.channels.model.history import OWNER, REST, Clock, History, Journal
 from tests.channels.model.history import Event as Done
 from tests.channels.model.items import item_type, number_of
-from tests.channels.model.program import KEYS, EndName, Program
+from tests.channels.model.program import KEYS, Program
 from tests.channels.model.waiting import waiting_wrongly
 
 REST_BATCH = 64
@@ -58,14 +58,16 @@ def new_channel(program: Program) -> Channel[Any]:
 class Stage:
     """One run, in the process of the owner."""
 
-    def __init__(self, program: Program, medium: Medium, *, local: bool) -> None:
+    def __init__(
+        self, program: Program, medium: Medium, *, local: bool, clock: Clock | None = None
+    ) -> None:
         self.program = program
         self.medium = medium
         self.channel = new_channel(program)
-        self.journal = Journal()
+        self.journal = Journal(clock)
         self.history = History(program, self.journal.events, local=local)
-        self.gone: set[EndName] = set()
-        """ends of processes that were killed"""
+        self.refresh: Callable[[], None] = lambda: None
+        """brings the history of other processes up to date"""
         self._senders = any(task.side == "send" for task in program.tasks)
         self._gate = None if self._senders else self.channel.new_sender().open()
         self._witness = self.channel.new_receiver().open() if program.witness else None
@@ -106,6 +108,7 @@ class Stage:
         found: list[str] = []
 
         def right() -> bool:
+            self.refresh()
             found[:] = waiting_wrongly(self.channel, self.history)
             return not found
 
@@ -142,11 +145,12 @@ class Stage:
                 self._rest.close()
 
     def _who_hangs(self, tasks: Sequence[asyncio.Future[Any]]) -> str:
+        self.refresh()
         left = sum(not task.done() for task in tasks)
         doing = ", ".join(
             f"task {event.task} in {event.do} (key {event.key!r})"
-            for event in self.journal.events
-            if not event.finished
+            for event in self.history.events
+            if not event.finished and not event.died
         )
         seen = self.channel.statistics()
         return (
