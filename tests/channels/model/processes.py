@@ -175,9 +175,15 @@ class _Run:
             min(after, default=None),
         )  # fmt: skip
         if not await self.workers[place].carry_out(order):
+            if not after:
+                self.stage.history.violations.append(f"process {place} died by itself")
             self.stage.history.killed.append(place)
+            await self.stage.medium.holds(lambda: not self._connected(place))
             for _, ref in ends:
                 self.owner.release(ref.number)
+
+    def _connected(self, place: int) -> bool:
+        return any(one.peer == f"process {place}" for one in self.server.connections)
 
     def _journal(self, place: int) -> Path:
         return self.folder / f"journal{place}"
