@@ -12,6 +12,7 @@ import time
 from collections import Counter
 
 from tests.channels.model.generate import generate
+from tests.channels.model.processes import end_workers
 from tests.channels.model.program import as_test
 from tests.channels.model.runners import (
     PATIENCE,
@@ -85,6 +86,7 @@ def main() -> int:
             smallest = shrink(program, fails, seconds=given.shrink_seconds)
             said = run(smallest, given.transport, patience=patience).violations
             print(as_test(smallest, given.transport, "\n".join(said)), flush=True)
+    end_workers()
     print(totals)
     print(f"broken: {' '.join(map(str, totals.bad)) or 'none'}")
     return 1 if totals.bad else 0

@@ -16,7 +16,7 @@ from collections import Counter
 from rlinf_async.channels import Key
 from tests.channels.model.history import Event, History
 from tests.channels.model.items import number_in
-from tests.channels.model.order import out_of_order
+from tests.channels.model.order import gave_back, out_of_order
 from tests.channels.model.program import SENDING
 from tests.channels.model.stage import ZERO
 from tests.channels.model.waiting import weights_put
@@ -150,7 +150,7 @@ def out_of_bounds(history: History) -> list[str]:
     returned = sum(
         max(len(event.items), event.most)
         for event in history.events
-        if event.fate != "consumed" or event.outcome != "ok" or event.died
+        if gave_back(event, history.killed)
     )
     keys = {event.key for event in history.events if event.do in SENDING}
     room = program.capacity * len(keys)

@@ -93,7 +93,8 @@ class _Maker:
     def _op(self, side: Side) -> Op:
         rng = self.rng
         table = SENDS if side == "send" else TAKES
-        do = rng.choices([one for one, _ in table], [weight for _, weight in table])[0]
+        names: list[Do] = [one for one, _ in table]
+        do = rng.choices(names, [weight for _, weight in table])[0]
         if do == "close" and rng.random() < 0.7:
             do = "turn"
         if do == "turn":
