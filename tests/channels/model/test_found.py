@@ -69,14 +69,18 @@ def test_gets_one_by_one_and_then_something_else(transport: str, gets: int, then
 
 
 @WIRES
-@pytest.mark.parametrize("then", ["batch", "lease", "get"])
-def test_two_tasks_on_one_end_of_which_one_only_gets(transport: str, then: str) -> None:
-    other = {"batch": Op("batch", 4, weight=3), "lease": Op("lease", 4), "get": Op("get", 12)}[then]
+@pytest.mark.parametrize("gets", [3, 7, 15])
+@pytest.mark.parametrize(
+    "then",
+    [Op("batch", 40, weight=7), Op("lease", 90, weight=3), Op("leases", 90), Op("get", 300)],
+    ids=lambda op: op.do,
+)
+def test_two_tasks_on_one_end_of_which_one_only_gets(transport: str, gets: int, then: Op) -> None:
     program = Program(
         (
-            Task("send", (Op("put", 120),), 2),
-            Task("take", (Op("get", 60),), 1),
-            Task("take", (Op("get", 15), other, Op("get", 9)), 1),
+            Task("send", (Op("put", 300),), 2),
+            Task("take", (Op("turn", turns=300), Op("get", 300)), 1),
+            Task("take", (Op("turn", turns=300), Op("get", gets), then), 1),
         ),
         capacity=512,
     )
@@ -136,15 +140,17 @@ def test_others_do_not_see_the_end_while_a_lease_is_handed_to_one_that_has_not_r
     holds(program, "local")
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(840, 860))
 def test_others_do_not_see_the_end_while_a_holder_waits_in_its_lease(seed: int) -> None:
     """It will see the end itself, and give back what it holds."""
     inside = (Op("get", key=7),)
     program = Program(
         (
             Task("send", (Op("put", key=7),)),
+            Task("send", (Op("put", 8, "env"),)),
             Task("take", (Op("lease", 2, 7, ending="fail", turns=3, inside=inside),)),
         ),
+        capacity=5,
         seed=seed,
     )
     holds(program, "local")

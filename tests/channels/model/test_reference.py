@@ -86,7 +86,7 @@ def test_a_channel_has_not_ended_while_somebody_holds_a_lease() -> None:
     lease = made.take(receiver, None, lease=True)
     made.close(sender)
     waiting = made.take(receiver, None)
-    assert not waiting.outcome
+    assert made.lanes[None].turns == [[waiting]]
     made.acknowledge(lease)
     assert waiting.outcome == "EndOfChannel"
 
