@@ -39,10 +39,12 @@ class _Maker:
         self.payload: Payload = rng.choices(
             ("int", "struct", "array", "tensor"), (70, 14, 12, 4) if self.wire else (80, 10, 8, 2)
         )[0]
-        if self.long:
-            self.payload = "int"
         self.max_weight = rng.choice((None, None, None, 3, 8)) if not self.long else None
         self.keys: list[Key | None] = list(KEYS[: rng.choice((1, 1, 1, 2, 3))])
+        if self.long:
+            self.payload = "int"
+            if rng.random() < 0.7:
+                self.keys = [rng.choice(KEYS)]
         self.ending = rng.random() < 0.15
 
     def program(self, seed: int) -> Program:

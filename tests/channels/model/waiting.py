@@ -8,7 +8,7 @@ from typing import Any
 from rlinf_async.channels import Channel, Key
 from tests.channels.model.history import Event, History
 from tests.channels.model.items import number_in
-from tests.channels.model.program import SENDING, TAKING, name_of, party_of
+from tests.channels.model.program import SENDING, TAKING, Program, name_of, party_of
 
 
 def waiting_wrongly(channel: Channel[Any], history: History) -> list[str]:
@@ -20,6 +20,7 @@ def waiting_wrongly(channel: Channel[Any], history: History) -> list[str]:
     if waiting and not history.killed:
         dead = {number_in(letter.item) for letter in channel.dead_letters}
         found += _could_be_served(history, waiting, dead)
+        found += _ended(channel, history, waiting)
     return found
 
 
@@ -47,33 +48,48 @@ def _reported_wrongly(channel: Channel[Any], waiting: list[Event]) -> list[str]:
     return found
 
 
+def _ended(channel: Channel[Any], history: History, waiting: list[Event]) -> list[str]:
+    """Nobody waits for items when every sender has closed and nobody holds a lease."""
+    seen = channel.statistics()
+    sent = any(task.side == "send" for task in history.program.tasks)
+    takes = sum(event.do in TAKING for event in waiting)
+    if seen.senders or seen.leases_out or not sent or not takes:
+        return []
+    return [f"{takes} takes wait although every sender has closed; {seen.depth} items are queued"]
+
+
 def _text(key: Key | None) -> str | None:
     return None if key is None else str(key)
 
 
 def _could_be_served(history: History, waiting: list[Event], dead: set[int]) -> list[str]:
-    queued = queued_now(history, dead)
     weights = weights_put(history)
-    program = history.program
+    surely = queued_now(history, dead)
+    perhaps = queued_now(history, dead, but_for_cancelled=False)
     found: list[str] = []
     for key in {event.key for event in waiting}:
-        items = queued[key]
-        weight = sum(weights[item] for item in items)
-        takes = [event for event in waiting if event.key == key and event.do in TAKING]
+        here = [event for event in waiting if event.key == key]
+        weight = sum(weights[item] for item in surely[key])
+        takes = [event for event in here if event.do in TAKING]
         if takes and weight >= max(event.least for event in takes):
             found.append(
-                f"{len(takes)} takes wait for key {key!r}, where {len(items)} items that weigh "
-                f"{weight} are queued"
-            )
-        puts = [event for event in waiting if event.key == key and event.do in SENDING]
-        heaviest = max((event.least for event in puts), default=0)
-        light = program.max_weight is None or weight + heaviest <= program.max_weight
-        if puts and (not items or (len(items) < program.capacity and light)):
-            found.append(
-                f"{len(puts)} puts wait for room under key {key!r}, where {len(items)} items that "
+                f"{len(takes)} takes wait for key {key!r}, where {len(surely[key])} items that "
                 f"weigh {weight} are queued"
             )
+        puts = [event for event in here if event.do in SENDING]
+        weight = sum(weights[item] for item in perhaps[key])
+        if puts and _has_room(history.program, perhaps[key], weight, puts):
+            found.append(
+                f"{len(puts)} puts wait for room under key {key!r}, where {len(perhaps[key])} "
+                f"items that weigh {weight} are queued"
+            )
     return found
+
+
+def _has_room(program: Program, items: list[int], weight: int, puts: list[Event]) -> bool:
+    heaviest = max(event.least for event in puts)
+    light = program.max_weight is None or weight + heaviest <= program.max_weight
+    return not items or (len(items) < program.capacity and light)
 
 
 def weights_put(history: History) -> dict[int, int]:
@@ -81,13 +97,17 @@ def weights_put(history: History) -> dict[int, int]:
     return {event.items[0]: event.least for event in history.events if event.do in SENDING}
 
 
-def queued_now(history: History, dead: set[int]) -> dict[Key | None, list[int]]:
-    """The items of each key that were put for certain, and that nobody has."""
+def queued_now(
+    history: History, dead: set[int], *, but_for_cancelled: bool = True
+) -> dict[Key | None, list[int]]:
+    """The items of each key that were put and that nobody has. The item of a put that was
+    cancelled may be there too, if somebody had taken it before and has given it back."""
+    outcomes = ("ok",) if but_for_cancelled else ("ok", "cancelled")
     put: dict[int, Key | None] = {}
     taken: set[int] = set()
     for event in history.events:
         if event.do in SENDING:
-            if event.outcome == "ok":
+            if event.outcome in outcomes:
                 put[event.items[0]] = event.key
         elif event.fate != "returned" or not event.finished:
             taken.update(event.items)
