@@ -1,0 +1,212 @@
+"""Runs programs over real processes, some of which are killed, or cut off.
+
+Processes are started once and carry out one program after the other. One that is killed is replaced
+for the next program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import tempfile
+import time
+from multiprocessing.connection import Connection as Pipe
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from rlinf_async.channels.wire import ChannelServer, EndRef, Router, Server, serve
+from tests.channels.model.history import Event, History, Journal
+from tests.channels.model.journal_file import judge_death, read_events
+from tests.channels.model.party import Party, SharedEnd
+from tests.channels.model.program import EndName, Program, end_names, end_of, name_of
+from tests.channels.model.sockets import SECRET, Patient, cut_sockets, loop_factory
+from tests.channels.model.stage import Stage
+from tests.channels.model.worker import Order, serve_orders
+
+RECORD_BYTES = 70
+"""Of the journal, about; cuts come after so many for each operation."""
+STEP = 0.001
+
+
+class Worker:
+    """A process, and the pipe by which it is told what to do."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.channels.model.worker"])
+        self.pipe: Pipe
+        self.pipe, there = context.Pipe()
+        self.process: BaseProcess = context.Process(target=serve_orders, args=(there,), daemon=True)
+        self.process.start()
+        there.close()
+
+    async def carry_out(self, order: Order) -> bool:
+        """Whether it has lived to the end.
+
+        Raises:
+            RuntimeError: with what failed in it.
+        """
+        self.pipe.send(order)
+        loop = asyncio.get_running_loop()
+        readable: asyncio.Future[None] = loop.create_future()
+
+        def read() -> None:
+            if not readable.done():
+                readable.set_result(None)
+
+        loop.add_reader(self.pipe.fileno(), read)
+        try:
+            await readable
+        finally:
+            loop.remove_reader(self.pipe.fileno())
+        try:
+            said: str = self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            return False
+        if said:
+            raise RuntimeError(said)
+        return True
+
+    def end(self) -> None:
+        self.pipe.close()
+        self.process.kill()
+        self.process.join()
+
+
+_idle: list[Worker] = []
+
+
+def end_workers() -> None:
+    """No more programs."""
+    while _idle:
+        _idle.pop().end()
+
+
+def run_over(program: Program, transport: str, patience: float) -> History:
+    """Run it over processes: ``transport`` is the only one there is."""
+    workers = {
+        place: _idle.pop() if _idle else Worker()
+        for place in sorted({task.at for task in program.tasks} - {0})
+    }
+    try:
+        with asyncio.Runner(loop_factory=loop_factory(program)) as runner:
+            history = runner.run(_run(program, patience, workers))
+    except BaseException:
+        for worker in workers.values():
+            worker.end()
+        raise
+    for place, worker in workers.items():
+        if history.hung or history.violations or place in history.killed:
+            worker.end()
+        else:
+            _idle.append(worker)
+    return history
+
+
+async def _run(program: Program, patience: float, workers: dict[int, Worker]) -> History:
+    with tempfile.TemporaryDirectory(prefix="model-") as folder:
+        router = Router()
+        owner = ChannelServer(router)
+        async with await serve(Path(folder) / "s", SECRET, name="owner", router=router) as server:
+            return await _Run(program, patience, workers, owner, server, Path(folder)).perform()
+
+
+class _Run:
+    def __init__(
+        self,
+        program: Program,
+        patience: float,
+        workers: dict[int, Worker],
+        owner: ChannelServer,
+        server: Server,
+        folder: Path,
+    ) -> None:
+        self.program = program
+        self.workers = workers
+        self.owner = owner
+        self.server = server
+        self.folder = folder
+        medium = Patient(patience, self._progress)
+        self.stage = Stage(program, medium, local=False, clock=time.monotonic_ns)
+        self.stage.refresh = self._refresh
+        self.refs: dict[EndName, EndRef] = {}
+
+    async def perform(self) -> History:
+        stage, program = self.stage, self.program
+        shared: dict[EndName, Any] = {}
+        for end in end_names(program):
+            channel = stage.channel
+            own: Any = channel.new_sender() if end[0] == "send" else channel.new_receiver()
+            if end[1]:
+                self.refs[end] = self.owner.end_ref(own, name_of(end))
+            else:
+                shared[end] = SharedEnd(own.clone(name_of(end)))
+        here = [
+            Party(
+                program, index, shared[end_of(task)], stage.journal, here=True,
+                count_depth=stage.note_depth,
+            )
+            for index, task in enumerate(program.tasks)
+            if not task.at
+        ]  # fmt: skip
+        cutting = asyncio.create_task(self._cut_when_due())
+        try:
+            history = await stage.conduct(
+                [*(party.run() for party in here), *map(self._carry_out, self.workers)]
+            )
+        finally:
+            cutting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await cutting
+        if not history.hung:
+            await stage.medium.holds(lambda: not self.server.connections)
+        self._refresh()
+        await stage.close()
+        return history
+
+    async def _carry_out(self, place: int) -> None:
+        ends = [(name, ref) for name, ref in self.refs.items() if name[1] == place]
+        after = [kill.after for kill in self.program.kills if kill.at == place]
+        order = Order(
+            self.program, place, self.server.address, ends, str(self._journal(place)),
+            min(after, default=None),
+        )  # fmt: skip
+        if not await self.workers[place].carry_out(order):
+            if not after:
+                self.stage.history.violations.append(f"process {place} died by itself")
+            self.stage.history.killed.append(place)
+            await self.stage.medium.holds(lambda: not self._connected(place))
+            for _, ref in ends:
+                self.owner.release(ref.number)
+
+    def _connected(self, place: int) -> bool:
+        return any(one.peer == f"process {place}" for one in self.server.connections)
+
+    def _journal(self, place: int) -> Path:
+        return self.folder / f"journal{place}"
+
+    def _progress(self, journal: Journal) -> object:
+        return len(journal.events), journal.finished, self._written()
+
+    def _written(self) -> int:
+        paths = map(self._journal, self.workers)
+        return sum(path.stat().st_size for path in paths if path.exists())
+
+    def _refresh(self) -> None:
+        """Put together what all processes have done."""
+        found: list[Event] = [*self.stage.journal.events]
+        for place in self.workers:
+            events = read_events(self._journal(place))
+            if place in self.stage.history.killed:
+                judge_death(events)
+            found += events
+        self.stage.history.events = found
+
+    async def _cut_when_due(self) -> None:
+        for number, after in enumerate(self.program.cuts):
+            while self._written() < after * RECORD_BYTES:  # noqa: ASYNC110  (of other processes)
+                await asyncio.sleep(STEP)
+            cut_sockets(self.server.address, only=number)

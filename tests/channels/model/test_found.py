@@ -1,0 +1,156 @@
+"""Programs that were found to fail, each as small as it is known, and their kind by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+import rlinf_async as ra
+from rlinf_async.runtime import Cluster
+from tests.channels.model.kit import holds
+from tests.channels.model.program import Op, Program, Task
+
+ITEMS = 500
+
+
+class Consumer(ra.Worker):
+    """Gets one by one, quickly, and then takes batches."""
+
+    async def run(self, numbers: ra.Receiver[int], taken: int) -> list[int]:
+        found = [await numbers.get() for _ in range(taken)]
+        while True:
+            try:
+                found += await numbers.get_batch(weight=400)
+            except ra.EndOfChannel:
+                return found
+
+
+@pytest.mark.parametrize("taken", [71, 78, 85])
+async def test_gets_one_by_one_and_then_batches(taken: int) -> None:
+    async with Cluster.process(deadlock_after=5.0) as cluster:
+        numbers = cluster.channel(int, name="numbers", capacity=512)
+        group = await cluster.launch(Consumer)
+        with numbers.sender as sender:
+            for number in range(ITEMS):
+                await sender.put(number)
+        assert await group[0].call(Consumer.run, numbers.receiver, taken) == [*range(ITEMS)]
+
+
+WIRES = pytest.mark.parametrize("transport", ["unix", "tcp", "process"])
+
+
+def one_by_one_and_then(*ops: Op, gets: int = 13, at: int = 0) -> Program:
+    """All is put and the sender closed; then a receiver gets one by one, then does this."""
+    return Program(
+        (
+            Task("send", (Op("put", 60), Op("put", 40, "env")), at),
+            Task("take", (Op("turn", turns=200), Op("get", gets), *ops), 1),
+        ),
+        capacity=512,
+    )
+
+
+@WIRES
+@pytest.mark.parametrize("gets", [5, 13, 27])
+@pytest.mark.parametrize(
+    "then",
+    [
+        Op("batch", weight=1),
+        Op("batch", 9, weight=30),
+        Op("lease", 4, weight=3),
+        Op("lease", 3, weight=3, ending="fail"),
+        Op("leases", 9, weight=30),
+        Op("batch", weight=100, at_least=1),
+        Op("batch", weight=30, cancel=1),
+    ],
+    ids=str,
+)
+def test_gets_one_by_one_and_then_something_else(transport: str, gets: int, then: Op) -> None:
+    holds(one_by_one_and_then(then, Op("get", 5), gets=gets), transport)
+
+
+@WIRES
+@pytest.mark.parametrize("gets", [3, 7, 15])
+@pytest.mark.parametrize(
+    "then",
+    [Op("batch", 40, weight=7), Op("lease", 90, weight=3), Op("leases", 90), Op("get", 300)],
+    ids=lambda op: op.do,
+)
+def test_two_tasks_on_one_end_of_which_one_only_gets(transport: str, gets: int, then: Op) -> None:
+    program = Program(
+        (
+            Task("send", (Op("put", 300),), 2),
+            Task("take", (Op("turn", turns=300), Op("get", 300)), 1),
+            Task("take", (Op("turn", turns=300), Op("get", gets), then), 1),
+        ),
+        capacity=512,
+    )
+    holds(program, transport)
+
+
+@WIRES
+def test_a_receiver_that_stops_taking_holds_nothing_back(transport: str) -> None:
+    program = Program(
+        (
+            Task("send", (Op("put", 200),)),
+            Task("take", (Op("get", 20), Op("turn", turns=2_000)), 1),
+            Task("take", (Op("turn", turns=60), Op("get", 100)), 2),
+        ),
+        capacity=512,
+    )
+    holds(program, transport)
+
+
+@WIRES
+def test_a_loop_over_leases_after_gets(transport: str) -> None:
+    gets = (Op("get"), Op("get", 12), Op("leases"))
+    holds(Program((Task("send", (Op("put", 14),), 1), Task("take", gets, 1))), transport)
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_a_receiver_beside_one_that_took_items_ahead_and_a_lease(transport: str) -> None:
+    program = Program(
+        (
+            Task("send", (Op("put", 8),), 2),
+            Task("take", (Op("get", 5), Op("leases", cancel=1), Op("get", 2)), 1),
+        ),
+        capacity=3,
+    )
+    holds(program, transport)
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_get_within_lag_that_is_cancelled_leaves_the_item_in_the_channel(turns: int) -> None:
+    taking = Task("take", (Op("lag", cancel=turns),), 1)
+    program = Program((Task("send", (Op("put"),), 1), taking), payload="struct")
+    holds(program, "unix")
+
+
+def test_others_do_not_see_the_end_while_a_lease_is_handed_to_one_that_has_not_run() -> None:
+    """The holder gives back what it was handed: somebody must be there to take it."""
+    program = Program(
+        (
+            Task(
+                "send",
+                (Op("put", 2, "env", 2), Op("put"), Op("put_nowait", 2, "env")),
+            ),
+            Task("take", (Op("get"), Op("leases", key="env", weight=2, ending="skip"))),
+        ),
+        max_weight=3,
+    )
+    holds(program, "local")
+
+
+@pytest.mark.parametrize("seed", range(840, 860))
+def test_others_do_not_see_the_end_while_a_holder_waits_in_its_lease(seed: int) -> None:
+    """It will see the end itself, and give back what it holds."""
+    inside = (Op("get", key=7),)
+    program = Program(
+        (
+            Task("send", (Op("put", key=7),)),
+            Task("send", (Op("put", 8, "env"),)),
+            Task("take", (Op("lease", 2, 7, ending="fail", turns=3, inside=inside),)),
+        ),
+        capacity=5,
+        seed=seed,
+    )
+    holds(program, "local")

@@ -1,0 +1,45 @@
+"""Programs over real processes, some of which are killed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.channels.model.generate import generate
+from tests.channels.model.kit import hold, holds
+from tests.channels.model.processes import end_workers
+from tests.channels.model.program import Kill, Op, Program, Task
+
+SEEDS = range(200)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def workers_end() -> Iterator[None]:
+    """They are kept from one program to the next."""
+    yield
+    end_workers()
+
+
+def test_programs_over_processes() -> None:
+    hold([seed for seed in SEEDS if not generate(seed, "process").kills][:12], "process")
+
+
+def test_programs_over_processes_that_are_killed() -> None:
+    hold([seed for seed in SEEDS if generate(seed, "process").kills][:12], "process")
+
+
+def test_a_process_that_is_killed_in_a_lease_gives_its_items_back() -> None:
+    takes = Task("take", (Op("lease", 3, weight=4, turns=5),), 1)
+    sends = Task("send", (Op("put", 12), Op("flush")), 2)
+    for after in range(1, 9):
+        holds(Program((sends, takes), kills=(Kill(1, after),)), "process")
+
+
+def test_a_process_that_is_killed_while_it_puts_loses_only_what_it_had_not_flushed() -> None:
+    sends = Task("send", (Op("put", 5), Op("flush"), Op("put", 20)), 1)
+    for after in (9, 13, 20, 40):
+        program = Program(
+            (sends, Task("take", (Op("get", 9),), 2)), capacity=3, kills=(Kill(1, after),)
+        )
+        holds(program, "process")

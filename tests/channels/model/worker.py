@@ -1,0 +1,71 @@
+"""A process that carries out tasks of one program after the other, as it is told over a pipe."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from multiprocessing.connection import Connection as Pipe
+from typing import Any
+
+import msgspec
+
+from rlinf_async.channels.wire import ChannelClient, EndRef, Router, connect
+from tests.channels.model.items import item_type
+from tests.channels.model.journal_file import FileJournal
+from tests.channels.model.party import Party, SharedEnd
+from tests.channels.model.program import EndName, Program, end_of
+from tests.channels.model.sockets import SECRET, loop_factory
+
+
+class Order(msgspec.Struct):
+    """owner -> worker: carry out the tasks of this place."""
+
+    program: Program
+    place: int
+    address: str
+    ends: list[tuple[EndName, EndRef]]
+    journal: str
+    kill_after: int | None
+
+
+def serve_orders(pipe: Pipe) -> None:
+    """Until the other side of the pipe is closed."""
+    logging.disable()
+    while True:
+        try:
+            order: Order = pipe.recv()
+        except EOFError:
+            return
+        try:
+            with asyncio.Runner(loop_factory=loop_factory(order.program)) as runner:
+                runner.run(_carry_out(order))
+            pipe.send("")
+        except Exception:
+            pipe.send(traceback.format_exc())
+
+
+async def _carry_out(order: Order) -> None:
+    program, place = order.program, order.place
+    connection = await connect(
+        order.address, SECRET, name=f"process {place}", router=Router(), heartbeat_limit=60
+    )
+    client = ChannelClient(connection)
+    kind = item_type(program.payload)
+    shared: dict[EndName, Any] = {
+        name: SharedEnd(client.end(ref, kind)) for name, ref in order.ends
+    }
+    journal = FileJournal(order.journal, order.kill_after)
+    parties = [
+        Party(program, index, shared[end_of(task)], journal, here=False)
+        for index, task in enumerate(program.tasks)
+        if task.at == place
+    ]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for party in parties:
+                group.create_task(party.run())
+    finally:
+        connection.close()
+        await connection.wait_closed()
+        journal.close()
