@@ -194,7 +194,7 @@ class _LocalEnd:
     def __del__(self) -> None:
         if not self._live or self._own:
             return
-        if self._queue.channel() is not None:  # else nobody is left to wait for what it does
+        if self._queue.open and self._queue.channel() is not None:  # else nobody waits for it
             warnings.warn(
                 f"a {type(self).__name__.removeprefix('Local').lower()} of channel "
                 f"{self._queue.name!r} was dropped while it was open, and is closed now: close() "

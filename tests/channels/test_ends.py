@@ -105,6 +105,7 @@ async def test_closing_a_receiver_wakes_its_own_waiting_get(transport: Transport
     with pytest.raises(ChannelClosed):
         await waiting
     assert await other.get() == 1  # what the batch had collected stays in the channel
+    other.close()
 
 
 async def test_closing_a_sender_wakes_its_own_waiting_put(transport: Transport) -> None:
@@ -122,6 +123,7 @@ async def test_closing_a_sender_wakes_its_own_waiting_put(transport: Transport) 
     await other.put(2)
     assert await receiver.get() == 2
     assert channel.statistics().puts == 2
+    other.close()
 
 
 async def test_puts_raise_once_every_receiver_has_closed(transport: Transport) -> None:
@@ -197,6 +199,7 @@ async def test_a_failure_reaches_every_later_use_of_both_sides(transport: Transp
     await transport.settle()
     with pytest.raises(ChannelFailed, match="out of tokens"):
         await other.put(1)
+    other.close()
     for _ in range(2):
         with pytest.raises(ChannelFailed, match="out of tokens"):
             await receiver.get()

@@ -115,7 +115,8 @@ async def test_ends_travel_inside_lists_and_dicts(new_cluster: NewCluster) -> No
         await running
         late = cluster.channel(Number, name="late")
         assert await fan.call(Fan.named, {"b": late.sender}, None) == "none"
-        assert await fan.call(Fan.named, {"b": late.sender.clone()}, late.sender) == "late"
+        with late.sender.clone() as clone:
+            assert await fan.call(Fan.named, {"b": clone}, late.sender) == "late"
         assert [await late.receiver.get(), await late.receiver.get()] == [Number(7)] * 2
 
 

@@ -238,6 +238,7 @@ async def test_what_many_senders_are_told_takes_several_messages(
         for one in senders:
             with pytest.raises(ChannelFailed, match="the simulator diverged"):
                 await one.flush()
+            one.close()
 
 
 async def test_a_sender_that_is_dropped_without_being_told_is_logged(

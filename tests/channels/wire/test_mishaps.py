@@ -414,6 +414,7 @@ async def test_a_withdrawn_channel_closes_the_ends_of_other_processes() -> None:
         assert channel.statistics().senders == 0
         assert not owner.channels._newest
         assert not owner.channels._published
+        clone.close()
         connection.close()
 
 

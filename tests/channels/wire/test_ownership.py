@@ -384,6 +384,7 @@ async def test_a_clone_of_a_closed_channel_says_so_when_it_is_used() -> None:
         clone = sender.clone()
         with pytest.raises(ChannelClosed, match="'numbers' was closed"):
             await clone.put(1)
+        clone.close()
 
 
 async def test_the_nowait_forms_say_that_the_channel_lives_elsewhere() -> None:

@@ -437,6 +437,7 @@ async def test_a_receiver_closed_while_items_are_under_way_leaves_them_to_others
         assert all(isinstance(one, (int, ChannelClosed)) for one in done)
         rest = await other.get_batch(weight=37 - len(got))
         assert sorted(got + rest) == list(range(3, 40))
+        other.close()
 
 
 # ---- everything at once
