@@ -221,6 +221,10 @@ class Receiver(End, Generic[T_co]):
         """
 
     @abc.abstractmethod
+    def _consume(self, delivery: Any) -> None:
+        """As `_acknowledge`, without waiting for the channel."""
+
+    @abc.abstractmethod
     def _put_back(self, delivery: Any, error: BaseException) -> None:
         """Settle a lease's items as failed because of this error."""
 
@@ -288,9 +292,13 @@ class Receiver(End, Generic[T_co]):
         is compared with ``current``. A stale item is never mixed in: it comes back as `TooStale`,
         and is counted.
         """
-        async with self.lease(key=key) as taken:  # an item without a version goes back
-            item = taken[0]
+        delivery, [item] = await self._take(1, None, key)
+        try:
             lag = current - oldest_version(item)
+        except BaseException as error:  # an item without a version goes back
+            self._put_back(delivery, error)
+            raise
+        self._consume(delivery)
         if lag <= max_lag:
             return Fresh(item, lag)
         self._count_stale()

@@ -352,6 +352,8 @@ class KeyQueue:
             if not (
                 full or delivery.weight >= delivery.at_least or self._nothing_can_come(delivery)
             ):
+                if self.queue.ended and len(getters.order) + len(self.deliveries) > 1:
+                    self._end_waits_of_holders()
                 break
             getters.pop_first()
             if delivery.entries:
@@ -387,13 +389,21 @@ class KeyQueue:
     def _nothing_can_come(self, delivery: Delivery) -> bool:
         """The channel has ended, and no delivery of somebody else can still be returned.
 
-        Holders that wait here themselves count as done: each would wait for the others for ever.
+        Holders that all wait here would wait for one another for ever: so they see the end, and
+        nobody else does before they have settled what they hold.
         """
         if not self.queue.ended or self.prefetching:
             return False
-        others = {one.owner for one in self.deliveries}
-        others.discard(delivery.owner)
-        return not others or others <= {one.owner for one in self.getters}
+        holders = {one.owner for one in self.deliveries}
+        if holders <= {delivery.owner}:
+            return True
+        return delivery.owner in holders and holders <= {one.owner for one in self.getters}
+
+    def _end_waits_of_holders(self) -> None:
+        """The first in turn waits for what holders may return; those wait behind it."""
+        for delivery in list(self.getters)[1:]:
+            if self._nothing_can_come(delivery) and self.getters.drop(delivery):
+                delivery.refused(endings.ended(self.queue.name))
 
     def admit(self) -> bool:
         """Let waiting puts in, in order, while there is room; whether one came in."""

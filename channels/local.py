@@ -377,6 +377,9 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
             )
         delivery.queue.settle(delivery, Outcome.TAKEN)
 
+    def _consume(self, delivery: LocalDelivery) -> None:
+        delivery.queue.settle(delivery, Outcome.TAKEN)
+
     def _put_back(self, delivery: LocalDelivery, error: BaseException) -> None:
         delivery.queue.settle(delivery, Outcome.FAILED, error=error)
 

@@ -90,7 +90,7 @@ def statistics_of(queue: Queue) -> Statistics:
         capacity=queue.capacity,
         depth=sum(len(key.entries) for key in keys) + queue.prefetched,
         weight=sum(key.weight for key in keys) + queue.prefetched_weight,
-        keys=len(keys) - 1,
+        keys=sum(1 for key in keys[1:] if key.entries or key.getters.order or key.putters),
         puts=queue.sequence - queue.withdrawn,
         gets=queue.gets,
         put_waits=queue.put_waits,

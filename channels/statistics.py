@@ -23,8 +23,7 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     weight: int
     """their weight"""
     keys: int
-    """keys under which something is queued, waited for, or handed out and not settled; ``capacity``
-    holds for each"""
+    """keys under which something is queued or waited for; ``capacity`` holds for each"""
     puts: int
     gets: int
     put_waits: int

@@ -67,6 +67,8 @@ class WaitingGet(WaitFuture):
         self.link = link
         self.number = 0
         """of its request; 0 where it has not asked, or was answered"""
+        self.party = current_party.get()
+        self.task = task_number()
         self.taken: list[Range] = []
         """what its request says beside"""
 
@@ -228,9 +230,7 @@ class ReceiverLink:
 
     def _ask(self, get: WaitingGet, ahead: int) -> None:
         get.taken = taken = self.links.to_say()
-        question = Get(
-            self.end, self.key, 1, None, current_party.get(), task_number(), False, ahead, taken
-        )
+        question = Get(self.end, self.key, 1, None, get.party, get.task, False, ahead, taken)
         get.number = self.links.connection.post(
             get, "channel.get", head_of("channel.get", question)
         )

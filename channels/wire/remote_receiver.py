@@ -178,6 +178,9 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
                 f"acknowledged, or nobody knows: the connection to {connection.peer} was lost"
             ) from error
 
+    def _consume(self, delivery: protocol.Range) -> None:
+        self._links.taken(*delivery)
+
     def _put_back(self, delivery: protocol.Range, error: BaseException) -> None:
         self._links.settle([delivery], Outcome.FAILED, say(error))
 
