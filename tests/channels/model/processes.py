@@ -21,7 +21,7 @@ from tests.channels.model.history import Event, History, Journal
 from tests.channels.model.journal_file import judge_death, read_events
 from tests.channels.model.party import Party, SharedEnd
 from tests.channels.model.program import EndName, Program, end_names, end_of, name_of
-from tests.channels.model.sockets import SECRET, Patient, cut_sockets, loop_factory
+from tests.channels.model.sockets import CUT_PATIENCE, SECRET, Patient, cut_sockets, loop_factory
 from tests.channels.model.stage import Stage
 from tests.channels.model.worker import Order, serve_orders
 
@@ -110,7 +110,9 @@ async def _run(program: Program, patience: float, workers: dict[int, Worker]) ->
     with tempfile.TemporaryDirectory(prefix="model-") as folder:
         router = Router()
         owner = ChannelServer(router)
-        async with await serve(Path(folder) / "s", SECRET, name="owner", router=router) as server:
+        async with await serve(
+            Path(folder) / "s", SECRET, name="owner", router=router, patience=CUT_PATIENCE
+        ) as server:
             return await _Run(program, patience, workers, owner, server, Path(folder)).perform()
 
 

@@ -16,7 +16,7 @@ from tests.channels.model.program import Program, operations
 
 TRANSPORTS: Final = ("local", "steps", "unix", "tcp", "process")
 """``steps`` is a local channel beside the reference, compared step by step."""
-PATIENCE: Final = 10.0
+PATIENCE: Final = 15.0
 """Seconds without anything going on, after which a program over a wire counts as hung."""
 
 

@@ -32,6 +32,8 @@ from tests.channels.model.program import Program, end_names, end_of, name_of
 from tests.channels.model.stage import Stage
 
 SECRET: Final = b"a secret for programs, 32 bytes."
+CUT_PATIENCE: Final = 5.0
+"""Seconds for which a connection that was cut is kept; less than a program's patience."""
 TURNS: Final = 30
 """Of the loop in a row without anything going on, before it is looked whether that stays so."""
 MOMENT: Final = 0.001
@@ -100,7 +102,9 @@ async def _run(program: Program, transport: str, patience: float) -> History:
         address = "tcp://127.0.0.1:0" if transport == "tcp" else Path(folder) / "s"
         router = Router()
         owner = ChannelServer(router)
-        async with await serve(address, SECRET, name="owner", router=router) as server:
+        async with await serve(
+            address, SECRET, name="owner", router=router, patience=CUT_PATIENCE
+        ) as server:
             return await _perform(
                 Stage(program, Patient(patience, done_here), local=False), owner, server
             )

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 import rlinf_async as ra
 from rlinf_async.runtime import Cluster
 from tests.channels.model.kit import holds
-from tests.channels.model.program import Op, Program, Task
+from tests.channels.model.processes import end_workers
+from tests.channels.model.program import Kill, Op, Program, Task
 
 ITEMS = 500
+
+
+@pytest.fixture(autouse=True, scope="module")
+def workers_end() -> Iterator[None]:
+    """They are kept from one program to the next."""
+    yield
+    end_workers()
 
 
 class Consumer(ra.Worker):
@@ -154,3 +164,31 @@ def test_others_do_not_see_the_end_while_a_holder_waits_in_its_lease(seed: int) 
         seed=seed,
     )
     holds(program, "local")
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_a_put_does_not_wait_for_room_that_its_own_process_was_lent(transport: str) -> None:
+    """Four items that weigh 1 are queued: one that weighs 4 fits into a weight of 8."""
+    sends = Task("send", (Op("put", 3), Op("put", 2), Op("put", weight=4)), 1)
+    program = Program(
+        (sends, Task("take", (Op("leases"),), 1)), capacity=5, max_weight=8, witness=True
+    )
+    holds(program, transport)
+
+
+@pytest.mark.parametrize("after", [14, 24, 30])
+def test_what_a_killed_process_took_of_items_ahead_is_counted(after: int) -> None:
+    """It had them, and others get them again: ``unconfirmed`` says how many."""
+    takes = Task("take", (Op("turn", turns=200), Op("iterate", 60)), 1)
+    holds(
+        Program((Task("send", (Op("put", 200),)), takes), capacity=512, kills=(Kill(1, after),)),
+        "process",
+    )
+
+
+def test_others_do_not_see_the_end_before_what_a_killed_process_had_is_back() -> None:
+    """A batch that was sent to it, and that it has not confirmed, goes back when it is gone."""
+    takes = Task("take", (Op("get", 3, cancel=1), Op("batch", 6, weight=2)), 1)
+    for after in range(7, 15):
+        program = Program((Task("send", (Op("put", 20),), 2), takes), kills=(Kill(1, after),))
+        holds(program, "process")

@@ -17,6 +17,8 @@ def waiting_wrongly(channel: Channel[Any], history: History) -> list[str]:
     gone = {*history.killed}
     waiting = [event for event in waiting if event.end[1] not in gone]
     found = _reported_wrongly(channel, waiting)
+    if not (history.program.kills or history.program.cuts):  # else some may only now connect
+        found += _helped_by_others(channel, waiting)
     if waiting and not history.killed:
         dead = {number_in(letter.item) for letter in channel.dead_letters}
         found += _could_be_served(history, waiting, dead)
@@ -25,7 +27,7 @@ def waiting_wrongly(channel: Channel[Any], history: History) -> list[str]:
 
 
 def _reported_wrongly(channel: Channel[Any], waiting: list[Event]) -> list[str]:
-    """The report names those who wait, and no others; whoever could help has an open end."""
+    """The report names those who wait, and no others."""
     truly: Counter[tuple[str, str, str | None]] = Counter(
         (party_of(event.task), "put" if event.do in SENDING else "get", _text(event.key))
         for event in waiting
@@ -35,6 +37,13 @@ def _reported_wrongly(channel: Channel[Any], waiting: list[Event]) -> list[str]:
     )
     found = [f"the report leaves out {one}" for one in (truly - reported).elements()]
     found += [f"the report says that {one} waits" for one in (reported - truly).elements()]
+    return found
+
+
+def _helped_by_others(channel: Channel[Any], waiting: list[Event]) -> list[str]:
+    """Whoever could end a wait, as the report says, has an open end: where all tasks wait or have
+    ended, those are the ends of the tasks that wait."""
+    found: list[str] = []
     senders = {name_of(event.end) for event in waiting if event.do in SENDING}
     takers = {name_of(event.end) for event in waiting if event.do in TAKING}
     for wait in channel.waits():

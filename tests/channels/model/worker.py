@@ -35,7 +35,7 @@ def serve_orders(pipe: Pipe) -> None:
     while True:
         try:
             order: Order = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return
         try:
             with asyncio.Runner(loop_factory=loop_factory(order.program)) as runner:
