@@ -49,6 +49,14 @@ class Account:
         """Whether it is worth granting credit to."""
         return self.kept and self.puts > 0 and self.grantable
 
+    def spend(self, weight: int) -> None:
+        """Put one item on credit."""
+        self.items -= 1
+        self.weight -= weight
+        self.used = True
+        if not self.items and self.weight != float("inf"):
+            self.weight = 0  # of no use without items; the owner takes it back, too
+
     def empty(self) -> Credit:
         """Take out what is left."""
         weight = None if self.weight == float("inf") else int(self.weight)

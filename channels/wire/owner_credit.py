@@ -120,6 +120,8 @@ class GrantedCredit:
                 f"which has granted credit for {self.items} of weight {self.weight}"
             )
         self._subtract(items, weight)
+        if not self.items:  # the process forgets what is left of the weight, too
+            self._subtract(0, self.weight)
 
     def take_back(self, items: int, weight: int) -> None:
         """So much was not spent. What was granted since that was said stays granted."""

@@ -127,9 +127,7 @@ class Transfers:
         self, account: Account, end: int, weight: int, data: bytes, kept: Kept | None = None
     ) -> None:
         """Put this, with the next write at the latest."""
-        account.items -= 1
-        account.weight -= weight
-        account.used = True
+        account.spend(weight)
         run = (account, end, weight)
         collected = self._data
         if collected and self._runs[-1] == run:
@@ -169,9 +167,7 @@ class Transfers:
         if travels is None:
             return False
         self._send()
-        account.items -= 1
-        account.weight -= weight
-        account.used = True
+        account.spend(weight)
         self.copied += body.nbytes
         run = Run(account.queue, end, account.key, weight, 1)
         self._notify(Transfer([run], [len(body.data)]), travels, {end: 1}, _SHARED)
