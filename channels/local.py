@@ -8,7 +8,6 @@ import weakref
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
-from rlinf_async.channels.away import away_of, bring, start_ahead
 from rlinf_async.channels.delivery import Entry, LocalDelivery, Outcome
 from rlinf_async.channels.encoded import copy_of
 from rlinf_async.channels.ends import Key, Lease, Receiver, Sender, checked_least
@@ -20,6 +19,7 @@ from rlinf_async.channels.errors import (
     MalformedFrame,
 )
 from rlinf_async.channels.queue import Queue
+from rlinf_async.channels.remote_payload import away_of, bring, start_ahead
 from rlinf_async.channels.seen import state_of, statistics_of, waits_of
 from rlinf_async.channels.statistics import DeadLetter, KeyState, Statistics
 from rlinf_async.channels.waitfor import Wait, current_party

@@ -15,7 +15,6 @@ from itertools import count
 from typing import Any
 
 from rlinf_async.channels import endings
-from rlinf_async.channels.away import Away, away_of, is_lost
 from rlinf_async.channels.delivery import Delivery, Entry
 from rlinf_async.channels.edges import Edges
 from rlinf_async.channels.encoded import Encoded, Form
@@ -23,6 +22,7 @@ from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ChannelEmpty, ChannelError, ChannelFailed, MalformedFrame
 from rlinf_async.channels.itemtypes import check_item, check_key_and_weight, item_class
 from rlinf_async.channels.key_queue import KeyQueue
+from rlinf_async.channels.remote_payload import Away, away_of, is_lost
 from rlinf_async.channels.saying import say
 from rlinf_async.channels.statistics import DeadLetter
 

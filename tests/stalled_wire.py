@@ -9,13 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlinf_async.channels.wire import Connection, Router
-from rlinf_async.channels.wire.auth import Handshake
-from rlinf_async.channels.wire.hangup import HangUp
-from rlinf_async.channels.wire.heartbeat import Heartbeat, Pulse
-from rlinf_async.channels.wire.keeping import Keeping
-from rlinf_async.channels.wire.link import Link
-from rlinf_async.channels.wire.reach import Reach
-from rlinf_async.channels.wire.transfers import Transfers, _Frame
+from rlinf_async.channels.wire.direct.kept_payloads import Keeping
+from rlinf_async.channels.wire.links.transfers import Transfers, _Frame
+from rlinf_async.channels.wire.session.auth import Handshake
+from rlinf_async.channels.wire.session.hangup import HangUp
+from rlinf_async.channels.wire.session.heartbeat import Heartbeat, Pulse
+from rlinf_async.channels.wire.session.reconnect import Reach
+from rlinf_async.channels.wire.session.socket_link import Link
 from tests.channels.wire.harness import SECRET
 
 Blame = Callable[[object], None]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from rlinf_async import patient
-from rlinf_async.channels.wire.hangup import GRACE_SECONDS
+from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
 from rlinf_async.messages.language import Failed, Scored
 from rlinf_async.rewards.protocol import Judged, frame
 from rlinf_async.rewards.scorer import CLOSED_SECONDS, Scorer

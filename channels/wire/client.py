@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlinf_async.channels.wire.connection import Connection
-from rlinf_async.channels.wire.direct import Direct
-from rlinf_async.channels.wire.protocol import EndRef
-from rlinf_async.channels.wire.remote import Wire
-from rlinf_async.channels.wire.remote_latest import RemoteLatestReceiver, RemoteLatestSender
-from rlinf_async.channels.wire.remote_receiver import RemoteReceiver
-from rlinf_async.channels.wire.remote_sender import RemoteSender
-from rlinf_async.channels.wire.transfers import Transfers
+from rlinf_async.channels.wire.direct.direct import Direct
+from rlinf_async.channels.wire.links.protocol import EndRef
+from rlinf_async.channels.wire.links.remote_channel import Wire
+from rlinf_async.channels.wire.links.remote_latest import RemoteLatestReceiver, RemoteLatestSender
+from rlinf_async.channels.wire.links.remote_receiver import RemoteReceiver
+from rlinf_async.channels.wire.links.remote_sender import RemoteSender
+from rlinf_async.channels.wire.links.transfers import Transfers
+from rlinf_async.channels.wire.session.connection import Connection
 
 AnyRemoteEnd = (
     RemoteSender[Any] | RemoteReceiver[Any] | RemoteLatestSender[Any] | RemoteLatestReceiver[Any]

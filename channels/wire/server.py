@@ -10,14 +10,14 @@ from rlinf_async.channels.errors import ChannelError, MalformedFrame
 from rlinf_async.channels.latest import Latest
 from rlinf_async.channels.seen import state_of, statistics_of
 from rlinf_async.channels.statistics import KeyState, Statistics
-from rlinf_async.channels.wire import protocol
-from rlinf_async.channels.wire.connection import Connection
-from rlinf_async.channels.wire.opened import OpenEnd
-from rlinf_async.channels.wire.owner_credit import answer_put
-from rlinf_async.channels.wire.owner_deliveries import NOTHING
-from rlinf_async.channels.wire.published import Published
-from rlinf_async.channels.wire.router import Reply, Request, Router
-from rlinf_async.channels.wire.sources import Sources
+from rlinf_async.channels.wire.direct.producers import Sources
+from rlinf_async.channels.wire.links import protocol
+from rlinf_async.channels.wire.links.owner_credit import answer_put
+from rlinf_async.channels.wire.links.owner_deliveries import NOTHING
+from rlinf_async.channels.wire.links.owner_ends import OpenEnd
+from rlinf_async.channels.wire.links.published import Published
+from rlinf_async.channels.wire.session.connection import Connection
+from rlinf_async.channels.wire.session.router import Reply, Request, Router
 
 log = logging.getLogger(__name__)
 

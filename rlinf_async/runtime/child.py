@@ -27,7 +27,7 @@ from rlinf_async.channels.wire import (
     Router,
     connect,
 )
-from rlinf_async.channels.wire.protocol import Nothing
+from rlinf_async.channels.wire.links.protocol import Nothing
 from rlinf_async.observe.trace import SpanRecorder
 from rlinf_async.runtime.backend import Activity, WorkerSpec
 from rlinf_async.runtime.codecs import (

@@ -15,8 +15,8 @@ from rlinf_async.channels.wire import (
     EndRef,
     encode,
 )
-from rlinf_async.channels.wire.asking import head_of
-from rlinf_async.channels.wire.codec import DecodeEnd
+from rlinf_async.channels.wire.items.codec import DecodeEnd
+from rlinf_async.channels.wire.session.requests import head_of
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.protocol import CALL, Call
 from rlinf_async.workers.errors import BuildError

@@ -18,9 +18,9 @@ from typing import Final
 
 from rlinf_async.channels import WireError
 from rlinf_async.channels.wire import Router, Server, serve
-from rlinf_async.channels.wire.connection import Closed
-from rlinf_async.channels.wire.endpoint import Opened
-from rlinf_async.channels.wire.secret import HOW, load_secret
+from rlinf_async.channels.wire.session.connection import Closed
+from rlinf_async.channels.wire.session.endpoint import Opened
+from rlinf_async.channels.wire.session.secret import HOW, load_secret
 from rlinf_async.workers.errors import BuildError
 
 LISTEN_VARIABLE: Final = "RLINF_ASYNC_LISTEN"

@@ -24,8 +24,14 @@ from typing import Any
 
 from rlinf_async import patient
 from rlinf_async.channels import Channel, ConnectionLost, Latest
-from rlinf_async.channels.wire import ChannelServer, Connection, Router, Traffic, traffic_of
-from rlinf_async.channels.wire.protocol import Nothing
+from rlinf_async.channels.wire import (
+    ChannelServer,
+    Connection,
+    Router,
+    Traffic,
+    traffic_of,
+)
+from rlinf_async.channels.wire.links.protocol import Nothing
 from rlinf_async.observe.trace import Span
 from rlinf_async.rewards.ended import how_it_ended
 from rlinf_async.runtime.backend import Activity, Stop, WorkerSpec

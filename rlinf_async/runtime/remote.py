@@ -17,9 +17,9 @@ import msgspec
 
 from rlinf_async.channels import ConnectionLost, MalformedFrame
 from rlinf_async.channels.wire import ChannelServer, Connection
-from rlinf_async.channels.wire.asking import head_of
-from rlinf_async.channels.wire.failures import UNREADABLE
-from rlinf_async.channels.wire.transfer import Message
+from rlinf_async.channels.wire.frames.messages import Message
+from rlinf_async.channels.wire.session.failures import UNREADABLE
+from rlinf_async.channels.wire.session.requests import head_of
 from rlinf_async.patient import Timer
 from rlinf_async.runtime.codecs import ArgumentsCodec, arguments_codec
 from rlinf_async.runtime.protocol import CALL, ENDED, Number, Outcome

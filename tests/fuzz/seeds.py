@@ -15,9 +15,11 @@ import msgspec
 import numpy as np
 import torch
 
-from rlinf_async.channels.wire import Encoded, encode, protocol
-from rlinf_async.channels.wire.framing import LAST_TYPE, Flag, FrameType
-from rlinf_async.channels.wire.memory_protocol import (
+from rlinf_async.channels.wire import Encoded, encode
+from rlinf_async.channels.wire.frames.framing import LAST_TYPE, Flag, FrameType
+from rlinf_async.channels.wire.frames.messages import DATA, outgoing
+from rlinf_async.channels.wire.links import protocol
+from rlinf_async.channels.wire.memory.memory_protocol import (
     Announce,
     Opened,
     Place,
@@ -25,10 +27,9 @@ from rlinf_async.channels.wire.memory_protocol import (
     Released,
     Retired,
 )
-from rlinf_async.channels.wire.router import Router
+from rlinf_async.channels.wire.memory.slab import PAGE
 from rlinf_async.channels.wire.server import ChannelServer
-from rlinf_async.channels.wire.slab import PAGE
-from rlinf_async.channels.wire.transfer import DATA, outgoing
+from rlinf_async.channels.wire.session.router import Router
 from tests.fuzz.pieces import piece
 from tests.fuzz.pure import TYPES, Other, Plain, Sample
 

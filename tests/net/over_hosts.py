@@ -9,8 +9,8 @@ import os
 import socket
 import threading
 
-from rlinf_async.channels.wire import endpoint
-from rlinf_async.channels.wire.address import TcpAddress, bind_tcp
+from rlinf_async.channels.wire.session import endpoint
+from rlinf_async.channels.wire.session.address import TcpAddress, bind_tcp
 from tests.channels import transport
 from tests.net.hosts import OWNER, enter
 

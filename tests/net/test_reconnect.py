@@ -10,7 +10,7 @@ import pytest
 
 from rlinf_async.channels import Channel, ConnectionLost, HandshakeFailed, Receiver
 from rlinf_async.channels.wire import Router, connect
-from rlinf_async.channels.wire.auth import Handshake, Terms
+from rlinf_async.channels.wire.session.auth import Handshake, Terms
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import PATIENCE, SECRET, until, wired
 from tests.net.cutter import cutter
@@ -20,7 +20,7 @@ from tests.net.kit import Far, far, small_talk
 @pytest.fixture
 def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who closes while it is cut, or is to see an end, has the time of a busy machine for it."""
-    monkeypatch.setattr("rlinf_async.channels.wire.streams.GRACE_SECONDS", PATIENCE)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.streams.GRACE_SECONDS", PATIENCE)
 
 
 async def cut(one: Far) -> None:
@@ -259,7 +259,7 @@ async def test_a_server_that_closes_says_so_to_who_is_cut_off_just_now() -> None
 async def test_who_does_not_come_back_to_a_closed_connection_is_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.streams.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.streams.GRACE_SECONDS", 0.1)
     async with far(tcp=True) as one:
         await cut(one)
         one.connection.notify("anything", None)
@@ -294,7 +294,7 @@ async def test_a_peer_whose_process_is_known_to_have_ended_is_not_waited_for(
 async def test_a_peer_that_has_ended_is_lost_though_the_network_does_not_say_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.streams.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.streams.GRACE_SECONDS", 0.1)
     async with far(tcp=True) as one:
         await until(lambda: one.owner.server.connections)
         [server_side] = one.owner.server.connections

@@ -11,7 +11,7 @@ from multiprocessing import resource_tracker
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.channels.wire.written import was_written
+from rlinf_async.channels.wire.memory.written import was_written
 from rlinf_async.workers import Device
 from tests.loops import FACTORIES, VIRTUAL
 from tests.runtime.kit import NewCluster, left_behind, open_files

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.channels.wire.heartbeat import Heartbeat
+from rlinf_async.channels.wire.session.heartbeat import Heartbeat
 from rlinf_async.workers import WorkerUnresponsive
 from tests.runtime.kit import (
     NewCluster,

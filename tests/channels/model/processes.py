@@ -16,7 +16,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from rlinf_async.channels.wire import ChannelServer, EndRef, Router, Server, serve
+from rlinf_async.channels.wire import (
+    ChannelServer,
+    EndRef,
+    Router,
+    Server,
+    serve,
+)
 from tests.channels.model.history import Event, History, Journal
 from tests.channels.model.journal_file import judge_death, read_events
 from tests.channels.model.party import Party, SharedEnd

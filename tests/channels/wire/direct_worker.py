@@ -11,7 +11,14 @@ import msgspec
 import numpy as np
 
 from rlinf_async.channels import Receiver, Sender
-from rlinf_async.channels.wire import ChannelClient, Connection, Direct, EndRef, Router, connect
+from rlinf_async.channels.wire import (
+    ChannelClient,
+    Connection,
+    Direct,
+    EndRef,
+    Router,
+    connect,
+)
 from tests.channels.wire.harness import SECRET
 from tests.channels.wire.memory_worker import SIZE, Numbered, check
 

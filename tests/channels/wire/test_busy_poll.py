@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from rlinf_async.channels.wire import busy_poll as module
-from rlinf_async.channels.wire.busy_poll import (
+from rlinf_async.channels.wire.session import busy_poll as module
+from rlinf_async.channels.wire.session.busy_poll import (
     BEGIN_SECONDS,
     LATE_SECONDS,
     LOOK_SECONDS,

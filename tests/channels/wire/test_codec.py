@@ -23,8 +23,15 @@ from rlinf_async.channels import (
     Sender,
     WrongItemType,
 )
-from rlinf_async.channels.wire import Decoder, Encoded, Encoder, EndRef, arrays, encode
-from rlinf_async.channels.wire.codec import ARRAY, END, join, split
+from rlinf_async.channels.wire import (
+    Decoder,
+    Encoded,
+    Encoder,
+    EndRef,
+    encode,
+)
+from rlinf_async.channels.wire.items import arrays
+from rlinf_async.channels.wire.items.codec import ARRAY, END, join, split
 
 T = TypeVar("T")
 DTYPES = [

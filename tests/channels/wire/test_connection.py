@@ -27,9 +27,9 @@ from rlinf_async.channels.wire import (
     connect,
     serve,
 )
-from rlinf_async.channels.wire.framing import CHUNK_BYTES, FrameType, pack_small
-from rlinf_async.channels.wire.pool import Pool
-from rlinf_async.channels.wire.protocol import Nothing
+from rlinf_async.channels.wire.frames.framing import CHUNK_BYTES, FrameType, pack_small
+from rlinf_async.channels.wire.links.protocol import Nothing
+from rlinf_async.channels.wire.memory.pool import Pool
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import PATIENCE, SECRET, until
 
@@ -398,7 +398,7 @@ async def test_a_control_request_passes_a_64_mb_transfer(monkeypatch: pytest.Mon
 async def test_a_peer_that_asks_but_does_not_read_is_not_read_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.streams.MAX_UNSENT_MESSAGES", 20)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.streams.MAX_UNSENT_MESSAGES", 20)
     async with peers() as two:
         assert two.client._transport is not None
         two.client._transport.pause_reading()
@@ -419,8 +419,8 @@ async def test_a_peer_that_asks_but_does_not_read_is_not_read_any_more(
 async def test_a_peer_that_reads_again_is_read_again_though_much_waits_for_what_it_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.streams.MAX_UNSENT_MESSAGES", 100)
-    monkeypatch.setattr("rlinf_async.channels.wire.kept.MAX_KEPT_BYTES", 1024**2)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.streams.MAX_UNSENT_MESSAGES", 100)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.unacknowledged.MAX_KEPT_BYTES", 1024**2)
     async with peers() as two:
         assert two.client._transport is not None
         two.client._transport.pause_reading()
@@ -435,7 +435,7 @@ async def test_a_peer_that_reads_again_is_read_again_though_much_waits_for_what_
 async def test_a_peer_that_is_not_read_is_read_again_over_the_next_socket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.streams.MAX_UNSENT_MESSAGES", 20)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.streams.MAX_UNSENT_MESSAGES", 20)
     async with peers() as two:
         assert two.client._transport is not None
         two.server_side.pause_writing()
@@ -450,7 +450,7 @@ async def test_a_message_over_the_limit_is_refused_here_and_nothing_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with peers() as two:
-        monkeypatch.setattr("rlinf_async.channels.wire.framing.MAX_MESSAGE_BYTES", 300_000)
+        monkeypatch.setattr("rlinf_async.channels.wire.frames.framing.MAX_MESSAGE_BYTES", 300_000)
         before = two.client.sent_bytes
         with pytest.raises(ItemTooLarge, match="echo: 400000 bytes encoded"):
             await echo(two.client, "x", Encoded(bytes(400_000)))

@@ -11,7 +11,7 @@ import torch
 
 from rlinf_async.channels import Channel, WireError
 from rlinf_async.channels.wire import Decoder, SharedTensor, encode, share_tensor
-from rlinf_async.channels.wire.devices import CudaMemory
+from rlinf_async.channels.wire.items.devices import CudaMemory
 from tests.channels.wire.harness import remote_pair
 
 SOMEWHERE = CudaMemory(
@@ -54,7 +54,7 @@ def test_a_shared_tensor_of_nothing_is_refused() -> None:
 
 def test_sharing_is_known_without_torch() -> None:
     code = (
-        "import sys, rlinf_async.channels.wire.devices; "
+        "import sys, rlinf_async.channels.wire.items.devices; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

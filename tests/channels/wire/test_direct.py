@@ -23,9 +23,9 @@ from rlinf_async.channels import (
 )
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.wire import Direct, Router, connect
-from rlinf_async.channels.wire.direct_protocol import Fetch, Payload
-from rlinf_async.channels.wire.pool import Pool
-from rlinf_async.channels.wire.protocol import Left
+from rlinf_async.channels.wire.direct.direct_protocol import Fetch, Payload
+from rlinf_async.channels.wire.links.protocol import Left
+from rlinf_async.channels.wire.memory.pool import Pool
 from tests.channels.wire.direct_kit import ELEMENTS, Item, Party, item, world
 from tests.channels.wire.harness import SECRET, until
 from tests.net.cutter import Cutter, cutter
@@ -379,9 +379,8 @@ class Turns:
 async def test_large_arrays_are_copied_a_piece_for_each_turn_of_the_loop(
     monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
-    for module in ("pool", "keeping"):
-        where = f"rlinf_async.channels.wire.{module}.PIECE_BYTES"
-        monkeypatch.setattr(where, SIZE, raising=False)
+    for module in ("memory.pool", "direct.kept_payloads"):
+        monkeypatch.setattr(f"rlinf_async.channels.wire.{module}.PIECE_BYTES", SIZE)
     channel = items()
     async with world() as one:
         producer, consumer = await one.producer(), await one.consumer()

@@ -12,13 +12,19 @@ from typing import Any
 import pytest
 
 from rlinf_async.channels import Channel, ConnectionLost, HandshakeFailed, WireError
-from rlinf_async.channels.wire import Connection, Router, Server, connect, serve
-from rlinf_async.channels.wire.auth import Handshake, Terms
-from rlinf_async.channels.wire.dialing import Dialer
-from rlinf_async.channels.wire.framing import PROTOCOL_VERSION
-from rlinf_async.channels.wire.link import Link
-from rlinf_async.channels.wire.side import Side
-from rlinf_async.channels.wire.strangers import origin_of
+from rlinf_async.channels.wire import (
+    Connection,
+    Router,
+    Server,
+    connect,
+    serve,
+)
+from rlinf_async.channels.wire.frames.framing import PROTOCOL_VERSION
+from rlinf_async.channels.wire.session.auth import Handshake, Terms
+from rlinf_async.channels.wire.session.dialing import Dialer
+from rlinf_async.channels.wire.session.side import Side
+from rlinf_async.channels.wire.session.socket_link import Link
+from rlinf_async.channels.wire.session.strangers import origin_of
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import SECRET, until, wired
 
@@ -197,7 +203,7 @@ async def test_who_proves_the_secret_just_when_the_server_is_closed_is_told_why(
 async def test_strangers_who_prove_nothing_are_bounded_and_keep_nobody_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.strangers.MAX_STRANGERS", 5)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.strangers.MAX_STRANGERS", 5)
     rejected: list[WireError] = []
     async with wired(on_reject=rejected.append) as owner:
         mute = [await asyncio.open_unix_connection(owner.path) for _ in range(20)]
@@ -432,7 +438,7 @@ _knocked: list[asyncio.StreamWriter] = []
 async def test_a_flood_of_strangers_turns_out_itself_and_no_honest_one(
     monkeypatch: pytest.MonkeyPatch, honest: str
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.strangers.MAX_STRANGERS", 5)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.strangers.MAX_STRANGERS", 5)
     rejected: list[WireError] = []
     hello = Handshake("client", SECRET, "friend").take_outgoing()
     async with wired(address="tcp://127.0.0.1:0", on_reject=rejected.append) as owner:

@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf_async.channels import ItemTooLarge, MalformedFrame
-from rlinf_async.channels.wire import Encoded, framing, transfer
-from rlinf_async.channels.wire.framing import (
+from rlinf_async.channels.wire import Encoded
+from rlinf_async.channels.wire.frames import framing
+from rlinf_async.channels.wire.frames import messages as transfer
+from rlinf_async.channels.wire.frames.framing import (
     CHUNK_BYTES,
     HEADER,
     MAX_FRAME_BYTES,
@@ -21,9 +23,9 @@ from rlinf_async.channels.wire.framing import (
     FrameType,
     pack_header,
 )
-from rlinf_async.channels.wire.framing import PROTOCOL_VERSION as VERSION
-from rlinf_async.channels.wire.incoming import MessageReader
-from rlinf_async.channels.wire.transfer import CONTROL, DATA, Message, outgoing
+from rlinf_async.channels.wire.frames.framing import PROTOCOL_VERSION as VERSION
+from rlinf_async.channels.wire.frames.messages import CONTROL, DATA, Message, outgoing
+from rlinf_async.channels.wire.frames.reader import MessageReader
 
 bodies = st.none() | st.builds(
     Encoded, st.binary(max_size=300), st.lists(st.builds(bytearray, st.binary(max_size=300)))

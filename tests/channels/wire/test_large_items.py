@@ -21,9 +21,9 @@ from rlinf_async.channels.wire import (
     Encoded,
     Router,
     encode,
-    protocol,
-    ready,
 )
+from rlinf_async.channels.wire.links import prepare_next as ready
+from rlinf_async.channels.wire.links import protocol
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import Wired, until, wired
 
@@ -116,7 +116,7 @@ async def test_large_items_never_exceed_the_capacity() -> None:
 async def test_others_have_a_turn_while_many_large_items_are_put(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.remote_sender.TURN_BYTES", 3 * 4 * SIZE)
+    monkeypatch.setattr("rlinf_async.channels.wire.links.remote_sender.TURN_BYTES", 3 * 4 * SIZE)
     async with lending(capacity=64) as (_, _, channel, sender):
         assert lent_to(sender) > 8
         turns: list[int] = []

@@ -9,7 +9,7 @@ import pytest
 
 import rlinf_async.channels.wire
 
-SOURCES = sorted(Path(rlinf_async.channels.wire.__file__).parent.glob("*.py"))
+SOURCES = sorted(Path(rlinf_async.channels.wire.__file__).parent.rglob("*.py"))
 UNSAFE = {
     "pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing", "joblib"
 }  # fmt: skip

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rlinf_async.channels.wire.framing import HEADER, FrameType
-from rlinf_async.channels.wire.incoming import MessageReader
-from rlinf_async.channels.wire.outbox import Outbox
-from rlinf_async.channels.wire.transfer import CONTROL, DATA
+from rlinf_async.channels.wire.frames.framing import HEADER, FrameType
+from rlinf_async.channels.wire.frames.messages import CONTROL, DATA
+from rlinf_async.channels.wire.frames.reader import MessageReader
+from rlinf_async.channels.wire.session.outbox import Outbox
 
 
 class Written(asyncio.WriteTransport):

@@ -27,7 +27,13 @@ from rlinf_async.channels import (
     WrongItemType,
     current_party,
 )
-from rlinf_async.channels.wire import ChannelClient, Connection, Encoded, EndRef, encode
+from rlinf_async.channels.wire import (
+    ChannelClient,
+    Connection,
+    Encoded,
+    EndRef,
+    encode,
+)
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import (
     PATIENCE,
@@ -156,7 +162,7 @@ async def test_a_batch_that_is_too_large_stays_in_the_channel(
 ) -> None:
     channel = Channel(bytes, name="blobs")
     async with remote_pair(channel) as (_, receiver):
-        monkeypatch.setattr("rlinf_async.channels.wire.framing.MAX_MESSAGE_BYTES", 300_000)
+        monkeypatch.setattr("rlinf_async.channels.wire.frames.framing.MAX_MESSAGE_BYTES", 300_000)
         for _ in range(2):
             await channel.sender.put(bytes(200_000))
         with pytest.raises(ItemTooLarge, match=r"'blobs'.*smaller batch"):

@@ -24,9 +24,10 @@ from rlinf_async.channels import Channel, Latest, Receiver, Sender
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
 from rlinf_async.channels.wire import Connection
-from rlinf_async.channels.wire.borrowing import Borrowing
-from rlinf_async.channels.wire.lending import Lending, Progress
-from rlinf_async.channels.wire.memory_protocol import (
+from rlinf_async.channels.wire.frames.messages import LATER
+from rlinf_async.channels.wire.memory.borrowing import Borrowing
+from rlinf_async.channels.wire.memory.lending import Lending, Progress
+from rlinf_async.channels.wire.memory.memory_protocol import (
     Announce,
     Notice,
     Opened,
@@ -36,9 +37,15 @@ from rlinf_async.channels.wire.memory_protocol import (
     Retired,
     encode,
 )
-from rlinf_async.channels.wire.pool import Pool
-from rlinf_async.channels.wire.slab import PAGE, TOKEN_BYTES, Slab, is_private, make_slab, view_of
-from rlinf_async.channels.wire.transfer import LATER
+from rlinf_async.channels.wire.memory.pool import Pool
+from rlinf_async.channels.wire.memory.slab import (
+    PAGE,
+    TOKEN_BYTES,
+    Slab,
+    is_private,
+    make_slab,
+    view_of,
+)
 from tests.channels.wire.harness import Wired, until, wired
 
 SIZE = 50_000
@@ -294,7 +301,7 @@ async def test_where_the_system_has_no_memory_the_socket_is_used_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool, (soft, hard) = Pool(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    monkeypatch.setattr("rlinf_async.channels.wire.connection.process_pool", lambda: pool)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.connection.process_pool", lambda: pool)
     async with wired() as owner:
         channel = Channel(Item, name="items", capacity=8)
         connection = await owner.join()
@@ -315,7 +322,7 @@ async def test_where_the_system_has_no_memory_the_socket_is_used_and_it_is_said(
 async def test_a_peer_that_cannot_open_the_memory_gets_copies(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.borrowing.MAX_SLABS", 0)
+    monkeypatch.setattr("rlinf_async.channels.wire.memory.borrowing.MAX_SLABS", 0)
     async with wired() as owner:
         channel = Channel(Item, name="items", capacity=8)
         connection = await owner.join()
@@ -354,10 +361,9 @@ class Turns:
             self._count += copied
             return shared, copied
 
-        for module in ("lending", "shared_memory"):
-            where = f"rlinf_async.channels.wire.{module}.PIECE_BYTES"
-            monkeypatch.setattr(where, PIECE, raising=False)
-        monkeypatch.setattr("rlinf_async.channels.wire.connection.process_pool", lambda: pool)
+        monkeypatch.setattr("rlinf_async.channels.wire.memory.lending.PIECE_BYTES", PIECE)
+        pools = "rlinf_async.channels.wire.session.connection.process_pool"
+        monkeypatch.setattr(pools, lambda: pool)
         monkeypatch.setattr(Lending, "share", counted)
 
     def _turn(self) -> None:
@@ -540,7 +546,7 @@ def test_a_body_is_copied_once_for_all_who_get_it() -> None:
 def test_a_large_body_is_copied_once_by_all_who_send_it_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.lending.PIECE_BYTES", 30_000)
+    monkeypatch.setattr("rlinf_async.channels.wire.memory.lending.PIECE_BYTES", 30_000)
     first, second = Halves(), Halves()
     second.lending = Lending(first.pool, second.said.append, second.gone.append)
     body, copied, progress = first.body(), 0, (Progress(), Progress())
@@ -559,7 +565,7 @@ def test_a_large_body_is_copied_once_by_all_who_send_it_at_the_same_time(
 def test_a_large_body_that_finds_no_memory_is_not_taken_for_a_whole_one_by_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.lending.PIECE_BYTES", 30_000)
+    monkeypatch.setattr("rlinf_async.channels.wire.memory.lending.PIECE_BYTES", 30_000)
     halves = Halves()
     body, progress = halves.body(), [Progress(), Progress()]
     assert [halves.lending.share(body, one)[0] for one in progress] == [LATER, LATER]

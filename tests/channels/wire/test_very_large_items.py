@@ -15,11 +15,19 @@ import pytest
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, ItemTooLarge, MalformedFrame
-from rlinf_async.channels.wire import Encoded, framing, incoming, reserved
-from rlinf_async.channels.wire.codec import Decoder, encode
-from rlinf_async.channels.wire.framing import CHUNK_BYTES, HEADER, Flag, FrameType, pack_header
-from rlinf_async.channels.wire.incoming import MessageReader
-from rlinf_async.channels.wire.transfer import DATA, outgoing
+from rlinf_async.channels.wire import Encoded
+from rlinf_async.channels.wire.frames import framing, reserved
+from rlinf_async.channels.wire.frames import reader as incoming
+from rlinf_async.channels.wire.frames.framing import (
+    CHUNK_BYTES,
+    HEADER,
+    Flag,
+    FrameType,
+    pack_header,
+)
+from rlinf_async.channels.wire.frames.messages import DATA, outgoing
+from rlinf_async.channels.wire.frames.reader import MessageReader
+from rlinf_async.channels.wire.items.codec import Decoder, encode
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import remote_pair, wired
 
@@ -176,7 +184,7 @@ async def taken(receiver: Any, how: str) -> Any:
 async def test_a_large_put_that_waits_for_room_does_not_keep_others_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.answering.MAX_HELD_BYTES", 100_000)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.answers.MAX_HELD_BYTES", 100_000)
     full, other = Channel(bytes, name="full", capacity=1), Channel(bytes, name="other", capacity=1)
     async with wired() as owner:
         connection = await owner.join()

@@ -1,0 +1,1 @@
+"""Large arrays that stay with their producer until their consumer fetches them."""

@@ -1,0 +1,230 @@
+"""Large arrays from producer to consumer, past the process that owns their channel.
+
+The producer keeps them and puts the rest of the item; who gets it comes for them. What is kept:
+
+* the producer keeps them until the item is consumed: a lease that fails is delivered again;
+* a producer that closes its connection gives what it still has to the owner first. One that dies
+  takes it along: those items are counted (``statistics().lost``) and logged, and whoever gets is
+  given the next one;
+* a consumer that cannot reach the producer gets them through the owner, as ever.
+
+On the producer's host they go by shared memory, else by TCP. Who comes proves the cluster's secret,
+as on every connection, and names a token that only the owner and its getters were told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from itertools import count
+from typing import Final, Self, Unpack
+
+from rlinf_async.channels.encoded import Buffer, Encoded
+from rlinf_async.channels.errors import ChannelError, WireError
+from rlinf_async.channels.wire.direct.direct_protocol import (
+    MAX_ARRAYS,
+    TOKEN_BYTES,
+    Fetch,
+    Payload,
+    fits,
+)
+from rlinf_async.channels.wire.links.protocol import Left
+from rlinf_async.channels.wire.memory.pool import process_pool
+from rlinf_async.channels.wire.session.connection import Connection
+from rlinf_async.channels.wire.session.endpoint import Server, connect, serve
+from rlinf_async.channels.wire.session.failures import RemoteError
+from rlinf_async.channels.wire.session.router import Request, Router
+from rlinf_async.channels.wire.session.side import Times
+
+LEAST: Final = 1024**2
+MOST: Final = 1024**3
+OUT_OF_REACH_SECONDS: Final = 300.0
+"""For which a process that could not be reached is not tried again."""
+
+log = logging.getLogger(__name__)
+
+
+class Direct:
+    """What one process keeps for others, and how it gets what others keep. See `open`."""
+
+    def __init__(self, secret: bytes, name: str, least: int, most: int, times: Times) -> None:
+        self.token = os.urandom(TOKEN_BYTES)
+        self.host = host_id()
+        self.addresses: list[str] = []
+        self._secret = secret
+        self._name = name
+        self._least = least
+        self._most = most
+        self._times = times
+        self._numbers = count(1)
+        self._kept: dict[int, list[Buffer]] = {}
+        self._servers: list[Server] = []
+        self._links: dict[bytes, asyncio.Task[Connection | None]] = {}
+        self._tried: dict[bytes, float] = {}
+        self._closed = False
+        self.kept_bytes = 0
+        """of the arrays that are here until somebody has fetched them"""
+        self.fetched = 0
+        """items whose arrays this process got from their producer"""
+        self.passed = 0
+        """items whose arrays it got through the owner of their channel"""
+
+    @classmethod
+    async def open(
+        cls,
+        secret: bytes,
+        *,
+        name: str,
+        listen: Sequence[str | os.PathLike[str]] = (),
+        least: int = LEAST,
+        most: int = MOST,
+        **times: Unpack[Times],
+    ) -> Self:
+        """Fetch from others, and where it listens let others fetch from here.
+
+        Args:
+            listen: addresses, as of `serve`: a TCP address that the consumers' hosts reach, and for
+                those of this host a Unix socket. Without any, this process's own items go through
+                the owner.
+            least: bytes of the large arrays of an item, from which on they stay here.
+            most: bytes kept here at a time; beyond it items go through the owner.
+            times: as of `serve` and `connect`.
+
+        Raises:
+            ValueError, WireError: as `serve`.
+        """
+        made = cls(secret, name, least, most, times)
+        router = Router()
+        router.add_sync("payload.fetch", Fetch, made.answer)
+        try:
+            for address in listen:
+                server = await serve(address, secret, router=router, name=name, **times)
+                made._servers.append(server)
+                made.addresses.append(server.address)
+        except BaseException:
+            await made.close()
+            raise
+        return made
+
+    async def close(self) -> None:
+        """Stop listening. First close the connections to the owners, which take over what is kept
+        here."""
+        self._closed = True
+        links, self._links = self._links, {}
+        for task in links.values():
+            task.cancel()
+        for found in await asyncio.gather(*links.values(), return_exceptions=True):
+            if isinstance(found, Connection):
+                found.close()
+                await found.wait_closed()
+        for server in self._servers:
+            await server.close()
+
+    # ---- keeping
+
+    def may_keep(self, buffers: Sequence[Buffer]) -> bool:
+        """Whether these are large enough to stay here, and not too much."""
+        size = sum(map(len, buffers))
+        return (
+            len(buffers) <= MAX_ARRAYS
+            and self._least <= size
+            and self.kept_bytes + size <= self._most
+        )
+
+    def keep(self, buffers: Sequence[Buffer], *, copied: bool = False) -> int | None:
+        """Keep a copy of these; its number, or None if they may not stay here.
+
+        Args:
+            copied: they are a copy already, which nobody else changes.
+        """
+        if not self.may_keep(buffers):
+            return None
+        self._kept[number := next(self._numbers)] = [
+            *(buffers if copied else process_pool().lend(buffers) or map(bytearray, buffers))
+        ]
+        self.kept_bytes += sum(map(len, buffers))
+        return number
+
+    def let_go(self, number: int) -> None:
+        """Nobody will fetch this."""
+        self.kept_bytes -= sum(map(len, self._kept.pop(number)))
+
+    def answer(self, request: Request[Fetch]) -> None:
+        """Give somebody what he came for."""
+        found = self._find(request.meta.token, request.meta.number)
+        if found is None:
+            request.reply(Payload(False))
+        else:
+            request.reply(Payload(True), Encoded(b"", found))
+
+    def _find(self, token: bytes, number: int) -> list[Buffer] | None:
+        return self._kept.get(number) if token == self.token else None
+
+    # ---- fetching
+
+    async def fetch(self, left: Left) -> Sequence[Buffer] | None:
+        """What another process keeps, from itself; None if that does not work."""
+        if left.token == self.token:
+            own = self._find(left.token, left.number)
+            return None if own is None else [bytearray(buffer) for buffer in own]
+        connection = await self._reach(left)
+        if connection is None:
+            return None
+        try:
+            reply, body = await connection.request(
+                "payload.fetch", Fetch(left.token, left.number), reply=Payload
+            )
+        except (ChannelError, RemoteError) as error:
+            log.info("arrays could not be fetched from %s: %s", connection.peer, error)
+            return None
+        if body is None or not reply.here or not fits(body, left.sizes):
+            return None
+        self.fetched += 1
+        return body.buffers
+
+    async def _reach(self, left: Left) -> Connection | None:
+        """The connection to this process: there is one, whoever wants it."""
+        if self._closed:
+            return None
+        now = asyncio.get_running_loop().time()
+        if now - self._tried.get(left.token, float("-inf")) < OUT_OF_REACH_SECONDS:
+            return None
+        task = self._links.get(left.token)
+        if task is None or _is_gone(task):
+            self._links = {of: link for of, link in self._links.items() if not _is_gone(link)}
+            task = asyncio.get_running_loop().create_task(self._connect(left))
+            self._links[left.token] = task
+        await asyncio.wait([task])
+        return None if task.cancelled() else task.result()
+
+    async def _connect(self, left: Left) -> Connection | None:
+        why = "it says no address"
+        for address in left.addresses:
+            if address.startswith("tcp://") or left.host == self.host:
+                try:
+                    return await connect(
+                        address, self._secret, name=self._name, router=Router(), **self._times
+                    )
+                except WireError as error:
+                    why = str(error)
+        log.warning("large arrays come through the owner of their channel: %s", why)
+        self._tried[left.token] = asyncio.get_running_loop().time()
+        return None
+
+
+def _is_gone(task: asyncio.Task[Connection | None]) -> bool:
+    if not task.done():
+        return False
+    found = None if task.cancelled() else task.result()
+    return found is None or found.closed
+
+
+def host_id() -> str:
+    """Names this host until it is started again; empty where that cannot be known."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,86 @@
+"""The consumer's side of large arrays that stayed with their producer. See `direct`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from rlinf_async.channels.encoded import Buffer, Encoded
+from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
+from rlinf_async.channels.remote_payload import Away, PayloadLost, away_of
+from rlinf_async.channels.wire.direct.direct_protocol import Fetch, Payload, check_kept, fits
+from rlinf_async.channels.wire.links.protocol import Left
+
+if TYPE_CHECKING:
+    from rlinf_async.channels.wire.direct.direct import Direct
+    from rlinf_async.channels.wire.session.connection import Connection
+
+AT_ONCE: Final = 4
+"""Items of a batch that are fetched at a time."""
+
+
+def attach(parts: Sequence[Encoded], left: Sequence[Left]) -> None:
+    """Say of these items that their arrays are elsewhere.
+
+    Raises:
+        MalformedFrame: it makes no sense.
+    """
+    for one in left:
+        check_kept(one.sizes)
+        if not 0 <= one.item < len(parts) or parts[one.item].buffers:
+            raise MalformedFrame(f"arrays are to be fetched for item {one.item}, which is none")
+        parts[one.item].buffers = Away(one.sizes, one)
+
+
+async def fetch_all(
+    connection: Connection, direct: Direct | None, parts: Sequence[Encoded]
+) -> int | None:
+    """Bring the arrays of these items here, straight from their producers or through the owner at
+    the other side of the connection. None, or an item whose arrays are lost.
+
+    Raises:
+        ConnectionLost: to the owner; the items go to others.
+    """
+    slots = asyncio.Semaphore(AT_ONCE)
+
+    async def bring(index: int, part: Encoded, left: Left) -> None:
+        async with slots:
+            try:
+                part.buffers = await _fetch(connection, direct, left)
+            except PayloadLost:
+                lost.append(index)
+
+    lost: list[int] = []
+    wanted = [
+        (index, part, away.where)
+        for index, part in enumerate(parts)
+        if (away := away_of(part)) is not None
+    ]
+    if len(wanted) == 1:
+        await bring(*wanted[0])
+    else:
+        bringing = [asyncio.ensure_future(bring(*one)) for one in wanted]
+        try:
+            await asyncio.gather(*bringing)
+        finally:
+            for task in bringing:
+                task.cancel()
+    if connection.closed:  # they have gone back, and others may have them
+        raise ConnectionLost(f"connection to {connection.peer!r} was lost")
+    return min(lost, default=None)
+
+
+async def _fetch(connection: Connection, direct: Direct | None, left: Left) -> Sequence[Buffer]:
+    if direct is not None:
+        found = await direct.fetch(left)
+        if found is not None:
+            return found
+    reply, body = await connection.request(
+        "payload.pass", Fetch(left.token, left.number), reply=Payload
+    )
+    if body is None or not reply.here or not fits(body, left.sizes):
+        raise PayloadLost("nobody has the arrays of this item any more")
+    if direct is not None:
+        direct.passed += 1
+    return body.buffers

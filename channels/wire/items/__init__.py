@@ -1,0 +1,1 @@
+"""Items as bytes and back, by the type of their channel. Pure."""

@@ -1,0 +1,321 @@
+"""Items as bytes and back, by the channel's type. No pickle, in neither direction.
+
+MessagePack does what msgspec can do; beyond that, by extension types:
+
+====  =====================================================================================
+code  is
+====  =====================================================================================
+1     an array (see `arrays`): large ones stand beside the MessagePack, as buffers
+2     the end of a channel, where the encoder and the decoder were told how to handle ends
+3..5  a tuple, set or frozenset where the type does not say that it is one (see `untyped`)
+====  =====================================================================================
+
+A received array is writable. It lies in the bytes that arrived, or in shared memory whose pages are
+copied when they are written; decoding takes them over. Whoever may have to decode them again
+decodes a copy (`Decoder.decode_copy`). numpy scalars arrive as plain numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from threading import get_ident
+from typing import Any, Final, get_args, get_origin
+
+import msgspec
+
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.ends import Receiver, Sender
+from rlinf_async.channels.errors import MalformedFrame, WrongItemType
+from rlinf_async.channels.itemtypes import type_name
+from rlinf_async.channels.latest import LatestReceiver, LatestSender
+from rlinf_async.channels.saying import fit, text_of
+from rlinf_async.channels.untyped import UNPACKED, Packed
+from rlinf_async.channels.wire.frames.framing import MAX_BUFFERS
+from rlinf_async.channels.wire.frames.reserved import is_reserved
+from rlinf_async.channels.wire.items import arrays
+from rlinf_async.channels.wire.links.protocol import EndRef
+from rlinf_async.channels.wire.memory.slab import is_private
+
+ARRAY: Final = 1
+END: Final = 2
+
+AnyEnd = Sender[Any] | Receiver[Any] | LatestSender[Any] | LatestReceiver[Any]
+END_CLASSES: Final = {
+    "sender": Sender,
+    "receiver": Receiver,
+    "latest_sender": LatestSender,
+    "latest_receiver": LatestReceiver,
+}
+EncodeEnd = Callable[[AnyEnd], EndRef]
+DecodeEnd = Callable[[EndRef, Any], AnyEnd]
+"""Makes an end of an `EndRef` and the item type that it is annotated with."""
+
+_encode_plain = msgspec.msgpack.Encoder().encode
+_decode_head = msgspec.msgpack.Decoder(arrays.Head).decode
+_decode_ref = msgspec.msgpack.Decoder(EndRef).decode
+
+
+class Encoder:
+    """Turns items into bytes. May be used in any thread."""
+
+    def __init__(self, ends: EncodeEnd | None = None) -> None:
+        self._ends = ends
+        self._encode = msgspec.msgpack.Encoder(enc_hook=self._hook).encode
+        # By thread: while one copies an array out of a GPU, another may encode its own item.
+        self._buffers: dict[int, list[memoryview]] = {}
+
+    def encode(self, item: object) -> Encoded:
+        """The item as it travels. Large contiguous arrays are not copied: do not change them
+        before the item was sent.
+
+        Raises:
+            WrongItemType: a part of it cannot travel; the message says which and why.
+        """
+        if self._buffers:  # of one that failed
+            self._buffers.pop(get_ident(), None)
+        try:
+            data = self._encode(item)
+        except RecursionError:
+            raise WrongItemType(
+                f"{type(item).__name__} is nested too deeply to travel, or contains itself"
+            ) from None
+        except Exception as error:  # of numpy, torch, or the item's own code: all say the same
+            raise WrongItemType(fit(self._explain(item, error))) from error
+        if not self._buffers:
+            return Encoded(data)
+        return Encoded(data, self._buffers.pop(get_ident(), ()))
+
+    def _hook(self, value: object) -> Any:
+        if arrays.is_array(value):
+            return self._array("numpy", value, *arrays.array_elements(_as_any(value)))
+        if arrays.is_number(value):
+            return _as_any(value).item()
+        if arrays.is_tensor(value):
+            return self._array("torch", value, *arrays.tensor_elements(_as_any(value)))
+        if isinstance(value, Sender | Receiver | LatestSender | LatestReceiver):
+            return self._end(value)
+        if isinstance(value, Packed):
+            return msgspec.msgpack.Ext(value.code, self._encode(value.items))
+        raise arrays.CannotTravel(
+            f"{type(value).__name__} cannot travel: use a msgspec.Struct, a dataclass, plain "
+            "values, numpy arrays or torch tensors"
+        )
+
+    def _array(
+        self, kind: Any, array: Any, dtype: Any, elements: memoryview
+    ) -> msgspec.msgpack.Ext:
+        buffers = self._buffers.setdefault(get_ident(), [])
+        inline = len(elements) <= arrays.INLINE_BYTES or len(buffers) >= MAX_BUFFERS
+        where = bytes(elements) if inline else len(buffers)
+        if not inline:
+            buffers.append(elements)
+        head = arrays.Head(kind, dtype, tuple(array.shape), where)
+        return msgspec.msgpack.Ext(ARRAY, _encode_plain(head))
+
+    def _end(self, end: AnyEnd) -> msgspec.msgpack.Ext:
+        if self._ends is None:
+            raise arrays.CannotTravel(
+                "the end of a channel travels only as an argument of a worker's call"
+            )
+        return msgspec.msgpack.Ext(END, _encode_plain(self._ends(end)))
+
+    def _explain(self, item: object, error: Exception) -> str:
+        said = text_of(error)
+        with contextlib.suppress(Exception):  # the item's own code may raise where it is looked at
+            for path, value in _parts(item, type(item).__name__):
+                if not _children(value) and self._refusal(value) == said:
+                    return f"{path}: {said}"
+        return f"{type(item).__name__}: {said}"
+
+    def _refusal(self, value: object) -> str | None:
+        """Why this value cannot travel by itself."""
+        try:
+            self._encode(value)
+        except Exception as error:
+            return text_of(error)
+        return None
+
+
+class Decoder:
+    """Turns bytes into items of one type.
+
+    Raises:
+        TypeError: no item of this type could travel.
+    """
+
+    def __init__(self, item_type: Any, ends: DecodeEnd | None = None) -> None:
+        self.item_type = item_type
+        self._ends = ends
+        self._buffers: Sequence[memoryview | bytearray] = ()
+        self._decode_list: Callable[[memoryview], list[Any]] | None = None
+        try:
+            self._decode = msgspec.msgpack.Decoder(
+                item_type, dec_hook=self._check, ext_hook=self._extend
+            ).decode
+        except TypeError as error:
+            raise TypeError(_explain_type(item_type, error)) from error
+
+    def decode(self, encoded: Encoded) -> Any:
+        """The item. Its large arrays lie in the buffers that were given: see `decode_copy`.
+
+        Raises:
+            MalformedFrame: the bytes are not an item of this type.
+        """
+        self._buffers = encoded.buffers
+        try:
+            return self._decode(encoded.data)
+        except Exception as error:  # of msgspec, numpy, torch, or the type's own checks
+            raise MalformedFrame(
+                f"what arrived is not a {type_name(self.item_type)}: {fit(text_of(error))}"
+            ) from error
+        finally:
+            self._buffers = ()
+
+    def decode_copy(self, encoded: Encoded) -> Any:
+        """The item, with arrays of its own: what is done to it does not change what arrived.
+
+        Raises:
+            MalformedFrame: as `decode`.
+        """
+        return self.decode(Encoded(encoded.data, [bytearray(buffer) for buffer in encoded.buffers]))
+
+    def _extend(self, code: int, data: memoryview) -> Any:
+        if code == ARRAY:
+            head = _decode_head(data)
+            return arrays.restore(head, self._elements(head.elements))
+        if code == END:
+            return _decode_ref(data)
+        if code in UNPACKED:
+            if self._decode_list is None:
+                inner = msgspec.msgpack.Decoder(list[Any], ext_hook=self._extend)
+                self._decode_list = inner.decode
+            return UNPACKED[code](self._decode_list(data))
+        raise ValueError(f"unknown extension {code}")
+
+    def _elements(self, where: int | bytes) -> bytearray | memoryview:
+        if isinstance(where, bytes):
+            return bytearray(where)
+        if not 0 <= where < len(self._buffers):
+            raise ValueError(f"buffer {where} of {len(self._buffers)}")
+        buffer = self._buffers[where]
+        own = isinstance(buffer, bytearray) or is_reserved(buffer) or is_private(buffer)
+        return buffer if own else bytearray(buffer)
+
+    def _check(self, expected: Any, value: Any) -> Any:
+        """msgspec found a type that it does not know: an array, a tensor, or the end of a
+        channel."""
+        if isinstance(value, EndRef):
+            return self._attach(expected, value)
+        kind = get_origin(expected) or expected
+        if isinstance(kind, type) and not isinstance(value, kind):
+            raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
+        allowed = _dtypes(expected)
+        if allowed and value.dtype.type not in allowed:
+            names = " or ".join(sorted(dtype.__name__ for dtype in allowed))
+            raise TypeError(f"expected an array of {names}, got {value.dtype}")
+        return value
+
+    def _attach(self, expected: Any, ref: EndRef) -> AnyEnd:
+        kind = get_origin(expected) or expected
+        if kind is not END_CLASSES[ref.kind]:
+            raise TypeError(
+                f"channel {ref.channel!r}: a {ref.kind.replace('_', ' ')} was given where "
+                f"{type_name(expected)} is declared"
+            )
+        if self._ends is None:
+            raise TypeError(
+                f"channel {ref.channel!r}: an end travels only as an argument of a worker's call"
+            )
+        item_type = get_args(expected)
+        return self._ends(ref, item_type[0] if item_type else Any)
+
+
+def encode(item: object) -> Encoded:
+    """The item as it travels. See `Encoder`."""
+    return Encoder().encode(item)
+
+
+def join(parts: Sequence[Encoded]) -> tuple[list[tuple[int, int]], Encoded]:
+    """Several encoded items as one body, and what `split` needs to part them."""
+    if len(parts) == 1:
+        return [(len(parts[0].data), len(parts[0].buffers))], parts[0]
+    sizes = [(len(part.data), len(part.buffers)) for part in parts]
+    buffers = [buffer for part in parts for buffer in part.buffers]
+    return sizes, Encoded(b"".join([part.data for part in parts]), buffers)
+
+
+def split(sizes: Sequence[tuple[int, int]], body: Encoded | None) -> list[Encoded]:
+    """The encoded items of a body that `join` made.
+
+    Raises:
+        MalformedFrame: the sizes do not fit the body.
+    """
+    whole = body if body is not None else Encoded(b"")
+    if len(sizes) == 1 and sizes[0] == (len(whole.data), len(whole.buffers)):
+        return [whole]
+    data, buffers = whole.data, whole.buffers
+    parts: list[Encoded] = []
+    start = first = 0
+    for length, count in sizes:
+        stop, last = start + length, first + count
+        parts.append(Encoded(data[start:stop], buffers[first:last] if count else ()))
+        start, first = stop, last
+    if start != len(data) or first != len(buffers):
+        raise MalformedFrame(
+            f"{len(sizes)} items of {start} bytes and {first} buffers were announced, "
+            f"{len(whole.data)} bytes and {len(whole.buffers)} buffers arrived"
+        )
+    return parts
+
+
+def _as_any(value: object) -> Any:
+    return value
+
+
+def _dtypes(expected: Any) -> tuple[type, ...]:
+    """The scalar types that ``NDArray[np.float32]`` (or of a union of them) allows."""
+    arguments = get_args(expected)
+    if len(arguments) != 2 or not get_args(arguments[1]):
+        return ()
+    scalar = get_args(arguments[1])[0]
+    parts = get_args(scalar) or (scalar,)
+    # An abstract type, as in NDArray[np.floating], stands for many.
+    return tuple(part for part in parts if isinstance(part, type) and not part.__subclasses__())
+
+
+def _explain_type(item_type: Any, error: TypeError) -> str:
+    hint = ""
+    if "custom type" in str(error):
+        hint = (
+            ". For arrays of several dtypes write NDArray[np.float32 | np.int64], and no other "
+            "type but None beside an array"
+        )
+    return f"{type_name(item_type)} cannot travel between processes: {error}{hint}"
+
+
+def _parts(item: object, path: str) -> list[tuple[str, object]]:
+    """Every part of an item with the path that leads there, at most a few thousand."""
+    found = [(path, item)]
+    for at, value in found:
+        if len(found) > 5000:
+            break
+        found += [(f"{at}{step}", part) for step, part in _children(value)]
+    return found
+
+
+def _children(value: object) -> list[tuple[str, object]]:
+    if isinstance(value, msgspec.Struct):
+        return _fields(value, value.__struct_fields__)
+    if isinstance(value, Mapping):
+        return [(f"[{key!r:.40}]", part) for key, part in value.items()]
+    if isinstance(value, Packed):
+        value = value.items
+    if isinstance(value, list | tuple):
+        return [(f"[{index}]", part) for index, part in enumerate(value)]
+    return _fields(value, tuple(getattr(type(value), "__dataclass_fields__", {})))
+
+
+def _fields(value: object, names: Sequence[str]) -> list[tuple[str, object]]:
+    """The fields that have a value."""
+    return [(f".{name}", getattr(value, name)) for name in names if hasattr(value, name)]

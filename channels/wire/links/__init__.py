@@ -1,0 +1,1 @@
+"""The ends of channels over a connection: credit, transfers, deliveries and their settling."""

@@ -1,0 +1,328 @@
+"""The owner's side of getting: what was delivered to one process, until that has settled it.
+
+A delivery is the answer to a request and has its number; its entries are numbered from 0. It is
+settled by what the process says of it (`Taken`, `Settle`), by a cancellation that crosses the
+answer, and by the loss of the connection::
+
+    Get ---> [waits] ---> answered: requested entries, and some prefetched
+                             |--Taken, Settle---> settled, entry by entry
+                             |--CANCEL----------> returned
+                             `--connection lost-> returned; under a lease: failed
+
+A receiver that gets one by one, quickly, is sent items in advance of its next gets. They count as
+queued. Only one receiver of a key has such items; as soon as anybody else waits they are recalled,
+and nobody is served until they are settled: so each receiver sees a key in order. A process that
+does not answer a recall for `RECALL_SECONDS`, because it stands still, holds up nobody but itself;
+what it returns later goes to the head, as after a failed lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+
+from rlinf_async.channels.delivery import Delivery, Entry, Outcome
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.ends import Key, checked_least
+from rlinf_async.channels.errors import ChannelError, ItemTooLarge, LeaseLost
+from rlinf_async.channels.key_queue import KeyQueue, corked, uncork
+from rlinf_async.channels.remote_payload import is_lost
+from rlinf_async.channels.wire.direct.producers import leave_out
+from rlinf_async.channels.wire.frames import framing
+from rlinf_async.channels.wire.items.codec import join
+from rlinf_async.channels.wire.links.prepare_next import CANNOT_TRAVEL, as_travels, make_next_ready
+from rlinf_async.channels.wire.links.protocol import (
+    Delivered,
+    Get,
+    Left,
+    Nothing,
+    Range,
+    Recall,
+    Settle,
+)
+from rlinf_async.channels.wire.session.router import Request
+from rlinf_async.patient import Timer
+
+if TYPE_CHECKING:
+    from rlinf_async.channels.wire.links.owner_ends import OpenEnd
+    from rlinf_async.channels.wire.session.connection import Connection
+
+PREFETCH_BYTES: Final = framing.CHUNK_BYTES // 2
+"""Sent in advance with one answer."""
+MAX_PREFETCH: Final = 4096
+"""Items, with one answer."""
+PREFETCH_ITEM_BYTES: Final = 32 * 1024
+"""Larger items are not prefetched."""
+ALONE_SECONDS: Final = 1.0
+"""Nothing is prefetched for so long after somebody else waited for what was."""
+RECALL_SECONDS: Final = 0.25
+NOTHING: Final = Nothing()
+NO_LEFT: Final[list[Left]] = []
+ONE: Final = 1
+"""The answer that carries one item stands for `Delivered` with that item."""
+
+
+class RemoteDelivery(Delivery):
+    """A delivery to another process, which asked for it with a request."""
+
+    __slots__ = ("_deliveries", "request")
+
+    def __init__(
+        self, deliveries: Deliveries, request: Request[Get], queue: KeyQueue, receiver: int
+    ) -> None:
+        get = request.meta
+        least = get.weight if get.at_least is None else get.at_least
+        owner = (deliveries, get.task)
+        super().__init__(queue, receiver, get.party, owner, get.weight, least, get.lease)
+        self._deliveries = deliveries
+        self.request = request
+
+    @property
+    def cancelled(self) -> bool:
+        return False  # it leaves its queue in the moment in which it is
+
+    def served(self) -> None:
+        self._deliveries.answer(self)
+
+    def refused(self, error: ChannelError) -> None:
+        self.request.fail(error)
+
+    def over(self) -> None:
+        self.request.answering.unsettled.pop(self.request.number, None)
+
+    # ---- for the connection
+
+    def abandon(self) -> None:
+        """Its request was given up before it was answered."""
+        self.queue.cancel_get(self)
+        self.queue.get_waited(self)
+
+    def returned(self) -> None:
+        """Its request was given up after it was answered: nothing of it was taken."""
+        self.queue.settle(self, Outcome.RETURNED)
+
+    def lost(self, reason: str) -> None:
+        """The process is gone. Nobody is served before all that it had is back."""
+        self._deliveries.cork(self.queue)
+        if self.lease:
+            why = f"{self.request.connection.peer} is gone: {reason}"
+            self.queue.settle(self, Outcome.FAILED, error=why)
+        else:
+            self.queue.queue.unconfirmed += self.unsettled
+            self.queue.settle(self, Outcome.RETURNED)
+
+
+class Prefetch:
+    """What one receiver has of one key in advance of its gets. It is there as long as that is
+    anything. (A `PrefetchLink`.)"""
+
+    def __init__(self, deliveries: Deliveries, end: int, receiver: int, queue: KeyQueue) -> None:
+        self._deliveries = deliveries
+        self._end = end
+        self._receiver = receiver
+        self._queue = queue
+        self._timer: Timer | None = None
+        self.overdue = False
+
+    @property
+    def recalled(self) -> bool:
+        """Whether it was asked for, and has not come."""
+        return self._timer is not None
+
+    def recall(self, receiver: int = 0) -> None:
+        connection, queue = self._deliveries.connection, self._queue
+        if receiver != self._receiver:
+            queue.contested = queue.queue.now()
+        if self._timer is None and not connection.closed:
+            self._timer = Timer(RECALL_SECONDS, self._not_answered)
+            connection.notify("delivery.recall", Recall(self._end, queue.key))
+
+    def close(self) -> None:
+        queue = self._queue
+        with corked([queue]):
+            for delivery, link in list(queue.prefetching.items()):
+                if link is self:
+                    queue.settle(delivery, Outcome.RETURNED, delivery.requested)
+
+    def settled(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._deliveries.prefetches.pop((self._end, self._queue.key), None)
+
+    def _not_answered(self) -> None:
+        self.overdue = True
+        self._queue.serve()
+
+
+class Deliveries:
+    """All deliveries to one process."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.prefetches: dict[tuple[int, Key | None], Prefetch] = {}
+        """by receiver and key"""
+        self._corked: dict[KeyQueue, None] = {}
+
+    # ---- get
+
+    def get(self, request: Request[Get], end: OpenEnd) -> None:
+        """Answer with what is asked for, now or when it is there; for a weight of 0, with what can
+        be prefetched now."""
+        get, channel = request.meta, end.queue
+        if get.weight == 0:
+            queue = channel.known(get.key)
+            if queue is None:
+                request.reply(Delivered([]))
+                return
+            self.answer(RemoteDelivery(self, request, queue, end.number))
+            return
+        checked_least(channel.name, get.weight, get.at_least)
+        channel.check_get()
+        queue = channel.of_key(get.key)
+        delivery = RemoteDelivery(self, request, queue, end.number)
+        if queue.get(delivery):
+            request.abandon = delivery.abandon
+        else:
+            channel.forget(queue)
+
+    def answer(self, delivery: RemoteDelivery) -> None:
+        """Send the entries of a delivery, and some in advance."""
+        request, queue = delivery.request, delivery.queue
+        get = request.meta
+        if request.abandon is not None:
+            queue.get_waited(delivery)
+        try:
+            bodies = self._encoded(delivery)
+            if get.ahead > 0:
+                self._prefetch(delivery, get, bodies)
+            self._reply(delivery, bodies)
+        except Exception as error:
+            queue.settle(delivery, Outcome.RETURNED)
+            request.fail(error)
+
+    def _encoded(self, delivery: RemoteDelivery) -> list[Encoded]:
+        """The requested items as they travel. One that cannot travel is rejected.
+
+        Raises:
+            WrongItemType, ItemTooLarge: of that item.
+        """
+        found: list[Encoded] = []
+        for index, entry in enumerate(delivery.held()):
+            try:
+                found.append(as_travels(entry, delivery.queue.queue))
+            except CANNOT_TRAVEL as error:
+                queue = delivery.queue
+                queue.settle(delivery, Outcome.REJECTED, index, 1, error)
+                raise type(error)(f"channel {queue.queue.name!r}: {error}") from error
+        return found
+
+    def _prefetch(self, delivery: RemoteDelivery, get: Get, bodies: list[Encoded]) -> None:
+        """Send small items in advance, where nobody else waits for them. Their bodies are added."""
+        queue = delivery.queue
+        channel = queue.queue
+        if not queue.entries or queue.getters.order or channel.failure is not None:
+            return
+        prefetch = self.prefetches.get((get.end, get.key))
+        if (prefetch is not None and prefetch.recalled) or any(
+            other is not prefetch for other in queue.prefetching.values()
+        ):
+            return
+        if channel.now() - queue.contested < ALONE_SECONDS:
+            return
+        size, before = 0, len(bodies)
+        for entry in islice(queue.entries, min(get.ahead, MAX_PREFETCH)):
+            try:
+                body = as_travels(entry, channel)
+            except CANNOT_TRAVEL:  # whoever asks for it is told
+                break
+            if body.buffers or len(body.data) > PREFETCH_ITEM_BYTES:
+                break
+            bodies.append(body)
+            size += len(body.data)
+            if size >= PREFETCH_BYTES:
+                break
+        if len(bodies) == before:
+            return
+        if prefetch is None:
+            prefetch = Prefetch(self, get.end, delivery.receiver, queue)
+            self.prefetches[get.end, get.key] = prefetch
+        queue.prefetch(delivery, prefetch, queue.pop(len(bodies) - before))
+
+    def _reply(self, delivery: RemoteDelivery, bodies: list[Encoded]) -> None:
+        request, channel = delivery.request, delivery.queue.queue
+        nbytes, left = 0, NO_LEFT
+        if channel.direct:
+            nbytes = sum(body.nbytes for body in bodies)
+            bodies, left = leave_out(bodies)
+        head: Delivered | int = ONE
+        if len(bodies) == 1 and not left and not delivery.lease:
+            body = bodies[0]
+        else:
+            counts = [entry.deliveries for entry in delivery.held()] if delivery.lease else []
+            sizes, body = join(bodies)
+            head = Delivered(sizes, counts, left)
+        unsettled = delivery if bodies else None
+        try:
+            request.reply(head, body, unsettled=unsettled)
+        except ItemTooLarge as error:
+            raise ItemTooLarge(
+                f"channel {channel.name!r}: {error}: ask for a smaller batch"
+            ) from error
+        if bodies:
+            channel.edges.take(request.meta.party, len(bodies), nbytes or body.nbytes, len(left))
+            if body.buffers:
+                make_next_ready(self.connection, delivery.queue, body)
+
+    # ---- settle
+
+    def taken(self, request: Request[Any], ranges: Iterable[Range]) -> None:
+        """The process has these."""
+        for number, first, count in ranges:
+            delivery = request.answering.unsettled.get(number)
+            if isinstance(delivery, RemoteDelivery) and first >= 0 and count > 0:
+                delivery.queue.settle(delivery, Outcome.TAKEN, first, count)
+
+    def settle(self, request: Request[Settle]) -> None:
+        """As the process says.
+
+        Raises:
+            LeaseLost: somebody waits to hear that a lease is settled, which went back before.
+        """
+        settle, unsettled = request.meta, request.answering.unsettled
+        found = [
+            (delivery, first, count)
+            for number, first, count in settle.ranges
+            if isinstance(delivery := unsettled.get(number), RemoteDelivery)
+            and first >= 0
+            and count > 0
+        ]
+        if not found and request.number:
+            raise LeaseLost(f"the lease is not held by {self.connection.peer}")
+        with corked([delivery.queue for delivery, _, _ in found]):
+            for delivery, first, count in found:
+                outcome = _checked(settle, delivery, first, count)
+                delivery.queue.settle(delivery, outcome, first, count, settle.error)
+        request.reply(NOTHING)
+
+    def cork(self, queue: KeyQueue) -> None:
+        """Serve nobody of this key until `close`."""
+        queue.corked = True
+        self._corked[queue] = None
+
+    def close(self) -> None:
+        """The process is gone, and everything that it had is back."""
+        uncork(self._corked)
+        self._corked.clear()
+
+
+def _checked(settle: Settle, delivery: RemoteDelivery, first: int, count: int) -> Outcome:
+    """The outcome, as far as it can be believed."""
+    outcome = Outcome(settle.outcome)
+    if outcome is Outcome.FAILED and not delivery.lease:
+        return Outcome.RETURNED
+    if outcome is Outcome.LOST:
+        entries: list[Entry | None] = delivery.entries[first : first + count]
+        if not all(entry is None or is_lost(entry.item) for entry in entries):
+            return Outcome.RETURNED
+    return outcome

@@ -1,0 +1,90 @@
+"""The ends of this process's channels that other processes use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlinf_async.channels.errors import ChannelError
+from rlinf_async.channels.latest import Latest
+from rlinf_async.channels.local import LocalReceiver, LocalSender
+from rlinf_async.channels.queue import Queue
+from rlinf_async.channels.wire.links.owner_credit import Credits
+from rlinf_async.channels.wire.links.owner_deliveries import Deliveries
+from rlinf_async.channels.wire.links.protocol import EndKind
+from rlinf_async.channels.wire.session.connection import Connection
+
+
+class OpenEnd:
+    """An end of a queue that another process uses."""
+
+    __slots__ = ("kind", "number", "queue")
+
+    def __init__(self, queue: Queue, kind: EndKind, holder: str) -> None:
+        self.queue = queue
+        self.kind: EndKind = kind
+        add = queue.add_sender if kind == "sender" else queue.add_receiver
+        self.number = add(holder)
+
+    @property
+    def holder(self) -> str:
+        """Who uses it, in reports."""
+        ends = self.queue.senders if self.kind == "sender" else self.queue.receivers
+        return ends.get(self.number, "")
+
+    def close(self) -> None:
+        if self.kind == "sender":
+            self.queue.remove_sender(self.number)
+        else:
+            self.queue.remove_receiver(self.number)
+
+
+class LentEnd(OpenEnd):
+    """An end of this process that another process uses in its place."""
+
+    __slots__ = ("end",)
+
+    def __init__(self, end: LocalSender[Any] | LocalReceiver[Any]) -> None:
+        self.end = end.open()
+        self.queue = end.queue
+        self.kind = "sender" if isinstance(end, LocalSender) else "receiver"
+        self.number = end.number
+
+    def close(self) -> None:
+        self.end.close()
+
+
+class LatestEnd:
+    """An end of a `Latest` that another process uses."""
+
+    __slots__ = ("kind", "latest")
+
+    def __init__(self, latest: Latest[Any], kind: EndKind) -> None:
+        self.latest = latest
+        self.kind: EndKind = kind
+
+    def close(self) -> None:
+        """A `Latest` does not count its ends."""
+
+
+class Peer:
+    """What one connected process holds."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.credits = Credits(connection)
+        self.deliveries = Deliveries(connection)
+        self.clones: dict[int, OpenEnd | ChannelError] = {}
+
+    def close_clones(self, of: Queue | Latest[Any] | None = None) -> None:
+        """Close the ends that it cloned itself, of one channel or of all."""
+        for number, end in list(self.clones.items()):
+            if of is None or channel_of(end) is of:
+                del self.clones[number]
+                if isinstance(end, OpenEnd):
+                    end.close()
+
+
+def channel_of(end: OpenEnd | LatestEnd | ChannelError) -> Queue | Latest[Any] | None:
+    """The channel that an end belongs to; None for one that could not be opened."""
+    if isinstance(end, OpenEnd):
+        return end.queue
+    return end.latest if isinstance(end, LatestEnd) else None

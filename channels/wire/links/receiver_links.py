@@ -1,0 +1,408 @@
+"""The client's side of getting: what was prefetched for each receiver, and who waits for it.
+
+::
+
+    get --prefetched here--> taken --next write--> Taken: settled
+     \\--none here---> Get --answer: the item, and some for the next gets--> taken, or kept here
+    half of them taken ---> Get of weight 0 --answer: what is there now--> kept here
+
+What is kept:
+
+* what is kept here was not taken, and belongs to the channel: it is returned when the owner recalls
+  it, when a batch or a lease is asked for, when this end closes, and when this process dies;
+* everything that arrives, arrives in the order of the key, and is handed to the gets that wait, in
+  their order. What was prefetched before a recall has arrived before it;
+* each get that waits has asked the owner by itself, so that it stands there in its turn, unless
+  prefetched items are on their way. One that is served by another one's answer gives its request
+  up;
+* only a receiver that takes one item after the other quickly is sent any in advance: as many as it
+  takes in a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from rlinf_async.channels.delivery import Outcome
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.ends import Key
+from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
+from rlinf_async.channels.saying import say
+from rlinf_async.channels.waitfor import WaitFuture, current_party
+from rlinf_async.channels.wire.direct.fetching import attach
+from rlinf_async.channels.wire.frames.messages import Message
+from rlinf_async.channels.wire.items.codec import split
+from rlinf_async.channels.wire.links.protocol import Delivered, Get, Range, Recall, Settle, Taken
+from rlinf_async.channels.wire.session.requests import head_of
+
+if TYPE_CHECKING:
+    from rlinf_async.channels.wire.session.connection import Connection
+    from rlinf_async.channels.wire.session.router import Request
+
+HORIZON: Final = 0.005
+"""Seconds: what is taken in this time is prefetched."""
+STREAK: Final = 4
+"""Gets in a row that must be so quick before anything is prefetched."""
+MAX_AHEAD: Final = 512
+TURN_ITEMS: Final = 128
+"""So many items are taken in a row, and then the loop has a turn."""
+MAX_LINKS: Final = 256
+"""With so many, those that are idle are forgotten before another one is made."""
+_decode_delivered = msgspec.msgpack.Decoder(Delivered | int).decode
+
+Part = tuple[int, int, Encoded]
+"""An item, behind the number of its delivery and its index there."""
+
+
+class WaitingGet(WaitFuture):
+    """A get that waits."""
+
+    def __init__(self, link: ReceiverLink) -> None:
+        super().__init__(loop=link.links.loop)
+        self.link = link
+        self.number = 0
+        """of its request; 0 where it has not asked, or was answered"""
+        self.party = current_party.get()
+        self.task = task_number()
+        self.taken: list[Range] = []
+        """what its request says beside"""
+
+    def set_result(self, message: Message) -> None:
+        """Its request was answered: that serves those who wait, oldest first."""
+        self.number = 0
+        try:
+            self.link.arrived(message, self)
+        except MalformedFrame as error:  # the connection ends by it, but forgot who waits
+            self.set_exception(error)
+            raise
+
+    def serve(self, part: Part) -> None:
+        """It has its item."""
+        super().set_result(part)
+
+
+class _More:
+    """A request for prefetched items alone, whose answer nobody awaits."""
+
+    def __init__(self, link: ReceiverLink) -> None:
+        self._link = link
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, message: Message) -> None:
+        self._link.more_arrived(message)
+
+    def set_exception(self, error: BaseException) -> None:
+        """The end is closed, or the connection is lost: whoever gets will be told."""
+        self._link.no_more()
+
+
+class ReceiverLink:
+    """One receiver and one key: what was prefetched, and the gets that wait."""
+
+    __slots__ = (
+        "_low", "_since", "_size", "_streak", "_taken", "asks_more", "closed", "end", "items",
+        "kept", "key", "links", "run", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, links: ReceiverLinks, end: int, key: Key | None) -> None:
+        self.links = links
+        self.end = end
+        self.key = key
+        self.items: deque[Part] = deque()
+        self.waiting: deque[WaitingGet] = deque()
+        self.asks_more = False
+        """whether prefetched items are on their way"""
+        self.closed = False
+        self.kept = False
+        """whether it is found when its items are recalled"""
+        self.run = 0
+        """items that were taken since the loop had a turn"""
+        self._since = float("-inf")  # when it last had waited
+        self._taken = 0
+        self._streak = 0
+        self._size = 0
+        self._low = -1  # with so few left, more are asked for
+
+    @property
+    def idle(self) -> bool:
+        return not (self.items or self.waiting or self.asks_more)
+
+    # ---- getting
+
+    async def next(self) -> Part:
+        """Wait for an item. Cancelled, it leaves the item in the channel."""
+        links = self.links
+        get = WaitingGet(self)
+        if not self.asks_more:
+            self._ask(get, 0 if self.waiting else self._ahead())
+        self.waiting.append(get)
+        try:
+            part: Part = await get
+        except BaseException:
+            self._abandon(get)
+            raise
+        self._since, self._taken = links.now(), 0
+        if links.connection.closed:  # it has gone back, and others may have it
+            raise ConnectionLost(f"connection to {links.connection.peer!r} was lost")
+        return part
+
+    def took(self, number: int, index: int) -> None:
+        """Somebody has this item."""
+        self.run += 1
+        self._taken += 1
+        self.links.taken(number, index)
+        if len(self.items) == self._low:
+            self._low = -1
+            self._ask_more()
+
+    def return_part(self, part: Part) -> None:
+        """Whoever had this item does not want it."""
+        if not self.links.connection.closed:
+            self.items.appendleft(part)
+            self.return_items()
+
+    def return_items(self) -> None:
+        """Nothing that is here will be taken."""
+        self._low, self._size, self._streak = -1, 0, 0
+        if self.items:
+            items, self.items = self.items, deque()
+            self.links.settle(_ranges(items), Outcome.RETURNED)
+
+    # ---- what arrives
+
+    def arrived(self, message: Message, get: WaitingGet) -> None:
+        """The answer to this get."""
+        parts = self._parts(message)
+        waiting = self.waiting
+        if len(parts) == len(waiting) == 1 and waiting[0] is get and not (self.items or get.done()):
+            waiting.clear()  # as below, without a detour
+            get.serve(parts[0])
+            return
+        if self.closed:
+            del parts[1:]  # the owner has taken back what was prefetched
+        if get in waiting and get is not waiting[0]:
+            waiting.remove(get)  # nobody is left waiting without having asked
+            waiting.appendleft(get)
+        if len(parts) > 1:
+            self._low = len(parts) // 2
+        self._received(parts)
+
+    def more_arrived(self, message: Message) -> None:
+        """The answer to the request for prefetched items."""
+        self.asks_more = False
+        parts = self._parts(message)
+        if self.closed:
+            parts.clear()  # the owner has taken them back
+        if parts and 2 * len(parts) >= self._size:
+            self._low = (len(self.items) + len(parts)) // 2
+        self._received(parts)
+        self.no_more()
+
+    def no_more(self) -> None:
+        """No prefetched items are on their way: who waits for them has to ask."""
+        self.asks_more = False
+        for get in list(self.waiting):
+            if not get.number and not get.done():
+                try:
+                    self._ask(get, 0)
+                except ConnectionLost as error:
+                    get.set_exception(error)
+
+    # ---- inside
+
+    def _received(self, parts: list[Part]) -> None:
+        self.items.extend(parts)
+        while self.waiting and self.items:
+            get = self.waiting.popleft()
+            if get.number:
+                self.links.give_up(get)
+            if not get.done():
+                get.serve(self.items.popleft())
+        if self.closed:
+            self.return_items()
+
+    def _ask(self, get: WaitingGet, ahead: int) -> None:
+        get.taken = taken = self.links.to_say()
+        question = Get(self.end, self.key, 1, None, get.party, get.task, False, ahead, taken)
+        get.number = self.links.connection.post(
+            get, "channel.get", head_of("channel.get", question)
+        )
+
+    def _parts(self, message: Message) -> list[Part]:
+        number = message.number
+        try:
+            delivered = _decode_delivered(message.head)
+            if isinstance(delivered, int):
+                return [(number, 0, message.body or Encoded(b""))]
+            bodies = split(delivered.sizes, message.body)
+            if delivered.left:
+                attach(bodies, delivered.left)
+            return [(number, index, body) for index, body in enumerate(bodies)]
+        except msgspec.DecodeError as error:
+            raise MalformedFrame(f"the answer to a get: {error}") from error
+
+    def _abandon(self, get: WaitingGet) -> None:
+        if get in self.waiting:
+            self.waiting.remove(get)
+        if not get.done() or get.cancelled():
+            if get.number:
+                self.links.give_up(get)
+        elif get.exception() is None:
+            self.return_part(get.result())
+
+    def _ahead(self) -> int:
+        """How many items may be prefetched: as many as are taken soon."""
+        used = self.links.now() - self._since  # without what it waited: that says nothing of it
+        pace = max(used, 1e-9) / max(1, self._taken)
+        if pace > HORIZON:
+            self._streak = self._size = 0
+            return 0
+        self._streak += 1
+        if self._streak < STREAK:
+            return 0
+        self._size = min(MAX_AHEAD, 2 * self._size + 8, int(HORIZON / pace))
+        return self._size
+
+    def _ask_more(self) -> None:
+        if self.waiting or self.asks_more or self.closed or not self.links.keep(self):
+            return
+        if ahead := self._ahead():
+            self.asks_more = True
+            more = Get(self.end, self.key, 0, 0, current_party.get(), 0, False, ahead)
+            self.links.connection.post(_More(self), "channel.get", head_of("channel.get", more))
+
+
+class ReceiverLinks:
+    """Those of one connection, and what they say of deliveries. See `of`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.loop = asyncio.get_running_loop()
+        self.now = self.loop.time
+        self._links: dict[tuple[int, Key | None], ReceiverLink] = {}
+        self._said: list[Range] = []
+        self._due = False
+        connection.answers.add_sync("delivery.recall", Recall, self._recalled)
+        connection.on_close(self._lost, first=True)
+
+    @classmethod
+    def of(cls, connection: Connection) -> ReceiverLinks:
+        """Those of this connection."""
+        found: ReceiverLinks | None = connection.parts.get(cls)
+        if found is None:
+            found = connection.parts[cls] = cls(connection)
+        return found
+
+    def find(self, end: int, key: Key | None) -> ReceiverLink:
+        """That of this receiver and key; made if there is none."""
+        link = self._links.get((end, key))
+        if link is None:
+            if len(self._links) >= MAX_LINKS:
+                self._forget_idle()
+            link = self._links[end, key] = ReceiverLink(self, end, key)
+            link.kept = True
+        return link
+
+    def close(self, end: int) -> None:
+        """This receiver is closed."""
+        for at, link in list(self._links.items()):
+            if at[0] == end:
+                link.closed = True
+                link.return_items()
+                link.kept = False
+                del self._links[at]
+
+    def return_items(self, end: int, key: Key | None) -> None:
+        """A batch or a lease is asked for: what was prefetched must be in the channel."""
+        link = self._links.get((end, key))
+        if link is not None:
+            link.return_items()
+
+    def keep(self, link: ReceiverLink) -> bool:
+        """Find it from now on, if it was forgotten; whether it is still that of its key. Only such
+        a one may have items prefetched: they must be found when they are recalled."""
+        if not link.kept:
+            link.kept = self._links.setdefault((link.end, link.key), link) is link
+        return link.kept
+
+    # ---- settling
+
+    def taken(self, number: int, index: int, count: int = 1) -> None:
+        """These entries are settled as taken. The owner is told with the next get that asks it, or
+        with the next write."""
+        said = self._said
+        if said and (last := said[-1])[0] == number and last[1] + last[2] == index:
+            said[-1] = number, last[1], last[2] + count
+        else:
+            said.append((number, index, count))
+            if not self._due:
+                self._due = True
+                self.connection.outbox.collect(self._say)
+
+    def to_say(self) -> list[Range]:
+        """What was taken: whoever asks for it says it."""
+        said, self._said = self._said, []
+        return said
+
+    def settle(
+        self, ranges: list[Range], outcome: Outcome, error: BaseException | str = ""
+    ) -> None:
+        """Settle entries otherwise, after what was taken before. To a lost owner there is nothing
+        to say."""
+        if not self.connection.closed:
+            self._say()
+            self.connection.notify(
+                "delivery.settle", Settle(ranges, outcome, say(error) if error else "")
+            )
+
+    def give_up(self, get: WaitingGet) -> None:
+        """Nobody wants the answer to its request."""
+        number, get.number = get.number, 0
+        if not self.connection.closed and self.connection.give_up(number):
+            for range_ in get.taken:  # then nothing of it was said
+                self.taken(*range_)
+
+    # ---- inside
+
+    def _say(self) -> None:
+        self._due = False
+        if (taken := self.to_say()) and not self.connection.closed:
+            self.connection.notify("delivery.taken", Taken(taken))
+
+    def _recalled(self, request: Request[Recall]) -> None:
+        self.return_items(request.meta.end, request.meta.key)
+
+    def _forget_idle(self) -> None:
+        for at, link in list(self._links.items()):
+            if link.idle:
+                link.kept = False
+                del self._links[at]
+
+    def _lost(self, connection: Connection, reason: str) -> None:
+        for link in self._links.values():
+            link.items.clear()
+        self._said.clear()
+
+
+def _ranges(parts: Iterable[Part]) -> list[Range]:
+    """The places of these items, joined where they lie side by side."""
+    found: list[Range] = []
+    for number, index, _ in parts:
+        if found and (last := found[-1])[0] == number and last[1] + last[2] == index:
+            found[-1] = number, last[1], last[2] + 1
+        else:
+            found.append((number, index, 1))
+    return found
+
+
+def task_number() -> int:
+    """Names the task that runs, within this process."""
+    task = asyncio.current_task()
+    return 0 if task is None else id(task)

@@ -1,0 +1,83 @@
+"""What the ends of one channel of another process share: how its items are sent and read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.errors import ChannelError, MalformedFrame, WrongItemType
+from rlinf_async.channels.itemtypes import check_item, item_class
+from rlinf_async.channels.wire.direct.direct import Direct
+from rlinf_async.channels.wire.items.item_codec import ItemCodec
+from rlinf_async.channels.wire.links.protocol import End, EndRef
+from rlinf_async.channels.wire.session.connection import Connection
+
+
+class Wire:
+    """A channel of another process, as this one sees it."""
+
+    def __init__(
+        self, connection: Connection, ref: EndRef, item_type: Any, direct: Direct | None = None
+    ) -> None:
+        self.connection = connection
+        self._loop = asyncio.get_running_loop()
+        self.direct = direct
+        self.queue = ref.queue
+        self.channel_name = ref.channel
+        self.item_type = item_type
+        self.item_class = item_class(item_type)
+        codec = ItemCodec(item_type, ref.form)
+        self.decode = codec.decode
+        # Of a union that is numbered, the codec must see what class an item has.
+        self._packs = not ref.form.numbered
+        self._encode = codec.encode_packed if self._packs else codec.encode
+
+    def close_later(self, end: int) -> None:
+        """Close an end that was dropped, in whichever thread that was noticed."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._close, end)
+
+    def _close(self, end: int) -> None:
+        if not self.connection.closed:
+            self.connection.notify("channel.close", End(end))
+
+    def encode(self, item: object) -> Encoded:
+        """The item as it travels.
+
+        Raises:
+            WrongItemType: it is not of the channel's type, or a part of it cannot travel.
+        """
+        if item.__class__ is not self.item_class:
+            packed = check_item(item, self.item_type, self.item_class, self.channel_name)
+            if self._packs:
+                item = packed
+        try:
+            return self._encode(item)
+        except WrongItemType as error:
+            raise WrongItemType(f"channel {self.channel_name!r}: {error}") from error
+
+    def decode_value(self, body: Encoded | None) -> Any:
+        """The value of a `Latest`.
+
+        Raises:
+            MalformedFrame: it is not of the channel's type.
+        """
+        try:
+            return self.decode(body or Encoded(b""))
+        except MalformedFrame as error:
+            raise self.unreadable(error) from error
+
+    def unreadable(self, error: MalformedFrame) -> MalformedFrame:
+        """An item is not of the channel's type."""
+        return MalformedFrame(
+            f"channel {self.channel_name!r} of {self.connection.peer}: {error}; whoever puts it "
+            "must declare the same type for this channel"
+        )
+
+    def elsewhere(self, what: str, instead: str) -> ChannelError:
+        return ChannelError(
+            f"channel {self.channel_name!r} lives in another process ({self.connection.peer}): "
+            f"{what} cannot know its state; use {instead}"
+        )

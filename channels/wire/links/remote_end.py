@@ -1,0 +1,88 @@
+"""The life of an end of a channel in another process: opened there, cloned and closed from here."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import count
+from typing import Any, Self
+
+from rlinf_async.channels.ends import Key
+from rlinf_async.channels.errors import ChannelClosed
+from rlinf_async.channels.itemtypes import check_key_and_weight
+from rlinf_async.channels.statistics import KeyState, Statistics
+from rlinf_async.channels.waitfor import current_party
+from rlinf_async.channels.wire.links import protocol
+from rlinf_async.channels.wire.links.remote_channel import Wire
+
+_clone_numbers = count(1)
+
+
+class RemoteEnd:
+    """The life of an end over a connection."""
+
+    __slots__ = ("_closed", "_number", "_wire")
+
+    def __init__(self, wire: Wire, number: int) -> None:
+        self._wire = wire
+        self._number = number
+        self._closed = False
+
+    @property
+    def channel_name(self) -> str:
+        return self._wire.channel_name
+
+    @property
+    def item_type(self) -> Any:
+        return self._wire.item_type
+
+    def open(self) -> Self:
+        if self._closed:
+            raise ChannelClosed(
+                f"this {type(self).__name__.removeprefix('Remote').lower()} of channel "
+                f"{self.channel_name!r} was closed: clone an end before closing it to use it again"
+            )
+        return self
+
+    def clone(self, holder: str | None = None) -> Self:
+        self.open()
+        number = -next(_clone_numbers)
+        clone = protocol.Clone(self._number, number, holder or current_party.get())
+        self._wire.connection.notify("channel.clone", clone, control=True)
+        return type(self)(self._wire, number)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._tell("channel.close", protocol.End(self._number))
+
+    async def statistics(self) -> Statistics:
+        self.open()
+        found, _ = await self._wire.connection.request(
+            "channel.statistics", protocol.End(self._number), reply=Statistics
+        )
+        return found
+
+    async def state(self, *, key: Key | None = None) -> KeyState:
+        self.open()
+        check_key_and_weight(self.channel_name, key, 1)
+        found, _ = await self._wire.connection.request(
+            "channel.state", protocol.State(self._number, key), reply=KeyState
+        )
+        return found
+
+    def __del__(self) -> None:
+        if self._number < 0 and not self._closed and not self._wire.connection.closed:
+            warnings.warn(
+                f"a {type(self).__name__.removeprefix('Remote').lower()} of channel "
+                f"{self.channel_name!r} was dropped while it was open, and is closed now: close() "
+                "it, or use it in a with block",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+            self._wire.close_later(self._number)
+
+    def _tell(self, kind: str, meta: Any) -> None:
+        """Say it in the order of what was said before; to a lost owner there is nothing to say."""
+        if not self._wire.connection.closed:
+            self._wire.connection.notify(kind, meta)

@@ -1,0 +1,188 @@
+"""A receiver of a channel in another process: single items by its links, batches by asking."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+from rlinf_async.channels.delivery import Outcome
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.ends import Key, Lease, Receiver, checked_least
+from rlinf_async.channels.errors import ConnectionLost, LeaseLost, MalformedFrame
+from rlinf_async.channels.itemtypes import check_key_and_weight
+from rlinf_async.channels.remote_payload import Away
+from rlinf_async.channels.saying import say
+from rlinf_async.channels.waitfor import current_party
+from rlinf_async.channels.wire.direct.fetching import attach, fetch_all
+from rlinf_async.channels.wire.items.codec import split
+from rlinf_async.channels.wire.links import protocol
+from rlinf_async.channels.wire.links.receiver_links import (
+    TURN_ITEMS,
+    ReceiverLink,
+    ReceiverLinks,
+    task_number,
+)
+from rlinf_async.channels.wire.links.remote_channel import Wire
+from rlinf_async.channels.wire.links.remote_end import RemoteEnd
+
+T_co = TypeVar("T_co", covariant=True)
+DELIVERED: Any = protocol.Delivered | int
+
+
+class RemoteReceiver(RemoteEnd, Receiver[T_co]):
+    """A receiver of a channel in another process."""
+
+    __slots__ = ("_link", "_links")
+
+    def __init__(self, wire: Wire, number: int) -> None:
+        super().__init__(wire, number)
+        self._links = ReceiverLinks.of(wire.connection)
+        self._link = self._links.find(number, None)
+
+    async def get(self, *, key: Key | None = None) -> T_co:
+        if self._closed:
+            self.open()
+        if key is not None:
+            check_key_and_weight(self.channel_name, key, 1)
+        link = self._link if key is None else self._links.find(self._number, key)
+        if link.run >= TURN_ITEMS:
+            link.run = 0
+            await asyncio.sleep(0)  # what was taken is said, and what was asked for is heard
+            self.open()
+        if not link.kept:
+            link = self._find(key)
+        number, index, part = link.items.popleft() if link.items else await link.next()
+        while part.buffers.__class__ is Away:
+            if await self._is_here(link, number, index, part):
+                break
+            number, index, part = link.items.popleft() if link.items else await link.next()
+        try:
+            item: T_co = self._wire.decode(part)
+        except MalformedFrame as error:
+            self._links.settle([(number, index, 1)], Outcome.REJECTED, error)
+            raise self._wire.unreadable(error) from error
+        link.took(number, index)
+        return item
+
+    async def _is_here(self, link: ReceiverLink, number: int, index: int, part: Encoded) -> bool:
+        """Fetch the arrays of an item; False if they are lost. Cancelled, it goes back."""
+        wire = self._wire
+        try:
+            lost = await fetch_all(wire.connection, wire.direct, [part])
+        except BaseException:
+            link.return_part((number, index, part))
+            raise
+        if lost is not None:
+            self._links.settle([(number, index, 1)], Outcome.LOST)
+        return lost is None
+
+    def _find(self, key: Key | None) -> ReceiverLink:
+        """The link as it is known now: one that was forgotten is empty, and what is prefetched for
+        it would be out of reach of a recall."""
+        link = self._links.find(self._number, key)
+        if key is None:
+            self._link = link
+        return link
+
+    def close(self) -> None:
+        if not self._closed:
+            self._links.close(self._number)
+            super().close()
+
+    def get_nowait(self, *, key: Key | None = None) -> T_co:
+        raise self._wire.elsewhere("get_nowait", "await get(), or a task that gets ahead")
+
+    async def get_batch(
+        self, *, weight: int, at_least: int | None = None, key: Key | None = None
+    ) -> list[T_co]:
+        number, items, _ = await self._deliver(weight, at_least, key)
+        self._links.taken(number, 0, len(items))
+        return items
+
+    async def _deliver(
+        self, weight: int, at_least: int | None, key: Key | None, lease: bool = False
+    ) -> tuple[int, list[T_co], list[int]]:
+        """Wait for a delivery: its number, its items, and how often each was handed out. It is not
+        settled; one with an item that cannot be used is."""
+        self.open()
+        check_key_and_weight(self.channel_name, key, 1)
+        checked_least(self.channel_name, weight, at_least)
+        self._links.return_items(self._number, key)
+        while True:
+            get = protocol.Get(
+                self._number, key, weight, at_least, current_party.get(), task_number(), lease,
+                taken=self._links.to_say(),
+            )  # fmt: skip
+            answer = await self._wire.connection.ask(
+                "channel.get", get, reply=DELIVERED, on_channel=True
+            )
+            delivered, number = answer.meta, answer.number
+            if isinstance(delivered, int):
+                parts, counts = [answer.body or Encoded(b"")], []
+            else:
+                parts, counts = split(delivered.sizes, answer.body), delivered.deliveries
+                if delivered.left and not await self._are_here(number, parts, delivered.left):
+                    continue
+            return number, self._decoded(number, parts), counts
+
+    async def _are_here(self, number: int, parts: list[Encoded], left: list[protocol.Left]) -> bool:
+        """Fetch the arrays of a delivery; False if some are lost, and the other items returned."""
+        wire, whole = self._wire, (number, 0, len(parts))
+        try:
+            attach(parts, left)
+            lost = await fetch_all(wire.connection, wire.direct, parts)
+        except BaseException:
+            self._links.settle([whole], Outcome.RETURNED)
+            raise
+        if lost is None:
+            return True
+        self._links.settle([(number, lost, 1)], Outcome.LOST)
+        self._links.settle([whole], Outcome.RETURNED)
+        return False
+
+    def _decoded(self, number: int, parts: list[Encoded]) -> list[Any]:
+        """The items of a delivery. One that cannot be read goes to the dead letters, the others
+        back.
+
+        Raises:
+            MalformedFrame: of that item.
+        """
+        found: list[Any] = []
+        for index, part in enumerate(parts):
+            try:
+                found.append(self._wire.decode(part))
+            except MalformedFrame as error:
+                self._links.settle([(number, index, 1)], Outcome.REJECTED, error)
+                self._links.settle([(number, 0, len(parts))], Outcome.RETURNED)
+                raise self._wire.unreadable(error) from error
+        return found
+
+    async def _take(
+        self, weight: int, at_least: int | None, key: Key | None
+    ) -> tuple[protocol.Range, Lease[T_co]]:
+        number, items, counts = await self._deliver(weight, at_least, key, lease=True)
+        return (number, 0, len(items)), Lease(items, counts)
+
+    async def _acknowledge(self, delivery: protocol.Range) -> None:
+        connection = self._wire.connection
+        settle = protocol.Settle([delivery], Outcome.TAKEN)
+        try:
+            await connection.request("delivery.settle", settle, reply=protocol.Nothing)
+        except (asyncio.CancelledError, GeneratorExit):
+            if not connection.closed:  # the block has ended: it may have been heard, or not
+                connection.notify("delivery.settle", settle)
+            raise
+        except ConnectionLost as error:
+            raise LeaseLost(
+                f"a lease on channel {self.channel_name!r} was taken back before it was "
+                f"acknowledged, or nobody knows: the connection to {connection.peer} was lost"
+            ) from error
+
+    def _consume(self, delivery: protocol.Range) -> None:
+        self._links.taken(*delivery)
+
+    def _put_back(self, delivery: protocol.Range, error: BaseException) -> None:
+        self._links.settle([delivery], Outcome.FAILED, say(error))
+
+    def _count_stale(self) -> None:
+        self._tell("channel.stale", protocol.End(self._number))

@@ -1,0 +1,191 @@
+"""A sender of a channel in another process: what it puts, and what it is told of that later.
+
+::
+
+    put --on credit--> transferred (see `transfers`) --refused, or lost--> raised at its next use
+     \\--without--> asks, and waits
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import TypeVar
+
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.ends import Key, Sender
+from rlinf_async.channels.errors import ChannelError
+from rlinf_async.channels.itemtypes import check_key_and_weight
+from rlinf_async.channels.saying import say
+from rlinf_async.channels.waitfor import current_party
+from rlinf_async.channels.wire.direct.kept_payloads import Keeping
+from rlinf_async.channels.wire.links import protocol
+from rlinf_async.channels.wire.links.credit import Account
+from rlinf_async.channels.wire.links.protocol import Kept
+from rlinf_async.channels.wire.links.remote_channel import Wire
+from rlinf_async.channels.wire.links.remote_end import RemoteEnd
+from rlinf_async.channels.wire.links.transfers import Transfers
+from rlinf_async.channels.wire.session.outbox import TURN_BYTES
+
+T_contra = TypeVar("T_contra", contravariant=True)
+
+log = logging.getLogger(__name__)
+
+
+class RemoteSender(RemoteEnd, Sender[T_contra]):
+    """A sender of a channel in another process. It puts without asking while it has credit."""
+
+    __slots__ = ("__weakref__", "_account", "_error", "_keeping", "_told", "_transfers")
+
+    def __init__(self, wire: Wire, number: int) -> None:
+        super().__init__(wire, number)
+        self._error: Exception | None = None
+        self._told: type[Exception] | None = None
+        self._transfers = Transfers.of(wire.connection)
+        self._transfers.join(number, self)
+        self._account = self._transfers.accounts.find(wire.queue, None)
+        self._keeping = Keeping.over(wire.connection, wire.direct)
+
+    async def put(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
+        transfers, account = self._transfers, self._account
+        if self._closed or self._error is not None:
+            self._check()
+        if key is not None or weight != 1:
+            check_key_and_weight(self.channel_name, key, weight)
+            account = transfers.accounts.find(self._wire.queue, key)
+        body = self._wire.encode(item)
+        if body.buffers and self._keeping is not None:
+            await self._put_kept(self._keeping, account, body, weight)
+            return
+        if transfers.fits(account, body, weight):
+            if transfers.turn_due:
+                await asyncio.sleep(0)  # it is sent, and credit that was granted meanwhile is seen
+                self._check()
+                if not transfers.fits(account, body, weight):
+                    await self._ask(account, body, weight)
+                    return
+            transfers.add(account, self._number, weight, body.data)
+            if self._told is not None:  # credit was granted since, so somebody takes it again
+                self._told = None
+        elif body.buffers:
+            await self._put_apart(account, body, weight)
+        else:
+            await self._ask(account, body, weight)
+
+    async def _put_apart(self, account: Account, body: Encoded, weight: int) -> None:
+        """Put an item with large arrays; without asking if they go by shared memory."""
+        transfers = self._transfers
+        if transfers.copied >= TURN_BYTES:
+            transfers.copied = 0
+            await asyncio.sleep(0)
+            self._check()
+        if transfers.fits_apart(account, body, weight) and transfers.put_apart(
+            account, self._number, weight, body
+        ):
+            self._told = None
+        else:
+            await self._ask(account, body, weight)
+
+    async def _put_kept(
+        self, keeping: Keeping, account: Account, whole: Encoded, weight: int
+    ) -> None:
+        """Put an item whose large arrays stay here until somebody fetches them."""
+        self._check()
+        copied = await keeping.copy(whole)
+        self._check()
+        body, kept = keeping.keep(whole, copied=copied)
+        if kept and not keeping.turn_due and self._transfers.fits(account, body, weight):
+            self._transfers.add(account, self._number, weight, body.data, kept)
+            self._told = None
+            return
+        try:
+            await self._ask(account, body, weight, kept)
+        except BaseException:
+            if kept is not None:
+                keeping.give_up(kept)
+            raise
+
+    async def _ask(
+        self, account: Account, body: Encoded, weight: int, kept: Kept | None = None
+    ) -> None:
+        """Put, and wait until it is done."""
+        self._check()
+        if not account.kept:
+            account = self._transfers.accounts.find(account.queue, account.key)
+            if account.key is None:
+                self._account = account
+        party = current_party.get()
+        put = protocol.Put(self._number, account.key, weight, party, account.wants, kept)
+        account.waiting += 1
+        try:
+            await self._wire.connection.request(
+                "channel.put", put, body, reply=protocol.Nothing, on_channel=True
+            )
+            self._told = None
+        except ChannelError as error:
+            late, self._error, self._told = self._error, None, type(error)
+            if late is not None:
+                error.add_note(f"beside, of what was put before: {say(late)}")
+            raise
+        finally:
+            account.waiting -= 1
+            account.used = True
+        account.puts += 1
+
+    async def flush(self) -> None:
+        self._check()
+        await self._transfers.confirmed()
+        self._check()
+
+    def close(self) -> None:
+        if not self._closed:
+            super().close()
+            self.raise_error()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Exception as also:  # the block's own error is the first cause
+            if error is None:
+                raise
+            error.add_note(f"beside, of what was put before: {say(also)}")
+
+    def tell(self, error: Exception) -> bool:
+        """Raise this at the next use; whether there will be one. It is told once why nothing is
+        taken any more, not for each of the items that were under way then."""
+        if self._told is type(error):
+            return True
+        if self._error is None:
+            self._error = error
+        return not self._closed
+
+    def _check(self) -> None:
+        self.raise_error()
+        self.open()
+
+    def raise_error(self) -> None:
+        """What became of items that were put without asking, if that is an error."""
+        error, self._error = self._error, None
+        if error is not None:
+            self._told = type(error)
+            raise error
+
+    def __del__(self) -> None:
+        error = getattr(self, "_error", None)
+        if error is not None:
+            log.error("a sender of channel %r was dropped: %s", self.channel_name, say(error))
+        super().__del__()
+
+    def put_nowait(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
+        raise self._wire.elsewhere("put_nowait", "await put(...)")
+
+    def fail(self, error: BaseException | str) -> None:
+        self.open()
+        self._tell("channel.fail", protocol.Fail(self._number, say(error)))
+        self.close()

@@ -1,0 +1,312 @@
+"""Items that are put on credit: transfers, and what becomes of them.
+
+::
+
+    put --credit left--> collected --next write--> unconfirmed --Grant--> confirmed, or refused
+     \\--none, or one waits--> asks, and waits
+
+An item with large arrays is not collected: it goes by itself, its arrays by shared memory. Where
+they cannot, it asks.
+
+What is kept:
+
+* all senders of a key spend from one account, and none spends while another one's put waits, so
+  nothing is overtaken;
+* what was collected goes, in the data lane, before whatever else is said later in that lane: a
+  lease that is settled, the end of a sender, a flush;
+* whoever put an item that was refused, or may be lost, is told at its next put, flush or close; if
+  there is nobody left to be told, it is logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.errors import ConnectionLost
+from rlinf_async.channels.wire.frames.framing import CHUNK_BYTES, Flag, FrameType
+from rlinf_async.channels.wire.frames.messages import DATA, SHARE_BYTES
+from rlinf_async.channels.wire.links.credit import Account, Accounts
+from rlinf_async.channels.wire.links.protocol import (
+    Flush,
+    Grant,
+    Kept,
+    Nothing,
+    Refused,
+    Run,
+    Transfer,
+)
+from rlinf_async.channels.wire.session.failures import rebuild
+from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
+from rlinf_async.channels.wire.session.requests import head_of
+from rlinf_async.patient import Timer
+
+if TYPE_CHECKING:
+    from rlinf_async.channels.wire.links.remote_sender import RemoteSender
+    from rlinf_async.channels.wire.session.connection import Connection
+    from rlinf_async.channels.wire.session.router import Request
+
+log = logging.getLogger(__name__)
+MAX_ITEM_BYTES: Final = 32 * 1024
+"""Bytes of an item that is put on credit; larger ones ask."""
+FRAME_BYTES: Final = CHUNK_BYTES // 4
+FRAME_ITEMS: Final = 128
+"""So many items are sent together, and then the loop has a turn."""
+FRAME_KEPT: Final = 64
+"""So many of them at most leave arrays behind."""
+FRAME_MOST: Final = 4 * FRAME_ITEMS
+"""Many tasks that put in one turn may collect more; no message has more than these, or than so many
+changes of key, sender or weight as `FRAME_ITEMS`: its head is bounded."""
+MAX_UNCONFIRMED: Final = 1024**2
+"""Bytes that may be unconfirmed; whoever would exceed it asks."""
+_NOTICE, _SHARED = FrameType.NOTICE, int(Flag.SHARED)  # the enums are slow to ask
+
+_open: set[Transfers] = set()
+
+
+class _Frame(msgspec.Struct, gc=False):
+    """Items that were sent together and are not confirmed."""
+
+    items: int
+    size: int
+    by_end: dict[int, int]
+
+
+class Transfers:
+    """Everything that this process has put over one connection on credit. See `of`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._outbox = connection.outbox
+        self._loop = asyncio.get_running_loop()
+        self.accounts = Accounts(connection)
+        self.turn_due = False
+        """whether so much was collected that it should be sent"""
+        self.copied = 0
+        """bytes of arrays that were put, since others in this loop had a turn"""
+        self._senders: WeakValueDictionary[int, RemoteSender[Any]] = WeakValueDictionary()
+        self._runs: list[tuple[Account, int, int]] = []
+        self._counts: list[int] = []
+        self._data: list[bytes] = []
+        self._kept: list[Kept] = []
+        self._size = 0
+        self._unconfirmed: deque[_Frame] = deque()
+        self._unconfirmed_bytes = 0
+        self._then: Callable[[], None] | None = None
+        self._grace: Timer | None = None
+        connection.answers.add_sync("credit.grant", Grant, self._granted)
+        connection.linger = self._linger
+        connection.on_close(self._lost, first=True)
+
+    @classmethod
+    def of(cls, connection: Connection) -> Transfers:
+        """Those of this connection."""
+        found: Transfers | None = connection.parts.get(cls)
+        if found is None:
+            found = connection.parts[cls] = cls(connection)
+        return found
+
+    # ---- for senders
+
+    def join(self, end: int, sender: RemoteSender[Any]) -> None:
+        """Tell this sender of what becomes of its items."""
+        self._senders[end] = sender
+
+    def fits(self, account: Account, body: Encoded, weight: int) -> bool:
+        """Whether this can be put on credit."""
+        return (
+            account.items > 0
+            and not account.waiting
+            and weight <= account.weight
+            and not body.buffers
+            and len(body.data) <= MAX_ITEM_BYTES
+            and self._unconfirmed_bytes + self._size < MAX_UNCONFIRMED
+        )
+
+    def add(
+        self, account: Account, end: int, weight: int, data: bytes, kept: Kept | None = None
+    ) -> None:
+        """Put this, with the next write at the latest."""
+        account.spend(weight)
+        run = (account, end, weight)
+        collected = self._data
+        if collected and self._runs[-1] == run:
+            self._counts[-1] += 1
+        else:
+            if not collected:
+                self._outbox.collect(self._send)
+            self._runs.append(run)
+            self._counts.append(1)
+        if kept is not None:
+            self._kept.append(Kept(len(collected), kept.number, kept.sizes))
+        collected.append(data)
+        self._size = size = self._size + len(data)
+        if size >= FRAME_BYTES:
+            self._send()
+        elif (count := len(collected)) >= FRAME_ITEMS:
+            self.turn_due = True
+            if count >= FRAME_MOST or len(self._runs) >= FRAME_ITEMS:
+                self._send()
+        if kept is not None and len(self._kept) >= FRAME_KEPT:
+            self._send()
+
+    def fits_apart(self, account: Account, body: Encoded, weight: int) -> bool:
+        """Whether this may be put on credit if its arrays, which are large, can be shared."""
+        return (
+            account.items > 0
+            and not account.waiting
+            and weight <= account.weight
+            and self._unconfirmed_bytes + self._size < MAX_UNCONFIRMED
+            and sum(map(len, body.buffers)) >= SHARE_BYTES
+        )
+
+    def put_apart(self, account: Account, end: int, weight: int, body: Encoded) -> bool:
+        """Put an item by shared memory, now; False where that cannot be. Its arrays are copied
+        by then."""
+        travels = self._connection.share(body)
+        if travels is None:
+            return False
+        self._send()
+        account.spend(weight)
+        self.copied += body.nbytes
+        run = Run(account.queue, end, account.key, weight, 1)
+        self._notify(Transfer([run], [len(body.data)]), travels, {end: 1}, _SHARED)
+        return True
+
+    async def confirmed(self) -> None:
+        """Return once all that was put is in its place, or refused.
+
+        Raises:
+            ConnectionLost: some of it may be lost.
+        """
+        if self._data or self._unconfirmed:
+            await self._connection.request("channel.flush", Flush(), reply=Nothing)
+
+    # ---- what goes out
+
+    def _send(self) -> None:
+        if not self._data or self._connection.closed:
+            return
+        data, runs, counts = self._data, self._runs, self._counts
+        self._data, self._runs, self._counts = [], [], []
+        kept, self._kept = self._kept, []
+        by_end: dict[int, int] = {}
+        found: list[Run] = []
+        for (account, end, weight), count in zip(runs, counts, strict=True):
+            found.append(Run(account.queue, end, account.key, weight, count))
+            by_end[end] = by_end.get(end, 0) + count
+        body = b"".join(data) if len(data) > 1 else data[0]
+        self._size = 0
+        self.turn_due = False
+        self._notify(Transfer(found, [*map(len, data)], kept), Encoded(body), by_end)
+
+    def _notify(
+        self, transfer: Transfer, body: Encoded, by_end: dict[int, int], flags: int = 0
+    ) -> None:
+        if not self._unconfirmed:
+            _open.add(self)
+        self._unconfirmed.append(_Frame(len(transfer.sizes), len(body.data), by_end))
+        self._unconfirmed_bytes += len(body.data)
+        head = head_of("channel.transfer", transfer)
+        self._outbox.send(_NOTICE, 0, head, body, DATA, flags=flags, what="channel.transfer")
+
+    # ---- what comes in
+
+    def _granted(self, request: Request[Grant]) -> None:
+        grant = request.meta
+        if grant.credits:
+            self.accounts.fill(grant.credits)
+        for refused in grant.refused:
+            self._refused(refused)
+        self._confirm(grant.handled)
+
+    def _confirm(self, handled: int) -> None:
+        while handled > 0 and self._unconfirmed:
+            frame = self._unconfirmed.popleft()
+            handled -= frame.items
+            self._unconfirmed_bytes -= frame.size
+        if not self._unconfirmed and not self._data:
+            _open.discard(self)
+            self._settled()
+
+    def _refused(self, refused: Refused) -> None:
+        error = rebuild(refused.error)
+        error.add_note(f"{refused.count} items of this sender were under way, and are not put")
+        self._tell(refused.end, refused.count, error)
+
+    def _tell(self, end: int, count: int, error: Exception) -> None:
+        sender = self._senders.get(end)
+        if sender is not None and sender.tell(error):
+            return
+        log.error(
+            "%d items that were put over the connection to %s are lost, and whoever put them has "
+            "closed its end: %s", count, self._connection.peer, error,
+        )  # fmt: skip
+
+    # ---- the end
+
+    def _linger(self, then: Callable[[], None]) -> bool:
+        """Whether closing must wait for what is not confirmed; then ``then`` does it."""
+        if not (self._data or self._unconfirmed):
+            return False
+        if self._then is None:
+            self._then = then
+            self._grace = Timer(GRACE_SECONDS, self._given_up)
+            self._send()
+            self._connection.notify("channel.flush", Flush())
+        return True
+
+    def _settled(self) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            if self._grace is not None:
+                self._grace.cancel()
+            self._loop.call_soon(then)
+
+    def _given_up(self) -> None:
+        self._connection.abort(f"{self._open_items()} items were not confirmed when it was closed")
+
+    def _open_items(self) -> int:
+        return len(self._data) + sum(frame.items for frame in self._unconfirmed)
+
+    def _lost(self, connection: Connection, reason: str) -> None:
+        if self._grace is not None:
+            self._grace.cancel()
+        self.accounts.close()
+        by_end: Counter[int] = Counter()
+        for frame in self._unconfirmed:
+            by_end.update(frame.by_end)
+        for (_, end, _), count in zip(self._runs, self._counts, strict=True):
+            by_end[end] += count
+        self._unconfirmed.clear()
+        self._data.clear()
+        _open.discard(self)
+        for end, count in by_end.items():
+            error = ConnectionLost(
+                f"connection to {connection.peer!r} was lost: {reason}; {count} items of this "
+                "sender were not confirmed: they may be lost"
+            )
+            self._tell(end, count, error)
+
+    def report(self) -> None:
+        """The process ends; say what is not known to have arrived."""
+        if count := self._open_items():
+            log.error(
+                "this process ends before %s has confirmed %d items that were put: await "
+                "sender.flush(), or close the connection and wait for it",
+                self._connection.peer, count,
+            )  # fmt: skip
+
+
+@atexit.register
+def _report_unconfirmed() -> None:
+    for transfers in list(_open):
+        transfers.report()

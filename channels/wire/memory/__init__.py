@@ -1,0 +1,1 @@
+"""Arrays in shared memory, between two processes of one host."""

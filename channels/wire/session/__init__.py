@@ -1,0 +1,1 @@
+"""A connection between two processes: who may speak, what is asked, and sockets that break."""

@@ -1,0 +1,242 @@
+"""The peer's requests, until they are answered and the answer was taken."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.errors import ChannelError, ItemTooLarge, MalformedFrame
+from rlinf_async.channels.saying import say
+from rlinf_async.channels.wire.frames.framing import Flag, FrameType
+from rlinf_async.channels.wire.frames.messages import Message
+from rlinf_async.channels.wire.memory.slab import is_private
+from rlinf_async.channels.wire.session.failures import UNREADABLE, report
+from rlinf_async.channels.wire.session.outbox import Outbox
+from rlinf_async.channels.wire.session.router import Reply, Request, Router, Unsettled
+
+if TYPE_CHECKING:
+    from rlinf_async.channels.wire.session.connection import Connection
+
+log = logging.getLogger(__name__)
+_encode = msgspec.msgpack.Encoder().encode
+MAX_HELD_BYTES = 512 * 1024**2
+"""Of requests that wait to be answered, such as puts for which there is no room; in this process's
+memory, for one peer. The largest of them does not count: an item of any size can be put, and does
+not keep smaller ones from being put to other channels."""
+_RECEIPT = int(Flag.RECEIPT)  # the enums are slow to ask
+_REQUEST, _REPLY, _ERROR = FrameType.REQUEST, FrameType.REPLY, FrameType.ERROR
+
+
+class Answering:
+    """What the peer of a connection waits for."""
+
+    def __init__(self, connection: Connection, router: Router, outbox: Outbox) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._connection = connection
+        self._routes = router.routes
+        self._outbox = outbox
+        self._asked: dict[int, Request[Any]] = {}
+        self._tasks: dict[asyncio.Task[Reply], Request[Any]] = {}
+        self.unsettled: dict[int, Unsettled] = {}
+        """answers that were given and are not settled, by the number of the request"""
+        self._held = 0
+        self._lost: str | None = None
+        self.own = Router()
+        """what only this connection answers"""
+
+    # ---- what arrives
+
+    def handle(self, message: Message) -> None:
+        """Give a request or a notice to its handler; arguments that it cannot read are refused.
+
+        Raises:
+            MalformedFrame: it does not even say what it asks for, or has another one's number.
+        """
+        head, body = message.head, message.body
+        size = head[0] + 1 if head else 0
+        number = message.number if message.type == _REQUEST else 0
+        begin = head[:size]
+        route = self._routes.get(begin) or self.own.routes.get(begin)
+        kind = _kind(begin) if route is None else route.kind
+        request: Request[Any] = Request(self._connection, self, kind, number, message.lane, body)
+        if number:
+            if number in self._asked or number in self.unsettled:
+                raise MalformedFrame(f"request {number} was made twice")
+            self._asked[number] = request
+        if route is None:
+            request.fail(ChannelError(f"nobody answers requests of kind {kind!r} here"))
+            return
+        try:
+            request.meta = route.decode(head[size:])
+        except UNREADABLE as error:
+            request.fail(MalformedFrame(f"the arguments of {kind!r}: {error}"))
+            return
+        try:
+            if route.answer is not None:
+                route.answer(request)
+                if not number:  # nobody could give up its wait
+                    request.open = False
+                    if request.abandon is not None:
+                        self._abandon(request)
+                elif request.open and request.body is not None:
+                    self._hold(request, request.body)
+            elif route.handle is not None:
+                self._start(request, route.handle(self._connection, request.meta, body))
+        except Exception as error:
+            self._failed(request, error)
+
+    def cancelled(self, number: int) -> None:
+        """The peer does not want this answer, which it has not seen."""
+        request = self._asked.get(number)
+        if request is not None:
+            self._abandon(request)
+        elif (unsettled := self.unsettled.pop(number, None)) is not None:
+            self._guarded(unsettled.returned)
+
+    def taken(self, message: Message) -> None:
+        """The peer has these answers."""
+        if len(message.head) % 8:
+            raise MalformedFrame(f"receipts of {len(message.head)} bytes")
+        for (number,) in struct.iter_unpack("<Q", message.head):
+            self.unsettled.pop(number, None)
+
+    def lose(self, reason: str) -> None:
+        """The peer takes no answer any more."""
+        self._lost = reason
+        for request in list(self._asked.values()):  # first, so that nothing is handed to it
+            self._abandon(request)
+        for task in self._tasks:  # those of notices too
+            task.cancel()
+        unsettled = list(self.unsettled.values())
+        self.unsettled.clear()
+        for one in unsettled:
+            self._guarded(partial(one.lost, reason))
+
+    # ---- answers
+
+    def reply(
+        self, request: Request[Any], meta: Any, body: Encoded | None,
+        unsettled: Unsettled | None, receipt: bool,
+    ) -> None:  # fmt: skip
+        """Use `Request.reply`."""
+        number = request.number
+        if number and self._lost is None:
+            flags = _RECEIPT if receipt else 0
+            outbox, head = self._outbox, _encode(meta)
+            outbox.send(_REPLY, number, head, body, request.lane, flags=flags, what=request.kind)
+            if outbox.paused:
+                self._connection.answered()
+            if unsettled is not None:
+                self.unsettled[number] = unsettled
+        elif unsettled is not None:
+            unsettled.returned()  # a notice takes no answer, and a lost peer neither
+        self._forget(request)
+
+    def fail(self, request: Request[Any], error: BaseException) -> None:
+        """Use `Request.fail`."""
+        if not request.number:
+            log.warning("notice %r of %s failed: %s", request.kind, self._peer, say(error))
+        elif self._lost is None:
+            head = _encode(report(error))
+            self._outbox.send(_ERROR, request.number, head, None, request.lane, what=request.kind)
+            self._connection.answered()
+        self._forget(request)
+
+    # ---- inside
+
+    @property
+    def _peer(self) -> str:
+        return self._connection.peer
+
+    def _hold(self, request: Request[Any], body: Encoded) -> None:
+        """It waits, and its body with it: a peer must not fill this process's memory so."""
+        arrays = sum(len(one) for one in body.buffers if not is_private(one))
+        size = len(body.data) + arrays
+        if self._held + size > MAX_HELD_BYTES and self._beside_the_largest(size) > MAX_HELD_BYTES:
+            held, abandon = self._held, request.abandon
+            request.fail(
+                ItemTooLarge(
+                    f"{request.kind!r} of {self._peer} was refused: {held} bytes of its requests "
+                    f"wait here already, {MAX_HELD_BYTES} are allowed beside the largest: let "
+                    "fewer tasks put at once"
+                )
+            )
+            if abandon is not None:
+                self._guarded(abandon)
+        else:
+            request.held = size
+            self._held += size
+
+    def _beside_the_largest(self, size: int) -> int:
+        """Bytes that would be held with one more request of this size, without the largest."""
+        largest = max((request.held for request in self._asked.values()), default=0)
+        return self._held + size - max(largest, size)
+
+    def _start(self, request: Request[Any], running: Coroutine[Any, Any, Reply]) -> None:
+        task = self._loop.create_task(running, name=f"{request.kind} for {self._peer}")
+        self._tasks[task] = request
+        request.abandon = partial(_cancel, task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[Reply]) -> None:
+        request = self._tasks.pop(task)
+        if task.cancelled():
+            request.fail(ChannelError(f"the handler of {request.kind!r} was cancelled"))
+        elif (error := task.exception()) is not None:
+            self._failed(request, error)
+        else:
+            try:
+                request.reply(*task.result())
+            except Exception as refused:
+                request.fail(refused)
+
+    def _failed(self, request: Request[Any], error: BaseException) -> None:
+        # Nobody is left to be told; that a channel ended meanwhile is no news.
+        if request.number and not request.open and not isinstance(error, ChannelError):
+            log.error("handling %r of %s", request.kind, self._peer, exc_info=error)
+        request.fail(error)
+
+    def _abandon(self, request: Request[Any]) -> None:
+        abandon = request.abandon
+        self._forget(request)
+        if abandon is not None:
+            self._guarded(abandon)
+
+    def _guarded(self, clean: Callable[[], None]) -> None:
+        """What one request leaves behind must not keep the others from being cleaned up."""
+        try:
+            clean()
+        except Exception:
+            log.exception("cleaning up after %s", self._peer)
+
+    def _forget(self, request: Request[Any]) -> None:
+        request.open = False
+        request.abandon = None
+        if request.held:
+            self._held -= request.held
+            request.held = 0
+        if request.number:
+            self._asked.pop(request.number, None)
+
+
+def _cancel(task: asyncio.Task[Reply]) -> None:
+    task.cancel()
+
+
+def _kind(begin: bytes) -> str:
+    """What a request that nobody answers asks for.
+
+    Raises:
+        MalformedFrame: it does not say so.
+    """
+    try:
+        return begin[1:].decode()
+    except UnicodeDecodeError as error:
+        raise MalformedFrame(f"the kind of a request: {error}") from error

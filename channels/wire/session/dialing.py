@@ -1,0 +1,161 @@
+"""Connecting to an address, and connecting again after a cut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from rlinf_async import patient
+from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError
+from rlinf_async.channels.wire.session.address import Address, UnixAddress
+from rlinf_async.channels.wire.session.auth import Handshake, Terms
+from rlinf_async.channels.wire.session.connection import Connection
+from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
+from rlinf_async.channels.wire.session.side import Side
+from rlinf_async.channels.wire.session.socket_link import HandshakeLate, Link
+
+ATTEMPT_BYTES: Final = 16
+FIRST_PAUSE: Final = 0.02
+LONGEST_PAUSE: Final = 1.0
+"""Seconds between two tries to connect again."""
+
+
+class NobodyThere(ConnectionLost):
+    """Nobody listens at this address (any more): there is no use in trying again."""
+
+
+class CutShort(ConnectionLost):
+    """There was somebody, but the socket was closed in the handshake: another one may do."""
+
+
+class Dialer:
+    """Makes a connection to one address, and finds it again after a cut."""
+
+    def __init__(self, address: Address, side: Side) -> None:
+        self._address = address
+        self._side = side
+
+    async def connect(self) -> Connection:
+        """A new connection. A socket that is closed in the handshake, as where the server is busy
+        with many strangers, is replaced by others for as long as the side has patience.
+
+        Raises:
+            ConnectionLost: nobody serves it, or it was cut.
+            HandshakeFailed: the secret, or the protocol's version, differs.
+        """
+        attempt, patience = os.urandom(ATTEMPT_BYTES), self._side.patience
+        try:
+            return await self._connect(attempt)
+        except CutShort as error:
+            if not patience:
+                raise
+            why: CutShort = error
+        pause = FIRST_PAUSE
+        try:
+            async with patient.timeout(patience):
+                while True:
+                    await asyncio.sleep(pause)
+                    try:
+                        return await self._connect(attempt)
+                    except CutShort as error:
+                        why = error
+                    pause = min(2 * pause, LONGEST_PAUSE)
+        except TimeoutError:
+            raise CutShort(f"{why}; it was tried again for {patience:g} s") from why
+
+    async def _connect(self, attempt: bytes) -> Connection:
+        """Try it once. What is cancelled leaves nothing, here and at the server."""
+        side, made = self._side, list[Connection]()
+
+        def greeted(link: Link) -> Connection:
+            terms = link.handshake.terms
+            made.append(side.connection(link.peer, terms.number, terms.patience, self._redial))
+            return made[0]
+
+        terms = Terms(patience=side.patience, attempt=attempt)
+        link = self._link(terms, greeted, side.handshake_timeout)
+        try:
+            await self._dial(link, side.handshake_timeout)
+        except asyncio.CancelledError:
+            await _take_back(link, made)
+            raise
+        finally:
+            if link.user is None:
+                link.drop()
+        return made[0]
+
+    async def _redial(self, connection: Connection) -> None:
+        pause = FIRST_PAUSE
+        while connection.reconnecting:
+            terms = Terms(connection.number, connection.received_bytes, connection.reach.patience)
+            timeout = max(min(self._side.handshake_timeout, connection.reach.left), FIRST_PAUSE)
+            try:
+                link = self._link(terms, partial(_as_before, connection), timeout)
+                try:
+                    await self._dial(link, timeout)
+                finally:
+                    if link.user is None:
+                        link.drop()
+            except HandshakeLate:
+                continue
+            except (NobodyThere, HandshakeFailed) as error:
+                connection.reach.give_up(str(error))
+            except ConnectionLost:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _link(self, terms: Terms, greeted: Callable[[Link], Connection], timeout: float) -> Link:
+        handshake = Handshake("client", self._side.secret, self._side.name, terms=terms)
+        return Link(handshake, timeout, greeted)
+
+    async def _dial(self, link: Link, timeout: float) -> None:
+        try:
+            async with patient.timeout(timeout):
+                await self._open(link)
+        except (ConnectionRefusedError, FileNotFoundError) as error:
+            raise NobodyThere(self._say(error)) from error
+        except ConnectionResetError as error:
+            raise CutShort(self._say(error)) from error
+        except OSError as error:
+            raise ConnectionLost(self._say(error)) from error
+        try:
+            await asyncio.shield(link.opened)  # it goes on if this is cancelled, see `_take_back`
+        except ConnectionLost as error:
+            raise CutShort(str(error)) from error
+
+    async def _open(self, link: Link) -> None:
+        loop = asyncio.get_running_loop()
+        if isinstance(self._address, UnixAddress):
+            await loop.create_unix_connection(lambda: link, str(self._address.path))
+        else:
+            await loop.create_connection(lambda: link, *self._address)
+
+    def _say(self, error: OSError) -> str:
+        why = error.strerror or str(error) or "no answer in time"
+        return (
+            f"cannot connect to {str(self._address)!r}: {why}: is the process that serves it "
+            "running?"
+        )
+
+
+async def _take_back(link: Link, made: list[Connection]) -> None:
+    """Nobody wants this connection any more: the server, which may have it already, is told."""
+    if not made and link.handshake.introduced:  # the server may be about to make it
+        with contextlib.suppress(TimeoutError, WireError):
+            async with patient.timeout(GRACE_SECONDS):
+                await asyncio.shield(link.opened)
+    for connection in made:
+        connection.abort("whoever connected gave up")
+        try:
+            await connection.wait_closed()  # soon: the server closes the socket, or it is cut off
+        except asyncio.CancelledError:
+            link.drop()
+            raise
+
+
+def _as_before(connection: Connection, link: Link) -> Connection:
+    return connection

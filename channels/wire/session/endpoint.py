@@ -1,0 +1,262 @@
+"""Connecting and listening: on a Unix socket between processes of one host, on TCP between hosts.
+
+A server tells apart who comes: a stranger, who has some seconds and one kilobyte to prove the
+secret; a new peer; and a peer whose connection was cut, and goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self, Unpack
+
+from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError
+from rlinf_async.channels.wire.session.address import (
+    Address,
+    TcpAddress,
+    UnixAddress,
+    bind_tcp,
+    bind_unix,
+    parse,
+)
+from rlinf_async.channels.wire.session.auth import NEW, Handshake, Terms
+from rlinf_async.channels.wire.session.connection import Closed, Connection
+from rlinf_async.channels.wire.session.dialing import Dialer
+from rlinf_async.channels.wire.session.router import Router
+from rlinf_async.channels.wire.session.side import Side, Times
+from rlinf_async.channels.wire.session.socket_link import Link
+from rlinf_async.channels.wire.session.strangers import Strangers
+
+NUMBER_BYTES: Final = len(NEW)
+CLOSED: Final = "the server was closed"
+
+log = logging.getLogger(__name__)
+Opened = Callable[[Connection], None]
+Rejected = Callable[[WireError], None]
+
+
+async def connect(
+    address: str | os.PathLike[str],
+    secret: bytes,
+    *,
+    name: str,
+    router: Router,
+    on_disconnect: Closed | None = None,
+    **times: Unpack[Times],
+) -> Connection:
+    """Connect to the process that serves this address, and prove that we belong to its cluster.
+
+    Args:
+        address: the path of a Unix socket, or ``tcp://host:port``.
+        name: who we are, in the peer's errors and reports.
+        times: see `Times`.
+
+    Raises:
+        ValueError: a time makes no sense.
+        WireError: the address is none, or no socket, or too long.
+        ConnectionLost: nobody serves it, or every socket was cut in the handshake for as long as
+            ``patience``.
+        HandshakeFailed: the secret, or the protocol's version, differs.
+    """
+    side = Side.of(secret, name, router, **times)
+    connection = await Dialer(parse(address), side).connect()
+    if on_disconnect is not None:
+        connection.on_close(on_disconnect)
+    return connection
+
+
+class Server:
+    """Accepts connections at one address. Made by `serve`."""
+
+    def __init__(
+        self,
+        side: Side,
+        *,
+        on_connect: Opened | None,
+        on_disconnect: Closed | None,
+        on_reject: Rejected | None,
+    ) -> None:
+        self.connections: set[Connection] = set()
+        """those that were made and not lost; some may be cut just now"""
+        self._by_number: dict[bytes, Connection] = {}
+        self._by_attempt: dict[bytes, Connection] = {}
+        self._strangers = Strangers()
+        self._side = side
+        self._on_connect = on_connect
+        self._on_disconnect = on_disconnect
+        self._on_reject = on_reject
+        self._listener: asyncio.AbstractServer | None = None
+        self._closing = False
+        self._address: Address = UnixAddress(Path())
+
+    @property
+    def address(self) -> str:
+        """Where to connect to. A port of 0 is the one that was found by now."""
+        return str(self._address)
+
+    @property
+    def path(self) -> Path:
+        """The Unix socket.
+
+        Raises:
+            WireError: it listens on TCP.
+        """
+        if not isinstance(self._address, UnixAddress):
+            raise WireError(f"a server at {self.address} has no path: use its address")
+        return self._address.path
+
+    async def listen(self, address: Address) -> None:
+        """Accept connections from now on.
+
+        Raises:
+            WireError: nobody can listen there.
+        """
+        loop = asyncio.get_running_loop()
+        if isinstance(address, UnixAddress):
+            listener = bind_unix(address.path)
+            self._listener = await loop.create_unix_server(self._accept, sock=listener)
+        else:
+            listener = await loop.run_in_executor(None, bind_tcp, address)  # a name takes its time
+            self._listener = await loop.create_server(self._accept, sock=listener)
+            address = TcpAddress(address.host, listener.getsockname()[1])
+        self._address = address
+
+    async def close(self) -> None:
+        """Close every connection and remove the socket."""
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        cut = [connection for connection in self.connections if connection.reconnecting]
+        for connection in cut:  # it can come back only while somebody listens
+            connection.close(CLOSED)
+        await asyncio.gather(*(connection.wait_closed() for connection in cut))
+        listener.close()
+        self._closing = True
+        if isinstance(self._address, UnixAddress):
+            with contextlib.suppress(FileNotFoundError):
+                self._address.path.unlink()
+        every, strangers = list(self.connections), list(self._strangers)
+        for connection in every:
+            connection.close(CLOSED)
+        for link in strangers:
+            link.refuse(CLOSED)
+        await asyncio.gather(*(connection.wait_closed() for connection in every))
+        await asyncio.gather(*(link.ended for link in strangers))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # ---- who comes
+
+    def _accept(self) -> Link:
+        made: list[Connection] = []
+        side = self._side
+        handshake = Handshake("server", side.secret, side.name, settle=partial(self._settle, made))
+        link = Link(handshake, side.handshake_timeout, lambda _: made[0], self._strangers.arrived)
+        self._strangers.add(link)
+        link.opened.add_done_callback(partial(self._known, link, made))
+        return link
+
+    def _settle(self, made: list[Connection], handshake: Handshake) -> Terms:
+        """The connection that this peer is to have: a new one, or its own again."""
+        asked = handshake.terms
+        begun = self._by_attempt.get(asked.attempt) if asked.number == NEW else None
+        if begun is not None and begun.peer == handshake.peer and not begun.received_bytes:
+            connection, number = begun, begun.number  # the answer to its last try did not arrive
+            connection.make_way()
+        elif asked.number == NEW:
+            number = os.urandom(NUMBER_BYTES)
+            connection = self._side.connection(handshake.peer, number, asked.patience)
+        else:
+            number = asked.number
+            found = self._by_number.get(number)
+            if found is None or found.peer != handshake.peer:
+                raise handshake.refuse("this process does not know its connection (any more)")
+            connection = found
+            connection.make_way()
+        made.append(connection)
+        return Terms(number, connection.received_bytes, self._side.patience)
+
+    def _known(self, link: Link, made: list[Connection], opened: asyncio.Future[None]) -> None:
+        self._strangers.remove(link)
+        error = None if opened.cancelled() else opened.exception()
+        if isinstance(error, WireError):
+            self._reject(error)
+            return
+        connection = made[0]
+        if connection.number in self._by_number:
+            return
+        if connection.closed:
+            self._reject(ConnectionLost(f"{connection.peer} left right after the handshake"))
+            return
+        self.connections.add(connection)
+        self._by_number[connection.number] = connection
+        attempt = link.handshake.terms.attempt
+        self._by_attempt[attempt] = connection
+        connection.on_close(partial(self._ended, attempt))
+        if self._on_connect is not None:
+            self._on_connect(connection)
+        if self._closing:  # it proved the secret in the very turn in which the others were closed
+            connection.close(CLOSED)
+
+    def _reject(self, error: WireError) -> None:
+        level = logging.WARNING if isinstance(error, HandshakeFailed) else logging.INFO
+        log.log(level, "a connection to %s was not made: %s", self.address, error)
+        if self._on_reject is not None:
+            self._on_reject(error)
+
+    def _ended(self, attempt: bytes, connection: Connection, reason: str) -> None:
+        self.connections.discard(connection)
+        self._by_attempt.pop(attempt, None)
+        self._by_number.pop(connection.number, None)
+        if self._on_disconnect is not None:
+            self._on_disconnect(connection, reason)
+
+
+async def serve(
+    address: str | os.PathLike[str],
+    secret: bytes,
+    *,
+    router: Router,
+    name: str = "server",
+    on_connect: Opened | None = None,
+    on_disconnect: Closed | None = None,
+    on_reject: Rejected | None = None,
+    **times: Unpack[Times],
+) -> Server:
+    """Serve a Unix socket that only this user can reach, or a port of one of this host's addresses.
+
+    Args:
+        address: where the socket is made; its folder is made too, and must be this user's alone. Or
+            ``tcp://host:port``: it listens at this address and at no other.
+        on_connect: called with each connection once it has proved the secret.
+        on_disconnect: called with it, and the reason, when it is closed or lost.
+        on_reject: called when somebody could not prove it (always logged).
+        times: see `Times`.
+
+    Raises:
+        ValueError: the secret is too short, or a time makes no sense.
+        WireError: the address is none, or in use, or cannot be made, or others can reach it.
+    """
+    server = Server(
+        Side.of(secret, name, router, **times),
+        on_connect=on_connect,
+        on_disconnect=on_disconnect,
+        on_reject=on_reject,
+    )
+    await server.listen(parse(address))
+    return server

@@ -1,0 +1,305 @@
+"""What waits to be sent: two lanes, coalesced into one write for each turn of the loop.
+
+The first small message of a turn is written at once, with all that was collected before it; what
+follows in the same turn waits for its end, or until it is worth a write of its own, and what
+answers what was read waits until all of that was read. So a lone question or answer does not wait
+for a turn, a crowd of them is few writes, and the peer works while a long turn still goes on.
+
+Control frames always go first; large messages are cut into chunks, so what is ahead of a control
+frame is never more than one batch and what the transport holds already.
+
+What was written is kept until it is known to have arrived: after a cut, the next transport sends
+the rest of it first. Much of that holds data back, but never control frames, which say what
+arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.wire.frames.framing import (
+    CHUNK_BYTES,
+    MAX_HEAD_BYTES,
+    Bytes,
+    FrameType,
+    pack_message,
+)
+from rlinf_async.channels.wire.frames.messages import CONTROL, DATA, Share, outgoing
+from rlinf_async.channels.wire.session.backlog import Backlog
+from rlinf_async.channels.wire.session.unacknowledged import Kept
+
+HIGH_WATER = 256 * 1024
+LOW_WATER = 64 * 1024
+JOIN_BYTES = 64 * 1024
+"""Copying so few is quicker than writing them as they lie."""
+WRITE_BYTES = 8 * 1024
+"""So much is written at once, though the turn goes on."""
+TURN_BYTES = 8 * 1024**2
+"""How much is copied to shared memory before others in this loop have a turn."""
+
+log = logging.getLogger(__name__)
+
+
+class Outbox:
+    """The outgoing side of a connection.
+
+    Args:
+        keep: whether what was written may have to be written again.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, keep: bool = True) -> None:
+        self._loop = loop
+        self._transport: asyncio.WriteTransport | None = None
+        self._backlog = backlog = Backlog()
+        self._control, self._data = backlog.control, backlog.data
+        self._fresh = True  # nothing was written at once since the last turn
+        self.held = False
+        """what is sent until `release` goes in one write"""
+        self.paused = False
+        """the transport holds enough, which the peer does not take"""
+        self._scheduled = False
+        self._worked = 0
+        self._queued = 0  # bytes of small messages, since the last write
+        self._kept = Kept() if keep else None
+        self._due: list[Callable[[], None]] = []
+        self.last: list[Callable[[], None]] = []
+        """what may have something to say before the connection is closed"""
+        self.new_share: Callable[[], Share] | None = None
+        """makes what may bring the arrays of one message into shared memory"""
+        self.sent_bytes = 0
+
+    def attach(self, transport: asyncio.WriteTransport, arrived: int = 0) -> None:
+        """Send through this transport from now on, first of all what did not arrive.
+
+        Raises:
+            MalformedFrame: that cannot be so much.
+        """
+        again = [] if self._kept is None else self._kept.after(arrived)
+        transport.set_write_buffer_limits(high=HIGH_WATER, low=LOW_WATER)
+        self._transport = transport
+        self.paused = False
+        if again:
+            transport.writelines(again)
+        self._schedule()
+
+    def cut(self) -> None:
+        """The transport is gone: hold everything until there is another."""
+        self._transport = None
+
+    def arrived(self, count: int) -> None:
+        """The peer has so many bytes of what was sent.
+
+        Raises:
+            MalformedFrame: that cannot be so much.
+        """
+        if self._kept is not None:
+            self._kept.forget(count)
+
+    def detach(self) -> None:
+        """Send no more, and hold nothing."""
+        self._transport = None
+        self.drop()
+        if self._kept is not None:
+            self._kept.clear()
+
+    def drop(self) -> None:
+        """Forget what was not sent."""
+        self._control.clear()
+        self._data.clear()
+        self._due.clear()
+
+    @property
+    def all_arrived(self) -> bool:
+        """Whether the peer is known to have all that was said here."""
+        unsure = self._kept is not None and self._kept.unsure
+        return not (unsure or self._control or self._data or self._due)
+
+    @property
+    def waiting(self) -> int:
+        """Messages that have not been given to the transport."""
+        return len(self._control) + len(self._data)
+
+    def send(
+        self,
+        kind: FrameType,
+        number: int,
+        head: bytes,
+        body: Encoded | None,
+        lane: int,
+        *,
+        flags: int = 0,
+        what: str,
+    ) -> None:
+        """Send a message in its lane; one that takes several frames goes with the data.
+
+        Raises:
+            ItemTooLarge: it is over a limit; nothing of it is sent.
+        """
+        if self._due:
+            self._say_together()
+        data = None if body is None else body.data
+        if len(head) <= MAX_HEAD_BYTES and (
+            body is None or (not body.buffers and len(body.data) <= CHUNK_BYTES)
+        ):
+            self._add(pack_message(kind, number, head, data, lane, flags), lane)
+            return
+        share = None if self.new_share is None else self.new_share()
+        message, small = outgoing(
+            kind, number, head, body, lane, flags=flags, what=what, share=share
+        )
+        if lane == DATA or not small:
+            self._data.append(message)
+            self._schedule()
+        else:
+            self._add(b"".join(message.next_frame() or ()), CONTROL)
+
+    def add_control(self, frame: bytes) -> None:
+        """Send a small frame ahead of all data."""
+        self._add(frame, CONTROL)
+
+    def _add(self, frame: bytes, lane: int) -> None:
+        """Send a whole message, at once if it is the first of this turn."""
+        at_once = self._fresh and not self.held
+        transport, kept, control = self._transport, self._kept, self._control
+        if (
+            at_once
+            and transport is not None
+            and not (self.paused or self._data)
+            and (kept is None or lane == CONTROL or not kept.full)
+        ):
+            self._fresh = False
+            if control:  # it is small: what was collected to go with it
+                frame = b"".join((*control, frame))
+                control.clear()
+            self.sent_bytes += len(frame)
+            if kept is not None:
+                kept.add_frame(frame)
+            transport.write(frame)
+            return
+        if lane == DATA:
+            self._data.append(frame)
+        else:
+            control.append(frame)
+        if at_once:
+            self._fresh = False
+            self.flush()
+        elif not self.held:
+            self._schedule()
+            self._queued += len(frame)
+            if self._queued >= WRITE_BYTES:
+                self.flush()
+
+    def collect(self, say: Callable[[], None]) -> None:
+        """Let this send what it collects: with the next write, and before anything else."""
+        self._due.append(say)
+        if not self._scheduled:
+            self._schedule()
+
+    def say_due(self) -> None:
+        """What was collected goes first. One that fails holds neither the others back nor what is
+        said by whoever comes next: it is logged."""
+        while self._due:
+            due, self._due = self._due, []
+            for say in due:
+                try:
+                    say()
+                except Exception:
+                    log.exception("what was collected cannot be said")
+
+    def _say_together(self) -> None:
+        held, self.held = self.held, True
+        try:
+            self.say_due()
+        finally:
+            self.held = held
+
+    def withdraw(self, number: int) -> bool:
+        """Forget what was not sent of this request; whether none of it was."""
+        return self._backlog.withdraw(number)
+
+    def pause(self) -> None:
+        """The transport holds enough."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """The transport can take more."""
+        self.paused = False
+        self.flush()
+
+    def end_turn(self) -> None:
+        """Say what was collected, and give the transport what it can take now."""
+        self.held = True
+        try:
+            self.say_due()
+        finally:
+            self._scheduled = False
+            self.release()
+
+    def release(self) -> None:
+        """Write what was `held`. What was collected meanwhile has its turn yet."""
+        self.held = False
+        self._fresh = True
+        if self._data or self._control:
+            self.flush()
+
+    def flush(self) -> None:
+        """Give the transport what it can take now."""
+        fresh, self._fresh = self._fresh, False  # what is said of memory meanwhile is scheduled
+        self._worked = self._queued = 0
+        transport = self._transport
+        while (
+            (self._data or self._control)
+            and transport is not None
+            and not self.paused
+            and (batch := self._batch())
+        ):
+            if len(batch) == 1:
+                transport.write(batch[0])
+            else:
+                transport.writelines(batch)
+            if self._worked >= TURN_BYTES:
+                self._schedule()
+                break
+        self._fresh = fresh
+
+    def flush_all(self) -> None:
+        """Give the transport everything, though it may hold much: it is about to close."""
+        self._fresh = False
+        self._due += self.last
+        self.say_due()
+        self._kept = None
+        while self._transport is not None and (batch := self._batch()):
+            self._transport.writelines(batch)
+
+    def worked(self, copied: int) -> None:
+        """So many bytes were copied to shared memory, which takes its time, too."""
+        self._worked += copied
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self.end_turn)
+
+    def _batch(self) -> list[Bytes]:
+        """The next frames, control first, of about `BATCH_BYTES`."""
+        kept, before = self._kept, self._worked
+        full = kept is not None and kept.full
+        batch, size = self._backlog.take(lambda: self._worked - before, only_control=full)
+        return self._count(batch, size)
+
+    def _count(self, batch: list[Bytes], size: int) -> list[Bytes]:
+        """What is written now; small frames as one."""
+        if not batch:
+            return batch
+        self.sent_bytes += size
+        if size <= JOIN_BYTES:
+            joined = b"".join(batch)
+            if self._kept is not None:
+                self._kept.add_frame(joined)
+            return [joined]
+        if self._kept is not None:
+            self._kept.add(batch, size)
+        return batch

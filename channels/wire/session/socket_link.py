@@ -1,0 +1,197 @@
+"""One socket: who is there, and then the bytes of a connection.
+
+A connection outlives its sockets (see `Connection`). A link has one user from the moment on at
+which its peer is known, and none again once it was cut or dropped: what arrives later is not heard.
+
+::
+
+    greeting --proved--> carrying --cut, dropped, hung up--> over
+        +---- refused, late, cut --------------------------^
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError
+from rlinf_async.channels.saying import say
+from rlinf_async.channels.wire.session.auth import Handshake
+from rlinf_async.channels.wire.session.busy_poll import busy_poll
+from rlinf_async.channels.wire.session.hangup import HangUp
+from rlinf_async.patient import Timer
+
+CLOSED = "the other process closed it or died"
+
+
+class HandshakeLate(HandshakeFailed):
+    """The other side was too slow. It may be faster another time."""
+
+
+class User(Protocol):
+    """Who reads and writes a link."""
+
+    def carry(self, link: Link, arrived: int) -> None: ...
+
+    def data_received(self, data: bytes) -> None: ...
+
+    def pause_writing(self) -> None: ...
+
+    def resume_writing(self) -> None: ...
+
+    def cut(self, link: Link, reason: str) -> None: ...
+
+
+class Link(asyncio.Protocol):
+    """A socket whose other side proves who it is.
+
+    Args:
+        seconds: that the other side has for it, once there is a socket.
+        greeted: called when it has; gives the user of this link.
+        arrived: called when there is a socket.
+    """
+
+    def __init__(
+        self,
+        handshake: Handshake,
+        seconds: float,
+        greeted: Callable[[Link], User],
+        arrived: Callable[[Link], None] | None = None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.handshake = handshake
+        self.opened: asyncio.Future[None] = loop.create_future()
+        """done when the handshake is; with `HandshakeFailed` or `ConnectionLost` if it failed"""
+        self.ended: asyncio.Future[None] = loop.create_future()
+        """done when the socket is closed"""
+        self._greeted = greeted
+        self._arrived = arrived
+        self._user: User | None = None
+        self._transport: asyncio.Transport | None = None
+        self._seconds = seconds
+        self._late_timer: Timer | None = None
+        self._hanging = HangUp()
+        self._poll = busy_poll(loop)
+
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        return self._transport
+
+    @property
+    def user(self) -> User | None:
+        return self._user
+
+    @property
+    def peer(self) -> str:
+        return self.handshake.peer
+
+    def refuse(self, reason: str) -> None:
+        """Turn away who has not proved anything yet."""
+        if not self.opened.done():
+            self._fail(self.handshake.refuse(reason))
+
+    def turn_out(self, reason: str) -> None:
+        """Close on who has not proved anything yet, without a refusal: an honest peer tries again.
+
+        A refusal is final, and a crowd of strangers must not end who comes back after a cut.
+        """
+        if not self.opened.done():
+            self._fail(ConnectionLost(reason))
+
+    def hang_up(self, *, first: bool = False) -> None:
+        """Close the socket once the peer took what was sent, or takes nothing any more.
+
+        ``first``: the peer has not hung up, and is told by this.
+        """
+        self._user = None
+        if self._transport is not None:
+            self._hanging.start(self._transport, self.peer, first=first)
+
+    def drop(self) -> None:
+        """Close the socket at once; what was sent may not arrive."""
+        self._user = None
+        self._in_time()
+        self.opened.cancel()
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ---- what the transport says
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are not of that class
+        found: socket.socket | None = transport.get_extra_info("socket")
+        if found is not None and found.family != socket.AF_UNIX:
+            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self.opened.done():  # given up before it was made
+            self._transport.abort()
+        else:
+            self._late_timer = Timer(self._seconds, self._late)
+            self._transport.write(self.handshake.take_outgoing())
+            if self._arrived is not None:
+                self._arrived(self)
+
+    def data_received(self, data: bytes) -> None:
+        user = self._user
+        if user is not None:
+            user.data_received(data)
+            if self._poll is not None:
+                self._poll.heard()
+        elif not self.opened.done():
+            self._greet(data)
+
+    def pause_writing(self) -> None:
+        if self._user is not None:
+            self._user.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._user is not None:
+            self._user.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        reason = say(exc) if exc else CLOSED
+        self._in_time()
+        self._hanging.stop()
+        self._transport = None
+        if not self.opened.done():
+            self.opened.set_exception(ConnectionLost(f"it was lost in the handshake: {reason}"))
+        user, self._user = self._user, None
+        if user is not None:
+            user.cut(self, reason)
+        self.ended.set_result(None)
+
+    # ---- the handshake
+
+    def _greet(self, data: bytes) -> None:
+        failure: WireError | None = None
+        try:
+            self.handshake.feed(data)
+        except HandshakeFailed as error:
+            failure = error
+        if failure is not None:
+            self._fail(failure)
+            return
+        if self._transport is not None and (answer := self.handshake.take_outgoing()):
+            self._transport.write(answer)
+        if self.handshake.done:
+            self._in_time()
+            self.opened.set_result(None)
+            user = self._user = self._greeted(self)
+            user.carry(self, self.handshake.terms.received)
+            if rest := self.handshake.rest:
+                user.data_received(rest)
+
+    def _in_time(self) -> None:
+        if self._late_timer is not None:
+            self._late_timer.cancel()
+
+    def _late(self) -> None:
+        self._fail(HandshakeLate(f"no handshake within {self._seconds:g} seconds"))
+
+    def _fail(self, error: WireError) -> None:
+        if self._transport is not None and (answer := self.handshake.take_outgoing()):
+            self._transport.write(answer)
+        self._in_time()
+        self.opened.set_exception(error)
+        self.hang_up()

@@ -1,0 +1,267 @@
+"""Two streams of bytes between two processes, over one socket after another.
+
+What is kept: each byte that one side sends is read by the other once, in order, whatever becomes of
+the sockets; or else the connection is lost, on both sides. See `kept` for how, `reach` for when.
+
+::
+
+    carried by a link <--cut, found again--> reconnecting
+              \\----------- lost -------------/
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from rlinf_async.channels.errors import MalformedFrame
+from rlinf_async.channels.wire.frames.framing import FrameType, pack_small
+from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
+from rlinf_async.channels.wire.session.heartbeat import Heartbeat, Pulse
+from rlinf_async.channels.wire.session.outbox import Outbox
+from rlinf_async.channels.wire.session.peer_process import can_watch, is_local, is_stopped, peer_pid
+from rlinf_async.channels.wire.session.reconnect import ENDED, Again, Reach
+from rlinf_async.channels.wire.session.socket_link import Link
+from rlinf_async.patient import Timer
+
+MAX_UNSENT_MESSAGES: Final = 65_536
+"""A peer that asks but does not read the answers is not read any more from here on."""
+SAY_ARRIVED_BYTES: Final = 256 * 1024
+"""After so many bytes the peer is told how much arrived."""
+
+log = logging.getLogger(__name__)
+
+
+class Streams(abc.ABC):
+    """The part of a connection that knows of sockets.
+
+    Args:
+        peer: the name that the other side proved.
+        patience: seconds for which it is kept when it is cut; 0: a cut ends it.
+        redial: connects again; None on the side that waits to be found.
+    """
+
+    def __init__(
+        self, heartbeat: Heartbeat, *, peer: str, patience: float, redial: Again | None
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.peer = peer
+        """the name that the other side proved in the handshake"""
+        self.reach = Reach(patience, redial, self._lose)
+        """what is done about a cut"""
+        self._link: Link | None = None
+        self._pid = 0
+        self._local = self._blind = False
+        self._outbox = Outbox(self._loop, keep=patience > 0)
+        self._pulse = Pulse(heartbeat, self._beat, self._silent)
+        self._patient = redial is not None
+        self._deaf = False
+        self._peer_ended = False
+        self._when_found: Callable[[], None] | None = None
+        self._timer: Timer | None = None
+        self._end_timer: Timer | None = None
+        self.closed = False
+        self.received_bytes = 0
+        self._said_arrived = 0
+        self._sent_by_beat = 0
+
+    @property
+    def reconnecting(self) -> bool:
+        """Whether it is cut now: what is asked waits until it goes on, or is lost."""
+        return self.reach.cut
+
+    @property
+    def local(self) -> bool:
+        """Whether it goes, or went last, over a Unix socket: the peer is on this host."""
+        return self._local
+
+    def peer_ended(self) -> None:
+        """Whoever started the peer's process says that it has ended: do not wait for it after a
+        cut. What it sent before is read."""
+        if self.closed or self._peer_ended:
+            return
+        self._peer_ended = True
+        if self.reconnecting:
+            self.reach.give_up(ENDED)
+        else:
+            self._expect_the_end()
+
+    @abc.abstractmethod
+    def abort(self, reason: str) -> None:
+        """Give it up at once, and tell the peer."""
+
+    @abc.abstractmethod
+    def _carried(self, transport: asyncio.Transport) -> None:
+        """It goes on over this."""
+
+    @abc.abstractmethod
+    def _read(self, data: bytes) -> None:
+        """These bytes came next."""
+
+    @abc.abstractmethod
+    def _malformed(self, what: str) -> MalformedFrame:
+        """The peer does not follow the protocol."""
+
+    @abc.abstractmethod
+    def _lose(self, reason: str) -> None:
+        """It is lost; nothing if it was already."""
+
+    # ---- sockets
+
+    def carry(self, link: Link, arrived: int) -> None:
+        """Go on over this socket; so many bytes of ours have arrived at the other side."""
+        if self.closed or link.transport is None:
+            link.hang_up()
+            return
+        self._link = link
+        self._pid = peer_pid(link.transport)
+        self._local = is_local(link.transport)
+        self._blind = self._local and not can_watch(self._pid)
+        self._carried(link.transport)
+        self.reach.found()
+        self._pulse.start()
+        if self._deaf:
+            link.transport.pause_reading()
+        try:
+            self._outbox.attach(link.transport, arrived)
+        except MalformedFrame as error:
+            self._malformed(str(error))
+            return
+        if not self._outbox.paused:
+            self._hear_again()
+        if self._when_found is not None:
+            self._loop.call_soon(self._when_found)
+            self._forget_when_found()
+
+    def cut(self, link: Link, reason: str) -> None:
+        """This socket is gone. Not the one in use: that was known."""
+        if link is not self._link or self.closed:
+            return
+        self._link = None
+        self._pulse.stop()
+        self._outbox.cut()
+        if not self.reach.patience or self._blind:  # it has died, most likely: others wait for that
+            self._lose(reason)
+            return
+        if self._peer_ended:
+            self._lose(f"{reason}; {ENDED}")
+            return
+        log.info("the connection to %s was cut (%s): connecting again", self.peer, reason)
+        self.reach.was_cut(reason, self._pid)
+
+    def make_way(self) -> None:
+        """The peer comes with another socket: the one in use is of no use to it any more."""
+        link = self._link
+        if link is not None:
+            link.drop()
+            self.cut(link, "the peer connected again")
+
+    def data_received(self, data: bytes) -> None:
+        self._pulse.heard = True
+        self.received_bytes += len(data)
+        if self.closed:
+            return
+        self._outbox.held = True
+        try:
+            self._read(data)
+            if self.received_bytes - self._said_arrived >= SAY_ARRIVED_BYTES and not self.closed:
+                self._say_arrived()
+        finally:
+            self._outbox.release()
+
+    def pause_writing(self) -> None:
+        self._outbox.pause()
+
+    def resume_writing(self) -> None:
+        self._outbox.resume()
+        few = self._outbox.waiting <= MAX_UNSENT_MESSAGES // 2
+        if few or not self._outbox.paused:
+            self._hear_again()
+
+    def answered(self) -> None:
+        """An answer was queued; a peer that does not take any must stop asking. One that takes all
+        that it is given is read on: what holds the rest back ends with what it says."""
+        too_many = self._outbox.paused and self._outbox.waiting > MAX_UNSENT_MESSAGES
+        if too_many and not self._deaf and self._transport is not None:
+            self._deaf = True
+            self._transport.pause_reading()
+
+    def once_found(self, then: Callable[[], None]) -> bool:
+        """Whether it is cut while the peer may miss something of what was said to it. Then this is
+        called when it goes on; a peer that does not come back for `GRACE_SECONDS` is given up."""
+        if not self.reconnecting or self._outbox.all_arrived:
+            return False
+        if self._when_found is None:
+            self._when_found = then
+            self._timer = Timer(GRACE_SECONDS, self._not_found)
+        return True
+
+    # ---- inside
+
+    def _hear_again(self) -> None:
+        if self._deaf and not self.closed:
+            self._deaf = False
+            if self._transport is not None:
+                self._transport.resume_reading()
+
+    def _not_found(self) -> None:
+        why = f"it was cut when it was closed, and not taken up again within {GRACE_SECONDS:g} s"
+        log.warning("what was said last to %s may be lost: %s", self.peer, why)
+        self.abort(why)
+
+    def _forget_when_found(self) -> None:
+        self._when_found = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expect_the_end(self) -> None:
+        """The system says by a cut that all was read; a network that is gone says nothing."""
+        self._end_timer = Timer(GRACE_SECONDS, self._look_for_the_end, self.received_bytes)
+
+    def _look_for_the_end(self, received: int) -> None:
+        if self.closed:
+            return
+        if self.received_bytes == received:
+            self.abort(ENDED)
+        else:
+            self._expect_the_end()
+
+    @property
+    def _transport(self) -> asyncio.Transport | None:
+        return None if self._link is None else self._link.transport
+
+    def _say_arrived(self) -> None:
+        self._said_arrived = self.received_bytes
+        self._outbox.add_control(pack_small(FrameType.PING, self.received_bytes))
+
+    def _beat(self) -> None:
+        """Say that this side lives, if it said nothing lately or has something to confirm."""
+        quiet = self._outbox.sent_bytes == self._sent_by_beat
+        if quiet or self.received_bytes != self._said_arrived:
+            self._say_arrived()
+        self._sent_by_beat = self._outbox.sent_bytes
+
+    def _silent(self, seconds: float) -> bool:
+        """Whether to go on waiting. An owner that was stopped is waited for: nobody can take over
+        what it has, and the work goes on with it. A stopped worker's items go to others."""
+        if self._patient and is_stopped(self._pid):
+            return True
+        self.abort(f"nothing was heard for {seconds:.1f} s: the process is stopped, or blocked")
+        return False
+
+    def _hang_up(self, *, first: bool = False) -> None:
+        if self._link is not None:
+            self._link.hang_up(first=first)
+
+    def _stop(self) -> None:
+        """It is lost: send and try nothing more."""
+        self._pulse.stop()
+        self._forget_when_found()
+        if self._end_timer is not None:
+            self._end_timer.cancel()
+        self.reach.stop()
+        self._outbox.detach()
