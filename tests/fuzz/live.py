@@ -132,8 +132,16 @@ class Live:
                 self._lends, _key(pieces), _small(pieces), _small(pieces) or None
             )
             arguments = msgspec.msgpack.encode(credit)
+        elif kind in (b"delivery.taken", b"delivery.settle"):
+            ranges = [
+                (_small(pieces), _small(pieces), _small(pieces)) for _ in range(pieces.byte() % 4)
+            ]
+            settled: Any = protocol.Taken(ranges)
+            if kind == b"delivery.settle":
+                settled = protocol.Settle(ranges, _small(pieces))
+            arguments = msgspec.msgpack.encode(settled)
         else:  # MessagePack of the other arguments, without the array's head
-            rest, count = pieces.some(), 1 + pieces.byte() % 6
+            rest, count = pieces.some(), 1 + pieces.byte() % 10
             arguments = bytes((0x90 | count,)) + msgspec.msgpack.encode(end) + rest
         return bytes((len(kind),)) + kind + arguments
 

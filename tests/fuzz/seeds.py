@@ -45,12 +45,11 @@ METAS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("channel.put", ("key", 2, "w")),
     ("channel.put", (None, 1, "w", True)),
     ("channel.flush", ()),
-    ("channel.confirm", ()),
-    ("channel.get", (None, 1, None, "w", False)),
-    ("channel.get", (None, 4, 1, "w", True)),
-    ("channel.get", (7, 1, None, "w", True)),
-    ("channel.settle", (None,)),
-    ("channel.settle", ("a failure",)),
+    ("channel.get", (None, 1, None, "w", 1, False, 3)),
+    ("channel.get", (None, 0, 0, "w", 0, False, 3)),
+    ("channel.get", (None, 4, 1, "w", 1, True)),
+    ("channel.get", (7, 1, None, "w", 1, True)),
+    ("channel.state", (None,)),
     ("channel.clone", (-1, "w")),
     ("channel.close", ()),
     ("channel.stale", ()),
@@ -124,19 +123,39 @@ def live() -> Iterator[bytes]:
             yield (one := bytes((_said(frame), number, Flag.BODY)) + head + body)
             every += one
     yield every
-    yield from _lent(kinds)
+    yield from _credit(kinds)
+    yield from _settled(kinds)
     for frame in FrameType:
         yield bytes((_said(frame), 1, 0, 255)) + piece(b"\x01" + bytes(7)) + piece(b"") + b"\x00"
     yield b"\x00" + piece(b"\xff" * 28)
 
 
-def _lent(kinds: list[str]) -> Iterator[bytes]:
-    """Room is asked for, used, and given back."""
+def _settled(kinds: list[str]) -> Iterator[bytes]:
+    """Items are put, delivered under a lease or not, and settled in every way."""
+    request = bytes((_said(FrameType.REQUEST),))
+    put = piece(b"".join(map(msgspec.msgpack.encode, (None, 1, "w")))) + b"\x03"
+    puts = b"".join(
+        request + bytes((number, Flag.BODY, kinds.index("channel.put"), 0)) + put
+        + piece(b"\x01") + b"\x00"
+        for number in (1, 2, 3)
+    )  # fmt: skip
+    for lease in (False, True):
+        get = piece(b"".join(map(msgspec.msgpack.encode, (None, 2, 1, "w", 1, lease, 2)))) + b"\x07"
+        asked = request + bytes((4, 0, kinds.index("channel.get"), 1)) + get + b"\x00"
+        for outcome in range(6):
+            settle = bytes((kinds.index("delivery.settle"), 1, 1, 4, 0, 1, outcome))
+            taken = bytes((kinds.index("delivery.taken"), 1, 1, 4, 1, 2))
+            notice = bytes((_said(FrameType.NOTICE), 0, 0))
+            yield puts + asked + notice + settle + b"\x00" + notice + taken + b"\x00"
+
+
+def _credit(kinds: list[str]) -> Iterator[bytes]:
+    """Credit is asked for, spent, and returned."""
     notice, body = bytes((_said(FrameType.NOTICE), 0, Flag.BODY)), piece(b"\x01") + b"\x00"
     arguments = piece(b"".join(map(msgspec.msgpack.encode, (None, 1, "w", True)))) + b"\x04"
     want = bytes((kinds.index("channel.put"), 0)) + arguments + body
-    puts = bytes((kinds.index("channel.puts"), 0, 1, 0, 3, 3, 1, 3)) + body
-    give = bytes((kinds.index("channel.return"), 0, 0, 3, 2)) + body
+    puts = bytes((kinds.index("channel.transfer"), 0, 1, 0, 3, 3, 1, 3)) + body
+    give = bytes((kinds.index("credit.return"), 0, 0, 3, 2)) + body
     asked = [bytes((_said(FrameType.REQUEST), number, Flag.BODY)) + want for number in (1, 2)]
     pause = b"\x00" + piece(b"")
     yield b"".join((*asked, pause, notice, puts, notice, give))
