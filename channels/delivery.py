@@ -90,7 +90,7 @@ class Delivery(abc.ABC):
     """
 
     __slots__ = (
-        "at_least", "entries", "holder", "lease", "link", "owner", "prefetched", "queue",
+        "at_least", "entries", "holder", "lease", "link", "loop", "owner", "prefetched", "queue",
         "receiver", "requested", "since", "target", "unsettled", "waiting", "weight",
     )  # fmt: skip
 
@@ -105,7 +105,8 @@ class Delivery(abc.ABC):
         self.target = target
         self.at_least = at_least
         self.lease = lease
-        self.since = asyncio.get_running_loop().time()
+        self.loop = loop = asyncio.get_running_loop()
+        self.since = loop.time()
         self.entries: list[Entry | None] = []
         """those that were settled are None"""
         self.weight = 0
@@ -171,7 +172,7 @@ class LocalDelivery(Delivery):
         target: int = 1, at_least: int = 1, lease: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(queue, receiver, holder, owner, target, at_least, lease)
-        self.future = WaitFuture()
+        self.future = WaitFuture(loop=self.loop)
 
     @property
     def cancelled(self) -> bool:
@@ -188,14 +189,15 @@ class LocalDelivery(Delivery):
 class WaitingPut(abc.ABC):
     """A put that waits for room."""
 
-    __slots__ = ("entry", "holder", "queue", "sender", "since")
+    __slots__ = ("entry", "holder", "loop", "queue", "sender", "since")
 
     def __init__(self, queue: KeyQueue, entry: Entry, sender: int, holder: str) -> None:
         self.queue = queue
         self.entry = entry
         self.sender = sender
         self.holder = holder
-        self.since = asyncio.get_running_loop().time()
+        self.loop = loop = asyncio.get_running_loop()
+        self.since = loop.time()
 
     @property
     @abc.abstractmethod
@@ -218,7 +220,7 @@ class LocalPut(WaitingPut):
 
     def __init__(self, queue: KeyQueue, entry: Entry, sender: int, holder: str) -> None:
         super().__init__(queue, entry, sender, holder)
-        self.future = WaitFuture()
+        self.future = WaitFuture(loop=self.loop)
 
     @property
     def cancelled(self) -> bool:

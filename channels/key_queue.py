@@ -168,7 +168,7 @@ class KeyQueue:
 
     def put_waited(self, wait: WaitingPut) -> None:
         """The put is over, in whichever way; account for its wait."""
-        self.queue.put_wait_seconds += self.queue.now() - wait.since
+        self.queue.put_wait_seconds += wait.loop.time() - wait.since
 
     def has_room(self, weight: int) -> bool:
         """Whether an item of this weight could be admitted."""
@@ -221,7 +221,7 @@ class KeyQueue:
 
     def get_waited(self, delivery: Delivery) -> None:
         """The get waits no more; account for its wait."""
-        self.queue.get_wait_seconds += self.queue.now() - delivery.since
+        self.queue.get_wait_seconds += delivery.loop.time() - delivery.since
 
     def prefetch(self, delivery: Delivery, link: PrefetchLink, entries: Sequence[Entry]) -> None:
         """These left the queue for a receiver that has not asked for them; they count as queued."""
@@ -243,6 +243,10 @@ class KeyQueue:
         """End this delivery, or ``count`` of its entries from ``first`` on. Entries that were
         settled before are left out."""
         entries = delivery.entries
+        if outcome is Outcome.TAKEN and count is None and delivery.link is None:  # most are
+            delivery.entries, delivery.unsettled = [], 0
+            self._settled(delivery)
+            return
         stop = len(entries) if count is None else min(first + count, len(entries))
         border = min(max(delivery.requested, first), stop)
         requested = [one for one in entries[first:border] if one is not None]

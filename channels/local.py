@@ -24,9 +24,9 @@ from rlinf_async.channels.seen import state_of, statistics_of, waits_of
 from rlinf_async.channels.statistics import DeadLetter, KeyState, Statistics
 from rlinf_async.channels.waitfor import Wait, current_party
 
-CHECKPOINT: Final = 128
-"""So many puts or gets of an end in a row that need not wait, and then others in this loop have a
-turn: a loop over them can be cancelled, and starves nobody."""
+CHECKPOINT: Final = 127
+"""One put and one get of 128, that of which the number has all these bits set, gives others in this
+loop a turn: a loop over them can be cancelled, and starves nobody."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -124,7 +124,7 @@ class _LocalEnd:
     dropped while it is open closes, with a `ResourceWarning` where the channel is still used.
     """
 
-    __slots__ = ("_holder", "_live", "_number", "_own", "_queue", "_spent", "_streak", "_unkeyed")
+    __slots__ = ("_holder", "_live", "_number", "_own", "_queue", "_spent", "_unkeyed")
 
     def __init__(self, queue: Queue, holder: str | None = None, *, own: bool = False) -> None:
         self._live = False
@@ -134,7 +134,6 @@ class _LocalEnd:
         self._own = own
         self._number = 0
         self._spent = False
-        self._streak = 0  # puts or gets since others had a turn
 
     @property
     def number(self) -> int:
@@ -186,7 +185,6 @@ class _LocalEnd:
         return type(self)(self._queue, holder or current_party.get()).open()
 
     async def _checkpoint(self) -> None:
-        self._streak = 0
         await asyncio.sleep(0)
         if self._spent:
             raise self._closed()
@@ -217,17 +215,15 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
     async def put(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
         if not self._live:
             self.open()
-        self._streak = streak = self._streak + 1
-        if streak > CHECKPOINT:
-            await self._checkpoint()
         channel = self._queue
+        if channel.sequence & CHECKPOINT == CHECKPOINT:
+            await self._checkpoint()
         if item.__class__ is not channel.item_class:
             channel.check_item(item)
         queue = self._unkeyed if key is None else channel.of_key(key)
         wait = queue.put(item, weight, self._number)
         if wait is None:
             return
-        self._streak = 0
         try:
             await wait.future  # type: ignore[attr-defined]
         except BaseException:
@@ -268,11 +264,10 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
     async def get(self, *, key: Key | None = None) -> T_co:
         if not self._live:
             self.open()
-        self._streak = streak = self._streak + 1
-        if streak > CHECKPOINT:
-            await self._checkpoint()
         item: T_co
         channel = self._queue
+        if channel.gets & CHECKPOINT == CHECKPOINT:
+            await self._checkpoint()
         queue = self._unkeyed if key is None else channel.known(key)
         if queue is not None and not channel.direct and (entry := queue.take()) is not None:
             item = entry.item
@@ -328,8 +323,6 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
                 queue, self._number, current_party.get(), task, weight, at_least, lease
             )
             waits = queue.get(delivery)
-            if waits:
-                self._streak = 0
             try:
                 await delivery.future
                 if not channel.direct or await bring(delivery):

@@ -221,6 +221,45 @@ async def test_more_keys_than_are_remembered_lose_no_room() -> None:
         assert len(end._transfers.accounts.kept) <= credit.MAX_ACCOUNTS
 
 
+@pytest.mark.parametrize(("capacity", "max_weight", "parties"), [(64, 1, 1), (4, None, 4)])
+async def test_keys_that_never_get_credit_do_not_stay_in_memory(
+    capacity: int, max_weight: int | None, parties: int
+) -> None:
+    channel = Channel(int, name="numbers", capacity=capacity, max_weight=max_weight)
+    async with wired() as owner:
+        connections = [await owner.join(f"w{party}") for party in range(parties)]
+        senders = [owner.sender(channel, connection) for connection in connections]
+        for key in range(300):
+            for number, sender in enumerate(senders):
+                putting = asyncio.create_task(put_all(sender, range(number, number + 2), key=key))
+                for _ in range(2):
+                    await channel.receiver.get(key=key)
+                await putting
+        for sender in senders:
+            await sender.flush()
+        unspent = [queue for queue in channel.queue.keys.values() if queue.reserved]
+        await until(lambda: [*channel.queue.keys.values()] == unspent)
+        for connection in connections:
+            connection.close()
+            await connection.wait_closed()
+
+
+async def test_items_put_on_credit_go_in_the_data_lane() -> None:
+    channel = Channel(int, name="numbers")
+    async with remote_pair(channel) as (sender, _):
+        await with_credit(sender, channel)
+        end: Any = sender
+        outbox = end._wire.connection.outbox
+        outbox.pause()
+        await put_all(sender, range(5))
+        end._wire.connection.notify("channel.stale", protocol.End(0), control=True)
+        assert len(outbox._data) == 1  # the items, together
+        assert len(outbox._control) == 1
+        outbox.resume()
+        await sender.flush()
+        assert await channel.receiver.get_batch(weight=5) == list(range(5))
+
+
 # ---- what became of an item
 
 

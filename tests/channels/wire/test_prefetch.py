@@ -441,6 +441,57 @@ async def test_a_receiver_closed_while_items_are_under_way_leaves_them_to_others
         other.close()
 
 
+# ---- recalled
+
+
+async def test_a_process_that_stands_still_with_items_ahead_holds_up_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(owner_deliveries, "RECALL_SECONDS", 0.01)
+    channel = Channel(int, name="numbers")
+    async with wired() as owner:
+        connection = await owner.join()
+        receiver = owner.receiver(channel, connection)
+        for number in range(40):
+            channel.sender.put_nowait(number)
+        assert [await receiver.get() for _ in range(3)] == [0, 1, 2]
+        await settled()
+        ahead = channel.statistics().prefetched
+        assert ahead > 0
+        transport = connection._transport
+        assert transport is not None
+        transport.pause_reading()  # it stands still: the recall is not heard
+        assert await channel.receiver.get() == 3 + ahead  # what is behind them
+        transport.resume_reading()
+        await until(lambda: not channel.statistics().prefetched)
+        assert await channel.receiver.get() == 3  # they are back, as after a failed lease
+        assert [await receiver.get() for _ in range(3)] == [4, 5, 6]
+        connection.close()
+        await connection.wait_closed()
+
+
+async def test_gets_that_follow_one_another_on_one_end_are_not_overtaken_by_a_batch() -> None:
+    channel = Channel(int, name="numbers", capacity=128)
+    async with wired() as owner:
+        connection = await owner.join()
+        receiver = owner.receiver(channel, connection)
+        for number in range(100):
+            channel.sender.put_nowait(number)
+        channel.close()
+        got = [await receiver.get() for _ in range(13)]  # more are asked for in passing
+        got += await receiver.get_batch(weight=1)
+        got.append(await receiver.get())
+        async with receiver.lease(weight=3) as leased:
+            got += leased
+        assert got == list(range(18))
+        with pytest.raises(EndOfChannel):
+            while True:
+                got += await receiver.get_batch(weight=400)
+        assert got == list(range(100))
+        connection.close()
+        await connection.wait_closed()
+
+
 # ---- everything at once
 
 
