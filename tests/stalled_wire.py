@@ -97,7 +97,7 @@ def closing_while_cut(blame: Blame) -> Heard:
     made.reach.was_cut("a test", 0)
     made.notify("anything", None)
     made.close()
-    return made._forget_when_found
+    return made.streams._forget_when_found
 
 
 def known_to_have_ended(blame: Blame) -> Heard:
@@ -105,7 +105,7 @@ def known_to_have_ended(blame: Blame) -> Heard:
     made.peer_ended()
 
     def read() -> None:
-        made.received_bytes += 1
+        made.streams.received_bytes += 1
 
     return read
 

@@ -290,7 +290,7 @@ async def test_a_cancelled_call_of_a_worker_that_is_cut_off_is_said_to_be_so(
         waiters, running, _ = await waiting(cluster)
         pid = kill(cluster, "Waiter[0]", signal.SIGSTOP)  # it does not connect again
         wait_until_stopped(pid)
-        connection_to(waiters).make_way()
+        connection_to(waiters).streams.make_way()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running

@@ -49,11 +49,11 @@ class Keeping:
     def over(cls, connection: Connection, direct: Direct | None) -> Self | None:
         """That of this connection; None where arrays go through the owner: it is on this host, or
         nobody else could come for them."""
-        found: Self | None = connection.parts.get(cls)
+        found = connection.attached(cls)
         if found is not None or direct is None or not direct.addresses:
             return found
         if not (connection.local or connection.closed):
-            found = connection.parts[cls] = cls(connection, direct)
+            found = connection.attach(cls(connection, direct))
         return found
 
     # ---- for senders

@@ -63,7 +63,7 @@ class Source:
         Raises:
             MalformedFrame: it has offered nothing.
         """
-        found: Self | None = connection.parts.get(cls)
+        found = connection.attached(cls)
         if found is None:
             raise MalformedFrame("arrays stay with a process that did not say where it is")
         return found
@@ -156,8 +156,8 @@ class Sources:
 
     def _offer(self, request: Request[Offer]) -> None:
         connection = request.connection
-        if Source not in connection.parts:
-            source = connection.parts[Source] = Source(connection, request.meta)
+        if connection.attached(Source) is None:
+            source = connection.attach(Source(connection, request.meta))
             self._every.add(source)
 
     def _unsure(self, request: Request[Unsure]) -> None:

@@ -295,10 +295,7 @@ class ReceiverLinks:
     @classmethod
     def of(cls, connection: Connection) -> ReceiverLinks:
         """Those of this connection."""
-        found: ReceiverLinks | None = connection.parts.get(cls)
-        if found is None:
-            found = connection.parts[cls] = cls(connection)
-        return found
+        return connection.attached(cls) or connection.attach(cls(connection))
 
     def find(self, end: int, key: Key | None) -> ReceiverLink:
         """That of this receiver and key; made if there is none."""

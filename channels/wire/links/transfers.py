@@ -109,10 +109,7 @@ class Transfers:
     @classmethod
     def of(cls, connection: Connection) -> Transfers:
         """Those of this connection."""
-        found: Transfers | None = connection.parts.get(cls)
-        if found is None:
-            found = connection.parts[cls] = cls(connection)
-        return found
+        return connection.attached(cls) or connection.attach(cls(connection))
 
     # ---- for senders
 

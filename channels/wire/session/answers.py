@@ -132,7 +132,7 @@ class Answering:
             outbox, head = self._outbox, _encode(meta)
             outbox.send(_REPLY, number, head, body, request.lane, flags=flags, what=request.kind)
             if outbox.paused:
-                self._connection.answered()
+                self._connection.streams.answered()
             if unsettled is not None:
                 self.unsettled[number] = unsettled
         elif unsettled is not None:
@@ -146,7 +146,7 @@ class Answering:
         elif self._lost is None:
             head = _encode(report(error))
             self._outbox.send(_ERROR, request.number, head, None, request.lane, what=request.kind)
-            self._connection.answered()
+            self._connection.streams.answered()
         self._forget(request)
 
     # ---- inside

@@ -10,7 +10,7 @@ What is kept, on whichever side:
   knows more of it;
 * what arrives is handled in the order in which it was sent, lane by lane;
 * a cut socket is replaced by another, on which both streams go on at the byte where they were cut:
-  see `kept` and `reach`. Only when that fails is the connection lost.
+  see `streams`. Only when that fails is the connection lost.
 
 ::
 
@@ -27,10 +27,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.errors import MalformedFrame
+from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
 from rlinf_async.channels.saying import fit
+from rlinf_async.channels.waitfor import WaitFuture
 from rlinf_async.channels.wire.frames.framing import Flag, FrameType, pack_small
-from rlinf_async.channels.wire.frames.messages import Message
+from rlinf_async.channels.wire.frames.messages import CONTROL, DATA, Message
 from rlinf_async.channels.wire.frames.reader import MessageReader
 from rlinf_async.channels.wire.memory.pool import process_pool
 from rlinf_async.channels.wire.memory.shared_memory import MemoryUse, Sharing
@@ -38,19 +39,28 @@ from rlinf_async.channels.wire.session.answers import Answering
 from rlinf_async.channels.wire.session.failures import UNREADABLE
 from rlinf_async.channels.wire.session.heartbeat import Heartbeat
 from rlinf_async.channels.wire.session.outbox import Outbox
+from rlinf_async.channels.wire.session.reconnect import Reach
+from rlinf_async.channels.wire.session.requests import (
+    Answer,
+    Asking,
+    Waiting,
+    head_of,
+    reply_decoder,
+)
 from rlinf_async.channels.wire.session.router import Router
-from rlinf_async.channels.wire.session.talking import Talking
+from rlinf_async.channels.wire.session.streams import Streams
 
+A = TypeVar("A")
 R = TypeVar("R")
 Closed = Callable[["Connection", str], None]
 Redial = Callable[["Connection"], Coroutine[Any, Any, None]]
 """Connects again, until it works or the connection is given up."""
 
 log = logging.getLogger(__name__)
-_SHARED = int(Flag.SHARED)  # the enums are slow to ask
+_SHARED, _NOTICE = int(Flag.SHARED), FrameType.NOTICE  # the enums are slow to ask
 
 
-class Connection(Talking):
+class Connection:
     """One side of a connection. Made by `connect` and `serve`.
 
     Args:
@@ -70,8 +80,16 @@ class Connection(Talking):
         redial: Redial | None = None,
     ) -> None:
         again = None if redial is None else partial(redial, self)
-        super().__init__(heartbeat, peer=peer, patience=patience, redial=again)
+        self.streams = Streams(self, heartbeat, peer=peer, patience=patience, redial=again)
+        """what it says and hears, whichever socket carries it"""
+        self.peer = peer
+        """the name that the other side proved in the handshake"""
         self.number = number
+        self.closed = False
+        self._reason = ""
+        self._loop = asyncio.get_running_loop()
+        self._outbox = self.streams.outbox
+        self._asking = Asking(self._outbox)
         self._reader = MessageReader()
         self._sharing = Sharing(self._loop, self._outbox, process_pool())
         self._answering = Answering(self, router, self._outbox)
@@ -81,10 +99,152 @@ class Connection(Talking):
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self.linger: Callable[[Callable[[], None]], bool] | None = None
         """whether closing must wait; then what it is given is called as soon as it need not"""
-        self.parts: dict[type, Any] = {}
-        """what is kept for as long as this connection, by its class"""
+        self._attached: dict[type, Any] = {}
+
+    # ---- requests and notices
+
+    async def request(
+        self,
+        kind: str,
+        meta: Any,
+        body: Encoded | None = None,
+        *,
+        reply: type[R],
+        control: bool = False,
+        on_channel: bool = False,
+    ) -> tuple[R, Encoded | None]:
+        """Ask the peer; what it answers. Cancelling this cancels the peer's handler.
+
+        Args:
+            kind: which of the peer's handlers.
+            meta: its arguments, a small msgspec Struct.
+            body: more arguments, of any size.
+            reply: the Struct that the peer answers with.
+            control: go ahead of all data (a body over 256 KiB goes with the data all the same).
+            on_channel: this is a wait on a channel, in the sense of `WaitFuture`.
+
+        Raises:
+            ChannelError: as the handler raised it.
+            RemoteError: the handler raised something else.
+            ConnectionLost: the connection was lost before the answer came.
+            ItemTooLarge: the message is over a limit; nothing was sent.
+        """
+        answer = await self.ask(
+            kind, meta, body, reply=reply, control=control, on_channel=on_channel
+        )
+        answer.take()
+        return answer.meta, answer.body
+
+    async def ask(
+        self,
+        kind: str,
+        meta: Any,
+        body: Encoded | None = None,
+        *,
+        reply: type[R],
+        control: bool = False,
+        on_channel: bool = False,
+    ) -> Answer[R]:
+        """As `request`, for an answer that is to be looked at before it counts as taken.
+
+        Whoever gets it calls its ``take`` or ``refuse`` before anything is awaited.
+        """
+        if self.closed:
+            raise self._lost()
+        future: asyncio.Future[Message] = (
+            WaitFuture(loop=self._loop) if on_channel else self._loop.create_future()
+        )
+        head = head_of(kind, meta)
+        number = self._asking.ask(future, kind, head, body, CONTROL if control else DATA)
+        try:
+            message = await future
+        except (asyncio.CancelledError, GeneratorExit):
+            if not self.closed:
+                self._asking.cancel(number)
+            raise
+        try:
+            found: R = reply_decoder(reply)(message.head)
+        except UNREADABLE as error:
+            raise self.malformed(f"the answer to {kind!r}: {error}") from error
+        return Answer(found, message, self._asking)
+
+    def post(
+        self,
+        waiting: Waiting,
+        kind: str,
+        head: bytes,
+        body: Encoded | None = None,
+        *,
+        control: bool = False,
+    ) -> int:
+        """As `ask`, for one who is told the answer as soon as it arrives; the request's number.
+        ``head`` is what `head_of` makes of its kind and its arguments.
+
+        An answer that cannot be read is told as such, and raised on: the connection ends by it.
+        """
+        if self.closed:
+            raise self._lost()
+        return self._asking.ask(waiting, kind, head, body, CONTROL if control else DATA)
+
+    def give_up(self, number: int) -> bool:
+        """The answer to this `post` is wanted no more; the peer's handler is cancelled. Whether the
+        peer never heard of it."""
+        return not self.closed and self._asking.cancel(number)
+
+    def notify(
+        self,
+        kind: str,
+        meta: Any,
+        body: Encoded | None = None,
+        *,
+        control: bool = False,
+        flags: int = 0,
+    ) -> None:
+        """Tell the peer something that it does not answer. ``flags`` say what is special about it.
+
+        Raises:
+            ConnectionLost: the connection is closed.
+            ItemTooLarge: the message is over a limit.
+        """
+        if self.closed:
+            raise self._lost()
+        lane = CONTROL if control else DATA
+        self._outbox.send(_NOTICE, 0, head_of(kind, meta), body, lane, flags=flags, what=kind)
 
     # ---- for the user
+
+    @property
+    def reach(self) -> Reach:
+        """What is done about a cut."""
+        return self.streams.reach
+
+    @property
+    def reconnecting(self) -> bool:
+        """Whether it is cut now: what is asked waits until it goes on, or is lost."""
+        return self.streams.reach.cut
+
+    @property
+    def local(self) -> bool:
+        """Whether it goes, or went last, over a Unix socket: the peer is on this host."""
+        return self.streams.local
+
+    @property
+    def received_bytes(self) -> int:
+        return self.streams.received_bytes
+
+    def peer_ended(self) -> None:
+        """Whoever started the peer's process says that it has ended: do not wait for it after a
+        cut. What it sent before is read."""
+        self.streams.peer_ended()
+
+    def attached(self, kind: type[A]) -> A | None:
+        """What `attach` was given of this class."""
+        return self._attached.get(kind)
+
+    def attach(self, one: A) -> A:
+        """Keep this for as long as the connection, to be found again by its class."""
+        self._attached[type(one)] = one
+        return one
 
     @property
     def sent_bytes(self) -> int:
@@ -140,15 +300,15 @@ class Connection(Talking):
         again = partial(self.close, reason)
         if self.closed or (self.linger is not None and self.linger(again)):
             return
-        if self.once_found(again):
+        if self.streams.once_found(again):
             return
         self._close(reason)
 
     def abort(self, reason: str) -> None:
         """Give the connection up at once: what waits to be sent is not. The peer is told why."""
         if self.closed:
-            if self._link is not None:
-                self._link.drop()
+            if self.streams.link is not None:
+                self.streams.link.drop()
             return
         self._outbox.drop()
         self._say_goodbye(reason)
@@ -156,16 +316,18 @@ class Connection(Talking):
     async def wait_closed(self) -> None:
         """Wait until the socket is closed."""
         await asyncio.shield(self._ended)
-        if self._link is not None:
-            await asyncio.shield(self._link.ended)
+        if self.streams.link is not None:
+            await asyncio.shield(self.streams.link.ended)
         await self.reach.wait_stopped()
 
-    # ---- reading
+    # ---- for its streams
 
-    def _carried(self, transport: asyncio.Transport) -> None:
+    def carried(self, transport: asyncio.Transport) -> None:
+        """They go on over this socket."""
         self._sharing.attach(transport)
 
-    def _read(self, data: bytes) -> None:
+    def read(self, data: bytes) -> None:
+        """These bytes came next: handle the messages that they complete."""
         hear = self._hear
         try:
             for message in self._reader.feed(data):
@@ -177,9 +339,10 @@ class Connection(Talking):
                 if self.closed:
                     return
         except (MalformedFrame, *UNREADABLE) as error:
-            self._malformed(str(error))
+            self.malformed(str(error))
 
-    def _malformed(self, what: str) -> MalformedFrame:
+    def malformed(self, what: str) -> MalformedFrame:
+        """The peer does not follow the protocol: close. The error to raise."""
         log.error("connection to %s is closed, it sent a malformed frame: %s", self.peer, what)
         if not self.closed:
             self._close(f"a malformed frame: {what}")  # nothing of what it says is waited for
@@ -209,8 +372,8 @@ class Connection(Talking):
     # ---- ending
 
     def _leave(self, reason: str) -> None:
-        self._hang_up()
-        self._lose(f"{self.peer} closed it: {reason}")
+        self.streams.hang_up()
+        self.lose(f"{self.peer} closed it: {reason}")
 
     def _close(self, reason: str) -> None:
         self._asking.flush_receipts()
@@ -222,22 +385,25 @@ class Connection(Talking):
         said = fit(reason).encode()[:1000]
         self._outbox.add_control(pack_small(FrameType.GOODBYE, 0, said))
         self._outbox.flush_all()
-        self._hang_up(first=True)
-        self._lose(reason)
+        self.streams.hang_up(first=True)
+        self.lose(reason)
 
-    def _lose(self, reason: str) -> None:
+    def lose(self, reason: str) -> None:
         """Give up what was under way, once."""
         if self.closed:
             return
-        self.closed = True
+        self.closed = self.streams.closed = True
         self._reason = reason
-        self._stop()
+        self.streams.stop()
         self._sharing.close()
         self._asking.lose(self._lost)
         self._answering.lose(reason)
         for callback in self._on_close:
             self._tell(callback)
         self._ended.set_result(None)
+
+    def _lost(self) -> ConnectionLost:
+        return ConnectionLost(f"connection to {self.peer or 'a peer'!r} was lost: {self._reason}")
 
     def _tell(self, callback: Closed) -> None:
         try:

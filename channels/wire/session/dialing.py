@@ -17,6 +17,7 @@ from rlinf_async.channels.wire.session.connection import Connection
 from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
 from rlinf_async.channels.wire.session.side import Side
 from rlinf_async.channels.wire.session.socket_link import HandshakeLate, Link
+from rlinf_async.channels.wire.session.streams import Streams
 
 ATTEMPT_BYTES: Final = 16
 FIRST_PAUSE: Final = 0.02
@@ -71,10 +72,10 @@ class Dialer:
         """Try it once. What is cancelled leaves nothing, here and at the server."""
         side, made = self._side, list[Connection]()
 
-        def greeted(link: Link) -> Connection:
+        def greeted(link: Link) -> Streams:
             terms = link.handshake.terms
             made.append(side.connection(link.peer, terms.number, terms.patience, self._redial))
-            return made[0]
+            return made[0].streams
 
         terms = Terms(patience=side.patience, attempt=attempt)
         link = self._link(terms, greeted, side.handshake_timeout)
@@ -108,7 +109,7 @@ class Dialer:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _link(self, terms: Terms, greeted: Callable[[Link], Connection], timeout: float) -> Link:
+    def _link(self, terms: Terms, greeted: Callable[[Link], Streams], timeout: float) -> Link:
         handshake = Handshake("client", self._side.secret, self._side.name, terms=terms)
         return Link(handshake, timeout, greeted)
 
@@ -157,5 +158,5 @@ async def _take_back(link: Link, made: list[Connection]) -> None:
             raise
 
 
-def _as_before(connection: Connection, link: Link) -> Connection:
-    return connection
+def _as_before(connection: Connection, link: Link) -> Streams:
+    return connection.streams

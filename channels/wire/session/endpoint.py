@@ -166,7 +166,9 @@ class Server:
         made: list[Connection] = []
         side = self._side
         handshake = Handshake("server", side.secret, side.name, settle=partial(self._settle, made))
-        link = Link(handshake, side.handshake_timeout, lambda _: made[0], self._strangers.arrived)
+        link = Link(
+            handshake, side.handshake_timeout, lambda _: made[0].streams, self._strangers.arrived
+        )
         self._strangers.add(link)
         link.opened.add_done_callback(partial(self._known, link, made))
         return link
@@ -177,7 +179,7 @@ class Server:
         begun = self._by_attempt.get(asked.attempt) if asked.number == NEW else None
         if begun is not None and begun.peer == handshake.peer and not begun.received_bytes:
             connection, number = begun, begun.number  # the answer to its last try did not arrive
-            connection.make_way()
+            connection.streams.make_way()
         elif asked.number == NEW:
             number = os.urandom(NUMBER_BYTES)
             connection = self._side.connection(handshake.peer, number, asked.patience)
@@ -187,7 +189,7 @@ class Server:
             if found is None or found.peer != handshake.peer:
                 raise handshake.refuse("this process does not know its connection (any more)")
             connection = found
-            connection.make_way()
+            connection.streams.make_way()
         made.append(connection)
         return Terms(number, connection.received_bytes, self._side.patience)
 

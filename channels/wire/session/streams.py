@@ -1,7 +1,8 @@
 """Two streams of bytes between two processes, over one socket after another.
 
 What is kept: each byte that one side sends is read by the other once, in order, whatever becomes of
-the sockets; or else the connection is lost, on both sides. See `kept` for how, `reach` for when.
+the sockets; or else the connection is lost, on both sides. `unacknowledged` says how, `reconnect`
+when.
 
 ::
 
@@ -11,11 +12,10 @@ the sockets; or else the connection is lost, on both sides. See `kept` for how, 
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from rlinf_async.channels.errors import MalformedFrame
 from rlinf_async.channels.wire.frames.framing import FrameType, pack_small
@@ -35,30 +35,59 @@ SAY_ARRIVED_BYTES: Final = 256 * 1024
 log = logging.getLogger(__name__)
 
 
-class Streams(abc.ABC):
-    """The part of a connection that knows of sockets.
+class StreamUser(Protocol):
+    """The connection whose bytes they are."""
+
+    def carried(self, transport: asyncio.Transport) -> None:
+        """The streams go on over this."""
+
+    def read(self, data: bytes) -> None:
+        """These bytes came next."""
+
+    def malformed(self, what: str) -> MalformedFrame:
+        """The peer does not follow the protocol."""
+
+    def abort(self, reason: str) -> None:
+        """Give the connection up at once, and tell the peer."""
+
+    def lose(self, reason: str) -> None:
+        """The connection is lost; nothing if it was already."""
+
+
+class Streams:
+    """The part of a connection that knows of sockets. (The `User` of its links.)
 
     Args:
+        user: whose they are.
         peer: the name that the other side proved.
         patience: seconds for which it is kept when it is cut; 0: a cut ends it.
         redial: connects again; None on the side that waits to be found.
     """
 
     def __init__(
-        self, heartbeat: Heartbeat, *, peer: str, patience: float, redial: Again | None
+        self,
+        user: StreamUser,
+        heartbeat: Heartbeat,
+        *,
+        peer: str,
+        patience: float,
+        redial: Again | None,
     ) -> None:
+        self._user = user
         self._loop = asyncio.get_running_loop()
         self.peer = peer
         """the name that the other side proved in the handshake"""
-        self.reach = Reach(patience, redial, self._lose)
+        self.reach = Reach(patience, redial, user.lose)
         """what is done about a cut"""
-        self._link: Link | None = None
+        self.link: Link | None = None
+        """the socket in use"""
         self._pid = 0
         self._local = self._blind = False
-        self._outbox = Outbox(self._loop, keep=patience > 0)
-        self._pulse = Pulse(heartbeat, self._beat, self._silent)
+        self.outbox = Outbox(self._loop, keep=patience > 0)
+        self.pulse = Pulse(heartbeat, self._beat, self._silent)
         self._patient = redial is not None
-        self._deaf = False
+        self.deaf = False
+        """whether the peer is not read, because it takes no answers"""
         self._peer_ended = False
         self._when_found: Callable[[], None] | None = None
         self._timer: Timer | None = None
@@ -89,26 +118,6 @@ class Streams(abc.ABC):
         else:
             self._expect_the_end()
 
-    @abc.abstractmethod
-    def abort(self, reason: str) -> None:
-        """Give it up at once, and tell the peer."""
-
-    @abc.abstractmethod
-    def _carried(self, transport: asyncio.Transport) -> None:
-        """It goes on over this."""
-
-    @abc.abstractmethod
-    def _read(self, data: bytes) -> None:
-        """These bytes came next."""
-
-    @abc.abstractmethod
-    def _malformed(self, what: str) -> MalformedFrame:
-        """The peer does not follow the protocol."""
-
-    @abc.abstractmethod
-    def _lose(self, reason: str) -> None:
-        """It is lost; nothing if it was already."""
-
     # ---- sockets
 
     def carry(self, link: Link, arrived: int) -> None:
@@ -116,21 +125,21 @@ class Streams(abc.ABC):
         if self.closed or link.transport is None:
             link.hang_up()
             return
-        self._link = link
+        self.link = link
         self._pid = peer_pid(link.transport)
         self._local = is_local(link.transport)
         self._blind = self._local and not can_watch(self._pid)
-        self._carried(link.transport)
+        self._user.carried(link.transport)
         self.reach.found()
-        self._pulse.start()
-        if self._deaf:
+        self.pulse.start()
+        if self.deaf:
             link.transport.pause_reading()
         try:
-            self._outbox.attach(link.transport, arrived)
+            self.outbox.attach(link.transport, arrived)
         except MalformedFrame as error:
-            self._malformed(str(error))
+            self._user.malformed(str(error))
             return
-        if not self._outbox.paused:
+        if not self.outbox.paused:
             self._hear_again()
         if self._when_found is not None:
             self._loop.call_soon(self._when_found)
@@ -138,61 +147,61 @@ class Streams(abc.ABC):
 
     def cut(self, link: Link, reason: str) -> None:
         """This socket is gone. Not the one in use: that was known."""
-        if link is not self._link or self.closed:
+        if link is not self.link or self.closed:
             return
-        self._link = None
-        self._pulse.stop()
-        self._outbox.cut()
+        self.link = None
+        self.pulse.stop()
+        self.outbox.cut()
         if not self.reach.patience or self._blind:  # it has died, most likely: others wait for that
-            self._lose(reason)
+            self._user.lose(reason)
             return
         if self._peer_ended:
-            self._lose(f"{reason}; {ENDED}")
+            self._user.lose(f"{reason}; {ENDED}")
             return
         log.info("the connection to %s was cut (%s): connecting again", self.peer, reason)
         self.reach.was_cut(reason, self._pid)
 
     def make_way(self) -> None:
         """The peer comes with another socket: the one in use is of no use to it any more."""
-        link = self._link
+        link = self.link
         if link is not None:
             link.drop()
             self.cut(link, "the peer connected again")
 
     def data_received(self, data: bytes) -> None:
-        self._pulse.heard = True
+        self.pulse.heard = True
         self.received_bytes += len(data)
         if self.closed:
             return
-        self._outbox.held = True
+        self.outbox.held = True
         try:
-            self._read(data)
+            self._user.read(data)
             if self.received_bytes - self._said_arrived >= SAY_ARRIVED_BYTES and not self.closed:
                 self._say_arrived()
         finally:
-            self._outbox.release()
+            self.outbox.release()
 
     def pause_writing(self) -> None:
-        self._outbox.pause()
+        self.outbox.pause()
 
     def resume_writing(self) -> None:
-        self._outbox.resume()
-        few = self._outbox.waiting <= MAX_UNSENT_MESSAGES // 2
-        if few or not self._outbox.paused:
+        self.outbox.resume()
+        few = self.outbox.waiting <= MAX_UNSENT_MESSAGES // 2
+        if few or not self.outbox.paused:
             self._hear_again()
 
     def answered(self) -> None:
         """An answer was queued; a peer that does not take any must stop asking. One that takes all
         that it is given is read on: what holds the rest back ends with what it says."""
-        too_many = self._outbox.paused and self._outbox.waiting > MAX_UNSENT_MESSAGES
-        if too_many and not self._deaf and self._transport is not None:
-            self._deaf = True
-            self._transport.pause_reading()
+        too_many = self.outbox.paused and self.outbox.waiting > MAX_UNSENT_MESSAGES
+        if too_many and not self.deaf and self.transport is not None:
+            self.deaf = True
+            self.transport.pause_reading()
 
     def once_found(self, then: Callable[[], None]) -> bool:
         """Whether it is cut while the peer may miss something of what was said to it. Then this is
         called when it goes on; a peer that does not come back for `GRACE_SECONDS` is given up."""
-        if not self.reconnecting or self._outbox.all_arrived:
+        if not self.reconnecting or self.outbox.all_arrived:
             return False
         if self._when_found is None:
             self._when_found = then
@@ -202,15 +211,15 @@ class Streams(abc.ABC):
     # ---- inside
 
     def _hear_again(self) -> None:
-        if self._deaf and not self.closed:
-            self._deaf = False
-            if self._transport is not None:
-                self._transport.resume_reading()
+        if self.deaf and not self.closed:
+            self.deaf = False
+            if self.transport is not None:
+                self.transport.resume_reading()
 
     def _not_found(self) -> None:
         why = f"it was cut when it was closed, and not taken up again within {GRACE_SECONDS:g} s"
         log.warning("what was said last to %s may be lost: %s", self.peer, why)
-        self.abort(why)
+        self._user.abort(why)
 
     def _forget_when_found(self) -> None:
         self._when_found = None
@@ -226,42 +235,46 @@ class Streams(abc.ABC):
         if self.closed:
             return
         if self.received_bytes == received:
-            self.abort(ENDED)
+            self._user.abort(ENDED)
         else:
             self._expect_the_end()
 
     @property
-    def _transport(self) -> asyncio.Transport | None:
-        return None if self._link is None else self._link.transport
+    def transport(self) -> asyncio.Transport | None:
+        """Of the socket in use."""
+        return None if self.link is None else self.link.transport
 
     def _say_arrived(self) -> None:
         self._said_arrived = self.received_bytes
-        self._outbox.add_control(pack_small(FrameType.PING, self.received_bytes))
+        self.outbox.add_control(pack_small(FrameType.PING, self.received_bytes))
 
     def _beat(self) -> None:
         """Say that this side lives, if it said nothing lately or has something to confirm."""
-        quiet = self._outbox.sent_bytes == self._sent_by_beat
+        quiet = self.outbox.sent_bytes == self._sent_by_beat
         if quiet or self.received_bytes != self._said_arrived:
             self._say_arrived()
-        self._sent_by_beat = self._outbox.sent_bytes
+        self._sent_by_beat = self.outbox.sent_bytes
 
     def _silent(self, seconds: float) -> bool:
         """Whether to go on waiting. An owner that was stopped is waited for: nobody can take over
         what it has, and the work goes on with it. A stopped worker's items go to others."""
         if self._patient and is_stopped(self._pid):
             return True
-        self.abort(f"nothing was heard for {seconds:.1f} s: the process is stopped, or blocked")
+        self._user.abort(
+            f"nothing was heard for {seconds:.1f} s: the process is stopped, or blocked"
+        )
         return False
 
-    def _hang_up(self, *, first: bool = False) -> None:
-        if self._link is not None:
-            self._link.hang_up(first=first)
+    def hang_up(self, *, first: bool = False) -> None:
+        """Close the socket in use, once what was said is sent."""
+        if self.link is not None:
+            self.link.hang_up(first=first)
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         """It is lost: send and try nothing more."""
-        self._pulse.stop()
+        self.pulse.stop()
         self._forget_when_found()
         if self._end_timer is not None:
             self._end_timer.cancel()
         self.reach.stop()
-        self._outbox.detach()
+        self.outbox.detach()

@@ -330,8 +330,8 @@ async def test_a_connect_that_is_cancelled_at_its_end_leaves_nothing_on_either_s
         assert connection.closed
         assert link.ended.done()
         assert link.transport is None
-        assert connection._pulse._timer is not None
-        assert connection._pulse._timer.cancelled()
+        assert connection.streams.pulse._timer is not None
+        assert connection.streams.pulse._timer.cancelled()
         assert asyncio.all_tasks() == before
         assert await owner.lost.get() == ("worker", "worker closed it: whoever connected gave up")
         assert not owner.server.connections

@@ -137,7 +137,7 @@ async def test_what_answers_an_item_and_the_next_get_go_in_one_write(
         answering = asyncio.create_task(answer())
         for number in range(8):  # by then, room was lent for answers
             await there_and_back(number)
-        connection._pulse.stop()  # a sign of life would be a write of its own
+        connection.streams.pulse.stop()  # a sign of life would be a write of its own
         transport: Any = connection.outbox._transport
         written: list[bytes] = []
 
@@ -458,7 +458,7 @@ async def test_a_process_that_stands_still_with_items_ahead_holds_up_nobody_else
         await settled()
         ahead = channel.statistics().prefetched
         assert ahead > 0
-        transport = connection._transport
+        transport = connection.streams.transport
         assert transport is not None
         transport.pause_reading()  # it stands still: the recall is not heard
         assert await channel.receiver.get() == 3 + ahead  # what is behind them
@@ -484,10 +484,10 @@ async def test_gets_that_follow_one_another_on_one_end_are_not_overtaken_by_a_ba
         async with receiver.lease(weight=3) as leased:
             got += leased
         assert got == list(range(18))
-        with pytest.raises(EndOfChannel):
-            while True:
-                got += await receiver.get_batch(weight=400)
+        got += await receiver.get_batch(weight=400)
         assert got == list(range(100))
+        with pytest.raises(EndOfChannel):
+            await receiver.get_batch(weight=400)
         connection.close()
         await connection.wait_closed()
 
