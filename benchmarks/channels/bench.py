@@ -138,7 +138,7 @@ BENCH = Bench(
         ),
     ),
     bars=(
-        *_alone_bars("asyncio.Queue", 0.8),
+        *_alone_bars("asyncio.Queue", 0.9),
         *_alone_bars("anyio stream", 2.0),
         *_times(
             "64-byte items/s",
