@@ -27,6 +27,7 @@ from rlinf_async.channels.wire import (
     Router,
     connect,
 )
+from rlinf_async.channels.wire.frames.messages import DATA
 from rlinf_async.channels.wire.links.protocol import Nothing
 from rlinf_async.observe.trace import SpanRecorder
 from rlinf_async.runtime.backend import Activity, WorkerSpec
@@ -192,6 +193,7 @@ class Child:
         running.cancel()
 
     def _tell_end(self, request: Request[Number]) -> None:
+        request.lane = DATA  # the answer comes behind what the method has put
         number = request.meta.number
         if number in self._ending:
             self._ending[number] = request

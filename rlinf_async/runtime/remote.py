@@ -2,8 +2,8 @@
 
 A call that is cancelled has ended once its method has: until then its channel ends stay open, so
 what the method had put by then is in its channels. A worker that does not say so in
-`CANCEL_SECONDS`, because it is blocked or cut off, is not waited for. What is asked and answered
-about the end goes with the data, behind what the method has put.
+`CANCEL_SECONDS`, because it is blocked or cut off, is not waited for. What is asked about the end
+goes ahead of all data; the answer comes behind what the method has put.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class RemoteCall:
         cancelled = _Cancelled(self)
         try:
             head = head_of(ENDED, Number(self._number))
-            self._connection.post(cancelled, ENDED, head)
+            self._connection.post(cancelled, ENDED, head, control=True)
         except ConnectionLost as error:
             cancelled.set_exception(error)
 

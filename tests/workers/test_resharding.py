@@ -75,14 +75,22 @@ class Wires:
     def __init__(self, cluster: ra.Cluster) -> None:
         self.buckets = cluster.channel(ShardBucket, name="shards", capacity=2)
         self.votes = cluster.channel(ReshardVote, name="votes", capacity=64)
+        self._ports: list[ReshardPorts] = []
 
     def ports(self) -> ReshardPorts:
-        return ReshardPorts(
+        ports = ReshardPorts(
             self.buckets.new_sender(),
             self.buckets.new_receiver(),
             self.votes.new_sender(),
             self.votes.new_receiver(),
         )
+        self._ports.append(ports)
+        return ports
+
+    def close(self) -> None:
+        for ports in self._ports:
+            for end in ports:
+                end.close()
 
 
 async def exchange(
@@ -107,7 +115,11 @@ async def exchange(
 
 async def with_wires(body: Callable[[Wires], Coroutine[Any, Any, None]]) -> None:
     async with ra.Cluster.local() as cluster:
-        await body(Wires(cluster))
+        wires = Wires(cluster)
+        try:
+            await body(wires)
+        finally:
+            wires.close()
 
 
 def test_engines_of_any_strategy_get_the_trainers_shards_in_any_order_of_events() -> None:

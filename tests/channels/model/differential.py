@@ -91,6 +91,7 @@ class _Comparison:
     async def compare(self) -> list[str]:
         program = self.program
         self.channel: Channel[Any] = new_channel(program)
+        self.ends: list[Any] = []
         ends: dict[EndName, tuple[Any, int]] = {}
         for name in end_names(program):
             sends = name[0] == "send"
@@ -98,6 +99,7 @@ class _Comparison:
             number = self.model.open_sender() if sends else self.model.open_receiver()
             assert isinstance(number, int)
             ends[name] = end.open(), number
+            self.ends.append(end)
         actors = [
             _Actor(index, [*_expanded(task.ops)], *ends[end_of(task)])
             for index, task in enumerate(program.tasks)
@@ -109,6 +111,8 @@ class _Comparison:
                 if actor.doing is not None and actor.doing.task is not None:
                     actor.doing.task.cancel()
             await wait_all_blocked()
+            for end in self.ends:
+                end.close()
 
     async def _steps(self, actors: list[_Actor]) -> list[str]:
         for step in range(STEPS):
@@ -170,6 +174,7 @@ class _Comparison:
         try:
             if op.do == "clone":
                 actor.end = actor.end.clone()
+                self.ends.append(actor.end)
                 sends = self.program.tasks[actor.index].side == "send"
                 number = self.model.open_sender() if sends else self.model.open_receiver()
                 assert isinstance(number, int)
