@@ -156,7 +156,7 @@ class Sender(End, Generic[T_contra]):
     async def flush(self) -> None:
         """Return once everything that this end has put is in the channel.
 
-        To a channel of another process ``put`` may return earlier, when room was lent for the item:
+        To a channel of another process ``put`` may return earlier, on credit:
         one that is refused, or may be lost with its connection, is raised by the next ``put``,
         ``flush`` or ``close``.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from rlinf_async.channels import endings
 from rlinf_async.channels.delivery import (
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from rlinf_async.channels.ends import Key
     from rlinf_async.channels.errors import ChannelError
     from rlinf_async.channels.queue import Queue
+
+
+_ITSELF: Final = 1
+_EVERYBODY: Final = 2
 
 
 class CreditHolder(Protocol):
@@ -163,6 +167,10 @@ class KeyQueue:
             self.entries.remove(entry)
             self.weight -= entry.weight
             self.queue.withdrawn += 1
+        elif self.getters.order and entry in (collecting := self.getters.first).entries:
+            collecting.entries.remove(entry)
+            collecting.weight -= entry.weight
+            self.queue.withdrawn += 1
         self.serve()
         self.queue.forget(self)
 
@@ -184,7 +192,9 @@ class KeyQueue:
     def take(self) -> Entry | None:
         """Deliver the head and settle it as taken, at once; None if one would have to wait."""
         entries = self.entries
-        if not entries or self.getters.order or self.prefetching or self.queue.failure is not None:
+        if not entries or self.getters.order or self.queue.failure is not None:
+            return None
+        if self.prefetching and any(not link.overdue for link in self.prefetching.values()):
             return None
         entry = entries.popleft()
         self.weight -= entry.weight
@@ -341,15 +351,20 @@ class KeyQueue:
             return
         if self.putters:
             self.admit()
-        getters = self.getters
+        getters, passed = self.getters, 0
         while getters.order:
             delivery = getters.first
             if delivery.cancelled:  # its task has not run yet
                 getters.drop(delivery)
                 self.insert(delivery.release())
                 continue
-            if self.prefetching and self._must_wait_for_prefetched(delivery):
-                break
+            if self.prefetching and (wait := self._wait_for_prefetched(delivery)):
+                passed += 1
+                if wait is _EVERYBODY or passed > len(getters.order):
+                    break
+                self.insert(delivery.release())  # its own process stands still: others go on
+                getters.order.rotate(-1)
+                continue
             full = delivery.collect()
             while not full and self.putters and self.admit():
                 full = delivery.collect()
@@ -379,16 +394,15 @@ class KeyQueue:
         self.deliveries[delivery] = None
         delivery.served()
 
-    def _must_wait_for_prefetched(self, delivery: Delivery) -> bool:
-        """What was prefetched is older than what is here: ask for it back, and wait. A process that
-        stands still holds up its own receiver only."""
-        waits = False
+    def _wait_for_prefetched(self, delivery: Delivery) -> int:
+        """What was prefetched is older than what is here: ask for it back. Who must wait for it: a
+        process that stands still holds up its own receiver only."""
         for link in list(self.prefetching.values()):
             link.recall(delivery.receiver)
-        for prefetched, link in self.prefetching.items():
-            if not link.overdue or prefetched.receiver == delivery.receiver:
-                waits = True
-        return waits
+        if any(not link.overdue for link in self.prefetching.values()):
+            return _EVERYBODY
+        own = any(one.receiver == delivery.receiver for one in self.prefetching)
+        return _ITSELF if own else 0
 
     def _nothing_can_come(self, delivery: Delivery) -> bool:
         """The channel has ended, and no delivery of somebody else can still be returned.

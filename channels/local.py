@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import warnings
 import weakref
+from collections.abc import Callable
+from functools import partial
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
@@ -124,7 +127,7 @@ class _LocalEnd:
     dropped while it is open closes, with a `ResourceWarning` where the channel is still used.
     """
 
-    __slots__ = ("_holder", "_live", "_number", "_own", "_queue", "_spent", "_unkeyed")
+    __slots__ = ("_holder", "_live", "_loop", "_number", "_own", "_queue", "_spent", "_unkeyed")
 
     def __init__(self, queue: Queue, holder: str | None = None, *, own: bool = False) -> None:
         self._live = False
@@ -134,6 +137,7 @@ class _LocalEnd:
         self._own = own
         self._number = 0
         self._spent = False
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def number(self) -> int:
@@ -162,6 +166,9 @@ class _LocalEnd:
 
         def _add(self, holder: str) -> int: ...
 
+        @property
+        def _remove(self) -> Callable[[int], None]: ...
+
         def close(self) -> None: ...
 
     def open(self) -> Self:
@@ -170,6 +177,8 @@ class _LocalEnd:
         if not self._live:
             self._number = self._add(self._holder or current_party.get())
             self._live = True
+            with contextlib.suppress(RuntimeError):  # no loop runs yet
+                self._loop = asyncio.get_running_loop()
         return self
 
     def _closed(self) -> ChannelClosed:
@@ -192,16 +201,30 @@ class _LocalEnd:
     def __del__(self) -> None:
         if not self._live or self._own:
             return
-        if self._queue.open and self._queue.channel() is not None:  # else nobody waits for it
-            warnings.warn(
-                f"a {type(self).__name__.removeprefix('Local').lower()} of channel "
-                f"{self._queue.name!r} was dropped while it was open, and is closed now: close() "
-                "it, or use it in a with block",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
-        self.close()
+        try:
+            if self._queue.open and self._queue.channel() is not None:  # else nobody waits for it
+                self._warn()
+        finally:
+            self._close_later()
+
+    def _close_later(self) -> None:
+        """In a turn of the loop: it may be dropped in any thread, within anything."""
+        close = partial(self._remove, self._number)
+        if self._loop is None:
+            close()
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(close)
+
+    def _warn(self) -> None:
+        warnings.warn(
+            f"a {type(self).__name__.removeprefix('Local').lower()} of channel "
+            f"{self._queue.name!r} was dropped while it was open, and is closed now: close() it, "
+            "or use it in a with block",
+            ResourceWarning,
+            stacklevel=3,
+            source=self,
+        )
 
 
 class LocalSender(_LocalEnd, Sender[T_contra]):
@@ -211,6 +234,10 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
 
     def _add(self, holder: str) -> int:
         return self._queue.add_sender(holder)
+
+    @property
+    def _remove(self) -> Callable[[int], None]:
+        return self._queue.remove_sender
 
     async def put(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
         if not self._live:
@@ -260,6 +287,10 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
 
     def _add(self, holder: str) -> int:
         return self._queue.add_receiver(holder)
+
+    @property
+    def _remove(self) -> Callable[[int], None]:
+        return self._queue.remove_receiver
 
     async def get(self, *, key: Key | None = None) -> T_co:
         if not self._live:

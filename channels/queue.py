@@ -143,6 +143,7 @@ class Queue:
             for queue in self.every_key():
                 queue.refuse_putters(endings.closed_while_waiting, number)
                 queue.serve()
+                self.forget(queue)
 
     def add_receiver(self, holder: str) -> int:
         self.receivers[number := self._new_end()] = holder
@@ -157,10 +158,10 @@ class Queue:
         self.deserted = not self.receivers
         self.accepts = self.open and not self.deserted
         for queue in self.every_key():
+            queue.refuse_getters(endings.closed_while_waiting, number)
             for delivery, link in list(queue.prefetching.items()):
                 if delivery.receiver == number:
                     link.close()
-            queue.refuse_getters(endings.closed_while_waiting, number)
             if self.deserted:
                 queue.refuse_putters(endings.no_receivers)
                 queue.recall_credit()
@@ -180,6 +181,7 @@ class Queue:
                 queue.refuse_putters(endings.closed)
                 queue.serve()
                 queue.recall_credit()
+                self.forget(queue)
 
     def fail(self, error: BaseException | str) -> None:
         """Every waiting and later use raises. The first error stays."""
@@ -193,6 +195,7 @@ class Queue:
             queue.recall_credit()
             for link in list(queue.prefetching.values()):
                 link.recall()
+            self.forget(queue)
 
     def _failed(self, name: str) -> ChannelFailed:
         return endings.failed(name, self.failure or ("", None))
@@ -256,9 +259,12 @@ class Queue:
         return [delivery for queue in self.every_key() for delivery in queue.deliveries]
 
     def contents(self) -> list[Any]:
-        """Every item that is queued, prefetched or held under a lease, as it is kept. Nothing is
+        """Every item that is queued, collected, prefetched or leased, as it is kept. Nothing is
         taken."""
         entries = [entry for queue in self.every_key() for entry in queue.entries]
+        for queue in self.every_key():
+            if queue.getters.order:  # a batch that is not full
+                entries += queue.getters.first.held()
         for delivery in self.unsettled():
             first = 0 if delivery.lease else delivery.requested
             entries += [entry for entry in delivery.entries[first:] if entry is not None]

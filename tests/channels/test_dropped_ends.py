@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 
 import pytest
@@ -28,6 +29,7 @@ async def test_a_new_receiver_that_is_dropped_open_is_closed_with_a_warning() ->
     receiver = channel.new_receiver().open()
     with pytest.warns(ResourceWarning, match="a receiver of channel 'numbers' was dropped while"):
         del receiver
+    await asyncio.sleep(0)
     with pytest.raises(NoReceivers):
         await channel.sender.put(1)
 

@@ -128,6 +128,8 @@ class GrantedCredit:
         self._subtract(items, weight)
         self.recalled = False
         self.queue.serve()
+        if self.queue.putters:  # that was not enough
+            self.recall()
         self.queue.queue.forget(self.queue)
 
     def give_up(self) -> None:
@@ -243,9 +245,14 @@ class Credits:
             index += run.count
             holder, refused = "", None
             try:
-                holder = find(run.end).holder
+                end = find(run.end)
             except ChannelError as error:
                 refused = error
+            else:
+                holder = end.holder
+                known = self._granted.get((run.queue, run.key))
+                if known is not None and known.queue.queue is not end.queue:
+                    raise MalformedFrame("items came for a channel that is not their sender's")
             channel = self._put(run, items, refused)
             if channel is None:
                 continue
@@ -352,7 +359,7 @@ class RemotePut(WaitingPut):
 
     @property
     def cancelled(self) -> bool:
-        return False  # it leaves its queue in the moment in which it is
+        return self.request.connection.closed  # else it leaves its queue when it is cancelled
 
     def admitted(self) -> None:
         self.queue.put_waited(self)
@@ -377,10 +384,15 @@ class AnsweredPut:
         self._item = item
 
     def returned(self) -> None:
-        for entry in self._queue.entries:
+        queue = self._queue
+        collected = queue.getters.first.held() if queue.getters.order else []
+        for entry in (*queue.entries, *collected):
             if entry.item is self._item:
-                self._queue.retract(entry)
+                queue.retract(entry)
                 return
+
+    def losing(self) -> None:
+        """See `lost`."""
 
     def lost(self, reason: str) -> None:
         """That says nothing about what the sender wanted: the item stays."""
@@ -394,8 +406,8 @@ def answer_put(request: Request[Put], end: OpenEnd) -> None:
         if item.buffers:
             raise MalformedFrame("an item has arrays here and arrays that stay with its producer")
         item = Source.of(request.connection).take(item.data, put.kept, channel)
-    count_put(channel, channel.senders.get(end.number, put.party), item)
     channel.check_put(put.key, put.weight)
+    count_put(channel, channel.senders.get(end.number, put.party), item)
     queue = channel.of_key(put.key)
     wait = queue.put(item, put.weight, end.number, RemotePut, put.party)
     if wait is None:

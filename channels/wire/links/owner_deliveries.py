@@ -13,7 +13,7 @@ A receiver that gets one by one, quickly, is sent items in advance of its next g
 queued. Only one receiver of a key has such items; as soon as anybody else waits they are recalled,
 and nobody is served until they are settled: so each receiver sees a key in order. A process that
 does not answer a recall for `RECALL_SECONDS`, because it stands still, holds up nobody but itself;
-what it returns later goes to the head, as after a failed lease.
+what it returns later comes to others as after a failed lease.
 """
 
 from __future__ import annotations
@@ -80,12 +80,14 @@ class RemoteDelivery(Delivery):
 
     @property
     def cancelled(self) -> bool:
-        return False  # it leaves its queue in the moment in which it is
+        return self._deliveries.connection.closed  # else it leaves its queue when it is cancelled
 
     def served(self) -> None:
         self._deliveries.answer(self)
 
     def refused(self, error: ChannelError) -> None:
+        if self.request.abandon is not None:
+            self.queue.get_waited(self)
         self.request.fail(error)
 
     def over(self) -> None:
@@ -102,9 +104,11 @@ class RemoteDelivery(Delivery):
         """Its request was given up after it was answered: nothing of it was taken."""
         self.queue.settle(self, Outcome.RETURNED)
 
-    def lost(self, reason: str) -> None:
+    def losing(self) -> None:
         """The process is gone. Nobody is served before all that it had is back."""
         self._deliveries.cork(self.queue)
+
+    def lost(self, reason: str) -> None:
         if self.lease:
             why = f"{self.request.connection.peer} is gone: {reason}"
             self.queue.settle(self, Outcome.FAILED, error=why)
@@ -170,7 +174,7 @@ class Deliveries:
         """Answer with what is asked for, now or when it is there; for a weight of 0, with what can
         be prefetched now."""
         get, channel = request.meta, end.queue
-        if get.weight == 0:
+        if get.weight == 0 and not get.lease:
             queue = channel.known(get.key)
             if queue is None:
                 request.reply(Delivered([]))
@@ -194,7 +198,7 @@ class Deliveries:
             queue.get_waited(delivery)
         try:
             bodies = self._encoded(delivery)
-            if get.ahead > 0:
+            if get.ahead > 0 and not get.lease:
                 self._prefetch(delivery, get, bodies)
             self._reply(delivery, bodies)
         except Exception as error:
@@ -232,6 +236,8 @@ class Deliveries:
             return
         size, before = 0, len(bodies)
         for entry in islice(queue.entries, min(get.ahead, MAX_PREFETCH)):
+            if entry.ready is not None:  # it is large
+                break
             try:
                 body = as_travels(entry, channel)
             except CANNOT_TRAVEL:  # whoever asks for it is told

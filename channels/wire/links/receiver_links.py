@@ -8,7 +8,7 @@
 
 What is kept:
 
-* what is kept here was not taken, and belongs to the channel: it is returned when the owner recalls
+* what is here and was not taken belongs to the channel: it is returned when the owner recalls
   it, when a batch or a lease is asked for, when this end closes, and when this process dies;
 * everything that arrives, arrives in the order of the key, and is handed to the gets that wait, in
   their order. What was prefetched before a recall has arrived before it;
@@ -31,7 +31,7 @@ import msgspec
 from rlinf_async.channels.delivery import Outcome
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key
-from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
+from rlinf_async.channels.errors import ChannelClosed, ConnectionLost, MalformedFrame
 from rlinf_async.channels.saying import say
 from rlinf_async.channels.waitfor import WaitFuture, current_party
 from rlinf_async.channels.wire.direct.fetching import attach
@@ -69,8 +69,8 @@ class WaitingGet(WaitFuture):
         """of its request; 0 where it has not asked, or was answered"""
         self.party = current_party.get()
         self.task = task_number()
-        self.taken: list[Range] = []
-        """what its request says beside"""
+        self.says_taken = False
+        """whether its request says beside what was taken"""
 
     def set_result(self, message: Message) -> None:
         """Its request was answered: that serves those who wait, oldest first."""
@@ -151,6 +151,9 @@ class ReceiverLink:
         self._since, self._taken = links.now(), 0
         if links.connection.closed:  # it has gone back, and others may have it
             raise ConnectionLost(f"connection to {links.connection.peer!r} was lost")
+        if self.closed:  # the owner may have taken it back
+            links.settle([(part[0], part[1], 1)], Outcome.RETURNED)
+            raise ChannelClosed("this receiver was closed while it waited")
         return part
 
     def took(self, number: int, index: int) -> None:
@@ -229,7 +232,8 @@ class ReceiverLink:
             self.return_items()
 
     def _ask(self, get: WaitingGet, ahead: int) -> None:
-        get.taken = taken = self.links.to_say()
+        taken = self.links.to_say()
+        get.says_taken = bool(taken)
         question = Get(self.end, self.key, 1, None, get.party, get.task, False, ahead, taken)
         get.number = self.links.connection.post(
             get, "channel.get", head_of("channel.get", question)
@@ -362,9 +366,7 @@ class ReceiverLinks:
     def give_up(self, get: WaitingGet) -> None:
         """Nobody wants the answer to its request."""
         number, get.number = get.number, 0
-        if not self.connection.closed and self.connection.give_up(number):
-            for range_ in get.taken:  # then nothing of it was said
-                self.taken(*range_)
+        self.connection.give_up(number, withdraw=not get.says_taken)
 
     # ---- inside
 

@@ -12,6 +12,7 @@ from rlinf_async.channels.itemtypes import check_item, item_class
 from rlinf_async.channels.wire.direct.direct import Direct
 from rlinf_async.channels.wire.items.item_codec import ItemCodec
 from rlinf_async.channels.wire.links.protocol import End, EndRef
+from rlinf_async.channels.wire.links.receiver_links import ReceiverLinks
 from rlinf_async.channels.wire.session.connection import Connection
 
 
@@ -41,6 +42,8 @@ class Wire:
 
     def _close(self, end: int) -> None:
         if not self.connection.closed:
+            if (links := self.connection.attached(ReceiverLinks)) is not None:
+                links.close(end)
             self.connection.notify("channel.close", End(end))
 
     def encode(self, item: object) -> Encoded:

@@ -72,15 +72,20 @@ class RemoteEnd:
 
     def __del__(self) -> None:
         if self._number < 0 and not self._closed and not self._wire.connection.closed:
-            warnings.warn(
-                f"a {type(self).__name__.removeprefix('Remote').lower()} of channel "
-                f"{self.channel_name!r} was dropped while it was open, and is closed now: close() "
-                "it, or use it in a with block",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
-            self._wire.close_later(self._number)
+            try:
+                self._warn()
+            finally:
+                self._wire.close_later(self._number)
+
+    def _warn(self) -> None:
+        warnings.warn(
+            f"a {type(self).__name__.removeprefix('Remote').lower()} of channel "
+            f"{self.channel_name!r} was dropped while it was open, and is closed now: close() it, "
+            "or use it in a with block",
+            ResourceWarning,
+            stacklevel=3,
+            source=self,
+        )
 
     def _tell(self, kind: str, meta: Any) -> None:
         """Say it in the order of what was said before; to a lost owner there is nothing to say."""

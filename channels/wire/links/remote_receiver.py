@@ -113,9 +113,12 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
                 self._number, key, weight, at_least, current_party.get(), task_number(), lease,
                 taken=self._links.to_say(),
             )  # fmt: skip
-            answer = await self._wire.connection.ask(
-                "channel.get", get, reply=DELIVERED, on_channel=True
+            connection = self._wire.connection
+            answer = await connection.ask(
+                "channel.get", get, reply=DELIVERED, on_channel=True, withdraw=not get.taken
             )
+            if connection.closed:  # it has gone back, and others may have it
+                raise ConnectionLost(f"connection to {connection.peer!r} was lost")
             delivered, number = answer.meta, answer.number
             if isinstance(delivered, int):
                 parts, counts = [answer.body or Encoded(b"")], []

@@ -46,6 +46,8 @@ class Answering:
         self._tasks: dict[asyncio.Task[Reply], Request[Any]] = {}
         self.unsettled: dict[int, Unsettled] = {}
         """answers that were given and are not settled, by the number of the request"""
+        self._receipts: set[int] = set()
+        """those of them that are settled as soon as the peer has them"""
         self._held = 0
         self._lost: str | None = None
         self.own = Router()
@@ -98,6 +100,7 @@ class Answering:
         if request is not None:
             self._abandon(request)
         elif (unsettled := self.unsettled.pop(number, None)) is not None:
+            self._receipts.discard(number)
             self._guarded(unsettled.returned)
 
     def taken(self, message: Message) -> None:
@@ -105,17 +108,21 @@ class Answering:
         if len(message.head) % 8:
             raise MalformedFrame(f"receipts of {len(message.head)} bytes")
         for (number,) in struct.iter_unpack("<Q", message.head):
-            self.unsettled.pop(number, None)
+            if number in self._receipts:
+                self._receipts.discard(number)
+                self.unsettled.pop(number, None)
 
     def lose(self, reason: str) -> None:
         """The peer takes no answer any more."""
         self._lost = reason
+        unsettled = list(self.unsettled.values())
+        self.unsettled.clear()
+        for one in unsettled:
+            self._guarded(one.losing)
         for request in list(self._asked.values()):  # first, so that nothing is handed to it
             self._abandon(request)
         for task in self._tasks:  # those of notices too
             task.cancel()
-        unsettled = list(self.unsettled.values())
-        self.unsettled.clear()
         for one in unsettled:
             self._guarded(partial(one.lost, reason))
 
@@ -135,6 +142,8 @@ class Answering:
                 self._connection.streams.answered()
             if unsettled is not None:
                 self.unsettled[number] = unsettled
+                if receipt:
+                    self._receipts.add(number)
         elif unsettled is not None:
             unsettled.returned()  # a notice takes no answer, and a lost peer neither
         self._forget(request)

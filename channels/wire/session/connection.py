@@ -144,10 +144,11 @@ class Connection:
         reply: type[R],
         control: bool = False,
         on_channel: bool = False,
+        withdraw: bool = True,
     ) -> Answer[R]:
-        """As `request`, for an answer that is to be looked at before it counts as taken.
+        """As `request`, for an answer that is to be looked at before its ``take`` is called.
 
-        Whoever gets it calls its ``take`` or ``refuse`` before anything is awaited.
+        ``withdraw``: whether the request need not reach the peer if this is cancelled before.
         """
         if self.closed:
             raise self._lost()
@@ -160,7 +161,7 @@ class Connection:
             message = await future
         except (asyncio.CancelledError, GeneratorExit):
             if not self.closed:
-                self._asking.cancel(number)
+                self._asking.cancel(number, withdraw=withdraw)
             raise
         try:
             found: R = reply_decoder(reply)(message.head)
@@ -186,10 +187,10 @@ class Connection:
             raise self._lost()
         return self._asking.ask(waiting, kind, head, body, CONTROL if control else DATA)
 
-    def give_up(self, number: int) -> bool:
+    def give_up(self, number: int, *, withdraw: bool = True) -> bool:
         """The answer to this `post` is wanted no more; the peer's handler is cancelled. Whether the
-        peer never heard of it."""
-        return not self.closed and self._asking.cancel(number)
+        peer never heard of it. ``withdraw``: as of `ask`."""
+        return not self.closed and self._asking.cancel(number, withdraw=withdraw)
 
     def notify(
         self,

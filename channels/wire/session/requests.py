@@ -12,7 +12,7 @@ import msgspec
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
 from rlinf_async.channels.wire.frames.framing import MAX_HEAD_BYTES, Flag, FrameType, pack_small
-from rlinf_async.channels.wire.frames.messages import Message
+from rlinf_async.channels.wire.frames.messages import DATA, Message
 from rlinf_async.channels.wire.session.failures import Report, rebuild
 from rlinf_async.channels.wire.session.outbox import Outbox
 
@@ -72,10 +72,14 @@ class Asking:
         self._pending[number] = waiting
         return number
 
-    def cancel(self, number: int) -> bool:
+    def cancel(self, number: int, *, withdraw: bool = True) -> bool:
         """Nobody wants this answer, or took it though it may have come. Whether it was not even
-        asked for yet."""
+        asked for yet. Without ``withdraw`` it is asked for in any case, and cancelled behind that:
+        the request says something beside."""
         self._pending.pop(number, None)
+        if not withdraw:
+            self._outbox.send(FrameType.CANCEL, number, b"", None, DATA, what="a cancellation")
+            return False
         withdrawn = self._outbox.withdraw(number)
         if not withdrawn:
             self._outbox.add_control(pack_small(FrameType.CANCEL, number))

@@ -25,6 +25,9 @@ class Unsettled(Protocol):
     def returned(self) -> None:
         """The asker gave its request up before it saw the answer: nothing of it was taken."""
 
+    def losing(self) -> None:
+        """The connection is lost: `lost` will follow, of this and all others."""
+
     def lost(self, reason: str) -> None:
         """The connection is lost: nobody knows what became of it."""
 

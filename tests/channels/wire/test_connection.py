@@ -50,6 +50,9 @@ class Given:
     def returned(self) -> None:
         self.peers.seen.append(f"{self.text} returned")
 
+    def losing(self) -> None:
+        """`lost` follows."""
+
     def lost(self, reason: str) -> None:
         self.peers.seen.append(f"{self.text} lost: {reason}")
 

@@ -369,6 +369,9 @@ async def test_an_answer_that_fails_to_be_undone_keeps_no_other_from_it(
         def returned(self) -> None:
             self.lost("it was returned")
 
+        def losing(self) -> None:
+            """`lost` follows."""
+
         def lost(self, reason: str) -> None:
             seen.append(self.number)
             raise LookupError(f"{self.number}: {reason}")
