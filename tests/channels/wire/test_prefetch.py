@@ -623,7 +623,7 @@ async def test_a_get_says_what_was_taken_before_without_a_message_of_its_own(
         assert len(notices) == 1  # of the last one, which nothing is asked after
 
 
-async def test_a_get_that_is_withdrawn_says_later_what_it_had_to_say() -> None:
+async def test_a_get_that_is_cancelled_before_it_is_sent_still_says_what_was_taken() -> None:
     channel = Channel(int, name="numbers")
     async with wired() as owner:
         connection = await owner.join()
@@ -635,7 +635,7 @@ async def test_a_get_that_is_withdrawn_says_later_what_it_had_to_say() -> None:
         getting.send(None)  # it asks, in the same turn
         assert connection.outbox.waiting == 1
         getting.close()
-        assert connection.outbox.waiting == 0
+        assert connection.outbox.waiting == 2  # it, and behind it that it is cancelled
         connection.outbox.resume()
         await settled()
         [there] = owner.server.connections
