@@ -407,15 +407,16 @@ class KeyQueue:
     def _nothing_can_come(self, delivery: Delivery) -> bool:
         """The channel has ended, and no delivery of somebody else can still be returned.
 
-        Holders that all wait here would wait for one another for ever: so they see the end, and
-        nobody else does before they have settled what they hold.
+        Holders that wait for one another would do so for ever: so they see the end, and nobody else
+        does before they have settled what they hold.
         """
         if not self.queue.ended or self.prefetching:
             return False
         holders = {one.owner for one in self.deliveries}
         if holders <= {delivery.owner}:
             return True
-        return delivery.owner in holders and holders <= {one.owner for one in self.getters}
+        stuck = self.queue.stuck_holders()
+        return delivery.owner in stuck and holders <= stuck
 
     def _end_waits_of_holders(self) -> None:
         """The first in turn waits for what holders may return; those wait behind it."""

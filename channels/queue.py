@@ -258,6 +258,21 @@ class Queue:
         """Everything that was handed out and is not settled."""
         return [delivery for queue in self.every_key() for delivery in queue.deliveries]
 
+    def stuck_holders(self) -> set[object]:
+        """Of those who hold something and wait here, under whichever key, the ones that only wait
+        for one another."""
+        waits: dict[object, list[set[object]]] = {}
+        holding: set[object] = set()
+        for queue in self.every_key():
+            holders = {delivery.owner for delivery in queue.deliveries}
+            holding |= holders
+            for delivery in queue.getters:
+                waits.setdefault(delivery.owner, []).append(holders - {delivery.owner})
+        stuck = holding & waits.keys()
+        while free := {one for one in stuck if not any(of and of <= stuck for of in waits[one])}:
+            stuck -= free
+        return stuck
+
     def contents(self) -> list[Any]:
         """Every item that is queued, collected, prefetched or leased, as it is kept. Nothing is
         taken."""

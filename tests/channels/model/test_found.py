@@ -192,3 +192,15 @@ def test_others_do_not_see_the_end_before_what_a_killed_process_had_is_back() ->
     for after in range(7, 15):
         program = Program((Task("send", (Op("put", 20),), 2), takes), kills=(Kill(1, after),))
         holds(program, "process")
+
+
+def test_holders_that_wait_for_one_another_under_two_keys_see_the_end() -> None:
+    program = Program(
+        (
+            Task("send", (Op("put", 3, "env"), Op("put"))),
+            Task("take", (Op("batch", key="env", weight=2),)),
+            Task("take", (Op("lease", key="env", turns=1, inside=(Op("lease"),)),)),
+            Task("take", (Op("lease", inside=(Op("batch", key="env"),)),)),
+        ),
+    )
+    holds(program, "local")
