@@ -107,7 +107,7 @@ class ReceiverLink:
     """One receiver and one key: what was prefetched, and the gets that wait."""
 
     __slots__ = (
-        "_low", "_since", "_size", "_streak", "_taken", "asks_more", "closed", "end", "items",
+        "_low", "_outrun", "_since", "_size", "_streak", "_taken", "asks_more", "closed", "end", "items",
         "kept", "key", "links", "run", "waiting",
     )  # fmt: skip
 
@@ -129,6 +129,7 @@ class ReceiverLink:
         self._streak = 0
         self._size = 0
         self._low = -1  # with so few left, more are asked for
+        self._outrun = False  # whether items that are older than those on their way went back
 
     @property
     def idle(self) -> bool:
@@ -175,6 +176,7 @@ class ReceiverLink:
         """Nothing that is here will be taken."""
         self._low, self._size, self._streak = -1, 0, 0
         if self.items:
+            self._outrun = self.asks_more
             items, self.items = self.items, deque()
             self.links.settle(_ranges(items), Outcome.RETURNED)
 
@@ -203,6 +205,10 @@ class ReceiverLink:
         parts = self._parts(message)
         if self.closed:
             parts.clear()  # the owner has taken them back
+        elif self._outrun and parts:  # older items went back meanwhile: they come first
+            self.links.settle(_ranges(parts), Outcome.RETURNED)
+            parts.clear()
+        self._outrun = False
         if parts and 2 * len(parts) >= self._size:
             self._low = (len(self.items) + len(parts)) // 2
         self._received(parts)

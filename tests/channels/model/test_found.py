@@ -204,3 +204,11 @@ def test_holders_that_wait_for_one_another_under_two_keys_see_the_end() -> None:
         ),
     )
     holds(program, "local")
+
+
+@WIRES
+def test_items_that_were_on_their_way_when_older_ones_went_back_come_after_them(
+    transport: str,
+) -> None:
+    taking = (Op("get", 9), Op("lease", cancel=1), Op("get", 2))
+    holds(Program((Task("send", (Op("put", 14),), 1), Task("take", taking, 1))), transport)
