@@ -107,8 +107,8 @@ class ReceiverLink:
     """One receiver and one key: what was prefetched, and the gets that wait."""
 
     __slots__ = (
-        "_low", "_outrun", "_since", "_size", "_streak", "_taken", "asks_more", "closed", "end", "items",
-        "kept", "key", "links", "run", "waiting",
+        "_low", "_outrun", "_since", "_size", "_streak", "_taken", "asks_more", "closed", "end",
+        "items", "kept", "key", "links", "run", "waiting",
     )  # fmt: skip
 
     def __init__(self, links: ReceiverLinks, end: int, key: Key | None) -> None:
