@@ -11,7 +11,8 @@ What is kept:
 * what is here and was not taken belongs to the channel: it is returned when the owner recalls
   it, when a batch or a lease is asked for, when this end closes, and when this process dies;
 * everything that arrives, arrives in the order of the key, and is handed to the gets that wait, in
-  their order. What was prefetched before a recall has arrived before it;
+  their order. What was prefetched before a recall has arrived before it. Where older items went
+  back meanwhile, what was on its way goes back, too, and comes after them;
 * each get that waits has asked the owner by itself, so that it stands there in its turn, unless
   prefetched items are on their way. One that is served by another one's answer gives its request
   up;
@@ -107,8 +108,8 @@ class ReceiverLink:
     """One receiver and one key: what was prefetched, and the gets that wait."""
 
     __slots__ = (
-        "_low", "_outrun", "_since", "_size", "_streak", "_taken", "asks_more", "closed", "end",
-        "items", "kept", "key", "links", "run", "waiting",
+        "_asked", "_low", "_outrun", "_since", "_size", "_streak", "_taken", "asks_more", "closed",
+        "end", "items", "kept", "key", "links", "run", "waiting",
     )  # fmt: skip
 
     def __init__(self, links: ReceiverLinks, end: int, key: Key | None) -> None:
@@ -129,7 +130,8 @@ class ReceiverLink:
         self._streak = 0
         self._size = 0
         self._low = -1  # with so few left, more are asked for
-        self._outrun = False  # whether items that are older than those on their way went back
+        self._asked = 0  # number of the newest request
+        self._outrun = 0  # what was asked up to this one comes after items that went back
 
     @property
     def idle(self) -> bool:
@@ -176,7 +178,7 @@ class ReceiverLink:
         """Nothing that is here will be taken."""
         self._low, self._size, self._streak = -1, 0, 0
         if self.items:
-            self._outrun = self.asks_more
+            self._outrun = self._asked
             items, self.items = self.items, deque()
             self.links.settle(_ranges(items), Outcome.RETURNED)
 
@@ -186,6 +188,10 @@ class ReceiverLink:
         """The answer to this get."""
         parts = self._parts(message)
         waiting = self.waiting
+        if message.number <= self._outrun and not self.closed and not get.done():
+            self.links.settle(_ranges(parts), Outcome.RETURNED)
+            self._ask(get, 0)
+            return
         if len(parts) == len(waiting) == 1 and waiting[0] is get and not (self.items or get.done()):
             waiting.clear()  # as below, without a detour
             get.serve(parts[0])
@@ -205,10 +211,9 @@ class ReceiverLink:
         parts = self._parts(message)
         if self.closed:
             parts.clear()  # the owner has taken them back
-        elif self._outrun and parts:  # older items went back meanwhile: they come first
+        elif message.number <= self._outrun and parts:
             self.links.settle(_ranges(parts), Outcome.RETURNED)
             parts.clear()
-        self._outrun = False
         if parts and 2 * len(parts) >= self._size:
             self._low = (len(self.items) + len(parts)) // 2
         self._received(parts)
@@ -241,9 +246,8 @@ class ReceiverLink:
         taken = self.links.to_say()
         get.says_taken = bool(taken)
         question = Get(self.end, self.key, 1, None, get.party, get.task, False, ahead, taken)
-        get.number = self.links.connection.post(
-            get, "channel.get", head_of("channel.get", question)
-        )
+        head = head_of("channel.get", question)
+        get.number = self._asked = self.links.connection.post(get, "channel.get", head)
 
     def _parts(self, message: Message) -> list[Part]:
         number = message.number
@@ -286,7 +290,9 @@ class ReceiverLink:
         if ahead := self._ahead():
             self.asks_more = True
             more = Get(self.end, self.key, 0, 0, current_party.get(), 0, False, ahead)
-            self.links.connection.post(_More(self), "channel.get", head_of("channel.get", more))
+            self._asked = self.links.connection.post(
+                _More(self), "channel.get", head_of("channel.get", more)
+            )
 
 
 class ReceiverLinks:

@@ -212,3 +212,19 @@ def test_items_that_were_on_their_way_when_older_ones_went_back_come_after_them(
 ) -> None:
     taking = (Op("get", 9), Op("lease", cancel=1), Op("get", 2))
     holds(Program((Task("send", (Op("put", 14),), 1), Task("take", taking, 1))), transport)
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_an_item_that_a_cancelled_get_returns_comes_before_what_another_task_was_sent(
+    transport: str,
+) -> None:
+    one = (Op("iterate", key="env"), Op("lease", key="env"), Op("get", key="env", cancel_after=1))
+    program = Program(
+        (
+            Task("send", (), 1),
+            Task("send", (Op("put", 9, "env"),), 1),
+            Task("take", one, 2),
+            Task("take", (Op("get", 7, "env"),), 2),
+        ),
+    )
+    holds(program, transport)
