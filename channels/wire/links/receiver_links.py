@@ -178,9 +178,13 @@ class ReceiverLink:
         """Nothing that is here will be taken."""
         self._low, self._size, self._streak = -1, 0, 0
         if self.items:
-            self._outrun = self._asked
+            self.outrun()
             items, self.items = self.items, deque()
             self.links.settle(_ranges(items), Outcome.RETURNED)
+
+    def outrun(self) -> None:
+        """Items go back that are older than what is on its way."""
+        self._outrun = self._asked
 
     # ---- what arrives
 
@@ -378,7 +382,8 @@ class ReceiverLinks:
     def give_up(self, get: WaitingGet) -> None:
         """Nobody wants the answer to its request."""
         number, get.number = get.number, 0
-        self.connection.give_up(number, withdraw=not get.says_taken)
+        if not self.connection.give_up(number, withdraw=not get.says_taken):
+            get.link.outrun()  # the owner may have answered it: that goes back
 
     # ---- inside
 

@@ -57,10 +57,23 @@ def out_of_order(history: History) -> list[str]:
 def _groups(history: History) -> dict[tuple[Hashable, Key | None], list[Event]]:
     """The operations that must agree on an order."""
     groups: defaultdict[tuple[Hashable, Key | None], list[Event]] = defaultdict(list)
+    ends = _ends(history)
     for event in history.events:
         if event.do not in SENDING and event.items:
-            groups[None if history.local else event.end, event.key].append(event)
+            groups[None if history.local else ends[id(event)], event.key].append(event)
     return groups
+
+
+def _ends(history: History) -> dict[int, Hashable]:
+    """The end that each operation used: a task that has cloned goes on with an end of its own."""
+    found: dict[int, Hashable] = {}
+    clones: defaultdict[int, int] = defaultdict(int)
+    for event in sorted(history.events, key=lambda one: one.begun):
+        cloned = clones[event.task]
+        found[id(event)] = (event.end, event.task, cloned) if cloned else event.end
+        if event.do == "clone" and event.outcome == "ok":
+            clones[event.task] += 1
+    return found
 
 
 class _Sweep:
@@ -71,6 +84,7 @@ class _Sweep:
     ) -> None:
         self._events = events
         self._puts = puts
+        self._ends = _ends(history)
         self._local = history.local
         self._returning = [
             event
@@ -135,7 +149,7 @@ class _Sweep:
         """Whether it may have given back what it had after the other one was handed its items.
         Over a wire that is when it began only where both used one end: what another end gave back
         may be on its way for any time, and items may be sent ahead of the gets that take them."""
-        if one.died or (not self._local and one.end != when.end):
+        if one.died or (not self._local and self._ends[id(one)] != self._ends[id(when)]):
             return True
         return not one.finished or one.finished >= when.begun
 
