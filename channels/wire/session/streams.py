@@ -46,6 +46,7 @@ class StreamUser(Protocol):
 
     def malformed(self, what: str) -> MalformedFrame:
         """The peer does not follow the protocol."""
+        ...
 
     def abort(self, reason: str) -> None:
         """Give the connection up at once, and tell the peer."""
