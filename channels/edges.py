@@ -34,7 +34,7 @@ class Edge(msgspec.Struct, kw_only=True):
     direct: int = 0
     """items whose large arrays did not come to the channel's owner, or did not leave from there"""
     credit_waits: int = 0
-    """puts that had to ask, because the room that was lent was used up"""
+    """puts that had to ask, because the credit was spent"""
 
 
 class Edges:
@@ -66,7 +66,7 @@ class Edges:
         edge.nbytes += sum(sizes)
 
     def asked(self, party: str) -> None:
-        """A put had to ask, because what was lent was used up."""
+        """A put had to ask, because the credit was spent."""
         edge = self._sent.get(party) or _add(self._sent, "sender", party)
         edge.credit_waits += 1
 

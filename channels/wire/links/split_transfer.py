@@ -48,7 +48,7 @@ def cut(transfer: Transfer, body: Encoded) -> list[tuple[Run, list[Encoded], int
 
 
 def _check_arrays(items: int, arrays: Sequence[memoryview | bytearray]) -> None:
-    """What was lent is room in a channel, not this process's memory: arrays lie in the peer's."""
+    """Credit is room in a channel, not this process's memory: arrays lie in the peer's."""
     beside = sum(len(one) for one in arrays if not is_private(one))
     if items != 1 or beside >= SHARE_BYTES:
         raise MalformedFrame(
