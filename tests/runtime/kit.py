@@ -9,6 +9,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -224,8 +225,10 @@ def children() -> set[int]:
 
     tracker: Any = getattr(resource_tracker, "_resource_tracker")  # noqa: B009
     server: Any = getattr(forkserver, "_forkserver")  # noqa: B009
-    every = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    found = {int(pid) for path in every for pid in path.read_text().split()}
+    found: set[int] = set()
+    for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended since the glob
+            found.update(int(pid) for pid in path.read_text().split())
     return found - {tracker._pid, server._forkserver_pid}
 
 
