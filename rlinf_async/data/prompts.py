@@ -17,12 +17,15 @@ from functools import lru_cache
 from typing import Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from rlinf_async.data.config import DataConfig
 from rlinf_async.data.errors import DataChanged, DataError, PromptTooLong
-from rlinf_async.data.order import Indices, order_of, split
-from rlinf_async.data.records import Records, open_records
+from rlinf_async.data.files import open_file
+from rlinf_async.data.records import Records
 from rlinf_async.data.rendering import Renderer
+from rlinf_async.data.tasks import TaskRecords
 from rlinf_async.data.tokenizer import Tokenizer
 from rlinf_async.messages.language import Prompt
 
@@ -30,6 +33,37 @@ LOOKED_AT: Final = 50_000
 """records that are checked when they are opened; later ones when they come"""
 
 _SHOWN: Final = 3
+
+Indices = NDArray[np.int64]
+
+_SPLIT, _EPOCH = 0, 1  # two streams of random numbers that have nothing to do with one another
+
+
+def open_records(config: DataConfig) -> Records:
+    """The records that the configuration names.
+
+    Raises:
+        DataError: they are not there, or cannot be read.
+        ConfigError: no such task, or options that it does not take.
+        MissingExtra: a library that reads them is not installed.
+    """
+    if config.tasks:
+        return TaskRecords(config.tasks, config.task_options, config.seed, config.task_size)
+    return open_file(config)
+
+
+def split(records: int, held_out: int, seed: int) -> tuple[Indices, Indices]:
+    """Indices ``[records - held_out]`` for training, in order, and ``[held_out]`` kept back."""
+    chosen = np.random.default_rng((seed, _SPLIT)).permutation(records)[:held_out]
+    kept = np.sort(chosen).astype(np.int64)
+    return np.setdiff1d(np.arange(records, dtype=np.int64), kept), kept
+
+
+def order_of(indices: Indices, seed: int, epoch: int, *, shuffle: bool) -> Indices:
+    """The order of one epoch."""
+    if not shuffle:
+        return indices
+    return np.random.default_rng((seed, _EPOCH, epoch)).permutation(indices)
 
 
 class DataState(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from rlinf_async.data.config import DataConfig
 from rlinf_async.data.errors import DataError
 
 Record = Mapping[str, Any]
@@ -32,45 +30,6 @@ class Records(Protocol):
     def where(self, index: int) -> str:
         """The place of a record, for errors: ``train.jsonl:7``."""
         ...
-
-
-def existing(config: DataConfig) -> Path:
-    """The file or folder that ``path`` names.
-
-    Raises:
-        DataError: there is none.
-    """
-    path = Path(config.path).expanduser()
-    if not path.exists():
-        raise DataError(
-            f"there is no file or folder {config.path!r} (seen from {os.getcwd()}): data are read "
-            "from disk, not downloaded"
-        )
-    return path
-
-
-def open_records(config: DataConfig) -> Records:
-    """The records that the configuration names.
-
-    Raises:
-        DataError: they are not there, or cannot be read.
-        ConfigError: no such task, or options that it does not take.
-        MissingExtra: a library that reads them is not installed.
-    """
-    if config.tasks:
-        from rlinf_async.data.tasks import TaskRecords
-
-        return TaskRecords(config.tasks, config.task_options, config.seed, config.task_size)
-    path = existing(config)
-    columns = [config.prompt_column, config.reference_column, config.verifier_column]
-    if path.is_dir() or path.suffix in (".parquet", ".arrow"):
-        from rlinf_async.data.folders import open_tables
-
-        tops = list(dict.fromkeys(column.partition(".")[0] for column in columns if column))
-        return open_tables(path, config.split, tops)
-    from rlinf_async.data.jsonl import JsonLines
-
-    return JsonLines(path)
 
 
 def column(record: Record, name: str, where: str) -> Any:
