@@ -21,7 +21,6 @@ knows a trajectory that comes twice by its iteration, env rank and stage.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,6 +39,7 @@ from rlinf_async.workers.env.slot import Slot
 from rlinf_async.workers.env.spaces import ActionReader, EnvSpec, ObservationWriter
 from rlinf_async.workers.env.stage import Outcome, Stage
 from rlinf_async.workers.pace import SHORT, Pace
+from rlinf_async.workers.tasks import task_group
 
 if TYPE_CHECKING:
     import gymnasium
@@ -254,9 +254,6 @@ class EnvWorker(Worker):
 
 async def _all(stages: Iterable[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
     """Run all stages at once; the first failure cancels the others and is raised as it is."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(stage) for stage in stages]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from failures.exceptions[0].__cause__
+    async with task_group() as group:
+        tasks = [group.create_task(stage) for stage in stages]
     return [task.result() for task in tasks]

@@ -4,7 +4,7 @@
 
     Sample ---lease---> [ whatever is ready, up to max_samples ] ---forward---> Sample
                                  ^
-    WeightUpdate ----------------+  the newest, taken between two batches
+    WeightUpdate ----------------+  loaded between two batches
 
                 waits for                                   unblocked by
     run         a sample                                    rollout workers
@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rlinf_async.channels import EndOfChannel, LatestReceiver, Receiver, Sender
+from rlinf_async.channels import LatestReceiver, Receiver, Sender
 from rlinf_async.messages.language import Sample
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.inference.answers import with_log_probs
-from rlinf_async.workers.inference.newest import Newest
-from rlinf_async.workers.rollout.errors import WeightsEnded
+from rlinf_async.workers.rollout.following import FollowedWeights
+from rlinf_async.workers.tasks import task_group
 
 if TYPE_CHECKING:
     from rlinf_async.backends.language import LanguageTrainer
@@ -86,7 +86,7 @@ class InferenceWorker(Worker):
         """Build the model; the actor's weights come with the first update."""
         self._trainer: LanguageTrainer = await self.compute(self.make_trainer)
         self._version = -1
-        self._seen = 0
+        self._weights = FollowedWeights(lambda: self._version, askers="inference workers")
 
     def make_trainer(self) -> LanguageTrainer:
         """Build the trainer. Runs in the compute thread; override it to bring your own."""
@@ -107,35 +107,27 @@ class InferenceWorker(Worker):
             WeightsEnded: a sample has tokens of newer weights than will ever come.
         """
         report = InferenceReport()
-        with Newest(weights) as newest:
-            async for held in samples.leases(weight=self.config.max_samples, at_least=1):
-                async with held as batch:
-                    await self._follow(newest, _newest(batch), report)
+        loads = self._weights.loads
+        async with task_group() as group:
+            following = group.create_task(self._weights.follow(weights, self._load))
+            async for lease in samples.leases(weight=self.config.max_samples, at_least=1):
+                async with lease as batch:
+                    await self._weights.reach(_newest(batch))
                     for sample in await self._answer(list(batch)):
                         await done.put(sample)
                 report.samples += len(batch)
                 report.tokens += sum(_tokens(sample) for sample in batch)
                 report.batches += 1
+            following.cancel()
+        report.weight_updates = self._weights.loads - loads
         report.version = self._version
         return report
 
-    async def _follow(self, newest: Newest, needed: int, report: InferenceReport) -> None:
-        """Load the newest weights, once they are as new as needed."""
-        while (update := await self._next(newest, needed)) is not None:
-            with self.span("load weights", version=update.version):
-                await self.compute(self._trainer.load, update)
-            self._version = update.version
-            report.weight_updates += 1
-
-    async def _next(self, newest: Newest, needed: int) -> WeightUpdate | None:
-        try:
-            return await newest.newer(wait=self._version < needed)
-        except EndOfChannel:
-            raise WeightsEnded(
-                f"a sample has tokens of weights version {needed}, the newest here are "
-                f"{self._version}, and their channel has ended: the actor must go on until the "
-                "inference workers are done"
-            ) from None
+    async def _load(self, update: WeightUpdate) -> None:
+        with self.span("load weights", version=update.version):
+            await self.compute(self._trainer.load, update)
+        self._version = update.version
+        self._weights.loaded()
 
     async def _answer(self, samples: list[Sample]) -> list[Sample]:
         config = self.config

@@ -40,6 +40,7 @@ from rlinf_async.rewards.pool import ScoringPool
 from rlinf_async.rewards.registry import INLINE, load_verifier
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.reward.config import RewardConfig
+from rlinf_async.workers.tasks import task_group
 
 
 class RewardReport(msgspec.Struct, kw_only=True):
@@ -108,12 +109,9 @@ class RewardWorker(Worker):
             NoReceivers: nobody takes scored samples any more.
         """
         report = RewardReport()
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(2 * self.config.processes):
-                    group.create_task(self._score_each(samples, scored, report))
-        except ExceptionGroup as failures:
-            raise (first := _first(failures)) from first.__cause__
+        async with task_group() as group:
+            for _ in range(2 * self.config.processes):
+                group.create_task(self._score_each(samples, scored, report))
         return report
 
     async def score(self, sample: Sample) -> Outcome:
@@ -151,8 +149,3 @@ def _count(report: RewardReport, outcome: Outcome, seconds: float) -> None:
             report.last_failure = outcome.error
     report.seconds += seconds
     report.longest = max(report.longest, seconds)
-
-
-def _first(error: BaseException) -> BaseException:
-    """The first failure inside nested groups."""
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

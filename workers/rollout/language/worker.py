@@ -38,6 +38,7 @@ from rlinf_async.workers.base import Worker
 from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
 from rlinf_async.workers.rollout.language.live import LiveEngine
 from rlinf_async.workers.rollout.language.taking import Taking
+from rlinf_async.workers.tasks import task_group
 
 AHEAD = 16
 """one request more is held for so many that the engine works on"""
@@ -123,23 +124,20 @@ class LanguageRolloutWorker(Worker):
         """
         report = LanguageRolloutReport()
         live = self._live
-        loads, restarts = live.loads, live.restarts
+        loads, restarts = live.weights.loads, live.restarts
         live.listen(weights)
         held = self.config.max_concurrent or _held(live.engine.max_concurrent)
         room = asyncio.Semaphore(held)
-        try:
-            async with asyncio.TaskGroup() as group:
-                following = group.create_task(live.follow(weights, taken, self.rank))
-                async with asyncio.TaskGroup() as answering:
-                    step = partial(self._start_next, requests, samples, room, answering, report)
-                    for _ in range(min(ASKING, held) - 1):
-                        answering.create_task(self._taking.run(step))
-                    # One of them here: a run in which nobody lets it go on is found to be stuck.
-                    await self._taking.run(step)
-                following.cancel()
-        except ExceptionGroup as failures:
-            raise (first := _first(failures)) from first.__cause__
-        report.weight_updates = live.loads - loads
+        async with task_group() as group:
+            following = group.create_task(live.follow(weights, taken, self.rank))
+            async with asyncio.TaskGroup() as answering:
+                step = partial(self._start_next, requests, samples, room, answering, report)
+                for _ in range(min(ASKING, held) - 1):
+                    answering.create_task(self._taking.run(step))
+                # One of them here: a run in which nobody lets it go on is found to be stuck.
+                await self._taking.run(step)
+            following.cancel()
+        report.weight_updates = live.weights.loads - loads
         report.engine_restarts = live.restarts - restarts
         report.version = live.engine.version
         return report
@@ -154,14 +152,14 @@ class LanguageRolloutWorker(Worker):
         await self._taking.close()
         self._unfinished, before = unfinished, self._handed_back
         try:
-            self._live.interrupt()
+            self._live.weights.interrupt()
             await self._live.engine.abort()
             while self._answering:
                 await asyncio.wait(list(self._answering))
             return self._handed_back - before
         finally:
             self._unfinished = None
-            self._live.interrupted = False
+            self._live.weights.interrupted = False
 
     async def resume(self) -> None:
         """Take requests again, after `interrupt` or `offload`."""
@@ -253,8 +251,8 @@ class LanguageRolloutWorker(Worker):
         live = self._live
         if request.min_version > live.engine.version:
             report.waited += 1
-            await live.reach(request.min_version)
-        return None if live.interrupted else await live.generate(request)
+            await live.weights.reach(request.min_version)
+        return None if live.weights.interrupted else await live.generate(request)
 
     async def _hand_back(self, request: Request) -> bool:
         """Put the request where `interrupt` says; False if it says nothing any more."""
@@ -265,7 +263,7 @@ class LanguageRolloutWorker(Worker):
             await unfinished.put(request)
         except ChannelClosed:  # the interruption was cancelled; it may still have to learn of it
             if self._unfinished is unfinished:
-                self._unfinished, self._live.interrupted = None, False
+                self._unfinished, self._live.weights.interrupted = None, False
             return False
         self._handed_back += 1
         return True
@@ -299,8 +297,3 @@ def _check(request: Request, generated: Generated) -> None:
             f"that are NaN or infinite, weights version {generated.version.max()}; look at the "
             "learning rate and the gradient norm first"
         )
-
-
-def _first(error: BaseException) -> BaseException:
-    """The first failure inside nested groups."""
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
