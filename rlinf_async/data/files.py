@@ -58,13 +58,13 @@ def open_file(config: DataConfig) -> Records:
 
 
 class JsonLines:
-    """The objects of a file. Every line is looked at once when it is opened; blank ones do not
+    """The objects of a file. Every line is checked when the file is opened; blank ones do not
     count."""
 
     made_on_demand = False
 
     def __init__(self, path: Path) -> None:
-        """Raises `DataError` for a line that is no JSON object, naming it."""
+        """Raises `DataError`, naming the line, where one is not a JSON object."""
         self._name = str(path)
         digest = hashlib.blake2b(digest_size=16)
         places: list[tuple[int, int, int]] = []
@@ -165,7 +165,7 @@ def _saved(library: Any, path: Path, split: str) -> tuple[Any, str, list[Path]]:
         path = path / split
     try:
         dataset = library.load_from_disk(str(path))
-    except Exception as error:  # datasets and pyarrow raise what they like of damaged files
+    except Exception as error:  # datasets and pyarrow raise errors of many types
         raise DataError(f"{path} cannot be read as a saved dataset: {error}") from error
     return dataset, str(path), [one for one in path.rglob("*") if one.is_file()]
 
@@ -191,12 +191,12 @@ def _files(path: Path, split: str) -> list[Path]:
             )
     raise DataError(
         f"{path} holds no data: neither a dataset that was saved with save_to_disk nor .parquet or "
-        ".arrow files (JSON lines are given as a file)"
+        ".arrow files (for JSON lines, give the path of the file)"
     )
 
 
 def _split_of(file: Path) -> str:
-    """``data/train-00000-of-00001.parquet`` and ``train/0000.parquet`` are of ``train``."""
+    """The split: ``train`` of ``data/train-00000-of-00001.parquet`` or ``train/0000.parquet``."""
     for part in reversed(file.parts):
         word = re.match(r"[A-Za-z]+", part)
         if word is not None and word[0] in _SPLITS:
@@ -213,7 +213,7 @@ def _tables(library: Any, files: Sequence[Path]) -> Any:
                 tables.append(library.Dataset(read(file, memory_map=True)))
             else:
                 tables.append(library.Dataset.from_file(str(file)))
-        except Exception as error:  # pyarrow raises many kinds of errors of damaged files
+        except Exception as error:  # pyarrow raises errors of many types
             raise DataError(f"{file} cannot be read: {error}") from error
     try:
         return library.concatenate_datasets(tables)

@@ -11,9 +11,8 @@
                 weights as new as a sample's newest token   the actor
                 room for the sample                         reward workers
 
-Each rank has the whole model and takes what it has time for, so the ranks share the work by
-themselves. A sample is leased until it was sent on: if this worker dies before, another one gets
-it.
+Each rank has the whole model and takes samples when it is free, which balances the work. A sample
+is leased until it was sent on: if this worker dies before, another one gets it.
 """
 
 from __future__ import annotations
@@ -36,16 +35,17 @@ if TYPE_CHECKING:
 
 
 class InferenceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is computed, and on how much at a time."""
+    """The configuration of an inference worker."""
 
     max_samples: int = 32
-    """of one batch; fewer where fewer are ready"""
+    """largest number of samples in a batch, which takes those that are ready"""
     previous: bool = True
-    """log-probs under the newest weights that have come: at least as new as the sample's newest
-    token. They are those that training begins with where the run is on-policy; with a staleness of
-    k, up to k versions older"""
+    """whether to compute log-probs under the newest weights, at least as new as the sample's newest
+    token. On-policy these are the weights that training begins with; with a staleness of k they are
+    up to k versions older"""
     reference: bool = False
-    """log-probs under the first weights, which the trainer keeps (``reference = true``)"""
+    """whether to compute log-probs under the first weights, which the trainer keeps (``reference =
+    true``)"""
 
     def __post_init__(self) -> None:
         if self.max_samples < 1:
@@ -55,15 +55,15 @@ class InferenceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class InferenceReport(msgspec.Struct, kw_only=True):
-    """What one rank's `InferenceWorker.run` did."""
+    """The counts of one rank's `InferenceWorker.run`."""
 
     samples: int = 0
     tokens: int = 0
-    """prompts and responses"""
+    """tokens of prompts and responses"""
     batches: int = 0
     weight_updates: int = 0
     version: int = -1
-    """of the weights at the end; -1 where none came"""
+    """version of the weights at the end; -1 where none came"""
 
 
 class InferenceWorker(Worker):
@@ -71,7 +71,7 @@ class InferenceWorker(Worker):
 
     Args:
         trainer: configuration of the actor's trainer backend, as its own Struct.
-        config: what is computed.
+        config: how this worker computes.
         backend: the trainer's registered name.
     """
 
@@ -100,7 +100,7 @@ class InferenceWorker(Worker):
         done: Sender[Sample],
         weights: LatestReceiver[WeightUpdate],
     ) -> InferenceReport:
-        """Answer for samples until there are no more.
+        """Compute for samples until there are no more.
 
         Raises:
             WeightsError: an update was damaged or does not fit the model.
@@ -142,7 +142,7 @@ class InferenceWorker(Worker):
 
 
 def _newest(samples: Sequence[Sample]) -> int:
-    """The newest weights that made a token of them."""
+    """The version of the newest weights that generated a token of them."""
     return max((int(one.generated.version.max(initial=0)) for one in samples), default=0)
 
 

@@ -44,25 +44,25 @@ from rlinf_async.workers.tasks import task_group
 
 
 class RewardReport(msgspec.Struct, kw_only=True):
-    """What one rank's `RewardWorker.run` did."""
+    """The counts of one rank's `RewardWorker.run`."""
 
     scored: int = 0
     rejected: int = 0
     failed: int = 0
     seconds: float = 0.0
-    """in verifiers, added up over samples, waiting for a process included"""
+    """time in verifiers, including waits for a process, as a sum over samples"""
     longest: float = 0.0
-    """seconds of the slowest sample"""
+    """longest time of a sample, in seconds"""
     last_failure: str = ""
 
     @property
     def samples(self) -> int:
-        """All of them."""
+        """The number of all samples."""
         return self.scored + self.rejected + self.failed
 
     @property
     def seconds_per_sample(self) -> float:
-        """NaN before the first."""
+        """The mean; NaN before the first sample."""
         return self.seconds / self.samples if self.samples else float("nan")
 
 
@@ -78,7 +78,7 @@ class RewardWorker(Worker):
         self._inline: dict[str, Verifier] = {}
 
     async def setup(self) -> None:
-        """Import what is known to be needed.
+        """Import the verifiers of ``preload``.
 
         Raises:
             ConfigError: a verifier of ``preload`` cannot be loaded.
@@ -97,7 +97,7 @@ class RewardWorker(Worker):
                 raise
 
     async def teardown(self) -> None:
-        """End all processes."""
+        """Kill all processes."""
         await self._pool.close()
 
     async def run(self, samples: Receiver[Sample], scored: Sender[ScoredSample]) -> RewardReport:
@@ -126,7 +126,7 @@ class RewardWorker(Worker):
     async def _score_each(
         self, samples: Receiver[Sample], scored: Sender[ScoredSample], report: RewardReport
     ) -> None:
-        """One sample after the other. Several of these run at a time."""
+        """Score one sample after the other. Several of these tasks run at a time."""
         clock = asyncio.get_running_loop().time
         async for lease in samples.leases():
             async with lease as [sample]:

@@ -1,4 +1,4 @@
-"""The weights of a model that serves: loaded as they come, and waited for.
+"""Weights of a model that serves requests: updates are loaded as they come, and waited for.
 
 ::
 

@@ -1,4 +1,4 @@
-"""`RolloutWorker`: answers what the env workers ask, under the newest weights.
+"""`RolloutWorker`: answers the questions of env workers, under the newest weights.
 
 ::
 
@@ -44,7 +44,7 @@ from rlinf_async.workers.tasks import task_group
 
 
 class RolloutReport(msgspec.Struct, kw_only=True):
-    """What one rank's `RolloutWorker.serve` did."""
+    """The counts of one rank's `RolloutWorker.serve`."""
 
     questions: int = 0
     observations: int = 0
@@ -52,10 +52,10 @@ class RolloutReport(msgspec.Struct, kw_only=True):
     set_aside: int = 0
     """questions that had to wait for weights"""
     unwanted: int = 0
-    """answers that nobody was left to take"""
+    """answers whose env worker had left"""
     weight_updates: int = 0
     version: int = -1
-    """of the weights at the end"""
+    """version of the weights at the end"""
 
 
 class RolloutWorker(Worker):
@@ -132,7 +132,7 @@ class RolloutWorker(Worker):
         aside: asyncio.TaskGroup,
         report: RolloutReport,
     ) -> bool:
-        """Answer what is ready; False when nothing will come any more."""
+        """Answer the questions that are ready; return False when no more will come."""
         async with AsyncExitStack() as lease:
             try:
                 batch = await lease.enter_async_context(

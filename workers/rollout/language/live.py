@@ -1,4 +1,4 @@
-"""An engine whose weights change while it generates, and which is built again when it dies.
+"""An engine whose weights change while it generates, and which is replaced when it dies.
 
 ::
 
@@ -7,8 +7,8 @@
     follow        newer weights                           the actor
     revive        the engine to start, weights to load    itself
 
-Invariant: a request that was taken is answered, whatever happens to the engine meanwhile, or the
-failure says why. What a dead engine had made of it is made again.
+Invariant: a request that was taken is answered, or fails with the cause, whatever happens to the
+engine meanwhile. Tokens of an engine that died are generated again.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class LiveEngine:
 
     Args:
         build: makes an engine, not started.
-        restarts: how often a dead one is replaced.
-        span: where it is to be seen when the engine generates and when weights are loaded.
+        restarts: number of times that a dead one is replaced.
+        span: opens spans of the trace, for generating and for loading weights.
     """
 
     def __init__(self, build: Build, restarts: int, span: OpenSpan) -> None:
@@ -47,7 +47,9 @@ class LiveEngine:
         self.engine = build()
         self.weights = FollowedWeights(lambda: self.engine.version, askers="rollout workers")
         self._source: LatestReceiver[WeightUpdate] | None = None
-        self._changing = asyncio.Lock()  # held while weights are loaded, or the engine is not there
+        self._changing = (
+            asyncio.Lock()
+        )  # held while weights are loaded, or the engine is replaced or offloaded
         self._moving = asyncio.Lock()  # held while it is offloaded or onloaded
         self._offloaded = False
         self.restarts = 0
@@ -69,7 +71,7 @@ class LiveEngine:
                     return await engine.generate(request)
             except EngineDied as death:
                 await self._revive(engine, death)
-                if self.weights.interrupted:  # the engine that was told so is not this one
+                if self.weights.interrupted:  # its successor was not interrupted
                     return None
 
     def listen(self, weights: LatestReceiver[WeightUpdate]) -> None:
@@ -80,7 +82,7 @@ class LiveEngine:
     async def follow(
         self, weights: LatestReceiver[WeightUpdate], taken: Sender[WeightsTaken], rank: int
     ) -> None:
-        """Load every update that comes, say that it was taken, until no more will come.
+        """Load every update that comes, and report each, until no more will come.
 
         Raises what the engine's ``load`` raises: `WeightsError` for a damaged update.
         """
@@ -90,7 +92,7 @@ class LiveEngine:
             arrived, served = loop.time(), self.engine.version
             async with self._changing:
                 if served < self.engine.version > update.version:
-                    return  # an engine that was built meanwhile has newer ones: they are next
+                    return  # an engine built meanwhile has newer ones, which come next
                 checksum = await self._load(update)
             self.weights.loaded()
             seconds = loop.time() - arrived
@@ -103,8 +105,8 @@ class LiveEngine:
                         seconds=seconds,
                     )
                 )
-            except NoReceivers:  # nobody wants to know any more
-                log.debug("nobody is left to hear of weights version %d", update.version)
+            except NoReceivers:
+                log.debug("no receiver is left for WeightsTaken of version %d", update.version)
 
         await self.weights.follow(weights, load)
 
@@ -150,7 +152,7 @@ class LiveEngine:
 
     async def _revive(self, dead: GenerationEngine, death: EngineDied) -> None:
         async with self._changing:
-            while self.engine is dead:  # the first who comes builds the next
+            while self.engine is dead:  # the first caller replaces it
                 await self._replace(dead, death)
                 dead = self.engine
                 try:
@@ -167,7 +169,7 @@ class LiveEngine:
         self.engine = self._build()
         try:
             await self.engine.start()
-        except BaseException:  # a cancellation too: whoever comes next must not find half an engine
+        except BaseException:  # a cancellation too: the next caller must not find half an engine
             await self.engine.close()
             raise
         self._restarts_left -= 1
