@@ -13,7 +13,7 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     id: str = ""
     """registered Gymnasium id; with ``entry_point``, a name for reports"""
     entry_point: str = ""
-    """``"module:function"`` or ``"file.py:function"``, which takes ``kwargs`` and returns the env"""
+    """``"module:function"`` or ``"file.py:function"``: takes ``kwargs``, returns the env"""
     kwargs: dict[str, Any] = {}
     """arguments of ``gymnasium.make`` or of the entry point"""
     envs: int = 8

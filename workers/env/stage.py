@@ -45,7 +45,7 @@ class Stage:
         self._to_reset = list(range(len(slots)))
         self._fresh = True
         self.observation: Floats = np.zeros((len(slots), observation_size), np.float32)
-        """``[E, D]``: present observations; a step replaces the array and leaves the old unchanged"""
+        """``[E, D]``: present observations; a step makes a new array, the old stays as it is"""
 
     @property
     def needs_reset(self) -> bool:
