@@ -42,19 +42,19 @@ class Run(NamedTuple):
     source: View
     target: View
     tensors: tuple[str, ...]
-    """global tensors that are in it"""
+    """names of the global tensors in it"""
     elements: int
     bytes: int
-    """in the new layout's dtype"""
+    """size in the new layout's dtype"""
     round: int
 
 
 class RankPlan(NamedTuple):
-    """What one rank has to do."""
+    """One rank's part of a plan."""
 
     rank: int
     copies: tuple[Run, ...]
-    """from its old buffers to its new ones"""
+    """runs from its old buffers to its new ones"""
     sends: tuple[Run, ...]
     receives: tuple[Run, ...]
 
@@ -68,22 +68,22 @@ class Plan:
     source: Pieces
     target: Pieces
     boxes: Boxes
-    """``[moves]``: what moves; tensors that are flat on both sides have one dimension"""
+    """``[moves]``: box that moves; tensors that are flat on both sides have one dimension"""
     source_piece: Ints
     """``[moves]``: row of `source`"""
     target_piece: Ints
     """``[moves]``: row of `target`"""
     round: Ints | None = None
-    """``[moves]``: when it goes, after `in_rounds`; None: all at once"""
+    """``[moves]``: number of its round, after `in_rounds`; None: all at once"""
 
     @cached_property
     def from_rank(self) -> Ints:
-        """``[moves]``: who has it."""
+        """``[moves]``: rank that has the box."""
         return self.source.rank[self.source_piece]
 
     @cached_property
     def to_rank(self) -> Ints:
-        """``[moves]``: who needs it."""
+        """``[moves]``: rank that needs the box."""
         return self.target.rank[self.target_piece]
 
     @property

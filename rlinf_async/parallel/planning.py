@@ -1,4 +1,4 @@
-"""From one layout to another: which rank sends which box of which tensor to which rank.
+"""Making a plan from one layout to another: which rank sends which box to which rank.
 
 ::
 
@@ -67,7 +67,7 @@ def plan(old: Layout, new: Layout) -> Plan:
 
 
 class Demand(NamedTuple):
-    """What new pieces need of source regions, ordered by tensor and box."""
+    """The boxes of source regions that new pieces need, ordered by tensor and box."""
 
     boxes: Boxes
     region: Ints
