@@ -19,8 +19,8 @@ async def wait_all_blocked(*, max_turns: int = 100_000) -> None:
     """Return once every other task waits for something that only a timer, I/O or a caller can end.
 
     A sleeping task waits. On a `VirtualLoop` the answer is exact; on a real loop (asyncio, uvloop)
-    it holds for what tasks and callbacks do, but a thread or another process may still be at work. Raises
-    `Livelock` when some task is still runnable after ``max_turns`` turns of a real loop.
+    it holds for what tasks and callbacks do, but a thread or another process may still be at work.
+    Raises `Livelock` when some task is still runnable after ``max_turns`` turns of a real loop.
     """
     loop = asyncio.get_running_loop()
     if isinstance(loop, VirtualLoop):

@@ -17,9 +17,9 @@ from rlinf_async.testing.virtual_loop import VirtualLoop
 class LoopWatch:
     """A thread that pings a running loop and records the stack of code that delays an answer.
 
-    Works on asyncio and uvloop. ``limit`` is in seconds. Time in which the whole process was stopped
-    (the watching thread too), or in which the loop's thread was ready but other processes had the
-    cores, does not count.
+    Works on asyncio and uvloop. ``limit`` is in seconds. Time in which the whole process was
+    stopped (the watching thread too), or in which the loop's thread was ready but other processes
+    had the cores, does not count.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, limit: float = 0.5) -> None:
