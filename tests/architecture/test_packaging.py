@@ -13,12 +13,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
-from tests.architecture.sources import ROOT, modules
+from tests.architecture.sources import ROOT, imports, modules
 
 PARTS = ("rlinf_async", "channels", "workers", "src", "pyproject.toml", "LICENSE", "README.md")
 INSTALLS = ("wheel", "editable")
@@ -136,6 +138,19 @@ def test_what_is_installed_imports_and_runs(python: Path, scripts: Path) -> None
     assert "No module named 'workers'" in others.stderr
     done = run(python, "correct.py", cwd=scripts)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_settings_of_mypy_excuse_nothing_in_the_package() -> None:
+    """They do not hold where a user runs ``mypy --strict``: what they excused would be errors."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
+    stricter = {"strict", "enable_error_code"}
+    about_files = {"python_version", "files", "explicit_package_bases", "namespace_packages"}
+    assert set(settings) == stricter | about_files | {"overrides"}
+    excused = [module for one in settings["overrides"] for module in one["module"]]
+    names = {each.what for each in imports()}
+    assert not [
+        name for name in names if any(fnmatch(f"{name}.", f"{module}*") for module in excused)
+    ]
 
 
 def test_mypy_sees_the_types_and_has_nothing_against_a_correct_script(
