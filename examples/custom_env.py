@@ -52,7 +52,7 @@ class PushDisc(gymnasium.Env[Any, Any]):
         self.steps += 1
         distance = float(np.linalg.norm(self.goal - self.position))
         info = {"is_success": distance < self.goal_radius}  # reported, and shown as success rate
-        # It is cut, not terminated: the value of what would have come is part of the return.
+        # The episode is truncated, not terminated: the value of its last observation bootstraps it.
         return self._shown(), -distance, False, self.steps >= EPISODE_STEPS, info
 
     def _shown(self) -> Any:
@@ -60,7 +60,7 @@ class PushDisc(gymnasium.Env[Any, Any]):
 
 
 def config(steps: int) -> EmbodiedConfig:
-    """What ``rlinf-async train`` reads from a file, as typed Structs."""
+    """The settings that ``rlinf-async train`` reads from a file, as typed Structs."""
     return EmbodiedConfig(
         name="push-disc",
         env=EnvConfig(id="PushDisc", entry_point=f"{Path(__file__).resolve()}:PushDisc", envs=16),

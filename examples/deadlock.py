@@ -2,8 +2,8 @@
 
     python examples/deadlock.py
 
-Each waits for the other's first word. Nothing can ever happen; after ``deadlock_after`` seconds the
-cluster says so, instead of hanging for ever.
+Each waits for the other's first message, so neither can continue. After ``deadlock_after`` seconds
+the cluster raises `Deadlock` instead of hanging for ever.
 """
 
 import sys
@@ -12,7 +12,7 @@ import rlinf_async as ra
 
 
 class Polite(ra.Worker):
-    """Waits to be spoken to."""
+    """Answers a message; does not speak first."""
 
     async def converse(self, hear: ra.Receiver[str], say: ra.Sender[str]) -> None:
         heard = await hear.get()

@@ -2,11 +2,12 @@
 
 ::
 
-    records.py      JSON lines, dataset folders and tasks behind one protocol
-      jsonl.py  folders.py  tasks.py
-    order.py        which record comes when: a function of seed and epoch
+    records.py      what records are
+      files.py      JSON lines, dataset folders, Parquet and Arrow files
+      tasks.py      entries of reasoning-gym tasks
     rendering.py    record -> text -> tokens        tokenizer.py   a checkpoint folder's
-    prompts.py      `Prompts`: all of it            arithmetic.py  a tokenizer of single characters
+    prompts.py      `Prompts`: which record comes when, a function of seed and epoch
+    arithmetic.py   a tokenizer of single characters
 
 Nothing here imports torch, datasets or transformers before data that need them are opened.
 """

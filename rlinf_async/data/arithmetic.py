@@ -1,8 +1,8 @@
-"""A tokenizer of single characters, for models that are built from nothing.
+"""A tokenizer of single characters, for models that are trained from scratch.
 
-Every printable ASCII character is a token, so every digit is, and so are the marks of a chat's
-turns: 102 tokens. A model of some hundred thousand parameters learns arithmetic with it. It is an
-ordinary Hugging Face tokenizer once saved: transformers and vLLM load it from its folder.
+Every printable ASCII character is a token, each digit included, and so are the roles of a chat:
+102 tokens. A model of some hundred thousand parameters learns arithmetic with it. Saved to a
+folder, it is an ordinary Hugging Face tokenizer, which transformers and vLLM load.
 """
 
 from __future__ import annotations
@@ -54,5 +54,5 @@ def arithmetic_tokenizer() -> Any:
 
 
 def save_arithmetic_tokenizer(folder: str | Path) -> None:
-    """Write it into a folder, beside a model's own files."""
+    """Save the tokenizer to a folder, beside a model's own files."""
     arithmetic_tokenizer().save_pretrained(str(folder))

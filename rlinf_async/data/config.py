@@ -1,4 +1,4 @@
-"""Which data, and how they become prompts."""
+"""The configuration of the data: which they are, and how they become prompts."""
 
 from __future__ import annotations
 
@@ -6,49 +6,49 @@ from typing import Any, Literal
 
 import msgspec
 
-_TAKEN = {"add_generation_prompt", "chat_template", "continue_final_message", "tokenize"}
+_RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "tokenize"}
 
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Prompts from a file, a folder, or tasks that are made up."""
+    """Prompts from a file, from a folder, or from generated tasks."""
 
     path: str = ""
     """a ``.jsonl``, ``.parquet`` or ``.arrow`` file, or a folder of a Hugging Face dataset"""
     split: str = "train"
-    """which part of a folder that has several"""
+    """name of the split, in a folder that has several"""
     tasks: tuple[str, ...] = ()
     """names of reasoning-gym tasks, taken in turn; instead of ``path``"""
     task_options: dict[str, dict[str, Any]] = {}
-    """settings of a task, by its name"""
+    """options of each task, by its name"""
     task_size: int = 10_000
-    """different entries of all tasks together"""
+    """number of different entries, over all tasks"""
     prompt_column: str = "prompt"
-    """text, or a list of chat messages; a dot leads into a nested column"""
+    """column with text or a list of chat messages; a dot leads into a nested column"""
     reference_column: str = "answer"
-    """what the verifier compares with; what is no text is handed on as JSON"""
+    """column that the verifier compares with; values other than text are passed on as JSON"""
     verifier: str = ""
-    """by name or import path; tasks score themselves (``reasoning_gym``) where it is left out"""
+    """name or import path; where it is left out, tasks use their own (``reasoning_gym``)"""
     verifier_column: str = ""
-    """where each record names its own; instead of ``verifier``"""
+    """column with the name of each record's verifier; instead of ``verifier``"""
     chat: bool = True
     """whether prompts go through a chat template"""
     chat_template: str = ""
-    """a Jinja file instead of the tokenizer's template"""
+    """path of a Jinja file; instead of the tokenizer's template"""
     chat_options: dict[str, Any] = {}
-    """what else the template knows, such as ``enable_thinking``"""
+    """further variables of the template, such as ``enable_thinking``"""
     system_prompt: str = ""
-    """put before prompts that have no system message"""
+    """system message for prompts that have none"""
     max_prompt_tokens: int = 1024
     too_long: Literal["error", "skip"] = "error"
-    """what happens to longer prompts; skipped ones are counted"""
+    """treatment of longer prompts; skipped ones are counted"""
     shuffle: bool = True
-    """another order in each epoch"""
+    """whether each epoch has an order of its own"""
     seed: int = 0
-    """of the order, the choice of held-out records, and the tasks"""
+    """seed of the order, the choice of held-out records, and the tasks"""
     held_out: int = 0
-    """records that are kept for evaluation, and whose prompts are not trained on"""
+    """number of records kept for evaluation; their prompts are not trained on"""
     epochs: int = 0
-    """times that the records are gone through; 0: on and on"""
+    """number of passes over the records; 0: no limit"""
 
     def __post_init__(self) -> None:
         if bool(self.path) == bool(self.tasks):
@@ -89,10 +89,12 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 "chat is false, so chat_template, chat_options and system_prompt have no use: "
                 "leave them out"
             )
-        if taken := sorted(_TAKEN & set(self.chat_options)):
-            raise ValueError(f"chat_options has {taken[0]!r}, which is given already")
+        if reserved := sorted(_RESERVED & set(self.chat_options)):
+            raise ValueError(
+                f"chat_options has {reserved[0]!r}, which the job sets itself: leave it out"
+            )
 
     @property
     def name(self) -> str:
-        """What reports call the data."""
+        """The name of the data in reports."""
         return self.path or ", ".join(self.tasks)

@@ -1,4 +1,4 @@
-"""What can be wrong with data.
+"""Errors about data.
 
 ::
 

@@ -1,11 +1,11 @@
-"""`Prompts`: one prompt after the other, epoch after epoch, from a position that can be saved.
+"""`Prompts`: an iterator over the prompts of a run, whose position can be saved and restored.
 
-Invariant: which prompt has which index is a function of the data and the configuration alone. So
-prompts after a restored position are those that would have come.
+Invariant: which prompt has which index is a function of the data and the configuration alone. So a
+restored run gets the prompts that it would have got without the interruption.
 
 ::
 
-    record in the order of the epoch --> its prompt is a held-out one's --> left out, counted
+    record in the order of the epoch --> same prompt as a held-out one  --> left out, counted
                                      --> longer than max_prompt_tokens  --> DataError, or left out
                                      --> `Prompt`
 """
@@ -17,23 +17,58 @@ from functools import lru_cache
 from typing import Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from rlinf_async.data.config import DataConfig
 from rlinf_async.data.errors import DataChanged, DataError, PromptTooLong
-from rlinf_async.data.order import Indices, order_of, split
-from rlinf_async.data.records import Records, open_records
+from rlinf_async.data.files import open_file
+from rlinf_async.data.records import Records
 from rlinf_async.data.rendering import Renderer
+from rlinf_async.data.tasks import TaskRecords
 from rlinf_async.data.tokenizer import Tokenizer
 from rlinf_async.messages.language import Prompt
 
-LOOKED_AT: Final = 50_000
-"""records that are checked when they are opened; later ones when they come"""
+CHECKED: Final = 50_000
+"""records that are checked when the data are opened; the others are checked when they are read"""
 
 _SHOWN: Final = 3
+"""records that an error names"""
+
+Indices = NDArray[np.int64]
+
+_SPLIT, _EPOCH = 0, 1  # two independent streams of random numbers
+
+
+def open_records(config: DataConfig) -> Records:
+    """The records that the configuration names.
+
+    Raises:
+        DataError: they are not there, or cannot be read.
+        ConfigError: no such task, or options that it does not take.
+        MissingExtra: a library that reads them is not installed.
+    """
+    if config.tasks:
+        return TaskRecords(config.tasks, config.task_options, config.seed, config.task_size)
+    return open_file(config)
+
+
+def split(records: int, held_out: int, seed: int) -> tuple[Indices, Indices]:
+    """Indices ``[records - held_out]`` for training, in order, and ``[held_out]`` kept back."""
+    chosen = np.random.default_rng((seed, _SPLIT)).permutation(records)[:held_out]
+    kept = np.sort(chosen).astype(np.int64)
+    return np.setdiff1d(np.arange(records, dtype=np.int64), kept), kept
+
+
+def order_of(indices: Indices, seed: int, epoch: int, *, shuffle: bool) -> Indices:
+    """The order of one epoch."""
+    if not shuffle:
+        return indices
+    return np.random.default_rng((seed, _EPOCH, epoch)).permutation(indices)
 
 
 class DataState(msgspec.Struct, frozen=True, kw_only=True):
-    """A position in the data, and what they were."""
+    """A position in the data, and what identifies the data."""
 
     position: int
     """index of the next prompt"""
@@ -52,7 +87,7 @@ class Prompts(Iterator[Prompt]):
     """The prompts of a run."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
-        """Open the data and look at them.
+        """Open the data and check them.
 
         Raises:
             DataError: a record, the template or the split cannot be used; names file and line.
@@ -73,21 +108,21 @@ class Prompts(Iterator[Prompt]):
         self._order_of = lru_cache(maxsize=1)(self._make_order)
         self._check()
         self.held_out: list[Prompt] = self._held_out()
-        """for evaluation, in the order of the data; without those that are too long"""
+        """prompts for evaluation, in the order of the data, without those that are too long"""
         self._held_out_texts = {prompt.text for prompt in self.held_out}
 
     def __len__(self) -> int:
-        """Records in an epoch, those that are left out included."""
+        """The number of records in an epoch, including those that are left out."""
         return len(self._training)
 
     @property
     def verifiers(self) -> tuple[str, ...]:
-        """Names of the verifiers that the records ask for, as far as they were looked at."""
+        """Names of the verifiers of the records that were checked."""
         return tuple(sorted(self._verifiers))
 
     @property
     def epoch(self) -> int:
-        """Of the next prompt, from 0."""
+        """The epoch of the next prompt, from 0."""
         return self.position // len(self)
 
     def __iter__(self) -> Prompts:
@@ -100,7 +135,9 @@ class Prompts(Iterator[Prompt]):
             StopIteration: all epochs are done.
             DataError: the record cannot be used, or none of a whole epoch can.
         """
-        for _ in range(2 * len(self)):  # first in one epoch and last in the next, at the worst
+        for _ in range(
+            2 * len(self)
+        ):  # the usable one may be first in one epoch and last in the next
             epoch, at = divmod(self.position, len(self))
             if self.config.epochs and epoch >= self.config.epochs:
                 if self.too_long + self.like_held_out < self.position:
@@ -123,7 +160,7 @@ class Prompts(Iterator[Prompt]):
         )
 
     def state(self) -> DataState:
-        """Where to go on."""
+        """The present position."""
         return DataState(
             position=self.position,
             too_long=self.too_long,
@@ -136,10 +173,10 @@ class Prompts(Iterator[Prompt]):
         )
 
     def restore(self, state: DataState) -> None:
-        """Go on where the state was taken.
+        """Continue from a saved position.
 
         Raises:
-            DataChanged: the data, or what decides their order, are others now.
+            DataChanged: the data, or a setting that decides their order, have changed.
         """
         now = self.state()
         names = ("records", "seed", "shuffle", "held_out", "fingerprint")
@@ -199,7 +236,7 @@ class Prompts(Iterator[Prompt]):
         found: list[str] = []
         count = 0
         added = self._added_by_template()
-        for at in range(min(len(self._records), LOOKED_AT)):
+        for at in range(min(len(self._records), CHECKED)):
             record, where = self._records[at], self._records.where(at)
             self._verifiers.add(self._renderer.verifier(record, where))
             self._renderer.reference(record, where)
@@ -213,7 +250,8 @@ class Prompts(Iterator[Prompt]):
             raise PromptTooLong(_too_long(found, count, limit))
 
     def _added_by_template(self) -> int:
-        """Bytes around a message of nothing, twice: messages of a list come with more of them."""
+        """A bound of the bytes that the template adds: twice those of the first record, because a
+        prompt may have several messages."""
         record = self._records[0]
         text = self._renderer.prompt(record, 0, self._records.where(0)).text
         return 2 * max(0, len(text.encode()) - self._renderer.longest_possible(record, "")) + 8

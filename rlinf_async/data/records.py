@@ -3,81 +3,40 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from rlinf_async.data.config import DataConfig
 from rlinf_async.data.errors import DataError
 
 Record = Mapping[str, Any]
 
 _EDGE: Final = 4 * 1024 * 1024
-"""bytes at each end of a file that are looked at to know it again"""
+"""bytes at each end of a file that its fingerprint is made of"""
 
 
 class Records(Protocol):
     """Records in the order of their source; each can be read at any time."""
 
     fingerprint: str
-    """changes when the records do"""
+    """digest of the records: another one when they change"""
     made_on_demand: bool
-    """whether a record costs time each time it is read"""
+    """whether every read makes the record anew, which takes time"""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Record: ...
 
     def where(self, index: int) -> str:
-        """The place of a record, for errors: ``train.jsonl:7``."""
+        """The place of a record in its source, for errors: ``train.jsonl:7``."""
         ...
-
-
-def existing(config: DataConfig) -> Path:
-    """The file or folder that ``path`` names.
-
-    Raises:
-        DataError: there is none.
-    """
-    path = Path(config.path).expanduser()
-    if not path.exists():
-        raise DataError(
-            f"there is no file or folder {config.path!r} (seen from {os.getcwd()}): data are read "
-            "from disk, not downloaded"
-        )
-    return path
-
-
-def open_records(config: DataConfig) -> Records:
-    """The records that the configuration names.
-
-    Raises:
-        DataError: they are not there, or cannot be read.
-        ConfigError: no such task, or options that it does not take.
-        MissingExtra: a library that reads them is not installed.
-    """
-    if config.tasks:
-        from rlinf_async.data.tasks import TaskRecords
-
-        return TaskRecords(config.tasks, config.task_options, config.seed, config.task_size)
-    path = existing(config)
-    columns = [config.prompt_column, config.reference_column, config.verifier_column]
-    if path.is_dir() or path.suffix in (".parquet", ".arrow"):
-        from rlinf_async.data.folders import open_tables
-
-        tops = list(dict.fromkeys(column.partition(".")[0] for column in columns if column))
-        return open_tables(path, config.split, tops)
-    from rlinf_async.data.jsonl import JsonLines
-
-    return JsonLines(path)
 
 
 def column(record: Record, name: str, where: str) -> Any:
     """The value of a column; ``a.b`` is ``b`` of the table ``a``, unless a column has that name.
 
     Raises:
-        DataError: there is none, or it is null; names those that there are.
+        DataError: there is no such column, or it is null; names the columns that there are.
     """
     value: Any = record.get(name)
     if name not in record and "." in name:
@@ -93,7 +52,7 @@ def column(record: Record, name: str, where: str) -> Any:
 
 
 def digest_of(files: Iterable[Path]) -> str:
-    """Of names, sizes and both ends of these files."""
+    """A digest of the names, sizes and both ends of these files."""
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(files):
         size = file.stat().st_size

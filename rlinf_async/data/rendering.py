@@ -1,4 +1,4 @@
-"""From a record to what the model reads: columns, chat template, tokens.
+"""From a record to a prompt: columns, chat template, tokens.
 
 ::
 
@@ -28,10 +28,10 @@ Message = Mapping[str, Any]
 
 
 class Renderer:
-    """Makes prompts of records, under one configuration and tokenizer."""
+    """Makes prompts from records, with one configuration and tokenizer."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer) -> None:
-        """Raises `DataError` if a chat template is due and there is none."""
+        """Raises `DataError` if a chat template is needed and there is none."""
         self._config = config
         self._tokenizer = tokenizer
         self._template = _template(config, tokenizer) if config.chat else None
@@ -60,7 +60,7 @@ class Renderer:
         )
 
     def verifier(self, record: Record, where: str) -> str:
-        """The name of what scores the response to this record."""
+        """The name of the verifier that scores responses to this record."""
         if self._verifier:
             return self._verifier
         name = column(record, self._config.verifier_column, where)
@@ -69,19 +69,21 @@ class Renderer:
         return name
 
     def reference(self, record: Record, where: str) -> str:
-        """The reference as text, or as JSON of what is no text."""
+        """The reference as text; a value other than text as JSON."""
         value = column(record, self._reference, where)
         if isinstance(value, str):
             return value
         try:
             return msgspec.json.encode(value).decode()
         except TypeError as error:
-            raise DataError(f"{where}: {self._reference} cannot be made JSON: {error}") from error
+            raise DataError(
+                f"{where}: {self._reference} cannot be encoded as JSON: {error}"
+            ) from error
 
     def longest_possible(self, record: Record, where: str) -> int:
-        """More tokens than this the prompt hardly has: the bytes of its messages.
+        """An upper bound of the tokens of the prompt: the bytes of its messages.
 
-        What the template adds is the caller's to add, once.
+        The caller adds what the chat template adds.
         """
         given = column(record, self._config.prompt_column, where)
         if isinstance(given, str):
@@ -106,7 +108,7 @@ class Renderer:
                 tokenize=False,
                 **self._config.chat_options,
             )
-        except Exception as error:  # a template raises what it likes, as for roles it has not
+        except Exception as error:  # templates raise errors of any type, as for an unknown role
             raise DataError(f"{where}: the chat template refuses it: {error}") from error
         return text
 

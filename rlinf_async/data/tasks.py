@@ -13,17 +13,17 @@ from rlinf_async.data.records import Record
 from rlinf_async.rewards.reasoning import open_task, reference_of
 
 REFERENCE_COLUMN: Final = "reasoning_gym"
-"""What the verifier of that name reads."""
+"""column that the verifier of that name reads"""
 
-_LOOKED_AT: Final = 2
+_IN_FINGERPRINT: Final = 2
 """entries of each task that are part of the fingerprint"""
 
 
 class TaskRecords:
     """Tasks in turn: record ``i`` is of task ``i % len(tasks)``.
 
-    Its columns are ``prompt`` (the question), ``answer``, and whatever the task tells of an entry
-    (``expression`` of ``chain_sum``, for one).
+    Its columns are ``prompt`` (the question), ``answer``, and the task's metadata of the entry
+    (such as ``expression`` of ``chain_sum``).
     """
 
     made_on_demand = True
@@ -35,16 +35,16 @@ class TaskRecords:
         seed: int,
         size: int,
     ) -> None:
-        """Raises `ConfigError` for an unknown task and options that it does not take."""
+        """Raises `ConfigError` for an unknown task, and for options that a task does not have."""
         self._size = size
         self._seed = seed
         self._each = -(-size // len(names))
         self._options = {name: dict(options.get(name, {})) for name in names}
         self._names = list(names)
         self._tasks = [open_task(name, self._options[name], seed, self._each) for name in names]
-        looked_at = min(_LOOKED_AT * len(names), size)
+        count = min(_IN_FINGERPRINT * len(names), size)
         about = [names, self._options, seed, size]
-        about += [self[index]["prompt"] for index in range(looked_at)]
+        about += [self[index]["prompt"] for index in range(count)]
         text = msgspec.json.encode(about, order="sorted")
         self.fingerprint = hashlib.blake2b(text, digest_size=16).hexdigest()
 

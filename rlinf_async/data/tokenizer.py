@@ -22,7 +22,7 @@ FILES: Final = (
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that is used."""
 
     chat_template: Any
     eos_token_id: Any
@@ -46,7 +46,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
-        raise DataError(f"the tokenizer's folder {str(folder)!r} is not there (not downloaded)")
+        raise DataError(
+            f"there is no tokenizer folder {str(folder)!r}: it is read from disk, not downloaded"
+        )
     if not any((path / name).is_file() for name in FILES):
         raise DataError(
             f"{path} holds no tokenizer: none of {', '.join(FILES)} is there; copy "
@@ -61,7 +63,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         tokenizer: Tokenizer = library.AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # transformers and tokenizers raise what they like of damaged files
+    except Exception as error:  # transformers and tokenizers raise errors of many types
         raise DataError(f"the tokenizer in {path} cannot be loaded: {error}") from error
     return tokenizer
 

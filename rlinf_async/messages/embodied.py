@@ -1,4 +1,4 @@
-"""What an embodied run sends: tickets, observations, actions, trajectories.
+"""Messages of the embodied job: tickets, observations, actions, trajectories.
 
 ::
 
@@ -38,7 +38,7 @@ class Collect(msgspec.Struct, frozen=True, kw_only=True):
     min_version: int
     """The oldest weights that may act: ``iteration - max_staleness``, at least 0."""
     actor_ranks: int | None = None
-    """that share the trajectories of this iteration, where it is not always the same number"""
+    """ranks that share the trajectories of this iteration; None: as many as the worker was given"""
 
 
 class Observations(msgspec.Struct, kw_only=True):
@@ -47,9 +47,9 @@ class Observations(msgspec.Struct, kw_only=True):
     env_rank: int
     stage: int
     incarnation: int
-    """How many times this env worker was restarted; an answer to an earlier life is dropped."""
+    """Number of restarts of this env worker; an answer to an earlier life is dropped."""
     sequence: int
-    """Counts this stage's questions; the answer carries it back."""
+    """Number of the question in this stage; the answer has the same."""
     observation: Floats
     """``[E, D]``"""
     min_version: int
@@ -75,7 +75,7 @@ class Actions(msgspec.Struct, kw_only=True):
     final_value: Floats | None
     """``[K]``: values of ``final_observation``."""
     version: int
-    """The weights that answered."""
+    """version of the weights that answered"""
 
 
 class Trajectory(msgspec.Struct, kw_only=True):
@@ -101,15 +101,16 @@ class Trajectory(msgspec.Struct, kw_only=True):
     final_value: Floats
     """``[T, E]``: value of the observation an episode was cut at, 0 elsewhere"""
     version: Ints
-    """``[T]``: the weights that acted at each step"""
+    """``[T]``: version of the weights that acted at each step"""
     incarnation: int = 0
-    """How many times the env worker was restarted: another life has other episodes."""
+    """Number of restarts of the env worker; another life has other episodes."""
     episode_return: list[float] = []
     """undiscounted return of each episode that ended in here"""
     episode_length: list[int] = []
     """steps of each episode that ended in here"""
     episode_success: list[bool] = []
-    """of each episode that ended in here, where the env reports ``is_success`` (or ``success``)"""
+    """success of each episode that ended in here, where the env reports ``is_success`` (or
+    ``success``)"""
 
 
 class TrainReport(msgspec.Struct, kw_only=True):
@@ -117,22 +118,22 @@ class TrainReport(msgspec.Struct, kw_only=True):
 
     iteration: int
     version: int
-    """of the weights that came out"""
+    """version of the resulting weights"""
     metrics: dict[str, float]
     """losses, KL, clip fraction, gradient norm, learning rate, ..."""
     env_steps: int
-    """in this rank's share of the iteration"""
+    """environment steps in this rank's share of the iteration"""
     lag_mean: float
     """versions between the weights that acted and the weights that were trained, over steps"""
     lag_max: int
     duplicates: int
-    """trajectories that came a second time since the last report, and were left out"""
+    """trajectories left out since the last report because they had come before"""
     episode_return: list[float] = []
     episode_length: list[int] = []
     episode_success: list[bool] = []
     saving: str | None = None
-    """folder of this version's checkpoint, which is being written"""
+    """folder of this version's checkpoint, while it is being written"""
     checkpoint: str | None = None
     """folder of a checkpoint of which this rank has written its part since its last report"""
     ranks: int = 1
-    """that train the next iteration, and share its data: 0 .. ranks - 1"""
+    """number of ranks that train the next iteration and share its data"""

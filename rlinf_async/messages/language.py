@@ -1,4 +1,4 @@
-"""What a language-model run sends: requests, samples, their scores, groups to train on.
+"""Messages of the language job: requests, samples, their scores, groups to train on.
 
 ::
 
@@ -33,13 +33,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How the tokens of one sample are drawn."""
 
     max_tokens: int = 128
-    """of the response, a partial one's own included"""
+    """tokens of the response, including those of a partial one"""
     temperature: float = 1.0
-    """0: the most likely token each time (greedy); log-probs are then those of temperature 1"""
+    """divisor of the logits; 0: the most likely token (greedy), with log-probs at temperature 1"""
     top_k: int = 0
-    """0: off"""
+    """number of most likely tokens to draw from; 0: all"""
     top_p: float = 1.0
-    """1: off"""
+    """probability mass of the most likely tokens to draw from; 1: all"""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -56,50 +56,51 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One task, as the data gave it."""
 
     index: int
-    """its position in the data, counted over epochs"""
+    """position in the data, counted over epochs"""
     text: str
-    """what the model reads, after the chat template"""
+    """text that the model reads, after the chat template"""
     token_ids: Tokens
     """``[P]``"""
     verifier: str
-    """the name of what scores the response"""
+    """name of the verifier that scores the response"""
     reference: str
-    """what the verifier compares with: the right answer, or JSON of the verifier's own"""
+    """right answer, or JSON of the verifier's own"""
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens that a model made for a prompt so far."""
+    """The tokens that a model has generated for a prompt so far."""
 
     token_ids: Tokens
     """``[R]``, the end-of-sequence token included where it was drawn"""
     log_prob: Floats
     """``[R]``"""
     version: Versions
-    """``[R]``: the weights that made each token"""
+    """``[R]``: version of the weights that generated each token"""
     finish: Literal["stop", "length", "abort"]
-    """``stop``: the model ended it; ``length``: max_tokens; ``abort``: it can be gone on with"""
+    """reason of the end: ``stop``: end of sequence; ``length``: max_tokens; ``abort``: interrupted,
+    generation can continue"""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """source -> rollout: one sample to generate."""
 
     group: int
-    """counts the prompts that were admitted in this run; samples of one prompt share it"""
+    """number of the prompt in this run; samples of one prompt share it"""
     index: int
-    """of this sample in its group, below ``group_size``"""
+    """number of this sample in its group, below ``group_size``"""
     group_size: int
     iteration: int
-    """the training step that it was admitted for"""
+    """iteration that the sample was admitted for"""
     min_version: int
-    """the oldest weights that may make a token of it: ``iteration - max_staleness``, at least 0"""
+    """oldest weights that may generate a token of it: ``iteration - max_staleness``, at least 0"""
     prompt: Prompt
     sampling: Sampling
     seed: int
-    """of this sample's random numbers, where the engine can seed a single request"""
+    """seed of this sample's random numbers, where the engine can seed a single request"""
     priority: int = 0
-    """lower goes first"""
+    """order of the engine: lower numbers first"""
     partial: Generated | None = None
-    """tokens of an earlier life that was interrupted: generation goes on after them"""
+    """tokens generated before an interruption; generation continues after them"""
     evaluation: bool = False
 
     @property
@@ -112,10 +113,10 @@ class Sample(msgspec.Struct, kw_only=True):
     """rollout -> inference -> reward: a finished response."""
 
     request: Request
-    """without its ``partial``, whose tokens are in ``generated``"""
+    """the request, without its ``partial``, whose tokens are in ``generated``"""
     generated: Generated
     text: str
-    """of the response, special tokens left out"""
+    """text of the response, without special tokens"""
     rollout_rank: int
     prev_log_prob: Floats | None = None
     """``[R]``, by the actor's forward under weights at least as new as the newest token, and as
@@ -131,17 +132,18 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True, tag="scored"):
 
     reward: float
     parts: dict[str, float] = {}
-    """what the reward is made of, for metrics"""
+    """components of the reward, for metrics"""
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rejected"):
-    """The verifier refuses to judge: it is left out of training, and counted."""
+    """The verifier refuses to judge: the sample is left out of training, and counted."""
 
     reason: str
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """The verifier broke (raised, timed out, died, returned no number): left out, and counted."""
+    """The verifier failed (raised, timed out, died, returned no number): the sample is left out of
+    training, and counted."""
 
     error: str
 
@@ -155,7 +157,7 @@ class ScoredSample(msgspec.Struct, kw_only=True):
     sample: Sample
     outcome: Outcome
     seconds: float = 0.0
-    """that scoring took, waiting for a free process included"""
+    """duration of scoring, including the wait for a free process"""
 
 
 class TrainingSample(msgspec.Struct, kw_only=True):
@@ -168,13 +170,13 @@ class TrainingSample(msgspec.Struct, kw_only=True):
     response_ids: Tokens
     """``[R]``"""
     loss_mask: Mask
-    """``[R]``: tokens that the loss is made of; none of a sample that was not scored"""
+    """``[R]``: tokens that count in the loss; none of a sample that was not scored"""
     log_prob: Floats
     """``[R]``: behaviour log-probs, as sampled"""
     version: Versions
     """``[R]``"""
     temperature: float
-    """the logits are divided by it before log-probs are taken"""
+    """divisor of the logits before log-probs are taken"""
     reward: float
     """NaN where it was not scored"""
     scored: bool
@@ -185,13 +187,13 @@ class TrainingSample(msgspec.Struct, kw_only=True):
     value: Floats | None = None
     """``[R]``"""
     advantage: Floats | None = None
-    """``[R]``; filled by `compute_advantages_and_returns`, left alone where it is there"""
+    """``[R]``; filled in by `compute_advantages_and_returns` where it is None"""
     returns: Floats | None = None
     """``[R]``: the target of the critic"""
 
     @property
     def tokens(self) -> int:
-        """``P + R``: what a forward pass over it costs."""
+        """``P + R``: the length of the sequence that a forward pass sees."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 
@@ -209,9 +211,9 @@ class WeightsTaken(msgspec.Struct, frozen=True, kw_only=True):
     rollout_rank: int
     version: int
     checksum: int
-    """of the `WeightUpdate`, after the engine compared it with what arrived"""
+    """checksum of the `WeightUpdate`, after the engine compared it with what arrived"""
     seconds: float
-    """from its arrival until the engine served it"""
+    """duration from the arrival of the update until the engine served it"""
 
 
 class LanguageTrainReport(msgspec.Struct, kw_only=True):
@@ -219,14 +221,14 @@ class LanguageTrainReport(msgspec.Struct, kw_only=True):
 
     iteration: int
     version: int
-    """of the weights that came out"""
+    """version of the resulting weights"""
     rank: int
     metrics: dict[str, float]
     """means over the optimizer steps: loss, entropy, approx_kl, grad_norm, lr, ..."""
     steps: int
     """optimizer steps that were asked for; ``metrics["skipped"]`` is the share left out"""
     samples: int
-    """in this rank's share, those that were not scored included"""
+    """samples in this rank's share, including those that were not scored"""
     unscored: int
     """samples that were left out: rejected or failed"""
     groups: int
@@ -235,15 +237,15 @@ class LanguageTrainReport(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     response_tokens: int
     reward_mean: float
-    """of the scored samples; NaN where there are none"""
+    """mean reward of the scored samples; NaN where there are none"""
     lag_mean: float
     """versions between the weights that made a token and those that were trained, over tokens"""
     lag_max: int
     wait_seconds: float
-    """in which it stood still until samples came: before it trained, or, pipelined, in between"""
+    """time spent waiting for samples: before training, or, pipelined, in between"""
     train_seconds: float
-    """of the iteration once it had begun; pipelined, those of waiting are among them"""
+    """time from the begin of training to its end; pipelined, it includes ``wait_seconds``"""
     checkpoint: str | None = None
     """folder of the newest checkpoint whose part this rank has written since its last report"""
     ranks: int = 1
-    """that train the next iteration, and share its data: 0 .. ranks - 1"""
+    """number of ranks that train the next iteration and share its data"""

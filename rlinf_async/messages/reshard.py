@@ -1,4 +1,4 @@
-"""Shards on their way between worker groups, and the votes about them."""
+"""Shards that worker groups exchange, and the votes about them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class ShardBucket(msgspec.Struct, frozen=True):
     """What one rank sends to another in one round. Old rank -> new rank, by the new rank's key."""
 
     exchange: int
-    """which exchange of these channels it belongs to"""
+    """number of the exchange on these channels"""
     state: int
-    """of which of the states: weights, first moments, ..."""
+    """number of the state: weights, first moments, ..."""
     round: int
     source: int
     """rank in the plan"""
@@ -22,9 +22,9 @@ class ShardBucket(msgspec.Struct, frozen=True):
 
 
 class ReshardVote(msgspec.Struct, frozen=True):
-    """How it went on one rank -> the lowest rank; how it went on all -> every rank."""
+    """The result on one rank -> the lowest rank; the results of all -> every rank."""
 
     exchange: int
     rank: int
     faults: tuple[str, ...] = ()
-    """empty: all is well"""
+    """errors; empty where there are none"""

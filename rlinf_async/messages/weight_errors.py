@@ -1,4 +1,4 @@
-"""What can be wrong with weights that arrived.
+"""Errors about weights that arrived.
 
 ::
 

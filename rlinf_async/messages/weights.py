@@ -1,4 +1,4 @@
-"""Weights on their way: actor -> rollout, inference. Bytes in buckets, under one version."""
+"""Published weights: actor -> rollout, inference. Bytes in buckets, under one version."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 DEFAULT_BUCKET_BYTES = 32 * 1024 * 1024
-"""of a bucket, unless a tensor is larger"""
+"""size of a bucket, unless a tensor is larger"""
 
 Allocate: TypeAlias = "Callable[[int], NDArray[np.uint8] | None]"
-"""Gives so many bytes, with any content, from which a bucket travels well; None: it has none."""
+"""Allocates memory for a bucket, from which it is sent without a copy; None: there is none left."""
 
 
 class TensorSlot(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import subprocess
 import tempfile
 from pathlib import Path
@@ -68,14 +69,14 @@ class Mp4:
 
     def _start(self) -> subprocess.Popen[bytes]:
         try:
-            from imageio_ffmpeg import get_ffmpeg_exe
+            library = importlib.import_module("imageio_ffmpeg")
         except ModuleNotFoundError as error:
             raise VideoError(
                 "a video needs imageio-ffmpeg: pip install 'rlinf-async[embodied]'"
             ) from error
         try:
             return subprocess.Popen(
-                [get_ffmpeg_exe(), *self._arguments()],
+                [library.get_ffmpeg_exe(), *self._arguments()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=self._messages,

@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 # Generated modules make their classes when they are imported, which pyright cannot see.
-from tensorboard.compat.proto.event_pb2 import (
+from tensorboard.compat.proto.event_pb2 import (  # type: ignore[import-untyped]
     Event,  # pyright: ignore[reportAttributeAccessIssue]
     SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
 )
-from tensorboard.compat.proto.summary_pb2 import (
+from tensorboard.compat.proto.summary_pb2 import (  # type: ignore[import-untyped]
     Summary,  # pyright: ignore[reportAttributeAccessIssue]
 )
-from tensorboard.summary.writer.record_writer import RecordWriter
+from tensorboard.summary.writer.record_writer import (  # type: ignore[import-untyped]
+    RecordWriter,
+)
 
 from rlinf_async.observe.files import explaining
 

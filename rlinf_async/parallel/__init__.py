@@ -17,7 +17,8 @@ from rlinf_async.parallel.errors import (
 )
 from rlinf_async.parallel.layout import Buffer, Layout, Piece, check, layout, together
 from rlinf_async.parallel.nested import nested_order
-from rlinf_async.parallel.plan import Plan, plan
+from rlinf_async.parallel.plan import Plan, RankPlan, Run, View
+from rlinf_async.parallel.planning import plan
 from rlinf_async.parallel.rounds import in_rounds
 from rlinf_async.parallel.sharding import FSDP1, FSDP2, DistributedOptimizer, Replicated, Sharding
 from rlinf_async.parallel.splits import (
@@ -33,7 +34,6 @@ from rlinf_async.parallel.splits import (
 )
 from rlinf_async.parallel.strategy import Strategy, check_batch, even_layers, valid_dp_sizes
 from rlinf_async.parallel.tensors import GlobalTensor, Model, Parameter
-from rlinf_async.parallel.views import RankPlan, Run, View
 
 __all__ = [
     "FSDP1",

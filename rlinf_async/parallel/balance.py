@@ -1,4 +1,4 @@
-"""Which of its holders sends a region: traffic levelled over the ranks.
+"""The choice of the rank that sends a region, among its holders: traffic is levelled over ranks.
 
 A *pool* is a set of ranks that hold the same regions; what others need of them may come from any
 rank of the pool. Levelling pours each pool's bytes onto its least loaded ranks, again and again
@@ -20,13 +20,13 @@ SWEEPS = 50
 SETTLED = 1e-3
 """a sweep that changes no load by more than this part of the highest is the last"""
 SLACK = 0.08
-"""how far above the level whole items may put a rank before they are cut"""
+"""excess over the level, as a share of it, up to which items are not cut"""
 FINE = 32
-"""a box is cut along its first dimension of at least so many rows"""
+"""number of rows from which on a box is cut along its first dimension"""
 
 
 class Items(NamedTuple):
-    """What is to be sent: sub-boxes, each from any rank of its pool."""
+    """Sub-boxes to be sent, each from any rank of its pool."""
 
     pool: Ints
     start: Ints
@@ -41,7 +41,7 @@ class Items(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What items were cut into, one behind another of the same item."""
+    """The parts into which items were cut, those of an item one behind another."""
 
     item: Ints
     member: Ints

@@ -1,4 +1,4 @@
-"""Columns of numbers, millions of rows long, and what numpy lacks for them."""
+"""Columns of numbers, millions of rows long: operations that numpy lacks, or has slower."""
 
 from __future__ import annotations
 

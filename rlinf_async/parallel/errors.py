@@ -1,4 +1,4 @@
-"""What is wrong with a strategy, a model or a pair of layouts.
+"""Errors about a strategy, a model or a pair of layouts.
 
 ::
 

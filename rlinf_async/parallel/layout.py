@@ -27,7 +27,7 @@ from rlinf_async.parallel.tensors import GlobalTensor, Model, describe
 
 
 class Piece(NamedTuple):
-    """A box of a tensor inside a buffer, for those who look at single pieces."""
+    """A box of a tensor inside a buffer."""
 
     tensor: str
     start: tuple[int, ...]
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """What one rank keeps under one name. Elements in no piece are padding: zeros."""
+    """A buffer of one rank. Elements in no piece are padding: zeros."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,22 +51,22 @@ class Layout:
 
     tensors: tuple[GlobalTensor, ...]
     ranks: tuple[int, ...]
-    """all ranks, those that hold nothing too"""
+    """all ranks, including those that hold nothing"""
     buffers: BufferTable
     piece_buffer: Ints
     """``[pieces]``: row of `buffers`"""
     piece_offset: Ints
     """``[pieces]``: elements of the buffer before the piece"""
     boxes: Boxes
-    """``[pieces]``: of which tensor, and which box of it"""
+    """``[pieces]``: tensor and box of each piece"""
 
     @property
     def piece_rank(self) -> Ints:
-        """``[pieces]``: who holds it."""
+        """``[pieces]``: rank that holds the piece."""
         return self.buffers.rank[self.piece_buffer]
 
     def of_rank(self, rank: int) -> list[Buffer]:
-        """Return what a rank keeps, in the order of the model."""
+        """Return the buffers of a rank, in the order of the model."""
         rows = np.flatnonzero(self.buffers.rank == rank)
         pieces: dict[int, list[Piece]] = {int(row): [] for row in rows}
         for index in np.flatnonzero(self.piece_rank == rank):
@@ -93,7 +93,7 @@ class Layout:
 
 
 def layout(model: Model, strategy: Strategy, ranks: Sequence[int] | None = None) -> Layout:
-    """Return who holds what of ``model`` under ``strategy``.
+    """Return the layout of ``model`` under ``strategy``.
 
     ``ranks`` are the ranks that take part, in the strategy's order; ``0 .. world_size - 1`` by
     default. Raises `StrategyError` naming everything that does not divide, with the nearest values

@@ -1,4 +1,4 @@
-"""Who holds which region: pieces of the same box put together, and source regions made disjoint.
+"""Regions and their holders: pieces of the same box as one, and source regions made disjoint.
 
 Tensors that both layouts hold in flat ranges (all FSDP and distributed-optimizer shards,
 column-parallel slices) are treated as one-dimensional: ranges then need not be cut into boxes, and
@@ -15,7 +15,7 @@ from rlinf_async.parallel.columns import Flags, Ints, any_of, distinct, ordered_
 
 
 class Pieces(NamedTuple):
-    """What a plan needs to know of a layout's pieces; rows in any order."""
+    """A layout's pieces, as columns; rows in any order."""
 
     rank: Ints
     buffer: Ints

@@ -19,7 +19,7 @@ from rlinf_async.parallel.columns import Flags, Ints, distinct, in_order, ordere
 from rlinf_async.parallel.plan import Plan
 
 PASSES = 4
-"""how often the moves that did not fit are tried again in the same round"""
+"""number of attempts to fit further moves into the same round"""
 
 
 def in_rounds(plan: Plan, bucket_bytes: int) -> Plan:
@@ -56,7 +56,7 @@ def _cut(plan: Plan, bucket_bytes: int) -> Plan:
 
 
 class _Moves(NamedTuple):
-    """What rounds are made from; each ``[moves]``."""
+    """The moves of a plan, each column ``[moves]``."""
 
     from_rank: Ints
     to_rank: Ints

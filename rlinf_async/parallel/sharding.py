@@ -35,22 +35,22 @@ class Held(NamedTuple):
     item_bytes: int
     sharded: bool = True
     alone: bool = False
-    """in a bucket of its own: an embedding shared by the first and the last stage"""
+    """whether it has a bucket of its own: an embedding shared by the first and the last stage"""
 
 
 class Shards(NamedTuple):
     """A shard of each rank of a group. ``[shards]`` many of each; shard-major."""
 
     shard: Ints
-    """who holds the range"""
+    """number of the shard that holds the range"""
     parameter: Ints
-    """of which parameter"""
+    """index of the parameter"""
     start: Ints
     """first element, row-major"""
     stop: Ints
-    """behind the last element"""
+    """first element behind the range"""
     buffer: Ints
-    """which buffer of the group's buffer list"""
+    """index of the buffer in the group's list"""
     offset: Ints
     """elements before it in that buffer"""
 

@@ -1,4 +1,4 @@
-"""How tensor-parallel ranks cut a parameter: each rule says which box of which tensor lies where.
+"""Rules by which tensor-parallel ranks cut a parameter into boxes of its tensors.
 
 ::
 
@@ -13,8 +13,7 @@
     Stacked        one slice for each expert of this rank            fused experts
 
 Invariant: a piece is a box of a global tensor that lies row-major and without gaps in the rank's
-parameter. Whoever wants to move a sub-box needs to know no more than the piece and where it
-starts."""
+parameter. So the piece and its offset are enough to move any sub-box of it."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ class Piece(NamedTuple):
     """A box of one tensor inside a rank's parameter."""
 
     part: int
-    """which of the parameter's tensors"""
+    """index of the tensor among the parameter's"""
     start: Shape
     size: Shape
     offset: int
@@ -41,7 +40,7 @@ class Piece(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """One rank's parameter: its shape and what is in it. Elements in no piece are padding."""
+    """One rank's parameter: its shape and its pieces. Elements in no piece are padding."""
 
     shape: Shape
     pieces: tuple[Piece, ...]
@@ -67,7 +66,7 @@ class Split(Protocol):
     def cut(
         self, shapes: Sequence[Shape], tp: int, rank: int, ep: int = 1, ep_rank: int = 0
     ) -> Cut:
-        """Return what tensor-parallel rank ``rank`` of ``tp`` holds. Call `faults` first."""
+        """Return the part of tensor-parallel rank ``rank`` of ``tp``. Call `faults` first."""
         ...
 
     def __hash__(self) -> int: ...
@@ -148,8 +147,9 @@ class Heads(msgspec.Struct, frozen=True):
 
     count: int
     shared: bool = False
-    """with fewer heads than ranks, ``tp / count`` ranks share a head: keys and values. Ranks that
-    shared a query's head would each multiply all of it by their part of the output's columns"""
+    """whether ``tp / count`` ranks share a head where there are fewer heads than ranks, as for keys
+    and values. (Ranks that shared a query's head would each multiply all of it by their part of the
+    output's columns.)"""
 
     def faults(self, shapes: Sequence[Shape], tp: int, ep: int) -> list[str]:
         faults = _one(shapes, 1)
@@ -246,7 +246,7 @@ class Stacked(msgspec.Struct, frozen=True):
     expert. The expert-parallel grid holds it."""
 
     each: Split
-    """how one expert's tensors are cut"""
+    """rule for the tensors of one expert"""
     experts: int
 
     def faults(self, shapes: Sequence[Shape], tp: int, ep: int) -> list[str]:

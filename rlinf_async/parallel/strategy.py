@@ -1,8 +1,8 @@
-"""Parallel strategies: how many ranks cut the model in which way, and which rank stands where.
+"""Parallel strategies: the sizes of each kind of parallelism, and the numbers of the ranks.
 
 Ranks are numbered as Megatron's default order ``tp-cp-ep-dp-pp`` does: tensor-parallel neighbours
-are next to each other, pipeline stages farthest apart. Experts see the same ranks as their own
-grid::
+are next to each other, pipeline stages farthest apart. For experts the same ranks form a
+grid of their own::
 
     dense      rank = tp + TP x (cp + CP x (dp + DP x stage))
     experts    rank = etp + ETP x (ep + EP x (edp + EDP x stage)),   ETP x EP x EDP = TP x CP x DP
@@ -21,10 +21,10 @@ from rlinf_async.parallel.sharding import Replicated, Sharding
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a model lies on ``world_size`` ranks. Raises `StrategyError` for sizes that cannot be."""
+    """How a model is spread over ``world_size`` ranks. Raises `StrategyError` for invalid sizes."""
 
     dp: int = 1
-    """data-parallel size: ranks that see other samples"""
+    """data-parallel size: ranks that train on different samples"""
     tp: int = 1
     """tensor-parallel size"""
     pp: int = 1
@@ -36,7 +36,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     expert_tp: int | None = None
     """tensor-parallel size inside an expert; that of the rest by default"""
     sharding: Sharding = Replicated()
-    """what data- and context-parallel ranks do with a parameter"""
+    """sharding of a parameter over data- and context-parallel ranks"""
     stage_layers: tuple[int, ...] | None = None
     """layers of each model chunk, first to last; equal by default"""
     virtual_stages: int = 1
@@ -68,12 +68,12 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def world_size(self) -> int:
-        """How many ranks it takes."""
+        """The number of ranks."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks hold the same dense slice before sharding."""
+        """The number of ranks that hold the same dense slice before sharding."""
         return self.dp * self.cp
 
     @property
@@ -83,7 +83,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def expert_data_ranks(self) -> int:
-        """How many ranks hold the same slice of the same expert before sharding."""
+        """The number of ranks that hold the same slice of the same expert before sharding."""
         return self.tp * self.data_ranks // (self.expert_size * self.ep)
 
     def dense_ranks(self, stage: int, tp_rank: int) -> range:
@@ -125,7 +125,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def even_layers(layers: int, chunks: int) -> tuple[int, ...]:
-    """Spread layers over chunks; what is left over goes to the middle, away from the embeddings."""
+    """Spread layers over chunks; a remainder goes to the middle, away from the embeddings."""
     counts = [layers // chunks] * chunks
     middle = sorted(range(chunks), key=lambda chunk: (abs(2 * chunk - (chunks - 1)), chunk))
     for chunk in middle[: layers % chunks]:

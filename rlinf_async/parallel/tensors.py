@@ -1,7 +1,7 @@
-"""What a model is made of: global tensors, and the parameters in which a rank holds slices of them.
+"""Global tensors, and the parameters of a backend, in which a rank holds slices of them.
 
-A *global tensor* is what a checkpoint names: whole, unfused, unpadded. A *parameter* is what one
-backend holds under one name: some global tensors, cut over the tensor-parallel ranks by a `Split`
+A *global tensor* is a tensor of a checkpoint: whole, unfused, unpadded. A *parameter* has one name
+in one backend: some global tensors, cut over the tensor-parallel ranks by a `Split`
 and put one behind the other. Two backends that hold the same global tensors in different
 parameters (``q_proj``, ``k_proj``, ``v_proj`` here, ``qkv_proj`` there) can exchange weights;
 nothing else need agree.
@@ -55,7 +55,7 @@ class GlobalTensor(msgspec.Struct, frozen=True):
 
     @property
     def elements(self) -> int:
-        """How many elements it has; 1 for a scalar."""
+        """The number of elements; 1 for a scalar."""
         return math.prod(self.shape)
 
     @property
@@ -65,22 +65,22 @@ class GlobalTensor(msgspec.Struct, frozen=True):
 
 
 class Parameter(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend holds under one name."""
+    """A parameter of a backend: one or more global tensors under one name."""
 
     name: str
     tensors: tuple[GlobalTensor, ...]
     split: Split = Whole()
-    """how the tensors are cut over tensor-parallel ranks and joined"""
+    """rule by which the tensors are cut over tensor-parallel ranks and joined"""
     layer: int | None = None
-    """the layer it is part of, which says its pipeline stage"""
+    """layer of the parameter, which decides its pipeline stage"""
     stage: Literal["every", "first", "last"] = "every"
-    """where it is when it has no layer; ``every`` holds a copy on each stage"""
+    """pipeline stage of a parameter without a layer; ``every``: a copy on each stage"""
     tied_to: str | None = None
-    """a parameter that is the same storage where one rank has both"""
+    """name of the parameter that shares its storage where one rank has both"""
     expert: tuple[int, int] | None = None
-    """``(index, experts)`` for a parameter of one expert; it is on that expert's ranks alone"""
+    """``(index, experts)`` of a parameter of one expert, which only that expert's ranks have"""
     sharded: bool = True
-    """False keeps it whole over the data-parallel ranks (buffers)"""
+    """whether data-parallel ranks shard it; buffers are kept whole"""
 
     @property
     def of_experts(self) -> bool:
@@ -93,7 +93,7 @@ class Model(msgspec.Struct, frozen=True):
 
     parameters: tuple[Parameter, ...]
     layers: int = 0
-    """how many layers the pipeline stages share"""
+    """number of layers that the pipeline stages share"""
 
     @classmethod
     def of(cls, shapes: Mapping[str, Iterable[int]], dtype: str = "float32") -> Model:

@@ -1,12 +1,12 @@
-"""Verifiers: what scores a response, by name, and the processes that they run in.
+"""Verifiers: functions that score responses, by name, and the processes that they run in.
 
 ::
 
-    answer.py       what a verifier is given, and `Reject`
+    answer.py       the argument of a verifier, and `Reject`
     registry.py     the table of names            matching.py  mathematics.py  reasoning.py
     judging.py      one answer -> one typed outcome, whatever the verifier does
     pool.py         many answers at a time, each in a process with a time and a memory limit
-    process.py      what runs in such a process   protocol.py  what they say to one another
+    process.py      main of such a process        protocol.py  the messages between it and its owner
 
 A verifier of your own is a function of one `Answer`, sync or async, named by its import path::
 

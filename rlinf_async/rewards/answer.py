@@ -1,4 +1,4 @@
-"""What a verifier is given, and how it refuses."""
+"""The argument of a verifier, and how a verifier refuses."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """One response to be judged."""
 
     prompt: str
-    """what the model read, after the chat template"""
+    """text that the model read, after the chat template"""
     text: str
-    """what it answered, special tokens left out"""
+    """text of the response, without special tokens"""
     reference: str
-    """the right answer, or JSON of the verifier's own"""
+    """right answer, or JSON of the verifier's own"""
     finish: Literal["stop", "length", "abort"] = "stop"
-    """``length``: it was cut at max_tokens"""
+    """reason of the end; ``length``: cut at max_tokens"""
     tokens: int = 0
-    """of the response"""
+    """number of tokens of the response"""
 
     @classmethod
     def of(cls, sample: Sample) -> Self:
-        """What a verifier may see of a sample."""
+        """The part of a sample that a verifier sees."""
         prompt = sample.request.prompt
         return cls(
             prompt=prompt.text,

@@ -1,4 +1,4 @@
-"""One answer to one typed outcome, whatever the verifier does.
+"""From one answer to one typed outcome, whatever the verifier does.
 
 ::
 
@@ -20,7 +20,7 @@ from rlinf_async.messages.language import Failed, Outcome, Rejected, Scored
 from rlinf_async.rewards.answer import Answer, Reject, Verifier
 
 Finish = Callable[[Awaitable[Any]], Any]
-"""Runs what an asynchronous verifier returned to its end."""
+"""Awaits the result of an asynchronous verifier."""
 
 MAX_TEXT: Final = 2_000
 """characters of a reason or an error: thousands of samples may fail alike"""
@@ -41,15 +41,15 @@ def judge(name: str, verifier: Verifier, answer: Answer, finish: Finish | None =
         raise
     except MemoryError:
         return Failed(
-            error=f"verifier {name!r} ran out of memory: what a scoring process may have is "
+            error=f"verifier {name!r} ran out of memory: the limit of a scoring process is "
             "memory_limit_mib"
         )
     except BaseException as error:  # SystemExit too: a verifier that exits has judged nothing
-        return Failed(error=f"verifier {name!r} raised {_told(error)}")
+        return Failed(error=f"verifier {name!r} raised {_described(error)}")
 
 
 def outcome_of(name: str, verdict: Any) -> Outcome:
-    """What a verifier returned, as an outcome."""
+    """The return value of a verifier as an outcome."""
     if isinstance(verdict, Scored):
         for part, value in [("reward", verdict.reward), *dict(verdict.parts).items()]:
             if (wrong := _wrong(value)) is not None:
@@ -75,8 +75,8 @@ def _wrong(value: Any) -> str | None:
     return None if finite else f"{shown}, not a finite number"
 
 
-def _told(error: BaseException) -> str:
-    """The error, and where in the verifier it was raised."""
+def _described(error: BaseException) -> str:
+    """The error, with the place in the verifier where it was raised."""
     try:
         text = str(error)
     except Exception:

@@ -20,7 +20,11 @@ def load_math() -> Verifier:
     except ModuleNotFoundError as error:
         missing = error.name or "math_verify"
         raise MissingExtra(missing, extra="llm", needed_for="verifier 'math'") from error
-    for module in ("grader", "parser", "utils"):  # they warn that we keep the time ourselves
+    for module in (
+        "grader",
+        "parser",
+        "utils",
+    ):  # they warn that no time limit is set: the process has one
         logging.getLogger(f"math_verify.{module}").setLevel(logging.ERROR)
     return partial(equal, library)
 

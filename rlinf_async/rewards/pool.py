@@ -1,4 +1,4 @@
-"""Many answers at a time, each in a process with a time limit.
+"""Several answers at a time, each in a process with a time limit.
 
 Invariant: an answer gets exactly one outcome, whatever its verifier does to the process; a process
 that was killed or has died judges nothing more, and the next answer finds another in its place.
@@ -20,7 +20,7 @@ from rlinf_async.rewards.answer import Answer
 from rlinf_async.rewards.scorer import Scorer, ScorerGone
 
 ATTEMPTS: Final = 3
-"""processes that may end before they begin with an answer"""
+"""processes that are tried where one ends before it begins with an answer"""
 
 MIB: Final = 1024 * 1024
 
@@ -71,11 +71,11 @@ class ScoringPool:
         )
 
     def pids(self) -> list[int]:
-        """Ids of the processes that live."""
+        """Process ids of the running processes."""
         return sorted(scorer.pid for scorer in self._all if scorer.alive)
 
     async def close(self) -> None:
-        """End every process, also those that judge; nothing is judged afterwards."""
+        """Kill every process, also those that judge; nothing is judged afterwards."""
         self._closed = True
         for scorer in list(self._all):
             await scorer.kill()
@@ -93,15 +93,15 @@ class ScoringPool:
 
     @asynccontextmanager
     async def _scorer(self) -> AsyncIterator[Scorer]:
-        """A process for one answer; it is kept if it is well afterwards."""
+        """A process for one answer; it is kept if it still runs afterwards."""
         async with self._free:
             scorer = await self._take()
-            well = False
+            reusable = False
             try:
                 yield scorer
-                well = scorer.alive
+                reusable = scorer.alive
             finally:
-                if well and not self._closed:
+                if reusable and not self._closed:
                     self._idle.append(scorer)
                 else:
                     await self._drop(scorer)

@@ -1,8 +1,8 @@
-"""What runs in a scoring process: answers are judged one by one.
+"""The main program of a scoring process: it judges one answer at a time.
 
-It talks over what were its standard input and output. A verifier that prints writes to standard
-error instead, and one that reads finds nothing. When its owner goes, so does this process: by the
-kernel's hand where it has one for that (Linux), so that a verifier that hangs goes too.
+Its messages go over its former standard input and output. What a verifier prints goes to standard
+error instead, and standard input is empty for it. The process ends with its owner: on Linux the
+kernel kills it then, so also where a verifier hangs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
             pass
     except BrokenPipeError:
         pass
-    os._exit(0)  # threads that a verifier left behind must not hold it back
+    os._exit(0)  # without waiting for threads that a verifier has left
 
 
 def _take_pipes() -> tuple[FileIO, FileIO]:
@@ -66,7 +66,7 @@ def _nothing(number: int, where: FrameType | None) -> None:
 
 
 class Serving:
-    """Answers what the owner asks."""
+    """Answers the owner's messages."""
 
     def __init__(self, asks: FileIO, answers: FileIO) -> None:
         self._asks = asks
@@ -83,7 +83,7 @@ class Serving:
             case None:
                 return False
             case Start():
-                _become(asked)
+                _configure(asked)
             case Load():
                 self._say(Loaded(self._load_all(asked.verifiers)))
             case Judge():
@@ -145,10 +145,10 @@ class Serving:
         return bytes(parts)
 
 
-def _become(start: Start) -> None:
+def _configure(start: Start) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != start.owner:  # it went before this was set
+    if os.getppid() != start.owner:  # the owner ended before this was set
         os._exit(0)
     if start.memory_bytes:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)

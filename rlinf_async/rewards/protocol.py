@@ -1,4 +1,4 @@
-"""What a scoring process and its owner say to one another.
+"""The messages between a scoring process and its owner.
 
 ::
 
@@ -25,12 +25,12 @@ HEADER: Final = struct.Struct("!I")
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """How to be a scoring process."""
+    """Settings of the scoring process."""
 
     owner: int
-    """process id: when it goes, so does the scoring process"""
+    """process id of the owner; the scoring process ends with it"""
     memory_bytes: int
-    """at most; 0: as much as there is"""
+    """memory limit; 0: none"""
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
@@ -47,7 +47,7 @@ class Judge(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """All verifiers are there, or why not."""
+    """The verifiers are loaded, or one cannot be."""
 
     error: str = ""
 
@@ -57,7 +57,7 @@ class Begun(msgspec.Struct, frozen=True, tag=True):
 
 
 class Judged(msgspec.Struct, frozen=True, tag=True):
-    """What came out."""
+    """The outcome."""
 
     outcome: Outcome
 
@@ -69,7 +69,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: ToProcess | FromProcess) -> bytes:
-    """The message as it is written."""
+    """The bytes of a message: header and body."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME:
         raise ValueError(f"a message of {len(body)} bytes; the limit is {MAX_FRAME}")

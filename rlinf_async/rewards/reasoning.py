@@ -1,9 +1,9 @@
 """``reasoning_gym``: the task's own scoring, between 0 and 1.
 
-A task's entry is more than its answer, and holds what JSON does not know (tuples, numbers as keys),
-on which its scoring may depend. So the reference names the task, and carries the entry as a Python
-literal. An entry that is not one (two of some hundred tasks) is made once more, from the seed and
-the index, and its question compared.
+Scoring may depend on all of a task's entry, which can hold what JSON cannot (tuples, numbers as
+keys). So the reference names the task and has the entry as a Python literal. An entry that is not
+one (in two of some hundred tasks) is generated again, from seed and index, and its question is
+compared.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from rlinf_async.rewards.registry import VERIFIERS
 
 
 class TaskReference(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``Prompt.reference`` of such a task holds, as JSON."""
+    """The content of ``Prompt.reference`` of such a task, as JSON."""
 
     task: str
     options: dict[str, Any] = {}
-    """the task's own settings"""
+    """options of the task"""
     seed: int
     size: int
     index: int
     question: str
     entry: str = ""
-    """as a Python literal; empty: make it again"""
+    """entry as a Python literal; empty where it is not one and has to be generated again"""
 
 
 @VERIFIERS.register("reasoning_gym")
@@ -44,7 +44,7 @@ def load_reasoning_gym() -> Verifier:
 
 
 def score(answer: Answer) -> float:
-    """What the task says of the answer."""
+    """The score that the task gives the answer."""
     try:
         about = msgspec.json.decode(answer.reference, type=TaskReference)
     except msgspec.DecodeError as error:
@@ -117,7 +117,7 @@ def _as_literal(entry: dict[str, Any]) -> str:
 def imported(module: str) -> Any:
     """A module of reasoning-gym.
 
-    Quietly: where there is no bytecode yet, the compiler warns of the code of its dependencies.
+    Without the syntax warnings of its dependencies, which appear where there is no bytecode yet.
 
     Raises:
         MissingExtra: reasoning-gym is not installed.

@@ -1,7 +1,7 @@
 """Verifiers by name. A name with a colon in it is the import path of a user's function.
 
-An entry of `VERIFIERS` is not the verifier but what makes it: importing sympy for ``math`` costs a
-second, and is done only where ``math`` is asked for.
+An entry of `VERIFIERS` is a function that returns the verifier: importing sympy for ``math`` takes
+a second, and is done only where ``math`` is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VERIFIERS: Registry[Callable[[], Verifier]] = Registry(
 )
 
 INLINE: Final = frozenset({"exact", "numeric"})
-"""Take microseconds and cannot hang: they need no process of their own."""
+"""verifiers that take microseconds and cannot hang, so they run without a process of their own"""
 
 
 def load_verifier(name: str) -> Verifier:

@@ -1,11 +1,11 @@
-"""One scoring process, as its owner sees it.
+"""A scoring process, on its owner's side.
 
 ::
 
     start --> idle --judge--> Begun --outcome--> idle
                 |               |
-                |               +--- time limit, cancelled, died ---> killed, with all it started
-                +--- died before Begun ---> `ScorerGone`: nobody's fault, ask another
+                |               +--- time limit, cancelled, died ---> killed, with its children
+                +--- died before Begun ---> `ScorerGone`: try another process
 
 The time limit counts from ``Begun``: not while Python starts and libraries are imported.
 """
@@ -40,9 +40,9 @@ from rlinf_async.rewards.protocol import (
 )
 
 START_SECONDS: Final = 120.0
-"""for Python to start and a verifier to be imported; a machine may be busy"""
+"""time limit for the start of Python and the import of a verifier, on a busy machine too"""
 CLOSED_SECONDS: Final = 2.0
-"""between the end of its pipe and that of the process"""
+"""time limit between the end of its pipe and that of the process"""
 
 M = TypeVar("M")
 
@@ -64,7 +64,7 @@ class Scorer:
 
     @classmethod
     async def start(cls, memory_bytes: int) -> Scorer:
-        """Start a process; what it imports, it imports when it is asked."""
+        """Start a process. It imports verifiers when they are first needed."""
         boot = (
             f"import sys; sys.path[:] = {sys.path!r}; "
             "from rlinf_async.rewards.process import main; main()"
@@ -98,11 +98,11 @@ class Scorer:
 
     @property
     def alive(self) -> bool:
-        """Whether its end was not seen yet."""
+        """Whether the process has not ended, as far as is known."""
         return self._process.returncode is None
 
     async def load(self, verifiers: list[str]) -> str:
-        """Import these verifiers; returns what is wrong with one of them, or nothing.
+        """Import these verifiers; returns the error of one of them, or an empty text.
 
         Raises:
             ScorerGone: the process ended meanwhile.
@@ -136,7 +136,7 @@ class Scorer:
             raise
 
     async def kill(self) -> None:
-        """End it by force, with all that it started, and wait until it is gone."""
+        """Kill the process with its children, and wait for its end."""
         self._kill_now()
         await self._process.wait()
         self._asks.close()
@@ -177,7 +177,7 @@ class Scorer:
             heard = None
         if not isinstance(heard, expected):
             await self.kill()
-            raise ScorerGone("it wrote what is no answer into the pipe to its owner")
+            raise ScorerGone("it wrote something other than an answer into the pipe to its owner")
         return heard
 
     async def _how(self) -> str:

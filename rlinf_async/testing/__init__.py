@@ -1,4 +1,4 @@
-"""Tools to test concurrent code: every order of events, no sleeping, nothing left behind."""
+"""Tools to test concurrent code: virtual time, many orders of events, checks of invariants."""
 
 from rlinf_async.testing.blocked import wait_all_blocked
 from rlinf_async.testing.blocking import LoopWatch, forbid_blocking

@@ -1,4 +1,4 @@
-"""Wait until every other task waits: the moment at which a test may look."""
+"""Wait until every other task waits, so that a test can look at a settled state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlinf_async.testing.report import describe_tasks, is_waiting, unfinished
 from rlinf_async.testing.virtual_loop import VirtualLoop
 
 QUIET_TURNS = 8
-"""Turns of a real loop in a row without a runnable task: a wake-up through callbacks takes some."""
+"""turns of a real loop in a row without a runnable task; a wake-up through callbacks takes some"""
 
 _callers: set[asyncio.Task[Any]] = set()
 
@@ -19,8 +19,8 @@ async def wait_all_blocked(*, max_turns: int = 100_000) -> None:
     """Return once every other task waits for something that only a timer, I/O or a caller can end.
 
     A sleeping task waits. On a `VirtualLoop` the answer is exact; on a real loop (asyncio, uvloop)
-    it holds for what tasks and callbacks do, but a thread or a peer may still be at work. Raises
-    `Livelock` when some task is still runnable after ``max_turns`` turns of a real loop.
+    it holds for what tasks and callbacks do, but a thread or another process may still be at work.
+    Raises `Livelock` when some task is still runnable after ``max_turns`` turns of a real loop.
     """
     loop = asyncio.get_running_loop()
     if isinstance(loop, VirtualLoop):

@@ -1,4 +1,4 @@
-"""Find whoever keeps a real event loop from answering."""
+"""Find code that keeps a real event loop from answering."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rlinf_async.testing.virtual_loop import VirtualLoop
 
 
 class LoopWatch:
-    """A thread that pings a running loop and keeps the stack of whoever lets a ping wait.
+    """A thread that pings a running loop and records the stack of code that delays an answer.
 
-    Works on asyncio and uvloop. ``limit`` is in seconds. Time in which the whole process stood
-    still (the watching thread too), or in which the loop's thread was ready but other processes had
-    the cores, is not held against the loop.
+    Works on asyncio and uvloop. ``limit`` is in seconds. Time in which the whole process was
+    stopped (the watching thread too), or in which the loop's thread was ready but other processes
+    had the cores, does not count.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, limit: float = 0.5) -> None:
@@ -54,14 +54,14 @@ class LoopWatch:
             return
         try:
             self._loop.call_soon_threadsafe(self._answered.set)
-        except RuntimeError:  # closed since we looked
+        except RuntimeError:  # closed in the meantime
             return
         if not self._wait_for_answer() and self._loop.is_running():
             self.findings.append(self._stack())
             self._answered.wait()  # one finding for one block
 
     def _wait_for_answer(self) -> bool:
-        """Wait in tenths of the limit, each of which counts once, however long it really was."""
+        """Wait in tenths of the limit, each of which counts once, however long it took."""
         tenth, before, waited = self._limit / 10, self._starved(), 0
         while not self._answered.wait(tenth):
             waited += 1
@@ -71,7 +71,7 @@ class LoopWatch:
 
     def _starved(self) -> float:
         """Seconds for which the loop's thread was ready to run and got no core; 0 where the system
-        does not tell."""
+        does not report them."""
         try:
             with open(f"{self._folder}/schedstat", "rb") as file:
                 ran, waited = (int(field) / 1e9 for field in file.read().split()[:2])

@@ -1,4 +1,4 @@
-"""What the test kit raises.
+"""Errors of the test kit.
 
     AssertionError
     ├── Deadlock          every task waits and nothing is left that could wake one

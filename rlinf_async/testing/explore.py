@@ -1,4 +1,4 @@
-"""Run a coroutine under one seed or under hundreds, and say how to replay a failing one."""
+"""Run a coroutine under one seed or under hundreds, and name the command that replays a failure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlinf_async.testing.virtual_loop import VirtualLoop
 T = TypeVar("T")
 
 SEED_VARIABLE = "RLINF_ASYNC_SEED"
-"""Set to a number, every `explore` runs this seed only."""
+"""environment variable; set to a number, every `explore` runs this seed only"""
 
 
 def run(main: Coroutine[Any, Any, T], *, seed: int | None = 0, max_steps: int = 1_000_000) -> T:

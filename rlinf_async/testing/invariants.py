@@ -1,7 +1,7 @@
-"""Invariants of a dataflow, watched from outside.
+"""Checkers of invariants of a dataflow, fed by a test.
 
-A test tells a recorder what was sent and what was received; ``check()`` raises `InvariantBroken`,
-naming the items, if what was promised does not hold.
+A test reports to a checker the items that were sent and received; ``check()`` raises
+`InvariantBroken`, naming the items, if the invariant does not hold.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _itself(item: Any) -> Hashable:
 class ExactlyOnce(Generic[T]):
     """Every item sent is received once: none lost, none twice, none out of nowhere.
 
-    ``identity`` gives what tells two items apart, for items that cannot be hashed.
+    ``identity`` returns a hashable key of an item, for items that cannot be hashed.
     """
 
     def __init__(self, identity: Callable[[T], Hashable] = _itself) -> None:
@@ -37,7 +37,7 @@ class ExactlyOnce(Generic[T]):
         self._received: Counter[Hashable] = Counter()
 
     def sent(self, item: T) -> None:
-        """Record that an item was handed over."""
+        """Record that an item was sent."""
         self._sent[self._identity(item)] += 1
 
     def received(self, item: T) -> None:
@@ -84,7 +84,7 @@ class OrderPerKey(Generic[T]):
             )
             return
         while expected.popleft() != item:
-            pass  # passed over: if one of these comes yet, it comes too late
+            pass  # skipped: if one of these comes later, it is out of order
 
     def check(self) -> None:
         """Raise `InvariantBroken` naming the items that came out of order, with their keys."""

@@ -1,4 +1,4 @@
-"""Which file lies behind an array: so that a further process can look at the same memory.
+"""The file behind an array: through it, another process can map the same memory.
 
 Weights that came through shared memory lie in a file without a name (a ``memfd``) that this process
 has mapped and open. Whoever knows its number and the place in it can map it too; no byte is copied.
@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 MAPPED: Final = re.compile(
     r"^(\w+)-(\w+) \S+ (\w+) (\w+):(\w+) (\d+) +/memfd:", re.MULTILINE
 )  # fmt: skip
-"""of ``/proc/self/maps``: start, end, offset, device (major, minor), inode"""
+"""fields of a line of ``/proc/self/maps``: start, end, offset, device (major, minor), inode"""
 
 
 class Place(NamedTuple):
-    """Where the bytes of an array are."""
+    """The place of an array's bytes in a file."""
 
     path: str
-    """as other processes of this user open it while this one has it open"""
+    """path by which other processes of this user open the file while this one has it open"""
     offset: int
-    """bytes of the file before it"""
+    """bytes from the start of the file"""
 
 
 def places_of(arrays: Sequence[NDArray[Any]]) -> list[Place | None]:

@@ -1,6 +1,6 @@
-"""What the bytes of a bucket come to: xxh3, 64 bits, at about the speed of memory.
+"""Checksums of buckets: xxh3, 64 bits, at about the speed of memory.
 
-It finds damage, by chance all but once in 2^64; it is no proof against somebody who deceives.
+They find accidental damage (a chance of 2^-64 to miss it), not a deliberate change.
 """
 
 from __future__ import annotations

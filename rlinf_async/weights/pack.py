@@ -1,4 +1,4 @@
-"""State dict -> buckets: the sender's half. `rlinf_async.weights.unpack` is the other.
+"""State dict -> buckets: the sender's side. `rlinf_async.weights.unpack` is the receiver's.
 
 Each tensor starts at a multiple of `ALIGNMENT` bytes, so that the receiver can look at it in place.
 It is copied once, from where it is to where it travels from, and its checksum is taken piece by
@@ -26,11 +26,11 @@ from rlinf_async.messages.weights import (
 from rlinf_async.weights.checksum import update_checksum
 
 ALIGNMENT: Final = 16
-"""bytes; the largest element (complex128) has as many"""
+"""bytes; the size of the largest element (complex128)"""
 PIECE_BYTES: Final = 1 << 20
-"""that are copied at a time"""
+"""bytes copied at a time"""
 GLANCE: Final = 256
-"""bytes of a tensor that are looked at first, to see whether it may be unchanged"""
+"""bytes of a tensor that are compared first, to see whether it may be unchanged"""
 
 
 def pack(
@@ -66,7 +66,7 @@ def pack(
 
 
 def buckets_by_slots(update: WeightUpdate | None) -> dict[tuple[TensorSlot, ...], WeightBucket]:
-    """Return the buckets of an update by what lies where in them."""
+    """Return the buckets of an update by their slots."""
     return {bucket.slots: bucket for bucket in (update.buckets if update else ())}
 
 
@@ -117,7 +117,7 @@ def slots_of(group: Iterable[tuple[str, Tensor]]) -> tuple[tuple[TensorSlot, ...
 
 
 def empty_bucket(size: int, allocate: Allocate | None) -> NDArray[np.uint8]:
-    """Return memory for a bucket, with any content: where ``allocate`` has none, ordinary."""
+    """Return uninitialised memory for a bucket: from ``allocate``, or else ordinary memory."""
     given = allocate(size) if allocate is not None and size else None
     return np.empty(size, np.uint8) if given is None else given
 
@@ -129,7 +129,7 @@ def elements_of(tensor: Tensor) -> Tensor:
 
 
 def _unchanged(old: WeightBucket, tensors: Sequence[Tensor]) -> bool:
-    """Tell whether a bucket holds these very bytes: by a glance at each, then by the checksum."""
+    """Tell whether a bucket holds these bytes: by the first of each tensor, then by checksum."""
     there = torch.from_numpy(old.data)
     for slot, elements in zip(old.slots, tensors, strict=True):
         first = elements[:GLANCE]

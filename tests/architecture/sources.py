@@ -72,6 +72,36 @@ def imports() -> tuple[Import, ...]:
     )
 
 
+@cache
+def import_graph() -> dict[str, frozenset[str]]:
+    """Which modules of the project each module names in its imports, anywhere in its text.
+
+    ``from package import name`` names the submodule, where there is one of that name, or else the
+    package's ``__init__``, which is a module like any other: one that offers the names of its
+    submodules imports them. That importing ``a.b.c`` also runs ``a/__init__`` and ``a.b/__init__``
+    does not count: Python does it for every submodule.
+    """
+    paths = {**modules(), "rlinf_async": ROOT / "rlinf_async" / "__init__.py"}
+    graph: dict[str, frozenset[str]] = {}
+    for name, path in paths.items():
+        found: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                found.update(_named_by(node, paths))
+        graph[name] = frozenset(found & set(paths) - {name})
+    return graph
+
+
+def _named_by(node: ast.ImportFrom, paths: dict[str, Path]) -> Iterator[str]:
+    if node.level:
+        raise ValueError(f"a relative import in line {node.lineno}: name the whole module")
+    for alias in node.names:
+        submodule = f"{node.module}.{alias.name}"
+        yield submodule if submodule in paths else str(node.module)
+
+
 def _imports_of(nodes: Iterable[ast.AST], lazy: bool) -> Iterator[tuple[str, bool]]:
     for node in nodes:
         if isinstance(node, ast.Import):

@@ -37,7 +37,7 @@ def test_the_options_of_a_task_are_a_table_of_its_own() -> None:
         ({"tasks": ("gcd",), "task_options": {"lcm": {}}}, "'lcm', which is not among tasks"),
         ({"tasks": ("gcd",), "max_prompt_tokens": 0}, "max_prompt_tokens is 0"),
         ({"tasks": ("gcd",), "held_out": -1}, "held_out is -1"),
-        ({"tasks": ("gcd",), "chat_options": {"tokenize": True}}, "'tokenize', which is given"),
+        ({"tasks": ("gcd",), "chat_options": {"tokenize": True}}, "'tokenize', which the job sets"),
         ({"tasks": ("gcd",), "chat": False, "system_prompt": "x"}, "leave them out"),
     ],
 )

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlinf_async.data import DataChanged, DataConfig, DataError, DataState, Prompts, Tokenizer
-from rlinf_async.data.order import order_of, split
+from rlinf_async.data.prompts import order_of, split
 from rlinf_async.messages.language import Prompt
 from tests.data.conftest import Write
 

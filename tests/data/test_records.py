@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from rlinf_async.data import DataConfig, DataError
-from rlinf_async.data.records import Records, open_records
+from rlinf_async.data.prompts import open_records
+from rlinf_async.data.records import Records
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "unused": b"x"} for n in range(6)]
 

@@ -63,9 +63,10 @@ def test_the_custom_environment_trains(tmp_path: pathlib.Path) -> None:
     assert summary.success_rate is not None
 
 
-def test_the_robot_arm_trains_and_is_filmed(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("example", ["fetch_reach_ppo.toml", "fetch_reach_pipelined.toml"])
+def test_the_robot_arm_trains_and_is_filmed(tmp_path: pathlib.Path, example: str) -> None:
     done = run(
-        *("-m", "rlinf_async.cli", "train", EXAMPLES / "fetch_reach_ppo.toml"),
+        *("-m", "rlinf_async.cli", "train", EXAMPLES / example),
         *("--out", tmp_path / "run", "--training.total_steps", 1600),
         *("--evaluation.episodes", 4, "--evaluation.video_episodes", 1),
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from imageio_ffmpeg import get_ffmpeg_exe
+from imageio_ffmpeg import get_ffmpeg_exe  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from rlinf_async.observe import VideoError

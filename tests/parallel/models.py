@@ -33,7 +33,7 @@ from rlinf_async.parallel import (
     Vocabulary,
     check,
 )
-from rlinf_async.parallel.inprocess import Array
+from tests.parallel.arrays import Array
 
 LAYERS = 4
 

@@ -10,7 +10,7 @@ import pytest
 
 from rlinf_async.parallel import FSDP2, DistributedOptimizer, ModelMismatch, Strategy, layout, plan
 from rlinf_async.parallel.decoders import ARCHITECTURES, Decoder, huggingface, megatron, vllm
-from rlinf_async.parallel.inprocess import reshard, scatter
+from tests.parallel.arrays import reshard, scatter
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 37,

@@ -21,7 +21,7 @@ from rlinf_async.parallel import (
     plan,
     together,
 )
-from rlinf_async.parallel.inprocess import Buffers, gather, reshard, scatter, view
+from tests.parallel.arrays import Buffers, gather, reshard, scatter, view
 from tests.parallel.models import (
     demands,
     examples,

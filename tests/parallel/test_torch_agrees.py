@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlinf_async.backends.fsdp.groups import Groups, order_of
 from rlinf_async.parallel import FSDP1, FSDP2, Layout, Model, Strategy, layout
-from rlinf_async.parallel.inprocess import Array, scatter
+from tests.parallel.arrays import Array, scatter
 
 SHAPES = [(1, 1), (2, 7), (7, 3), (16, 5), (9, 1)]
 

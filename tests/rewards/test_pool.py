@@ -141,7 +141,7 @@ async def test_importing_a_verifier_does_not_count_against_the_time_limit(
         ("ends_process", "ended its process: exit code 0"),
         ("killed", "ended its process: killed by SIGKILL"),
         ("closes_everything", "ended its process: "),
-        ("writes_into_every_pipe", "it wrote what is no answer into the pipe"),
+        ("writes_into_every_pipe", "something other than an answer into the pipe"),
     ],
 )
 async def test_a_verifier_that_ends_its_process_fails_its_own_answer_only(

@@ -23,9 +23,9 @@ from rlinf_async.backends.reshard import (
 from rlinf_async.messages.reshard import ReshardVote, ShardBucket
 from rlinf_async.parallel import FSDP2, Layout, Plan, Strategy, layout, plan, together
 from rlinf_async.parallel.decoders import Decoder, huggingface, vllm
-from rlinf_async.parallel.inprocess import scatter
 from rlinf_async.testing import explore, run
 from rlinf_async.workers.resharding import ReshardPorts, reshard_over_channels
+from tests.parallel.arrays import scatter
 
 CPU = torch.device("cpu")
 DECODER = Decoder(layers=2, hidden=16, heads=4, kv_heads=2, head_dim=4, mlp=24, vocabulary=37)

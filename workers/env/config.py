@@ -1,4 +1,4 @@
-"""Which environment, how many, and how they are stepped."""
+"""The configuration of environments."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The environments of each env worker."""
 
     id: str = ""
-    """a registered Gymnasium id; with ``entry_point`` only a name for reports"""
+    """registered Gymnasium id; with ``entry_point``, a name for reports"""
     entry_point: str = ""
-    """``"module:function"`` or ``"file.py:function"``: called with ``kwargs``, returns the env"""
+    """``"module:function"`` or ``"file.py:function"``: takes ``kwargs``, returns the env"""
     kwargs: dict[str, Any] = {}
-    """for ``gymnasium.make`` or the entry point"""
+    """arguments of ``gymnasium.make`` or of the entry point"""
     envs: int = 8
-    """environments in each worker"""
+    """number of environments in each worker"""
     stages: int = 2
-    """groups of them: while one waits for its actions, another steps"""
+    """number of groups of environments: while one waits for its actions, another steps"""
     seed: int = 0
     actions: Literal["clip", "rescale"] = "clip"
-    """continuous actions outside the bounds are clipped to them, or [-1, 1] is stretched to them"""
+    """continuous actions are clipped to the bounds, or [-1, 1] is rescaled to the bounds"""
 
     def __post_init__(self) -> None:
         if not self.id and not self.entry_point:
@@ -49,15 +49,15 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def name(self) -> str:
-        """What reports call the environment."""
+        """The name of the environment in reports."""
         return self.id or self.entry_point
 
     @property
     def envs_per_stage(self) -> int:
-        """Environments in each group."""
+        """The number of environments in each group."""
         return self.envs // self.stages
 
     @property
     def rendering(self) -> bool:
-        """Whether a renderer is made: then env and renderer must stay in one thread."""
+        """Whether the environment has a renderer, which must stay in the thread that made it."""
         return self.kwargs.get("render_mode") is not None

@@ -2,7 +2,7 @@
 
 Invariant: `ask` returns the answer to its own question. A rollout worker that died after it had
 answered leaves a second answer to the same question, and a stage that was restarted or cancelled
-leaves one to a question that nobody asks any more: both are dropped, and counted.
+leaves one to a question that is not open any more: both are dropped, and counted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rlinf_async.workers.env.errors import RolloutGone
 
 
 class Conversation:
-    """Asks under the key of one stage. ``stage`` may be one past the last, for evaluation."""
+    """Asks under the key of one stage; evaluation has the number after the last stage."""
 
     def __init__(self, env_rank: int, stage: int, incarnation: int) -> None:
         self._env_rank = env_rank

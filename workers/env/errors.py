@@ -1,10 +1,10 @@
-"""What can be wrong with an environment.
+"""Errors of environments.
 
 ::
 
     EnvError                 an environment cannot be used, or failed while it ran
     +-- EnvFailed            it raised, or returned NaN: names env, step and seed
-    RolloutGone              nobody is left who could answer (a ChannelError)
+    RolloutGone              no rollout worker is left that could answer (a ChannelError)
 
 A wrong configuration raises `rlinf_async.config.UsageError` before any environment is made.
 """
@@ -19,7 +19,7 @@ class EnvError(RuntimeError):
 
 
 class EnvFailed(EnvError):
-    """One environment raised, or returned what cannot be trained on."""
+    """One environment raised, or returned NaN or infinity."""
 
 
 class RolloutGone(ChannelError):

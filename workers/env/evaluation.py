@@ -1,10 +1,9 @@
 """Episodes of the deterministic policy, each from a fixed seed.
 
-An episode is begun by its own seed, in whichever environment is free, and every one that is begun
-counts, however long it takes: quick episodes are not favoured. The same weights give the same
-result where ``reset(seed)`` leaves nothing behind of the episode before. Which episodes share a
-forward pass depends on timing and on the number of workers, and can change the last bits of an
-action.
+An episode starts from its own seed, in whichever environment is free, and each one counts, however
+long it takes: short episodes are not favoured. The same weights give the same result if
+``reset(seed)`` clears all state of the episode before. Which episodes share a forward pass depends
+on timing and on the number of workers, and can change the last bits of an action.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ class EvaluatedEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """One episode of an evaluation."""
 
     episode: int
-    """its number, from 0 over all env workers"""
+    """number of the episode, from 0 over all env workers"""
     episode_return: float
     """undiscounted"""
     length: int
     """steps"""
     success: bool | None
-    """None where the environment does not say"""
+    """None where the environment does not report it"""
     version: int
-    """the oldest weights that acted in it"""
+    """version of the oldest weights that acted in it"""
 
 
 class Evaluation:
-    """The episodes of one evaluation that fall to this worker, a few at a time."""
+    """This worker's episodes of one evaluation, a few at a time."""
 
     def __init__(
         self,
@@ -57,11 +56,11 @@ class Evaluation:
 
     @property
     def observation(self) -> Floats:
-        """``[E, D]`` of the episodes that run; there are fewer and fewer of them."""
+        """``[E, D]`` of the running episodes, which become fewer towards the end."""
         return np.stack(self._rows)
 
     def begin(self) -> bool:
-        """Begin episodes where environments are free; whether any run now."""
+        """Begin episodes in free environments; return whether any run."""
         while self._idle and (episode := next(self._waiting, None)) is not None:
             slot = self._idle.pop()
             row = np.empty(self._size, np.float32)
@@ -72,7 +71,7 @@ class Evaluation:
         return bool(self._running)
 
     def step(self, answer: Choice | None, version: int) -> None:
-        """Take one step in every episode that runs."""
+        """Take one step in every running episode."""
         actions = self._actions.read(answer, len(self._running))
         running, self._running, self._rows = self._running, [], []
         for (slot, episode, oldest), action in zip(running, actions, strict=True):

@@ -51,7 +51,7 @@ def make_env(config: EnvConfig, *, render_mode: str | None = None) -> Env:
 
 
 def describe_env(config: EnvConfig) -> EnvSpec:
-    """What a policy must know of the environment: makes one, looks, and closes it.
+    """The sizes of an environment's spaces, read from one that is made and closed here.
 
     Raises: as `make_env`, and `EnvError` for spaces that are not supported.
     """
@@ -79,7 +79,7 @@ def _gymnasium(config: EnvConfig) -> Any:
 
 
 def _register(name: str) -> None:
-    """Make the id known; raise `ConfigError` with the nearest ids if nobody knows it."""
+    """Register the id's package; raise `ConfigError` with the nearest ids for an unknown one."""
     gym = importlib.import_module("gymnasium")
     if ":" in name or name in gym.registry:  # "module:Id" is for gymnasium to import
         return

@@ -12,8 +12,8 @@ from rlinf_async.workers.env.stage import Outcome
 class Record:
     """Takes answers and outcomes step by step, and gives a `Trajectory`.
 
-    An answer completes the step before it too: it has the values of the observations at which that
-    step's episodes were cut.
+    An answer also completes the step before it: it has the values of the observations at which
+    episodes were cut in that step.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Record:
         )
 
     def acted(self, observation: Floats, answer: Actions) -> None:
-        """The policy answered ``observation``."""
+        """Record the answer to ``observation``."""
         self._values(answer)
         made, step = self._made, self._step
         if answer.action is None or answer.log_prob is None:
@@ -61,7 +61,7 @@ class Record:
         made.version[step] = answer.version
 
     def stepped(self, outcome: Outcome) -> None:
-        """The environments took the step."""
+        """Record the outcome of the step."""
         made, step = self._made, self._step
         made.reward[step] = outcome.reward
         made.terminated[step] = outcome.terminated
@@ -75,7 +75,7 @@ class Record:
                 made.episode_success.append(episode.success)
 
     def finish(self, answer: Actions) -> Trajectory:
-        """The policy answered the last question, which was for values only."""
+        """Record the last answer, which has values only, and return the trajectory."""
         self._values(answer)
         return self._made
 

@@ -1,4 +1,4 @@
-"""Seeds of environments: apart for everything that tells two environments apart."""
+"""Seeds of environments and of evaluation episodes, different for any two."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _EVALUATION: Final = 1
 
 
 def env_seed(seed: int, *, rank: int, stage: int, env: int, incarnation: int) -> int:
-    """The seed of one environment; another one after each restart of its worker."""
+    """The seed of one environment; it differs after each restart of its worker."""
     return _mix(seed, _TRAINING, rank, stage, env, incarnation)
 
 
 def episode_seed(seed: int, episode: int) -> int:
-    """The seed of one episode of an evaluation, whoever runs it."""
+    """The seed of one episode of an evaluation, in whichever worker it runs."""
     return _mix(seed, _EVALUATION, episode)
 
 

@@ -41,13 +41,13 @@ class Slot:
         """``"FetchReachDense-v4[3]"``: stands in every error"""
         self.seed = seed
         self.steps = 0
-        """in this environment's whole life"""
+        """steps since the environment was made"""
         self._write = write
         self._return = 0.0
         self._length = 0
 
     def reset(self, row: Floats, seed: int | None = None) -> None:
-        """Begin an episode; with a seed, the environment's random numbers begin there too.
+        """Begin an episode; with a seed, seed the environment's random numbers too.
 
         Raises:
             EnvFailed: the environment raised, or its observation has the wrong shape.

@@ -1,4 +1,4 @@
-"""Observations as rows of float32, and the policy's actions as the environment's own.
+"""Conversion of observations to rows of float32, and of the policy's actions to the environment's.
 
 Observations are flattened: a Dict in the sorted order of its keys (so a goal environment's row is
 ``achieved_goal, desired_goal, observation``), a Discrete one-hot, anything else as it is.
@@ -24,7 +24,7 @@ Write = Callable[[Any, Floats], None]
 
 
 class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy must know of an environment."""
+    """The sizes of an environment's spaces, which a policy needs."""
 
     observation_size: int
     """``D``"""
@@ -32,7 +32,7 @@ class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
     """``A``: values of a continuous action, or the number of discrete ones"""
     discrete: bool
     max_episode_steps: int | None = None
-    """after which episodes are cut, where the environment says so"""
+    """time limit of episodes, where the environment has one"""
 
 
 class ObservationWriter:

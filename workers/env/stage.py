@@ -1,4 +1,4 @@
-"""A group of environments that is stepped together.
+"""A group of environments that are stepped together.
 
 An episode that ends is followed by the next in the same step: the row of ``observation`` is then of
 the new episode, and the last observation of one that was cut is kept for the bootstrap. Stepping
@@ -6,7 +6,7 @@ and resetting are two calls, because a reset may take a thousand times as long::
 
     needs_reset --reset()--> ready --step(answer)--> ready, or needs_reset where episodes ended
 
-Blocking, and for one thread at a time: `rlinf_async.workers.pace` sees to that.
+All calls block, and must not overlap: `rlinf_async.workers.pace` runs them one at a time.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from rlinf_async.workers.env.spaces import ActionReader
 
 
 class Outcome(msgspec.Struct):
-    """What one step brought. ``E`` environments, of which ``K`` had their episode cut."""
+    """The result of one step of ``E`` environments, of which ``K`` had their episode cut."""
 
     reward: Floats
     """``[E]``"""
     terminated: Bools
-    """``[E]``: ended for good; never cut as well"""
+    """``[E]``: episodes that ended; none of them is in ``truncated``"""
     truncated: Bools
-    """``[E]``: cut"""
+    """``[E]``: episodes that were cut"""
     final_observation: Floats | None
-    """``[K, D]``: what the cut episodes saw last, in the order of their environments"""
+    """``[K, D]``: last observations of the cut episodes, in the order of their environments"""
     episodes: list[Episode]
 
 
@@ -45,7 +45,7 @@ class Stage:
         self._to_reset = list(range(len(slots)))
         self._fresh = True
         self.observation: Floats = np.zeros((len(slots), observation_size), np.float32)
-        """``[E, D]``: what the environments show now. Never written to once it was stepped from."""
+        """``[E, D]``: present observations; a step makes a new array, the old stays as it is"""
 
     @property
     def needs_reset(self) -> bool:
@@ -53,7 +53,7 @@ class Stage:
         return bool(self._to_reset)
 
     def reset(self) -> None:
-        """Begin an episode wherever one is due; the first ones begin at the environments' seeds.
+        """Begin an episode where one has ended; the first ones use the environments' seeds.
 
         Raises:
             EnvFailed: an environment raised, or showed NaN or infinity.
@@ -97,7 +97,7 @@ class Stage:
             slot.env.close()
 
     def _check(self, observation: Floats) -> None:
-        if math.isfinite(float(observation.sum())):  # one sum is the cheapest look at all of them
+        if math.isfinite(float(observation.sum())):  # one sum is the cheapest check
             return
         for slot, row in zip(self._slots, observation, strict=True):
             slot.check(row)

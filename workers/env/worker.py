@@ -21,7 +21,6 @@ knows a trajectory that comes twice by its iteration, env rank and stage.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,6 +39,7 @@ from rlinf_async.workers.env.slot import Slot
 from rlinf_async.workers.env.spaces import ActionReader, EnvSpec, ObservationWriter
 from rlinf_async.workers.env.stage import Outcome, Stage
 from rlinf_async.workers.pace import SHORT, Pace
+from rlinf_async.workers.tasks import task_group
 
 if TYPE_CHECKING:
     import gymnasium
@@ -52,15 +52,15 @@ class EnvReport(msgspec.Struct, kw_only=True):
     env_steps: int = 0
     episodes: int = 0
     dropped_answers: int = 0
-    """answers to questions that this worker no longer asked: harmless, and rare"""
+    """answers to questions that were not open any more; harmless, and rare"""
 
 
 class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Which episodes to evaluate, over all env workers."""
+    """The episodes of an evaluation, over all env workers."""
 
     episodes: int
     seed: int = 0
-    """of the episodes; the same seed gives the same episodes"""
+    """seed of the episodes; the same seed gives the same episodes"""
     min_version: int = 0
     """the oldest weights that may act"""
 
@@ -95,7 +95,7 @@ class EnvWorker(Worker):
         await self._pace.run("close envs", self._close)
 
     async def describe(self) -> EnvSpec:
-        """What a policy must know of the environment."""
+        """The sizes of the environment's spaces."""
         limit = self._any_env.spec.max_episode_steps if self._any_env.spec else None
         return EnvSpec(
             observation_size=self._writer.size,
@@ -111,7 +111,7 @@ class EnvWorker(Worker):
         actions: Receiver[Actions],
         trajectories: Sender[Trajectory],
     ) -> EnvReport:
-        """Work off tickets under this rank's key until they end.
+        """Collect for the tickets under this rank's key until they end.
 
         Raises:
             EnvFailed: an environment raised, or returned NaN or infinity.
@@ -155,7 +155,7 @@ class EnvWorker(Worker):
         trajectories: Sender[Trajectory],
         report: EnvReport,
     ) -> bool:
-        """Work off one ticket; False at their end."""
+        """Collect for one ticket; return False when there are no more."""
         try:
             async with tickets.lease(key=self.rank) as batch:
                 ticket = batch[0]
@@ -254,9 +254,6 @@ class EnvWorker(Worker):
 
 async def _all(stages: Iterable[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
     """Run all stages at once; the first failure cancels the others and is raised as it is."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(stage) for stage in stages]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from failures.exceptions[0].__cause__
+    async with task_group() as group:
+        tasks = [group.create_task(stage) for stage in stages]
     return [task.result() for task in tasks]

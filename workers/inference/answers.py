@@ -1,4 +1,4 @@
-"""Samples with what a trainer's forward pass says of them."""
+"""Samples with the log-probs and values of a trainer's forward pass."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def bare_sample(
     group: int = 0,
     index: int = 0,
 ) -> TrainingSample:
-    """Tokens only: nothing of it trains."""
+    """A sample of tokens only, with an empty loss mask."""
     size = len(response_ids)
     return TrainingSample(
         group=group,

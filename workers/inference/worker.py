@@ -4,16 +4,15 @@
 
     Sample ---lease---> [ whatever is ready, up to max_samples ] ---forward---> Sample
                                  ^
-    WeightUpdate ----------------+  the newest, taken between two batches
+    WeightUpdate ----------------+  loaded between two batches
 
                 waits for                                   unblocked by
     run         a sample                                    rollout workers
                 weights as new as a sample's newest token   the actor
                 room for the sample                         reward workers
 
-Each rank has the whole model and takes what it has time for, so the ranks share the work by
-themselves. A sample is leased until it was sent on: if this worker dies before, another one gets
-it.
+Each rank has the whole model and takes samples when it is free, which balances the work. A sample
+is leased until it was sent on: if this worker dies before, another one gets it.
 """
 
 from __future__ import annotations
@@ -23,29 +22,30 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rlinf_async.channels import EndOfChannel, LatestReceiver, Receiver, Sender
+from rlinf_async.channels import LatestReceiver, Receiver, Sender
 from rlinf_async.messages.language import Sample
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.inference.answers import with_log_probs
-from rlinf_async.workers.inference.newest import Newest
-from rlinf_async.workers.rollout.errors import WeightsEnded
+from rlinf_async.workers.rollout.following import FollowedWeights
+from rlinf_async.workers.tasks import task_group
 
 if TYPE_CHECKING:
     from rlinf_async.backends.language import LanguageTrainer
 
 
 class InferenceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is computed, and on how much at a time."""
+    """The configuration of an inference worker."""
 
     max_samples: int = 32
-    """of one batch; fewer where fewer are ready"""
+    """largest number of samples in a batch, which takes those that are ready"""
     previous: bool = True
-    """log-probs under the newest weights that have come: at least as new as the sample's newest
-    token. They are those that training begins with where the run is on-policy; with a staleness of
-    k, up to k versions older"""
+    """whether to compute log-probs under the newest weights, at least as new as the sample's newest
+    token. On-policy these are the weights that training begins with; with a staleness of k they are
+    up to k versions older"""
     reference: bool = False
-    """log-probs under the first weights, which the trainer keeps (``reference = true``)"""
+    """whether to compute log-probs under the first weights, which the trainer keeps (``reference =
+    true``)"""
 
     def __post_init__(self) -> None:
         if self.max_samples < 1:
@@ -55,15 +55,15 @@ class InferenceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class InferenceReport(msgspec.Struct, kw_only=True):
-    """What one rank's `InferenceWorker.run` did."""
+    """The counts of one rank's `InferenceWorker.run`."""
 
     samples: int = 0
     tokens: int = 0
-    """prompts and responses"""
+    """tokens of prompts and responses"""
     batches: int = 0
     weight_updates: int = 0
     version: int = -1
-    """of the weights at the end; -1 where none came"""
+    """version of the weights at the end; -1 where none came"""
 
 
 class InferenceWorker(Worker):
@@ -71,7 +71,7 @@ class InferenceWorker(Worker):
 
     Args:
         trainer: configuration of the actor's trainer backend, as its own Struct.
-        config: what is computed.
+        config: how this worker computes.
         backend: the trainer's registered name.
     """
 
@@ -86,7 +86,7 @@ class InferenceWorker(Worker):
         """Build the model; the actor's weights come with the first update."""
         self._trainer: LanguageTrainer = await self.compute(self.make_trainer)
         self._version = -1
-        self._seen = 0
+        self._weights = FollowedWeights(lambda: self._version, askers="inference workers")
 
     def make_trainer(self) -> LanguageTrainer:
         """Build the trainer. Runs in the compute thread; override it to bring your own."""
@@ -100,42 +100,34 @@ class InferenceWorker(Worker):
         done: Sender[Sample],
         weights: LatestReceiver[WeightUpdate],
     ) -> InferenceReport:
-        """Answer for samples until there are no more.
+        """Compute for samples until there are no more.
 
         Raises:
             WeightsError: an update was damaged or does not fit the model.
             WeightsEnded: a sample has tokens of newer weights than will ever come.
         """
         report = InferenceReport()
-        with Newest(weights) as newest:
-            async for held in samples.leases(weight=self.config.max_samples, at_least=1):
-                async with held as batch:
-                    await self._follow(newest, _newest(batch), report)
+        loads = self._weights.loads
+        async with task_group() as group:
+            following = group.create_task(self._weights.follow(weights, self._load))
+            async for lease in samples.leases(weight=self.config.max_samples, at_least=1):
+                async with lease as batch:
+                    await self._weights.reach(_newest(batch))
                     for sample in await self._answer(list(batch)):
                         await done.put(sample)
                 report.samples += len(batch)
                 report.tokens += sum(_tokens(sample) for sample in batch)
                 report.batches += 1
+            following.cancel()
+        report.weight_updates = self._weights.loads - loads
         report.version = self._version
         return report
 
-    async def _follow(self, newest: Newest, needed: int, report: InferenceReport) -> None:
-        """Load the newest weights, once they are as new as needed."""
-        while (update := await self._next(newest, needed)) is not None:
-            with self.span("load weights", version=update.version):
-                await self.compute(self._trainer.load, update)
-            self._version = update.version
-            report.weight_updates += 1
-
-    async def _next(self, newest: Newest, needed: int) -> WeightUpdate | None:
-        try:
-            return await newest.newer(wait=self._version < needed)
-        except EndOfChannel:
-            raise WeightsEnded(
-                f"a sample has tokens of weights version {needed}, the newest here are "
-                f"{self._version}, and their channel has ended: the actor must go on until the "
-                "inference workers are done"
-            ) from None
+    async def _load(self, update: WeightUpdate) -> None:
+        with self.span("load weights", version=update.version):
+            await self.compute(self._trainer.load, update)
+        self._version = update.version
+        self._weights.loaded()
 
     async def _answer(self, samples: list[Sample]) -> list[Sample]:
         config = self.config
@@ -150,7 +142,7 @@ class InferenceWorker(Worker):
 
 
 def _newest(samples: Sequence[Sample]) -> int:
-    """The newest weights that made a token of them."""
+    """The version of the newest weights that generated a token of them."""
     return max((int(one.generated.version.max(initial=0)) for one in samples), default=0)
 
 

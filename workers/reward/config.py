@@ -1,4 +1,4 @@
-"""How samples are scored."""
+"""The configuration of a reward worker."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One reward worker."""
 
     processes: int = 2
-    """samples that are scored at a time; ``exact`` and ``numeric`` need no process"""
+    """processes, each of which scores a sample at a time; ``exact`` and ``numeric`` need none"""
     time_limit: float = 10.0
-    """seconds that a verifier may take for one sample"""
+    """longest time of a verifier for one sample, in seconds"""
     memory_limit_mib: int = 4096
-    """of each process; 0: no limit"""
+    """memory limit of each process; 0: none"""
     preload: tuple[str, ...] = ()
-    """verifiers that are imported before the first sample; a wrong name is an error then"""
+    """verifiers imported before the first sample, so that a wrong name is an error at the start"""
 
     def __post_init__(self) -> None:
         if self.processes < 1 or self.memory_limit_mib < 0:

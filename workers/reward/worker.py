@@ -40,28 +40,29 @@ from rlinf_async.rewards.pool import ScoringPool
 from rlinf_async.rewards.registry import INLINE, load_verifier
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.reward.config import RewardConfig
+from rlinf_async.workers.tasks import task_group
 
 
 class RewardReport(msgspec.Struct, kw_only=True):
-    """What one rank's `RewardWorker.run` did."""
+    """The counts of one rank's `RewardWorker.run`."""
 
     scored: int = 0
     rejected: int = 0
     failed: int = 0
     seconds: float = 0.0
-    """in verifiers, added up over samples, waiting for a process included"""
+    """time in verifiers, including waits for a process, as a sum over samples"""
     longest: float = 0.0
-    """seconds of the slowest sample"""
+    """longest time of a sample, in seconds"""
     last_failure: str = ""
 
     @property
     def samples(self) -> int:
-        """All of them."""
+        """The number of all samples."""
         return self.scored + self.rejected + self.failed
 
     @property
     def seconds_per_sample(self) -> float:
-        """NaN before the first."""
+        """The mean; NaN before the first sample."""
         return self.seconds / self.samples if self.samples else float("nan")
 
 
@@ -77,7 +78,7 @@ class RewardWorker(Worker):
         self._inline: dict[str, Verifier] = {}
 
     async def setup(self) -> None:
-        """Import what is known to be needed.
+        """Import the verifiers of ``preload``.
 
         Raises:
             ConfigError: a verifier of ``preload`` cannot be loaded.
@@ -96,7 +97,7 @@ class RewardWorker(Worker):
                 raise
 
     async def teardown(self) -> None:
-        """End all processes."""
+        """Kill all processes."""
         await self._pool.close()
 
     async def run(self, samples: Receiver[Sample], scored: Sender[ScoredSample]) -> RewardReport:
@@ -108,12 +109,9 @@ class RewardWorker(Worker):
             NoReceivers: nobody takes scored samples any more.
         """
         report = RewardReport()
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(2 * self.config.processes):
-                    group.create_task(self._score_each(samples, scored, report))
-        except ExceptionGroup as failures:
-            raise (first := _first(failures)) from first.__cause__
+        async with task_group() as group:
+            for _ in range(2 * self.config.processes):
+                group.create_task(self._score_each(samples, scored, report))
         return report
 
     async def score(self, sample: Sample) -> Outcome:
@@ -128,7 +126,7 @@ class RewardWorker(Worker):
     async def _score_each(
         self, samples: Receiver[Sample], scored: Sender[ScoredSample], report: RewardReport
     ) -> None:
-        """One sample after the other. Several of these run at a time."""
+        """Score one sample after the other. Several of these tasks run at a time."""
         clock = asyncio.get_running_loop().time
         async for lease in samples.leases():
             async with lease as [sample]:
@@ -151,8 +149,3 @@ def _count(report: RewardReport, outcome: Outcome, seconds: float) -> None:
             report.last_failure = outcome.error
     report.seconds += seconds
     report.longest = max(report.longest, seconds)
-
-
-def _first(error: BaseException) -> BaseException:
-    """The first failure inside nested groups."""
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -1,4 +1,4 @@
-"""How a rollout worker answers."""
+"""The configuration of a rollout worker."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """One rollout worker."""
 
     max_batch: int = 1024
-    """observations in one forward pass; whatever is ready is answered, up to this many"""
+    """largest number of observations in one forward pass, which takes those that are ready"""
     seed: int = 0
-    """of the sampled actions; every rank and every life gets its own from it"""
+    """seed of the sampled actions; every rank and every restart derives its own from it"""
     torch_threads: int = 1
-    """threads of one forward pass; 0 leaves it to torch"""
+    """threads of one forward pass; 0: torch's default"""
 
     def __post_init__(self) -> None:
         if self.max_batch < 1 or self.seed < 0 or self.torch_threads < 0:

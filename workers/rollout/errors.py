@@ -1,4 +1,4 @@
-"""What a rollout worker cannot go on after."""
+"""Errors of a rollout worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`RolloutWorker`: answers what the env workers ask, under the newest weights.
+"""`RolloutWorker`: answers the questions of env workers, under the newest weights.
 
 ::
 
@@ -13,8 +13,10 @@
     following   newer weights                          the actor
 
 First ready, first answered: a question that needs weights which are not there yet is set aside and
-holds up no other. A question stays leased until it is answered; if this worker dies before, another
-one gets it, and if it was answered already the env worker drops the second answer.
+holds up no other. A forward pass runs under the weights of one version, the one that its answers
+name; new weights are loaded between two passes. A question stays leased until it is answered; if
+this worker dies before, another one gets it, and if it was answered already the env worker drops
+the second answer.
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ from rlinf_async.messages.embodied import Actions, Observations, stage_key
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.pace import Pace
+from rlinf_async.workers.rollout.batch import answer_all
 from rlinf_async.workers.rollout.config import RolloutConfig
-from rlinf_async.workers.rollout.live import LivePolicy
+from rlinf_async.workers.rollout.following import FollowedWeights
+from rlinf_async.workers.tasks import task_group
 
 
 class RolloutReport(msgspec.Struct, kw_only=True):
-    """What one rank's `RolloutWorker.serve` did."""
+    """The counts of one rank's `RolloutWorker.serve`."""
 
     questions: int = 0
     observations: int = 0
@@ -48,10 +52,10 @@ class RolloutReport(msgspec.Struct, kw_only=True):
     set_aside: int = 0
     """questions that had to wait for weights"""
     unwanted: int = 0
-    """answers that nobody was left to take"""
+    """answers whose env worker had left"""
     weight_updates: int = 0
     version: int = -1
-    """of the weights at the end"""
+    """version of the weights at the end"""
 
 
 class RolloutWorker(Worker):
@@ -73,11 +77,11 @@ class RolloutWorker(Worker):
 
     async def setup(self) -> None:
         """Build the policy; its weights come with the first update."""
-        policy = await self.compute(self.make_policy)
+        policy = self._policy = await self.compute(self.make_policy)
         # OpenMP keeps this per thread, and either of the two may run the policy.
         await self.compute(self._limit_threads)
         self._limit_threads()
-        self._live = LivePolicy(policy, self._pace)
+        self._weights = FollowedWeights(lambda: policy.version, askers="env workers")
 
     def make_policy(self) -> PolicyBackend:
         """Build the policy. Runs in the compute thread; override it to bring your own."""
@@ -106,19 +110,20 @@ class RolloutWorker(Worker):
             WeightsEnded: the weights that a question asks for will not come.
         """
         report = RolloutReport()
-        loads = self._live.loads
-        try:
-            async with asyncio.TaskGroup() as group:
-                following = group.create_task(self._live.follow(weights))
-                async with asyncio.TaskGroup() as aside:
-                    while await self._serve_next(observations, actions, aside, report):
-                        pass
-                following.cancel()
-        except ExceptionGroup as failures:
-            raise (first := _first(failures)) from first.__cause__
-        report.weight_updates = self._live.loads - loads
-        report.version = self._live.version
+        loads = self._weights.loads
+        async with task_group() as group:
+            following = group.create_task(self._weights.follow(weights, self._load))
+            async with asyncio.TaskGroup() as aside:
+                while await self._serve_next(observations, actions, aside, report):
+                    pass
+            following.cancel()
+        report.weight_updates = self._weights.loads - loads
+        report.version = self._policy.version
         return report
+
+    async def _load(self, update: WeightUpdate) -> None:
+        await self._pace.run("load weights", self._policy.load, update)
+        self._weights.loaded()
 
     async def _serve_next(
         self,
@@ -127,7 +132,7 @@ class RolloutWorker(Worker):
         aside: asyncio.TaskGroup,
         report: RolloutReport,
     ) -> bool:
-        """Answer what is ready; False when nothing will come any more."""
+        """Answer the questions that are ready; return False when no more will come."""
         async with AsyncExitStack() as lease:
             try:
                 batch = await lease.enter_async_context(
@@ -135,7 +140,7 @@ class RolloutWorker(Worker):
                 )
             except EndOfChannel:
                 return False
-            version = self._live.version
+            version = self._policy.version
             ready = [question for question in batch if question.min_version <= version]
             late = [question for question in batch if question.min_version > version]
             if ready:
@@ -156,13 +161,14 @@ class RolloutWorker(Worker):
         async with lease:
             by_need = sorted(questions, key=_need)
             for version, group in groupby(by_need, key=_need):
-                await self._live.reach(version)
+                await self._weights.reach(version)
                 await self._answer(list(group), actions, report)
 
     async def _answer(
         self, questions: list[Observations], actions: Sender[Actions], report: RolloutReport
     ) -> None:
-        for question, answer in await self._live.answer(questions):
+        answered = await self._pace.run("forward", answer_all, self._policy, questions)
+        for question, answer in answered:
             try:
                 await actions.put(answer, key=stage_key(question.env_rank, question.stage))
             except NoReceivers:  # a question that was delivered again, after the env worker left
@@ -174,8 +180,3 @@ class RolloutWorker(Worker):
 
 def _need(question: Observations) -> int:
     return question.min_version
-
-
-def _first(error: BaseException) -> BaseException:
-    """The first failure inside nested groups."""
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

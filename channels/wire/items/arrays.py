@@ -79,7 +79,8 @@ def array_elements(array: np.ndarray[Any, Any]) -> tuple[Any, memoryview]:
         raise CannotTravel(f"an array of dtype {dtype}, whose elements take no bytes")
     flat = np.ascontiguousarray(array).reshape(-1)
     elements = flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8)
-    return np.lib.format.dtype_to_descr(dtype), _in_place(elements) or elements.data
+    npy: Any = np.lib.format  # some releases of numpy have no annotations here
+    return npy.dtype_to_descr(dtype), _in_place(elements) or elements.data
 
 
 def _in_place(elements: np.ndarray[Any, Any]) -> memoryview | None:
@@ -149,7 +150,8 @@ def _check_size(head: Head, item_bytes: int, elements: bytearray | memoryview) -
 def _restore_numpy(head: Head, elements: bytearray | memoryview) -> np.ndarray[Any, Any]:
     import numpy as np
 
-    dtype = np.lib.format.descr_to_dtype(_as_descr(head.dtype))
+    npy: Any = np.lib.format  # some releases of numpy have no annotations here
+    dtype = npy.descr_to_dtype(_as_descr(head.dtype))
     if dtype.hasobject:
         raise ValueError(f"an array of dtype {dtype} holds Python objects")
     if not dtype.itemsize:  # no bytes could announce any number of elements

@@ -1,15 +1,15 @@
-"""Checkpoint folders: what is in them, how they are written, read, cut anew and exported.
+"""Checkpoint folders: their files, and how they are written, read, resharded and exported.
 
 ::
 
-    metadata.py      what metadata.json says
+    metadata.py      the contents of metadata.json
     tensor_file.py   one file of tensors: safetensors, written in one pass with its checksum
-    folders.py       complete or not there: staging, commit, locks, what is kept, what is cleaned
+    folders.py       complete or absent: staging, commit, locks, retention, cleaning
     reading.py       any checkpoint folder as global tensors
-    name_map.py      how tensor-parallel ranks cut a language model's tensors
-    cutting.py       a trainer's folder as other ranks would have written it
-    resharding.py    the same with what lies beside it: a run, to go on from
-    exporting.py     a folder as transformers and vLLM load it
+    name_map.py      how tensor-parallel ranks split a language model's tensors
+    cutting.py       a trainer's folder, resharded for other ranks
+    resharding.py    the same with the other files of a checkpoint or a run, to resume from
+    exporting.py     a folder that transformers and vLLM load
 
-Nothing here knows a model or a process group; `rlinf_async.backends.fsdp` does.
+Models and process groups are the concern of `rlinf_async.backends.fsdp`.
 """

@@ -1,6 +1,6 @@
-"""Files that lie beside a checkpoint's own, copied as they are: whole, and on the disk.
+"""Copies of the other files in a checkpoint's or run's folder, flushed to the disk.
 
-Links stay links to what they named. What is neither file, folder nor link is not copied.
+Links stay links to their targets. Only files, folders and links are copied.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlinf_async.backends.checkpoint.tensor_file import CHUNK_BYTES, Checksummed
 
 
 def copy_file(source: Path, target: Path, name: str) -> FileRecord:
-    """Copy a file from one folder to another, under the same name; what was written."""
+    """Copy a file from one folder to another, under the same name; return its record."""
     with (source / name).open("rb") as read, ChecksummedFile(target, name) as file:
         while chunk := read.read(CHUNK_BYTES):
             file.write(chunk)
@@ -24,11 +24,11 @@ def copy_file(source: Path, target: Path, name: str) -> FileRecord:
 
 
 class Copies:
-    """Copies of what lies in a folder. `write` makes them; ``total_bytes`` is known before.
+    """Copies of the contents of a folder. `write` makes them; ``total_bytes`` is known before.
 
     Args:
-        folder: where they lie.
-        names: which of it; folders with all that is in them.
+        folder: the source.
+        names: files and folders in it; folders are copied with their contents.
     """
 
     def __init__(self, folder: Path, names: Collection[str]) -> None:
@@ -56,7 +56,7 @@ class Copies:
 
 
 def visible(folder: Path) -> list[str]:
-    """Return what lies in a folder, without hidden names: what is being written, locks."""
+    """Return the names in a folder, without hidden ones: staging folders, locks."""
     return sorted(one.name for one in folder.iterdir() if not one.name.startswith("."))
 
 

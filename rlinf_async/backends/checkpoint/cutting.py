@@ -1,14 +1,13 @@
-"""One trainer's checkpoint folder as other ranks would have written it, one tensor at a time.
+"""One trainer's checkpoint folder, resharded for other ranks, one tensor at a time.
 
 ::
 
     any folder --read: boxes of global tensors--> cut by the new layout --> one file for each rank
 
-``dp`` alone cuts every tensor by FSDP2's rows: that needs to know nothing of the model. ``tp`` cuts
-by the name map of the decoder that the folder says it is of (`name_map`); a rank's file then holds
-its slices, under the names that transformers has, and says of each which boxes it is made of. Both
-are read back by the same command and by trainers. What each rank of the run kept of its own goes
-along unchanged.
+``dp`` alone cuts every tensor by FSDP2's rows, for which the model need not be known. ``tp`` cuts
+by the name map of the folder's decoder (`name_map`); a rank's file then holds its slices, under the
+names of transformers, with the boxes that each is made of. Both are read back by the same command
+and by trainers. The rank's own values of each rank of the run are copied unchanged.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from rlinf_async.parallel import FSDP2, Layout, Model, Replicated, Strategy, lay
 
 
 class Cutting:
-    """One trainer's checkpoint, cut anew. `write` writes it; ``total_bytes`` is known before.
+    """One trainer's checkpoint, resharded. `write` writes it; ``total_bytes`` is known before.
 
     Args:
         folder: of the checkpoint.
@@ -73,7 +72,7 @@ class Cutting:
 
     @property
     def ranks(self) -> int:
-        """How many files of tensors there will be."""
+        """The number of files of tensors in the result."""
         return len(self._files)
 
     @property
@@ -85,7 +84,7 @@ class Cutting:
         return files | {METADATA, MODEL_FOLDER}
 
     def write(self, folder: Path, advance: Advance) -> None:
-        """Write into an empty folder. It is complete only when `finish` has been called."""
+        """Write into an empty folder. It is complete when `finish` has been called."""
         tensors = [
             self._write(folder, tensor_file(rank, self.ranks), entries, advance)
             for rank, entries in enumerate(self._files)
@@ -99,7 +98,7 @@ class Cutting:
         )
 
     def finish(self, folder: Path) -> None:
-        """Say that all is there: with this the folder is a checkpoint."""
+        """Write the metadata, which marks the folder as a complete checkpoint."""
         sync(folder)
         write_whole(folder / METADATA, notes.encode(self._note))
 
@@ -155,7 +154,7 @@ class Cutting:
         return records
 
     def _copy(self, folder: Path, record: FileRecord) -> FileRecord:
-        """Copy a file that is still as it was noted."""
+        """Copy a file, and check that it is the recorded one."""
         copied = copy_file(self._folder, folder, record.name)
         if copied != record:
             raise CheckpointError(f"{self._folder / record.name} was changed while it was copied")

@@ -3,7 +3,7 @@
 ::
 
     model-00001-of-00003.safetensors, ...   weights by their own names, in the dtype asked for
-    model.safetensors.index.json            which is where; a small model is one model.safetensors
+    model.safetensors.index.json            the file of each weight; a small model has one file
     config.json, generation_config.json, tokenizer files
 
 Tied weights are stored once. Experts, which transformers keeps fused, get the names and shapes that
@@ -55,7 +55,7 @@ class Cut(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """What was written."""
+    """The result of an export."""
 
     folder: Path
     tensors: int
@@ -67,9 +67,9 @@ class Export:
 
     Args:
         checkpoint: a checkpoint's folder, or that of a run: its newest.
-        dtype: of floating-point weights; as they are when left out.
+        dtype: dtype of floating-point weights; unchanged when left out.
         model: folder with configuration and tokenizer; those of the checkpoint when left out.
-        shard_bytes: of one file, at most (but for a single tensor).
+        shard_bytes: largest size of one file, unless a single tensor is larger.
 
     Raises `CheckpointError` for a checkpoint that is damaged or of no language model.
     """
@@ -94,7 +94,7 @@ class Export:
         self.total_bytes = sum(one.nbytes for shard in self._shards for one in shard)
 
     def run(self, out: Path, advance: Advance = lambda _: None) -> Exported:
-        """Write the folder ``out``, which must not be there yet."""
+        """Write the folder ``out``, which must not exist yet."""
         with being_read(self._folder), new_folder(out) as folder:
             places: dict[str, str] = {}
             for number, shard in enumerate(self._shards, start=1):
@@ -139,7 +139,7 @@ class Export:
         write_file(folder, "model.safetensors.index.json", _pretty(index))
 
     def _described(self) -> dict[str, Any]:
-        """The configuration, with the dtype of what was written."""
+        """The configuration, with the dtype of the written weights."""
         dtypes = [one.dtype for shard in self._shards for one in shard if one.dtype in DTYPES]
         kept = {name: value for name, value in self._config.items() if name != "torch_dtype"}
         floating = [one for one in dtypes if one.is_floating_point]
@@ -149,7 +149,7 @@ class Export:
 
 
 def _files(saved: Saved, model: Path | None) -> dict[str, Path]:
-    """Configuration and tokenizer: what lies in ``model``, else in the checkpoint."""
+    """Configuration and tokenizer: from ``model``, else from the checkpoint."""
     if model is not None:
         weights = {path for pattern in NO_WEIGHTS for path in model.glob(pattern)}
         found = {one.name: one for one in sorted(model.glob("*")) if one.is_file()}
@@ -167,7 +167,7 @@ def _files(saved: Saved, model: Path | None) -> dict[str, Path]:
 
 
 def _cuts(saved: Saved, config: dict[str, Any]) -> dict[str, Cut]:
-    """Where each tensor of the export is; `CheckpointError` for names that have no place in it."""
+    """Where each tensor of the export lies; `CheckpointError` for tensors of other models."""
     others = foreign(saved.tensors)
     if others:
         raise CheckpointError(

@@ -1,15 +1,15 @@
-"""Checkpoint folders: complete or not there, kept or removed, whatever is killed when.
+"""Checkpoint folders: complete or absent, kept or removed, whenever a process is killed.
 
 ::
 
     .NAME.partial/     being written        --commit, by whichever rank is done last--> NAME/
     NAME/              complete
-    .NAME.previous/    what NAME was, for the moment between two renames
-    .NAME.beside/      what goes into NAME as soon as that is complete
+    .NAME.previous/    the replaced folder, for the moment between two renames
+    .NAME.beside/      files that are added to NAME as soon as it is complete
 
-Invariants: a folder called NAME is complete. A folder that somebody reads is not removed: readers
-hold a shared lock on it and on the folder around it (which may be a checkpoint too, and removed as
-one), whoever removes it an exclusive one.
+Invariants: a folder called NAME is complete. A folder is not removed while it is read: readers hold
+a shared lock on it and on its parent (which may be a checkpoint too, and removed as one), and it is
+removed under an exclusive lock.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from rlinf_async.backends.checkpoint.metadata import (
 )
 
 LATEST = "latest.json"
-"""beside a run's checkpoints: which of them the run goes on from"""
+"""file beside a run's checkpoints with the name of the one that the run resumes from"""
 
 _NUMBERED = re.compile(r"version-\d+")
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<what>partial|previous|beside)")
 
 
 def staging_folder(path: Path) -> Path:
-    """Return where a checkpoint is put together before it is renamed to ``path``."""
+    """Return the folder in which a checkpoint is written before it is renamed to ``path``."""
     return path.parent / f".{path.name}.partial"
 
 
 def previous_folder(path: Path) -> Path:
-    """Return where the folder that is replaced is for a moment."""
+    """Return the name of a replaced folder until it is removed."""
     return path.parent / f".{path.name}.previous"
 
 
 def fresh_staging(path: Path) -> Path:
-    """Make an empty staging folder for ``path``, dropping what an earlier attempt left there."""
+    """Make an empty staging folder for ``path``; the remains of an earlier attempt are removed."""
     folder = staging_folder(path)
     if folder.exists():
         shutil.rmtree(folder)
@@ -61,12 +61,12 @@ def fresh_staging(path: Path) -> Path:
 
 
 def tensor_file(rank: int, ranks: int) -> str:
-    """Return the name of a rank's tensors."""
+    """Return the name of a rank's file of tensors."""
     return f"rank_{rank}_of_{ranks}.safetensors"
 
 
 def own_file(rank: int, ranks: int) -> str:
-    """Return the name of what a rank keeps besides tensors."""
+    """Return the name of a rank's file of other values."""
     return f"rank_{rank}_of_{ranks}.pt"
 
 
@@ -75,10 +75,10 @@ def _record_file(rank: int, ranks: int) -> str:
 
 
 def rank_done(path: Path, rank: int, ranks: int, record: RankRecord) -> bool:
-    """Note that a rank's files are on the disk; the last of the ranks gives the folder its name.
+    """Record that a rank's files are on the disk; the last rank gives the folder its name.
 
-    Returns whether it was this one. Every rank notes first and looks then, so the last one sees
-    all; where two see all, only one can take rank 0's note away.
+    Returns whether this was the last one. Every rank writes its record before it looks for the
+    others, so the last one sees all; where two see all, only one can rename rank 0's record.
     """
     staging = staging_folder(path)
     write_whole(staging / _record_file(rank, ranks), encode(record))
@@ -101,8 +101,8 @@ def rank_done(path: Path, rank: int, ranks: int, record: RankRecord) -> bool:
 def commit(path: Path, metadata: Metadata) -> None:
     """Give the staging folder its metadata and its name.
 
-    What had this name before goes as soon as nobody reads it: at the latest the next `commit` waits
-    for that.
+    A folder that had this name before is removed as soon as nobody reads it; the next `commit`
+    waits for that.
     """
     staging, previous = staging_folder(path), previous_folder(path)
     write_whole(staging / METADATA, encode(metadata))
@@ -115,16 +115,16 @@ def commit(path: Path, metadata: Metadata) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a small file that is either not there or whole, and on the disk.
+    """Write a small file atomically, and flush it to the disk.
 
-    Its folder may be renamed as soon as the file is seen.
+    Its folder may be renamed as soon as the file is visible.
     """
     partial = path.with_name(f".{path.name}")
     with partial.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    # Opened before: whoever sees the last rank's note gives the staging folder another name.
+    # Opened before: a rank that sees the last record renames the staging folder.
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
         os.rename(partial, path)
@@ -152,7 +152,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 class Newest(NamedTuple):
-    """The checkpoint that a run goes on from, and the note that says so."""
+    """The checkpoint that a run resumes from, and the file that names it."""
 
     note: Path
     content: bytes
@@ -183,7 +183,7 @@ def newest_note(path: Path) -> Newest | None:
 
 
 def newest_of_run(path: Path) -> Path:
-    """Return ``path``, or where it is a run's folder, or its checkpoints', the one it goes on from.
+    """Return ``path``, or the newest checkpoint of a run's folder, or of its checkpoints'.
 
     Raises `CheckpointError` when the run's note cannot be read.
     """
@@ -197,9 +197,10 @@ class _Note(msgspec.Struct):
 
 @contextlib.contextmanager
 def being_read(folder: Path) -> Iterator[None]:
-    """Keep a complete folder from being removed meanwhile. Raises `CheckpointError` if it is gone.
+    """Keep a complete folder from being removed inside the block.
 
-    Holds for all processes that lock files together: those of one host, and most network disks.
+    The locks hold among processes of one host, and on most network file systems. Raises
+    `CheckpointError` if the folder is gone.
     """
     around = folder.resolve().parent
     with contextlib.ExitStack() as held:
@@ -211,7 +212,7 @@ def being_read(folder: Path) -> Iterator[None]:
             except PermissionError:
                 if one == folder:
                     raise
-                continue  # it is not listed for this user: no checkpoint
+                continue  # not readable for this user, so not a checkpoint of theirs
             held.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         if not (folder / METADATA).is_file():
@@ -220,14 +221,17 @@ def being_read(folder: Path) -> Iterator[None]:
 
 
 def remove(folder: Path, *, wait: bool = False) -> bool:
-    """Remove a checkpoint unless somebody reads it, or after that; whether it is gone."""
+    """Remove a checkpoint unless it is being read; return whether it is gone.
+
+    With ``wait``, wait for its readers.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
         return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        # Killed in the middle, what is left must not look complete.
+        # If the process is killed in the middle, the remains must not look complete.
         (folder / METADATA).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
     except BlockingIOError:
@@ -240,8 +244,8 @@ def remove(folder: Path, *, wait: bool = False) -> bool:
 def keep_newest(checkpoints: Path, newest: str, count: int) -> None:
     """Keep ``newest`` and the ``count - 1`` before it, by name; remove those that are older.
 
-    Later ones are left alone: they may be on their way to become the newest. One that is being read
-    stays until the next time.
+    Later ones are kept: one of them may be about to become the newest. One that is being read is
+    kept until the next call.
     """
     so_far = sorted(
         path for path in checkpoints.iterdir() if path.is_dir() and _is_numbered(path.name)
@@ -251,9 +255,9 @@ def keep_newest(checkpoints: Path, newest: str, count: int) -> None:
 
 
 def clean(checkpoints: Path) -> None:
-    """Remove what a killed run has left half-written, and finish what it was about to rename.
+    """Remove unfinished folders of a killed run, and complete a rename that it had begun.
 
-    Call it while nobody writes there.
+    To be called while no process writes there.
     """
     if not checkpoints.is_dir():
         return
@@ -269,5 +273,5 @@ def clean(checkpoints: Path) -> None:
 
 
 def _is_numbered(name: str) -> bool:
-    # Somebody's copy of one (``version-000010-four``) is not the run's to remove.
+    # A user's copy (``version-000010-four``) must not be removed.
     return _NUMBERED.fullmatch(name) is not None

@@ -23,7 +23,7 @@ CONFIG = "config.json"
 
 
 class Kind(NamedTuple):
-    """Weights, or one kind of moments: what stands before and behind a parameter's name."""
+    """Weights, or one kind of moments: the prefix and suffix of a parameter's name."""
 
     prefix: str
     suffix: str = ""
@@ -66,7 +66,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def decoder_of(config: Mapping[str, Any]) -> Decoder | None:
-    """Return the decoder that a configuration describes; None where there is no name map for it."""
+    """Return the decoder of a configuration; None where there is no name map for it."""
     if config.get("model_type") not in ARCHITECTURES:
         return None
     try:
@@ -76,7 +76,7 @@ def decoder_of(config: Mapping[str, Any]) -> Decoder | None:
 
 
 def foreign(names: Iterable[str]) -> list[str]:
-    """Return the weights that are no part of a causal language model: a critic's, a policy's."""
+    """Return the weights that do not belong to a causal language model: a critic's, a policy's."""
     return [
         name.removeprefix(WEIGHTS)
         for name in names

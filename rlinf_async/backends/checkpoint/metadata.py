@@ -1,9 +1,9 @@
-"""What ``metadata.json`` says of a checkpoint folder, and what each rank notes before it is there.
+"""The contents of ``metadata.json``, and the record that each rank writes before it exists.
 
 ::
 
-    rank_0_of_2.json   `RankRecord`: written last by each rank, so that one of them can see that all
-                       are done; gone in a complete folder
+    rank_0_of_2.json   `RankRecord`: written last by each rank, so that one of them sees that all
+                       are done; removed from a complete folder
     metadata.json      `Metadata`: a folder that has it is complete
 """
 
@@ -20,11 +20,11 @@ from rlinf_async.backends.checkpoint.errors import CheckpointError
 FORMAT = 2
 METADATA = "metadata.json"
 MODEL_FOLDER = "model"
-"""inside a checkpoint: configuration and tokenizer of a language model, no weights"""
+"""folder inside a checkpoint: configuration and tokenizer of a language model, no weights"""
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of the folder, as it was written."""
+    """A file of the folder: its size and checksum when it was written."""
 
     name: str
     """relative to the folder"""
@@ -38,7 +38,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How the tensors are cut: by tensor-parallel rank, and each part by FSDP2's rows.
 
     Ranks are numbered as in `rlinf_async.parallel`: ``rank = tp_rank + tp * dp_rank``. Which rows
-    are in the file of a rank stands in that file: those of a run have an order of their own.
+    are in a rank's file is recorded in that file: runs have an order of their own.
     """
 
     dp: int = 1
@@ -49,25 +49,25 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class RankRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one rank has written."""
+    """The files that one rank has written."""
 
     tensors: FileRecord
     own: FileRecord
     model: tuple[FileRecord, ...] = ()
-    """rank 0 only"""
+    """files of the model folder; rank 0 only"""
     aliases: dict[str, str] = {}
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ``metadata.json`` holds."""
+    """The contents of ``metadata.json``."""
 
     format: int = FORMAT
     strategy: Strategy
     tensors: tuple[FileRecord, ...]
     """``rank_R_of_N.safetensors``, by rank"""
     own: tuple[FileRecord, ...]
-    """``rank_R_of_N.pt``: what each rank of the run kept of its own. Their number is that of the
-    run's ranks; that of the tensors' files is the strategy's"""
+    """``rank_R_of_N.pt``: values of each rank of the run besides tensors; one file for each rank of
+    the run, where the number of files of tensors is the strategy's"""
     model: tuple[FileRecord, ...] = ()
     aliases: dict[str, str] = {}
     """tied tensors, which are stored once: name -> the name that is stored"""
@@ -113,7 +113,7 @@ def encode(record: Metadata | RankRecord) -> bytes:
 
 
 def read_metadata(folder: Path) -> AnyMetadata:
-    """Return what the folder says of itself. Raises `CheckpointError`."""
+    """Return the metadata of a folder. Raises `CheckpointError`."""
     path = folder / METADATA
     try:
         content = path.read_bytes()
@@ -134,7 +134,7 @@ def read_metadata(folder: Path) -> AnyMetadata:
 
 
 def _check_within(path: Path, records: Iterable[FileRecord | FileRecordV1]) -> None:
-    """Files outside of the folder would be read, and copied to places outside of the copy."""
+    """Refuse names that lead out of the folder: such files would be read, and written elsewhere."""
     for record in records:
         name = PurePosixPath(record.name)
         if name.is_absolute() or ".." in name.parts or not name.parts:

@@ -1,12 +1,12 @@
-"""How tensor-parallel ranks cut a trainer's tensors: the name map of the decoder that they are of.
+"""How tensor-parallel ranks cut a trainer's tensors: the name map of their decoder.
 
 ::
 
-    config.json -> decoder -> its parameters, and as many of their moments as there are
-    what is no part of the decoder (a critic's value head)  -> whole on every tensor rank
+    config.json -> decoder -> its parameters, and those of their moments that are stored
+    other tensors (a critic's value head) -> whole on every tensor rank
 
-The map knows experts one by one; transformers 5 keeps them fused, ``[experts, ...]``, and so does a
-checkpoint. `Named.places` says where in a fused tensor each of them lies.
+The map has a name for each expert; transformers 5 and checkpoints have them fused,
+``[experts, ...]``. `Named.places` holds the place of each in the fused tensor.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Named(NamedTuple):
 
     model: Model
     places: Mapping[str, Place] = {}
-    """of the tensors that are stored under another name than their own"""
+    """places of the tensors that are stored under another name"""
     aliases: Mapping[str, str] = {}
     """tied tensors that were stored twice: name -> the name that is kept"""
 
@@ -78,14 +78,14 @@ def by_name_map(saved: Saved, files: Mapping[str, Path]) -> Named:
         files: its configuration and tokenizer, by name.
 
     Raises:
-        CheckpointError: no name map says how to cut it.
-        ModelMismatch: its tensors are not those of its configuration.
+        CheckpointError: there is no name map for it.
+        ModelMismatch: its tensors do not match its configuration.
     """
     decoder, kind = _decoder(saved, files)
     base = huggingface(decoder)
     names = {name for name, one in saved.tensors.items() if one.shape}
     critic = bool(foreign(names))
-    aliases = dict(_said_twice(decoder, names))
+    aliases = dict(_tied_copies(decoder, names))
     names -= aliases.keys()
     _check_shapes(saved, base, names, without={HEAD} if critic else set())
     parameters: list[Parameter] = []
@@ -132,8 +132,8 @@ def _decoder(saved: Saved, files: Mapping[str, Path]) -> tuple[Decoder, str]:
     return decoder, kind
 
 
-def _said_twice(decoder: Decoder, names: set[str]) -> Iterator[tuple[str, str]]:
-    """Output layers that are the embedding and were stored nevertheless."""
+def _tied_copies(decoder: Decoder, names: set[str]) -> Iterator[tuple[str, str]]:
+    """Output layers that are tied to the embedding and were stored all the same."""
     if decoder.tied:
         for kind in KINDS:
             if kind.outer(HEAD) in names:
@@ -141,7 +141,7 @@ def _said_twice(decoder: Decoder, names: set[str]) -> Iterator[tuple[str, str]]:
 
 
 def _check_shapes(saved: Saved, base: Model, names: set[str], without: set[str]) -> None:
-    """Compare the weights with what is stored of such a decoder, experts fused."""
+    """Compare the weights with those of the decoder, experts fused."""
     stored = {one.name: one.shape for one in layout(base, Strategy()).of_rank(0)}
     expected = {name: shape for name, shape in stored.items() if name not in without}
     held = {inner for name in names if (inner := OF_WEIGHTS.inner(name)) is not None}
@@ -151,7 +151,7 @@ def _check_shapes(saved: Saved, base: Model, names: set[str], without: set[str])
 
 
 def _fused(model: Model) -> dict[str, Place]:
-    """Where the tensors lie that share a parameter with others."""
+    """The places of the tensors that share a parameter with others."""
     found: dict[str, Place] = {}
     for buffer in layout(model, Strategy()).of_rank(0):
         for piece in buffer.pieces:

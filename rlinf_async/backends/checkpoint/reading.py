@@ -1,10 +1,10 @@
-"""Any checkpoint folder as global tensors: boxes of them, wherever they are stored.
+"""Any checkpoint folder as global tensors: their boxes, in whichever files they are stored.
 
 ::
 
     files --size, crc32--> mapped into memory --> SavedTensor: boxes that cover it --> your cut
 
-Nothing is copied until somebody cuts a piece out. Files are read as safetensors, or by torch's
+Nothing is copied until a piece is cut out. Files are read as safetensors, or by torch's
 ``weights_only`` loader: a checkpoint cannot run code.
 """
 
@@ -42,7 +42,7 @@ class SavedBox(NamedTuple):
 
     start: Bounds
     data: Tensor
-    """of the box's size; mapped from the file"""
+    """elements of the box, mapped from the file"""
 
 
 class SavedTensor:
@@ -55,13 +55,13 @@ class SavedTensor:
         self._boxes: dict[tuple[Bounds, Bounds], SavedBox] = {}
 
     def add(self, start: Bounds, data: Tensor) -> None:
-        """Add a box; ranks may hold the same one."""
+        """Add a box; several ranks may have stored the same one."""
         if data.numel():
             self._boxes.setdefault((start, tuple(data.shape)), SavedBox(start, data))
 
     @property
     def missing(self) -> int:
-        """How many elements are in no file."""
+        """The number of elements that are in no file."""
         return math.prod(self.shape) - sum(box.data.numel() for box in self._boxes.values())
 
     def fill(self, target: Tensor, start: Bounds) -> None:
@@ -79,7 +79,7 @@ class SavedTensor:
             target[to].copy_(box.data[of])
 
     def whole(self) -> Tensor:
-        """Return all of it: mapped where one file has it, else put together in memory."""
+        """Return the whole tensor: mapped where one file has it, else assembled in memory."""
         if len(self._boxes) == 1:
             return next(iter(self._boxes.values())).data
         made = torch.empty(self.shape, dtype=self.dtype)
@@ -94,10 +94,10 @@ class Saved(NamedTuple):
     strategy: Strategy
     tensors: dict[str, SavedTensor]
     own: list[dict[str, Any]]
-    """what each rank that wrote kept of its own"""
+    """values besides tensors of each rank that wrote"""
     aliases: dict[str, str]
     metadata: Metadata | None
-    """None for format 1"""
+    """metadata of the folder; None for format 1"""
 
 
 Wanted = Callable[[int], bool]
@@ -111,9 +111,9 @@ def everything(_: int) -> bool:
 def read_checkpoint(path: Path, checked: Wanted = everything) -> Saved:
     """Map a checkpoint folder into memory.
 
-    ``checked``: whether this process compares the checksum of the file of this number; ranks that
-    read together share that work. Sizes are always compared. Raises `CheckpointError` for a file
-    that is missing, changed, or of another format.
+    ``checked`` returns whether this process compares the checksum of the file of this number: ranks
+    that read together share that work. Sizes are always compared. Raises `CheckpointError` for a
+    file that is missing, changed, or of another format.
     """
     folder = find_checkpoint(path)
     metadata = read_metadata(folder)
@@ -131,7 +131,7 @@ def read_checkpoint(path: Path, checked: Wanted = everything) -> Saved:
 
 
 def check_file(folder: Path, record: FileRecord | FileRecordV1, *, summed: bool = True) -> None:
-    """Raise `CheckpointError`, naming the file, unless it is as it was written."""
+    """Raise `CheckpointError`, naming the file, if it is missing or changed."""
     target = folder / record.name
     if not target.is_file():
         raise CheckpointError(f"{target} is missing: {_ELSEWHERE}")
@@ -160,7 +160,7 @@ def _load(target: Path, *, mmap: bool) -> dict[str, Any]:
             target, map_location="cpu", weights_only=True, mmap=mmap
         )
     except pickle.UnpicklingError:
-        # torch's own text recommends to switch the protection off: it is not passed on.
+        # torch's own text recommends to switch off the protection, so it is not shown.
         raise CheckpointError(
             f"{target} holds more than tensors and plain values, so it is not loaded: it was not "
             "written by save_checkpoint()"

@@ -1,20 +1,20 @@
-"""A checkpoint, or a run at its newest one, as other ranks would have written it: offline.
+"""A checkpoint, or a run at its newest one, resharded offline for other ranks.
 
 ::
 
     IN                              OUT
     checkpoint/                     checkpoint/
-      actor's files                   cut anew (`cutting`)
-      critic/                         cut anew: whatever is a checkpoint itself
-      run.msgpack                     the same bytes: whatever is none
+      actor's files                   resharded (`cutting`)
+      critic/                         resharded, as every folder that is a checkpoint itself
+      run.msgpack                     copied, as everything else
     run/                            run/
       checkpoints/version-000010/     as above
-      checkpoints/latest.json         the same bytes
+      checkpoints/latest.json         copied
       (older checkpoints)             --
-      all else, not hidden            the same bytes
+      everything else, not hidden     copied
 
-So a run goes on from OUT as it would from IN. Invariants: IN is only read; OUT gets its name when
-all of it is on the disk, and the file that says that a checkpoint is complete is its last.
+So a run resumes from OUT as it would from IN. Invariants: IN is only read; OUT gets its name when
+all of it is on the disk, and the metadata that marks a checkpoint as complete is written last.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from rlinf_async.backends.checkpoint.streaming import Advance, new_folder
 
 
 class Resharded(NamedTuple):
-    """What was written."""
+    """The result of a resharding."""
 
     folder: Path
     ranks: int
     bytes: int
-    """of all that was written but metadata"""
+    """bytes written, without metadata"""
     cut: tuple[str, ...]
-    """names of the checkpoints inside the checkpoint, which were cut too: a critic's"""
+    """names of the checkpoints inside the checkpoint that were resharded too, such as a critic's"""
     copied: tuple[str, ...]
-    """names of what was copied from beside the checkpoint's own files: a run's position"""
+    """names of the other files that were copied, such as a run's position"""
     of_run: bool
     """whether it is a run's folder"""
 
@@ -55,7 +55,7 @@ class Resharding:
     """One resharding. `run` writes it; ``total_bytes`` is known before.
 
     Args:
-        path: a checkpoint's folder; or that of a run, or of its checkpoints: the newest is cut.
+        path: a checkpoint's folder; or that of a run, or of its checkpoints, for the newest.
         dp: ranks that share each tensor's rows.
         tp: tensor-parallel ranks.
 
@@ -70,14 +70,14 @@ class Resharding:
         self._inside = Path() if self._newest is None else checkpoint.relative_to(path)
         self._folder = find_checkpoint(checkpoint)
         with being_read(self._folder):
-            self._whole = _Whole(self._folder, dp, tp)
+            self._whole = _Contents(self._folder, dp, tp)
         self._of_run = len(self._inside.parts) > 1
         around = set(visible(path)) - {self._inside.parts[0]} if self._of_run else set[str]()
         self._around = Copies(path, around)
         self.total_bytes = self._whole.total_bytes + self._around.total_bytes
 
     def run(self, out: Path, advance: Advance = lambda _: None) -> Resharded:
-        """Write the folder ``out``, which must not be there yet."""
+        """Write the folder ``out``, which must not exist yet."""
         if out.resolve().is_relative_to(self._path.resolve()):
             raise CheckpointError(
                 f"{out} lies inside {self._path}, which is only read: name a folder elsewhere"
@@ -98,19 +98,19 @@ class Resharding:
         )
 
 
-class _Whole:
-    """A checkpoint's folder with all that lies in it."""
+class _Contents:
+    """A checkpoint's folder with everything in it."""
 
     def __init__(self, folder: Path, dp: int, tp: int) -> None:
         self.cutting = Cutting(folder, dp=dp, tp=tp)
         beside = set(visible(folder)) - self.cutting.names
         checkpoints = {one for one in beside if (folder / one / METADATA).is_file()}
-        self.inner = {one: _Whole(folder / one, dp, tp) for one in sorted(checkpoints)}
+        self.inner = {one: _Contents(folder / one, dp, tp) for one in sorted(checkpoints)}
         self.copies = Copies(folder, beside - checkpoints)
 
     @property
     def total_bytes(self) -> int:
-        """Of all that will be written."""
+        """The size of the result."""
         inside = sum(one.total_bytes for one in self.inner.values())
         return self.cutting.total_bytes + self.copies.total_bytes + inside
 

@@ -1,4 +1,4 @@
-"""Files of tensors that are never in memory together: one is made, written and forgotten."""
+"""Files of tensors, written one tensor at a time, so that one is in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlinf_async.backends.checkpoint.metadata import FileRecord
 from rlinf_async.backends.checkpoint.tensor_file import ChecksummedFile, Entry
 
 Advance: TypeAlias = Callable[[int], None]
-"""told of every so many bytes that were written"""
+"""callback for progress, with the number of bytes written since the last call"""
 
 
 def write_tensors(
@@ -30,7 +30,7 @@ def write_tensors(
     make: Callable[[Entry], Tensor],
     advance: Advance,
 ) -> FileRecord:
-    """Write a file of tensors in their order; ``make`` gives each, on the CPU."""
+    """Write a file of tensors in their order; ``make`` returns each, on the CPU."""
     with ChecksummedFile(folder, name) as file:
         file.write(head)
         for one in entries:
@@ -42,23 +42,23 @@ def write_tensors(
 
 
 def check_new(out: Path) -> None:
-    """Raise `CheckpointError` where something is at ``out``."""
+    """Raise `CheckpointError` if ``out`` exists."""
     if os.path.lexists(out):
-        raise CheckpointError(f"{out} is there already: name another, or move it away")
+        raise CheckpointError(f"{out} exists already: name another folder, or move it away")
 
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Give a folder to write into, which takes the place of ``out`` if the block ends well.
+    """Make a folder to write into; it is renamed to ``out`` at the end of the block.
 
-    Raises `CheckpointError` where something is at ``out``, or another process of this host is
-    writing it. After an error nothing is left.
+    Raises `CheckpointError` if ``out`` exists, or another process of this host is writing it. After
+    an error nothing is left.
     """
     check_new(out)
     staging = staging_folder(out)
     with _alone(staging, out):
         try:
-            check_new(out)  # whoever had it may have ended well
+            check_new(out)  # the process that had the lock may have completed it
             _empty(staging)
             yield staging
             sync(staging)
@@ -71,7 +71,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _alone(staging: Path, out: Path) -> Iterator[None]:
-    """Make the staging folder, and keep others who want to write ``out`` out of it."""
+    """Make the staging folder, and lock it against others that would write ``out``."""
     staging.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -90,7 +90,7 @@ def _alone(staging: Path, out: Path) -> Iterator[None]:
 
 
 def _empty(folder: Path) -> None:
-    """Remove what an attempt that was killed has left."""
+    """Remove the remains of a killed attempt."""
     for left in folder.iterdir():
         if left.is_dir() and not left.is_symlink():
             shutil.rmtree(left)

@@ -1,13 +1,12 @@
-"""One file of tensors, written in one pass: safetensors, and the boxes that its tensors are.
+"""One file of tensors, written in one pass: safetensors, with the boxes of its tensors.
 
 ::
 
     8 bytes: length | header, JSON: dtype, shape, place of each tensor | the tensors' bytes
 
-The safetensors library reads it, and checks it; it writes only what is whole in memory, twice, and
-without a checksum, so the writing is here. In the header's ``__metadata__`` stand the global shapes
-and, for each tensor of the file, which boxes of which global tensors it is made of: a file explains
-itself.
+The safetensors library reads and checks it, but would write it from copies in memory and without a
+checksum, so it is written here. The header's ``__metadata__`` has the global shapes and, for each
+tensor of the file, the boxes of global tensors that it is made of.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ class Box(NamedTuple):
     start: tuple[int, ...]
     size: tuple[int, ...]
     offset: int
-    """elements before it"""
+    """elements before it in the tensor of the file"""
 
     @property
     def elements(self) -> int:
-        """How many it has."""
+        """The number of elements."""
         return math.prod(self.size)
 
 
@@ -70,21 +69,21 @@ class Entry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """What ``__metadata__`` says."""
+    """The boxes of a file, in its ``__metadata__``."""
 
     shapes: dict[str, tuple[int, ...]]
-    """of the global tensors"""
+    """shapes of the global tensors"""
     boxes: dict[str, tuple[Box, ...]]
-    """of each tensor of the file"""
+    """boxes of each tensor of the file"""
 
 
 def in_file_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Widest dtype first, so that every tensor is aligned without gaps between them."""
+    """Sort by dtype, the widest first, so that every tensor is aligned without gaps."""
     return sorted(entries, key=lambda one: (-one.dtype.itemsize, one.name))
 
 
@@ -95,8 +94,8 @@ def header(
 ) -> bytes:
     """Return the header, its length included, for tensors that follow in this order.
 
-    ``shapes`` of the global tensors are given where the entries have boxes; ``about``: other texts
-    for ``__metadata__``.
+    ``shapes``: of the global tensors, where the entries have boxes; ``about``: further texts for
+    ``__metadata__``.
     """
     texts = dict(about or {})
     if shapes is not None:
@@ -119,9 +118,9 @@ def header(
 
 
 class ChecksummedFile:
-    """A new file, written from front to back; when the block ends it is on the disk.
+    """A new file, written from front to back; at the end of the block it is on the disk.
 
-    The interpreter is free for other threads while bytes are summed and written.
+    Other threads run while bytes are summed and written.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -166,7 +165,7 @@ class ChecksummedFile:
 
 
 def write_file(folder: Path, name: str, content: bytes | memoryview) -> FileRecord:
-    """Write a file whose bytes are there."""
+    """Write a file from bytes in memory."""
     with ChecksummedFile(folder, name) as file:
         file.write(content)
     return file.record

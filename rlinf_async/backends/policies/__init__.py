@@ -1,9 +1,9 @@
-"""Policies by name: ``mlp_gaussian``, ``mlp_categorical``, and what a user registers.
+"""Policies by name: ``mlp_gaussian``, ``mlp_categorical``, and those that a user registers.
 
 ::
 
-    config.py    which policy, and its size (no torch)
-    base.py      what every policy is, and the table        mlp.py   the two that are built in
-    moments.py   running statistics that travel with the weights
+    config.py    name and size of a policy (no torch)
+    base.py      the base class, and the registry           mlp.py   the two that are built in
+    moments.py   running statistics, published with the weights
     serving.py   a policy that answers observations in numpy
 """

@@ -1,4 +1,4 @@
-"""What every policy is, the table of policies, and the check of what they return."""
+"""The base class of policies, their registry, and the check of their outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlinf_async.backends.policies.moments import ObservationNormalizer, ReturnN
 
 
 class Step(NamedTuple):
-    """What the policy does for ``N`` observations."""
+    """Sampled actions for ``N`` observations."""
 
     action: Tensor
     """``[N, A]``, or int64 ``[N]``; the other two are ``[N]``"""
@@ -26,7 +26,7 @@ class Step(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """What the policy says about given actions, with gradients; all ``[N]``."""
+    """Log-probs, entropy and values for given actions, with gradients; all ``[N]``."""
 
     log_prob: Tensor
     entropy: Tensor
@@ -37,8 +37,8 @@ class Policy(nn.Module, ABC):
     """Actor, critic and normalisers in one module.
 
     `act`, `mode`, `value` and `evaluate` take observations as the environment gave them,
-    ``forward`` those that are normalised already. ``version`` names the weights in errors; whoever
-    loads weights sets it.
+    ``forward`` those that are normalised already. ``version``, which is set when weights are
+    loaded, names them in errors.
     """
 
     def __init__(self, config: PolicyConfig) -> None:
@@ -86,7 +86,7 @@ class Policy(nn.Module, ABC):
 
     def require_finite(self, **outputs: Tensor) -> None:
         """Raise `PolicyOutputError`, naming version and tensor, unless all are finite."""
-        # One sum per tensor is the cheapest look: NaN and infinity survive it.
+        # One sum for each tensor is the cheapest check: NaN and infinity carry over to it.
         if all(math.isfinite(tensor.sum().item()) for tensor in outputs.values()):
             return
         for name, tensor in outputs.items():
@@ -100,7 +100,7 @@ class Policy(nn.Module, ABC):
 
 
 class PolicyBuilder(Protocol):
-    """The shape of a registered policy: a class, or a function that makes one."""
+    """The signature of a registered policy: a class, or a function that returns one."""
 
     def __call__(self, config: PolicyConfig, /) -> Policy: ...
 
@@ -113,10 +113,10 @@ Builder = TypeVar("Builder", bound=PolicyBuilder)
 
 
 def register_policy(name: str) -> Callable[[Builder], Builder]:
-    """Return a decorator that enters a policy under ``name`` and leaves its type as it is."""
+    """Return a decorator that registers a policy under ``name`` and keeps its type."""
 
-    def enter(builder: Builder) -> Builder:
+    def register(builder: Builder) -> Builder:
         policies.register(name)(builder)
         return builder
 
-    return enter
+    return register

@@ -1,4 +1,4 @@
-"""Which policy, and its size."""
+"""The configuration of a policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     hidden_sizes: tuple[int, ...] = (64, 64)
     initial_log_std: float = 0.0
     observation_clip: float = 10.0
-    """normalised observations are held within plus and minus this"""
+    """bound of normalised observations, in both directions"""
 
     def __post_init__(self) -> None:
         if self.observation_size < 0 or self.action_size < 0:

@@ -50,7 +50,7 @@ def run_values(network: nn.Sequential, inputs: Tensor) -> Tensor:
 
 
 class _MlpPolicy(Policy):
-    """What the continuous and the discrete policy share."""
+    """The common part of the continuous and the discrete policy."""
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)

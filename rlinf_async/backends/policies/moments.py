@@ -1,6 +1,6 @@
-"""Running mean and variance, as buffers, so that they travel and are saved with the weights.
+"""Running mean and variance, as buffers: published and saved with the weights.
 
-Only the actor updates them, after it trained: one weight version names both.
+Only the actor updates them, after training: one weight version names both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EPSILON = 1e-8
 
 
 class Moments(NamedTuple):
-    """Of one batch: float64, ``[D]`` each (or scalars), and the number of samples."""
+    """Moments of one batch: float64, ``[D]`` each (or scalars), and the number of samples."""
 
     mean: Tensor
     variance: Tensor
@@ -62,11 +62,11 @@ class RunningMoments(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     def update(self, batch: Tensor) -> None:
-        """Take in ``batch [N, D]``; raises `ValueError` for a batch that is not finite."""
+        """Include ``batch [N, D]``; raises `ValueError` for a batch that is not finite."""
         self.merge(batch_moments(batch))
 
     def merge(self, moments: Moments) -> None:
-        """Take in moments that were computed elsewhere, such as on all ranks together."""
+        """Include moments that were computed elsewhere, such as over all ranks."""
         finite = torch.isfinite(moments.mean).all() and torch.isfinite(moments.variance).all()
         if moments.samples and not finite:
             raise ValueError("a batch with NaN or infinity cannot enter the running statistics")

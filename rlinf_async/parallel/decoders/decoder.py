@@ -29,14 +29,14 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     """inner size of the MLP; of one expert where there are experts"""
     vocabulary: int
     tied: bool = False
-    """the output layer is the embedding"""
+    """whether the output layer is the embedding"""
     qkv_bias: bool = False
     qk_norm: bool = False
     post_norms: bool = False
-    """norms behind attention and MLP as well (Gemma)"""
+    """whether there are norms behind attention and MLP too (Gemma)"""
     experts: int = 0
     block_sparse: bool = False
-    """names of Mixtral's checkpoints: ``block_sparse_moe``, with ``w1``, ``w3`` and ``w2``"""
+    """whether the names are those of Mixtral: ``block_sparse_moe``, with ``w1``, ``w3``, ``w2``"""
     dtype: str = "float32"
 
     @classmethod
@@ -123,7 +123,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def router(self, layer: int) -> GlobalTensor:
-        """Return what chooses the experts."""
+        """Return the router, which chooses the experts."""
         return self.tensor(f"{self.block(layer)}.gate.weight", self.experts, self.hidden)
 
     def embedding(self) -> GlobalTensor:
@@ -137,7 +137,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         return self.tensor("lm_head.weight", self.vocabulary, self.hidden)
 
     def block(self, layer: int) -> str:
-        """Return what checkpoints and vLLM call the MLP, or the router with its experts."""
+        """Return the name in checkpoints and vLLM of the MLP, or of the router with its experts."""
         return f"{layer_name(layer)}.{'block_sparse_moe' if self.block_sparse else 'mlp'}"
 
     def _mlps(self, layer: int) -> list[str]:
@@ -145,7 +145,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         return [f"{mlp}.experts.{e}" for e in range(self.experts)] if self.experts else [mlp]
 
     def qkv_kinds(self) -> tuple[Kind, ...]:
-        """Return what query, key and value have: weights, and biases where there are."""
+        """Return the tensors of query, key and value: weights, and biases where there are."""
         return ("weight", "bias") if self.qkv_bias else ("weight",)
 
 

@@ -209,7 +209,7 @@ def test_what_fails_in_the_middle_leaves_nothing(checkpoint: Path, tmp_path: Pat
         Resharding(checkpoint, dp=2, tp=1).run(tmp_path / "two", stop)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "two").mkdir()
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         Resharding(checkpoint, dp=2, tp=1).run(tmp_path / "two")
 
 

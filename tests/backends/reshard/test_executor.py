@@ -33,8 +33,8 @@ from rlinf_async.parallel import (
     plan,
 )
 from rlinf_async.parallel.decoders import Decoder, huggingface, megatron, vllm
-from rlinf_async.parallel.inprocess import scatter
 from tests.backends.ranks import start_ranks
+from tests.parallel.arrays import scatter
 
 pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
 

@@ -185,6 +185,9 @@ def test_an_item_of_another_type_than_declared_is_refused_with_its_path() -> Non
         Decoder(Box[int]).decode(encode(Box("text")))
 
 
+masked: Any = np.ma  # some releases of numpy have no annotations here
+
+
 def test_python_objects_in_an_array_are_refused_with_the_path_of_the_field() -> None:
     good, bad = np.zeros(1, np.float32), np.array([object()])
     with pytest.raises(WrongItemType, match=r"Sample\.listed\[1\]: .*holds Python objects"):
@@ -195,7 +198,7 @@ def test_python_objects_in_an_array_are_refused_with_the_path_of_the_field() -> 
     ("value", "said"),
     [
         (object(), "object cannot travel"),
-        (np.ma.masked_array([1.0], [True]), "a MaskedArray cannot travel"),
+        (masked.array([1.0], mask=[True]), "a MaskedArray cannot travel"),
         (torch.eye(2).to_sparse(), "a tensor of layout torch.sparse_coo cannot travel"),
         (torch.empty(2, device="meta"), "a tensor on meta has no elements"),
         (torch.ones(2).as_subclass(OddTensor), "a OddTensor cannot travel without losing"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -86,3 +87,18 @@ class Channels:
         found = {sample.request.name: sample for sample in samples}
         assert len(found) == count, "a sample came twice"
         return found
+
+
+Serving = tuple[Channels, ra.WorkerGroup[Any], ra.GroupCall[list[LanguageRolloutReport]]]
+"""The channels, the workers, and their call of `serve`."""
+
+
+@asynccontextmanager
+async def served(worker: type[Rollout], *args: Any) -> AsyncIterator[Serving]:
+    """A worker in this process that serves, with weights of version 0."""
+    async with ra.Cluster.local() as cluster:
+        channels = Channels(cluster)
+        rollout = await cluster.launch(worker, *args)
+        serving = channels.serve(rollout)
+        await channels.weights.sender.publish(update(0))
+        yield channels, rollout, serving

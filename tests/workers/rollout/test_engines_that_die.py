@@ -17,7 +17,7 @@ from rlinf_async.messages.language import Generated, Request
 from rlinf_async.testing import explore, run
 from rlinf_async.workers.rollout.language import LanguageRolloutConfig
 from tests.backends.requests import request
-from tests.workers.rollout.language_kit import SLOW, Channels, Rollout, right, update
+from tests.workers.rollout.language_kit import SLOW, Channels, Rollout, right, served, update
 
 
 def test_an_engine_that_dies_is_built_again_and_everything_is_answered() -> None:
@@ -46,11 +46,7 @@ def test_an_engine_that_dies_within_a_load_is_built_again_with_the_newest_weight
     config = msgspec.structs.replace(SLOW, load_seconds=4.0)
 
     async def body() -> None:
-        async with ra.Cluster.local() as cluster:
-            channels = Channels(cluster)
-            rollout = await cluster.launch(Rollout, config)
-            serving = channels.serve(rollout)
-            await channels.weights.sender.publish(update(0))
+        async with served(Rollout, config) as (channels, rollout, serving):
             await channels.ask(*(request(index) for index in range(8)))
             await asyncio.sleep(6.5)
             await channels.weights.sender.publish(update(1))  # is loaded at second 7

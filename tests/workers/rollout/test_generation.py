@@ -17,17 +17,13 @@ from rlinf_async.testing import explore, nothing_left_waiting, run, wait_all_blo
 from rlinf_async.workers.rollout.errors import WeightsEnded
 from rlinf_async.workers.rollout.language import LanguageRolloutConfig
 from tests.backends.requests import request
-from tests.workers.rollout.language_kit import SLOW, Channels, Rollout, right, update
+from tests.workers.rollout.language_kit import SLOW, Channels, Rollout, right, served, update
 
 
 def test_each_sample_goes_on_when_it_is_done() -> None:
     async def body() -> None:
         config = ToyEngineConfig(seconds_per_step=1.0, mean_tokens=20, tail=1.0)
-        async with ra.Cluster.local() as cluster:
-            channels = Channels(cluster)
-            rollout = await cluster.launch(Rollout, config)
-            serving = channels.serve(rollout)
-            await channels.weights.sender.publish(update(0))
+        async with served(Rollout, config) as (channels, _, serving):
             began = asyncio.get_running_loop().time()
             asked = [request(index, max_tokens=1000) for index in range(8)]
             await channels.ask(*asked)
@@ -185,11 +181,7 @@ def test_a_request_waits_for_the_weights_that_it_asks_for() -> None:
 def test_new_weights_come_in_flight_and_no_request_is_dropped() -> None:
     async def body() -> None:
         config = ToyEngineConfig(slots=4, seconds_per_step=1.0, mean_tokens=10, load_seconds=2.0)
-        async with ra.Cluster.local() as cluster:
-            channels = Channels(cluster)
-            rollout = await cluster.launch(Rollout, config)
-            serving = channels.serve(rollout)
-            await channels.weights.sender.publish(update(0))
+        async with served(Rollout, config) as (channels, _, serving):
             await channels.ask(*(request(index) for index in range(4)))
             await asyncio.sleep(6.5)
             await channels.weights.sender.publish(update(1))
@@ -207,11 +199,7 @@ def test_new_weights_come_in_flight_and_no_request_is_dropped() -> None:
 
 def test_a_prompt_that_does_not_fit_ends_the_run_and_is_named() -> None:
     async def body() -> None:
-        async with ra.Cluster.local() as cluster:
-            channels = Channels(cluster)
-            rollout = await cluster.launch(Rollout, ToyEngineConfig(context=16))
-            serving = channels.serve(rollout)
-            await channels.weights.sender.publish(update(0))
+        async with served(Rollout, ToyEngineConfig(context=16)) as (channels, _, serving):
             await channels.ask(request(group=7))
             with pytest.raises(ra.WorkerError, match="prompt 7 has 3 tokens") as got:
                 await serving
@@ -222,11 +210,7 @@ def test_a_prompt_that_does_not_fit_ends_the_run_and_is_named() -> None:
 
 def test_weights_that_will_never_come_are_an_error_and_not_a_hang() -> None:
     async def body() -> None:
-        async with ra.Cluster.local() as cluster:
-            channels = Channels(cluster)
-            rollout = await cluster.launch(Rollout, SLOW)
-            serving = channels.serve(rollout)
-            await channels.weights.sender.publish(update(0))
+        async with served(Rollout, SLOW) as (channels, _, serving):
             await channels.ask(request(min_version=1))
             await channels.weights.sender.close()
             with pytest.raises(ra.WorkerError, match="version 1 are asked for, the newest") as got:
@@ -238,11 +222,7 @@ def test_weights_that_will_never_come_are_an_error_and_not_a_hang() -> None:
 
 def test_the_engines_log_probs_are_there_for_a_comparison() -> None:
     async def body() -> None:
-        async with ra.Cluster.local() as cluster:
-            channels = Channels(cluster)
-            rollout = await cluster.launch(Rollout, SLOW)
-            serving = channels.serve(rollout)
-            await channels.weights.sender.publish(update(0))
+        async with served(Rollout, SLOW) as (channels, rollout, serving):
             await channels.ask(request())
             sample = (await channels.collect(1))["0/0"]
             pairs = [(sample.request.prompt.token_ids, sample.generated.token_ids)]

@@ -14,7 +14,7 @@ from rlinf_async.backends.toy.engine import ToyEngine
 from rlinf_async.messages.language import Request
 from rlinf_async.testing import explore, nothing_left_waiting
 from tests.backends.requests import request
-from tests.workers.rollout.language_kit import SLOW, Channels, Rollout, right, update
+from tests.workers.rollout.language_kit import SLOW, Channels, Rollout, right, served, update
 
 
 def test_interrupted_requests_go_on_elsewhere_after_the_tokens_they_have() -> None:
@@ -107,11 +107,7 @@ class BuiltSlowly(Rollout):
 
 def test_an_interruption_while_the_engine_is_built_again_hands_its_requests_back() -> None:
     async def body() -> None:
-        async with ra.Cluster.local() as cluster:
-            channels = Channels(cluster)
-            rollout = await cluster.launch(BuiltSlowly, SLOW)
-            channels.serve(rollout)
-            await channels.weights.sender.publish(update(0))
+        async with served(BuiltSlowly, SLOW) as (channels, rollout, _):
             await channels.ask(*(request(index) for index in range(4)))
             await asyncio.sleep(2.5)
             await rollout[0].call(Rollout.kill_engine)
@@ -201,11 +197,7 @@ def _made(request: Request) -> int:
 
 def test_offloading_finishes_what_is_here_and_takes_nothing_until_onload() -> None:
     async def body() -> None:
-        async with ra.Cluster.local() as cluster:
-            channels = Channels(cluster)
-            rollout = await cluster.launch(Rollout, SLOW)
-            serving = channels.serve(rollout)
-            await channels.weights.sender.publish(update(0))
+        async with served(Rollout, SLOW) as (channels, rollout, serving):
             await channels.ask(*(request(index) for index in range(6)))
             await asyncio.sleep(0.5)
             await rollout[0].call(Rollout.offload)
@@ -225,11 +217,7 @@ def test_offloading_finishes_what_is_here_and_takes_nothing_until_onload() -> No
 
 def test_offloading_or_onloading_twice_is_harmless() -> None:
     async def body() -> None:
-        async with ra.Cluster.local() as cluster:
-            channels = Channels(cluster)
-            rollout = await cluster.launch(Rollout, SLOW)
-            serving = channels.serve(rollout)
-            await channels.weights.sender.publish(update(0))
+        async with served(Rollout, SLOW) as (channels, rollout, serving):
             await channels.taken.receiver.get()
             await rollout[0].call(Rollout.onload)
             await asyncio.gather(*(rollout[0].call(Rollout.offload) for _ in range(2)))

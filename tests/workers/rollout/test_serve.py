@@ -24,7 +24,7 @@ class Watched(ToyRollout):
 
     async def forwards(self) -> list[int]:
         """Rows of each forward pass."""
-        policy = self._live._policy
+        policy = self._policy
         assert isinstance(policy, ToyPolicy)
         return policy.forwards
 

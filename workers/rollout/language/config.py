@@ -1,4 +1,4 @@
-"""How a language rollout worker serves."""
+"""The configuration of a language rollout worker."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ class LanguageRolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     """One language rollout worker, whatever its engine."""
 
     max_concurrent: int | None = None
-    """requests that it holds at a time; as many as the engine works on and a sixteenth more when
-    left out"""
+    """number of requests held at a time; when left out, as many as the engine generates for at a
+    time, and a sixteenth more"""
     engine_restarts: int = 3
-    """how often an engine that died is built again, in this worker's life"""
+    """number of times that an engine that died is built again, in this worker's life"""
     seed: int = 0
-    """of what a request's own seed does not reach; every rank gets its own from it"""
+    """seed of everything that a request's own seed does not cover; every rank derives its own"""
 
     def __post_init__(self) -> None:
         if self.max_concurrent is not None and self.max_concurrent < 1:

@@ -1,4 +1,4 @@
-"""An engine whose weights change while it generates, and which is built again when it dies.
+"""An engine whose weights change while it generates, and which is replaced when it dies.
 
 ::
 
@@ -7,8 +7,8 @@
     follow        newer weights                           the actor
     revive        the engine to start, weights to load    itself
 
-Invariant: a request that was taken is answered, whatever happens to the engine meanwhile, or the
-failure says why. What a dead engine had made of it is made again.
+Invariant: a request that was taken is answered, or fails with the cause, whatever happens to the
+engine meanwhile. Tokens of an engine that died are generated again.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import logging
 from collections.abc import Callable
 
 from rlinf_async.backends.language import EngineDied, GenerationEngine
-from rlinf_async.channels import EndOfChannel, LatestReceiver, NoReceivers, Sender
-from rlinf_async.channels.waitfor import WaitFuture
+from rlinf_async.channels import LatestReceiver, NoReceivers, Sender
 from rlinf_async.messages.language import Generated, Request, WeightsTaken
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.context import OpenSpan
-from rlinf_async.workers.rollout.errors import WeightsEnded
+from rlinf_async.workers.rollout.following import FollowedWeights
 from rlinf_async.workers.spans import Together
 
 log = logging.getLogger(__name__)
@@ -36,8 +35,8 @@ class LiveEngine:
 
     Args:
         build: makes an engine, not started.
-        restarts: how often a dead one is replaced.
-        span: where it is to be seen when the engine generates and when weights are loaded.
+        restarts: number of times that a dead one is replaced.
+        span: opens spans of the trace, for generating and for loading weights.
     """
 
     def __init__(self, build: Build, restarts: int, span: OpenSpan) -> None:
@@ -46,16 +45,13 @@ class LiveEngine:
         self._span = span
         self._generating = Together(span, "generate")
         self.engine = build()
-        self._weights: LatestReceiver[WeightUpdate] | None = None
-        self._ended = False
-        self._waiting: list[WaitFuture] = []
-        self._changing = asyncio.Lock()  # held while weights are loaded, or the engine is not there
+        self.weights = FollowedWeights(lambda: self.engine.version, askers="rollout workers")
+        self._source: LatestReceiver[WeightUpdate] | None = None
+        self._changing = (
+            asyncio.Lock()
+        )  # held while weights are loaded, or the engine is replaced or offloaded
         self._moving = asyncio.Lock()  # held while it is offloaded or onloaded
         self._offloaded = False
-        self.interrupted = False
-        """requests end with what they have, and nobody waits for weights any more"""
-        self.loads = 0
-        """weight updates that were applied"""
         self.restarts = 0
         """engines that died and were replaced"""
 
@@ -75,73 +71,44 @@ class LiveEngine:
                     return await engine.generate(request)
             except EngineDied as death:
                 await self._revive(engine, death)
-                if self.interrupted:  # the engine that was told so is not this one
+                if self.weights.interrupted:  # its successor was not interrupted
                     return None
-
-    def interrupt(self) -> None:
-        """End every `reach`; who called it looks at ``interrupted``."""
-        self.interrupted = True
-        self._wake()
-
-    async def reach(self, version: int) -> None:
-        """Wait until the weights are at least as new as this version, or until `interrupt`.
-
-        Raises:
-            WeightsEnded: they never will be.
-        """
-        while self.engine.version < version and not self.interrupted:
-            if self._ended:
-                raise WeightsEnded(
-                    f"weights of version {version} are asked for, the newest are "
-                    f"{self.engine.version}, and their channel has ended: the actor must go on "
-                    "until the rollout workers are done"
-                )
-            # Only the publisher can end this wait: the deadlock watch tells by the future's type.
-            waiting = WaitFuture(loop=asyncio.get_running_loop())
-            self._waiting.append(waiting)
-            await waiting
 
     def listen(self, weights: LatestReceiver[WeightUpdate]) -> None:
         """Weights will come from here: `follow` is about to begin."""
-        self._weights, self._ended = weights.clone(), False
+        self._source = weights.clone()
+        self.weights.begin()
 
     async def follow(
         self, weights: LatestReceiver[WeightUpdate], taken: Sender[WeightsTaken], rank: int
     ) -> None:
-        """Load every update that comes, say that it was taken, until no more will come.
+        """Load every update that comes, and report each, until no more will come.
 
         Raises what the engine's ``load`` raises: `WeightsError` for a damaged update.
         """
         loop = asyncio.get_running_loop()
-        seen = 0  # not what the receiver has seen: another rank of this process may hold it too
-        try:
-            while True:
-                update = await weights.get(newer_than=seen)
-                seen, arrived = weights.version, loop.time()
-                served = self.engine.version
-                async with self._changing:
-                    if served < self.engine.version > update.version:
-                        continue  # an engine that was built meanwhile has newer ones: they are next
-                    checksum = await self._load(update)
-                self.loads += 1
-                self._wake()
-                seconds = loop.time() - arrived
-                try:
-                    await taken.put(
-                        WeightsTaken(
-                            rollout_rank=rank,
-                            version=update.version,
-                            checksum=checksum,
-                            seconds=seconds,
-                        )
+
+        async def load(update: WeightUpdate) -> None:
+            arrived, served = loop.time(), self.engine.version
+            async with self._changing:
+                if served < self.engine.version > update.version:
+                    return  # an engine built meanwhile has newer ones, which come next
+                checksum = await self._load(update)
+            self.weights.loaded()
+            seconds = loop.time() - arrived
+            try:
+                await taken.put(
+                    WeightsTaken(
+                        rollout_rank=rank,
+                        version=update.version,
+                        checksum=checksum,
+                        seconds=seconds,
                     )
-                except NoReceivers:  # nobody wants to know any more
-                    log.debug("nobody is left to hear of weights version %d", update.version)
-        except EndOfChannel:
-            pass  # what is loaded still answers
-        finally:
-            self._ended = True
-            self._wake()
+                )
+            except NoReceivers:
+                log.debug("no receiver is left for WeightsTaken of version %d", update.version)
+
+        await self.weights.follow(weights, load)
 
     async def offload(self) -> None:
         """Give the device's memory back, if it was not; no weights are loaded until `onload`."""
@@ -169,7 +136,7 @@ class LiveEngine:
             finally:
                 self._offloaded = False
                 self._changing.release()
-                self._wake()
+                self.weights.wake()
 
     async def _load(self, update: WeightUpdate) -> int:
         while True:
@@ -185,7 +152,7 @@ class LiveEngine:
 
     async def _revive(self, dead: GenerationEngine, death: EngineDied) -> None:
         async with self._changing:
-            while self.engine is dead:  # the first who comes builds the next
+            while self.engine is dead:  # the first caller replaces it
                 await self._replace(dead, death)
                 dead = self.engine
                 try:
@@ -202,7 +169,7 @@ class LiveEngine:
         self.engine = self._build()
         try:
             await self.engine.start()
-        except BaseException:  # a cancellation too: whoever comes next must not find half an engine
+        except BaseException:  # a cancellation too: the next caller must not find half an engine
             await self.engine.close()
             raise
         self._restarts_left -= 1
@@ -210,12 +177,6 @@ class LiveEngine:
 
     async def _load_newest(self, engine: GenerationEngine) -> None:
         """Load what was published last, if anything was."""
-        if self.loads and self._weights is not None:
-            await self._loaded(engine, await self._weights.get(newer_than=0))
-            self._wake()
-
-    def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for one in waiting:
-            if not one.done():
-                one.set_result(None)
+        if self.weights.loads and self._source is not None:
+            await self._loaded(engine, await self._source.get(newer_than=0))
+            self.weights.wake()

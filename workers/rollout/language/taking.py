@@ -1,9 +1,9 @@
-"""Taking requests one by one, which can be stopped and started from outside.
+"""Taking requests one by one, with a gate that other calls close and open.
 
 Invariant: when `Taking.close` has returned, nothing is taken until `Taking.open`, and whatever was
 taken before has been started. A wait for the next request ends without taking one.
 
-Who waits at a closed gate waits for others: a run in which nobody opens it is found to be stuck.
+A task at a closed gate waits for others, so the deadlock watch sees a run in which nobody opens it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from rlinf_async.channels.waitfor import WaitFuture
 
 Step = Callable[[], Coroutine[Any, Any, bool]]
-"""Takes one item and starts what is done with it; False when there is none left."""
+"""Takes one item and starts its work; False when there is none left."""
 
 
 class Taking:
@@ -59,7 +59,7 @@ class Taking:
                     raise
             finally:
                 self._steps.discard(taking)
-            if _is_cancelled():  # it came too late to end the step
+            if _is_cancelled():  # the cancellation came too late to end the step
                 raise asyncio.CancelledError
 
     async def _gate(self) -> None:

@@ -38,20 +38,21 @@ from rlinf_async.workers.base import Worker
 from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
 from rlinf_async.workers.rollout.language.live import LiveEngine
 from rlinf_async.workers.rollout.language.taking import Taking
+from rlinf_async.workers.tasks import task_group
 
 AHEAD = 16
-"""one request more is held for so many that the engine works on"""
+"""for each so many requests that the engine works on, one more is held"""
 ASKING = 4
-"""requests that are asked for at a time, where there is room: each answer takes a round trip, and
-an engine with free slots would wait for one after the other"""
+"""gets of requests that are open at a time, where there is room: each takes a round trip, and an
+engine with free slots would wait for one after the other"""
 
 
 class LanguageRolloutReport(msgspec.Struct, kw_only=True):
-    """What one rank's `LanguageRolloutWorker.serve` did."""
+    """The counts of one rank's `LanguageRolloutWorker.serve`."""
 
     samples: int = 0
     tokens: int = 0
-    """of the responses, without those of partials that came with the request"""
+    """tokens of the responses, without those that came with the request"""
     waited: int = 0
     """requests that had to wait for weights"""
     handed_back: int = 0
@@ -59,7 +60,7 @@ class LanguageRolloutReport(msgspec.Struct, kw_only=True):
     weight_updates: int = 0
     engine_restarts: int = 0
     version: int = -1
-    """of the weights at the end"""
+    """version of the weights at the end"""
 
 
 class LanguageRolloutWorker(Worker):
@@ -87,8 +88,8 @@ class LanguageRolloutWorker(Worker):
         self._handed_back = 0
 
     async def setup(self) -> None:
-        """Start the engine; unless it was told otherwise, weights come with the first update."""
-        # Its module brings torch along, which takes seconds: not in the event loop.
+        """Start the engine; its weights come with the first update, unless it loads its own."""
+        # Its module imports torch, which takes seconds: not in the event loop.
         restarts = self.config.engine_restarts
         self._live = await self.compute(LiveEngine, self.make_engine, restarts, self.span)
         await self._live.engine.start()
@@ -123,23 +124,20 @@ class LanguageRolloutWorker(Worker):
         """
         report = LanguageRolloutReport()
         live = self._live
-        loads, restarts = live.loads, live.restarts
+        loads, restarts = live.weights.loads, live.restarts
         live.listen(weights)
         held = self.config.max_concurrent or _held(live.engine.max_concurrent)
         room = asyncio.Semaphore(held)
-        try:
-            async with asyncio.TaskGroup() as group:
-                following = group.create_task(live.follow(weights, taken, self.rank))
-                async with asyncio.TaskGroup() as answering:
-                    step = partial(self._start_next, requests, samples, room, answering, report)
-                    for _ in range(min(ASKING, held) - 1):
-                        answering.create_task(self._taking.run(step))
-                    # One of them here: a run in which nobody lets it go on is found to be stuck.
-                    await self._taking.run(step)
-                following.cancel()
-        except ExceptionGroup as failures:
-            raise (first := _first(failures)) from first.__cause__
-        report.weight_updates = live.loads - loads
+        async with task_group() as group:
+            following = group.create_task(live.follow(weights, taken, self.rank))
+            async with asyncio.TaskGroup() as answering:
+                step = partial(self._start_next, requests, samples, room, answering, report)
+                for _ in range(min(ASKING, held) - 1):
+                    answering.create_task(self._taking.run(step))
+                # One of them here, so that the deadlock watch sees a run that nobody resumes.
+                await self._taking.run(step)
+            following.cancel()
+        report.weight_updates = live.weights.loads - loads
         report.engine_restarts = live.restarts - restarts
         report.version = live.engine.version
         return report
@@ -154,14 +152,14 @@ class LanguageRolloutWorker(Worker):
         await self._taking.close()
         self._unfinished, before = unfinished, self._handed_back
         try:
-            self._live.interrupt()
+            self._live.weights.interrupt()
             await self._live.engine.abort()
             while self._answering:
                 await asyncio.wait(list(self._answering))
             return self._handed_back - before
         finally:
             self._unfinished = None
-            self._live.interrupted = False
+            self._live.weights.interrupted = False
 
     async def resume(self) -> None:
         """Take requests again, after `interrupt` or `offload`."""
@@ -188,12 +186,12 @@ class LanguageRolloutWorker(Worker):
         """
         try:
             found = await self._live.engine.so_far()
-        except EngineDied:  # the next one begins them anew
+        except EngineDied:  # its successor generates them from the start
             found = {}
         return [_continued(one, found.get(one.name)) for one in self._answering.values()]
 
     async def version(self) -> int:
-        """Of the weights that the engine serves; -1 before the first."""
+        """The version of the weights that the engine serves; -1 before the first."""
         return self._live.engine.version
 
     async def log_probs(self, sequences: list[tuple[Tokens, Tokens]]) -> list[Floats]:
@@ -238,7 +236,7 @@ class LanguageRolloutWorker(Worker):
                 generated = await self._generate(request, report)
                 if generated is not None and generated.finish != "abort":
                     break
-                # Where nobody asked for the interruption any more, it goes on here.
+                # If the interruption was cancelled, generation continues here.
                 request = _continued(request, generated)
                 if await self._hand_back(request):
                     report.handed_back += 1
@@ -249,23 +247,23 @@ class LanguageRolloutWorker(Worker):
             report.tokens += len(generated.token_ids) - brought
 
     async def _generate(self, request: Request, report: LanguageRolloutReport) -> Generated | None:
-        """Return what was generated; None if it was interrupted before it began."""
+        """Generate for the request; return None if that was interrupted before it began."""
         live = self._live
         if request.min_version > live.engine.version:
             report.waited += 1
-            await live.reach(request.min_version)
-        return None if live.interrupted else await live.generate(request)
+            await live.weights.reach(request.min_version)
+        return None if live.weights.interrupted else await live.generate(request)
 
     async def _hand_back(self, request: Request) -> bool:
-        """Put the request where `interrupt` says; False if it says nothing any more."""
+        """Put the request into the channel of `interrupt`; False if there is none any more."""
         unfinished = self._unfinished
         if unfinished is None:
             return False
         try:
             await unfinished.put(request)
-        except ChannelClosed:  # the interruption was cancelled; it may still have to learn of it
+        except ChannelClosed:  # the interruption was cancelled, and has not noticed yet
             if self._unfinished is unfinished:
-                self._unfinished, self._live.interrupted = None, False
+                self._unfinished, self._live.weights.interrupted = None, False
             return False
         self._handed_back += 1
         return True
@@ -280,27 +278,22 @@ class LanguageRolloutWorker(Worker):
 
 
 def _held(slots: int) -> int:
-    """Requests to hold for an engine of so many slots: none of them empty while a sample leaves."""
+    """Number of requests to hold for an engine, so that no slot is empty while a sample leaves."""
     return slots + slots // AHEAD
 
 
 def _continued(request: Request, generated: Generated | None) -> Request:
-    """The request, to be gone on with after what was generated."""
+    """The request with the generated tokens as its ``partial``."""
     if generated is None or not len(generated.token_ids):
         return request
     return msgspec.structs.replace(request, partial=generated)
 
 
 def _check(request: Request, generated: Generated) -> None:
-    """Refuse NaN and infinity, whatever the engine let through."""
+    """Refuse NaN and infinity, which the engine should have refused."""
     if not np.isfinite(generated.log_prob).all():
         raise ModelOutputError(
             f"request {request.name} (prompt {request.prompt.index}): the model gave log-probs "
             f"that are NaN or infinite, weights version {generated.version.max()}; look at the "
             "learning rate and the gradient norm first"
         )
-
-
-def _first(error: BaseException) -> BaseException:
-    """The first failure inside nested groups."""
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -10,7 +10,7 @@ import msgspec
 
 from rlinf_async.config import ConfigError
 from rlinf_async.data import DataConfig, DataError
-from rlinf_async.data.records import existing
+from rlinf_async.data.files import existing
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import LanguageSummary
 from rlinf_async.runtime.jobs.checks import check_device, check_sinks

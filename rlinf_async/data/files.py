@@ -1,22 +1,112 @@
-"""Tables on disk: a dataset saved by Hugging Face datasets, or Parquet or Arrow files.
+"""Records on disk: JSON lines, a dataset saved by Hugging Face datasets, Parquet or Arrow files.
 
-Only the columns that are used are read. Nothing is copied into a cache.
+Nothing is copied into a cache. A line is read again from its file whenever it is asked for; of
+tables, only the columns that are used are read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
 
 from rlinf_async.config import MissingExtra
 from rlinf_async.config.errors import nearest
+from rlinf_async.data.config import DataConfig
 from rlinf_async.data.errors import DataError
 from rlinf_async.data.records import Record, Records, digest_of
 
+_BOM = b"\xef\xbb\xbf"
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+
+
+def existing(config: DataConfig) -> Path:
+    """The file or folder that ``path`` names.
+
+    Raises:
+        DataError: there is none.
+    """
+    path = Path(config.path).expanduser()
+    if not path.exists():
+        raise DataError(
+            f"there is no file or folder {config.path!r} (seen from {os.getcwd()}): data are read "
+            "from disk, not downloaded"
+        )
+    return path
+
+
+def open_file(config: DataConfig) -> Records:
+    """The records of the file or folder that ``path`` names.
+
+    Raises:
+        DataError: they are not there, or cannot be read.
+        MissingExtra: the library datasets is needed and not installed.
+    """
+    path = existing(config)
+    if not path.is_dir() and path.suffix not in (".parquet", ".arrow"):
+        return JsonLines(path)
+    columns = [config.prompt_column, config.reference_column, config.verifier_column]
+    tops = list(dict.fromkeys(column.partition(".")[0] for column in columns if column))
+    return open_tables(path, config.split, tops)
+
+
+class JsonLines:
+    """The objects of a file. Every line is checked when the file is opened; blank ones do not
+    count."""
+
+    made_on_demand = False
+
+    def __init__(self, path: Path) -> None:
+        """Raises `DataError`, naming the line, where one is not a JSON object."""
+        self._name = str(path)
+        digest = hashlib.blake2b(digest_size=16)
+        places: list[tuple[int, int, int]] = []
+        self._decode = msgspec.json.Decoder(dict[str, Any]).decode
+        start = 0
+        with self._open() as file:
+            for number, line in enumerate(file, 1):
+                digest.update(line)
+                skipped = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
+                text = line[skipped:]
+                if text.strip():
+                    self._check(text, number)
+                    places.append((start + skipped, len(text), number))
+                start += len(line)
+        self._places = np.array(places, np.int64).reshape(-1, 3)
+        self.fingerprint = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Record:
+        start, size, number = (int(one) for one in self._places[index])
+        with self._open() as file:
+            file.seek(start)
+            return self._check(file.read(size), number)
+
+    def where(self, index: int) -> str:
+        return f"{self._name}:{self._places[index][2]}"
+
+    def _open(self) -> BinaryIO:
+        try:
+            return open(self._name, "rb")
+        except OSError as error:
+            raise DataError(f"{self._name} cannot be read: {error.strerror}") from None
+
+    def _check(self, text: bytes, number: int) -> Record:
+        try:
+            return self._decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"{self._name}:{number}: each line must be one JSON object: {error}"
+            ) from None
 
 
 class TableRecords:
@@ -75,7 +165,7 @@ def _saved(library: Any, path: Path, split: str) -> tuple[Any, str, list[Path]]:
         path = path / split
     try:
         dataset = library.load_from_disk(str(path))
-    except Exception as error:  # datasets and pyarrow raise what they like of damaged files
+    except Exception as error:  # datasets and pyarrow raise errors of many types
         raise DataError(f"{path} cannot be read as a saved dataset: {error}") from error
     return dataset, str(path), [one for one in path.rglob("*") if one.is_file()]
 
@@ -101,12 +191,12 @@ def _files(path: Path, split: str) -> list[Path]:
             )
     raise DataError(
         f"{path} holds no data: neither a dataset that was saved with save_to_disk nor .parquet or "
-        ".arrow files (JSON lines are given as a file)"
+        ".arrow files (for JSON lines, give the path of the file)"
     )
 
 
 def _split_of(file: Path) -> str:
-    """``data/train-00000-of-00001.parquet`` and ``train/0000.parquet`` are of ``train``."""
+    """The split: ``train`` of ``data/train-00000-of-00001.parquet`` or ``train/0000.parquet``."""
     for part in reversed(file.parts):
         word = re.match(r"[A-Za-z]+", part)
         if word is not None and word[0] in _SPLITS:
@@ -123,7 +213,7 @@ def _tables(library: Any, files: Sequence[Path]) -> Any:
                 tables.append(library.Dataset(read(file, memory_map=True)))
             else:
                 tables.append(library.Dataset.from_file(str(file)))
-        except Exception as error:  # pyarrow raises many kinds of errors of damaged files
+        except Exception as error:  # pyarrow raises errors of many types
             raise DataError(f"{file} cannot be read: {error}") from error
     try:
         return library.concatenate_datasets(tables)

@@ -1,7 +1,4 @@
-"""Carry a plan out on arrays of one process: for checkpoints on one host, simulations and tests.
-
-Live ranks use an executor of a backend, which runs the same views over a network.
-"""
+"""A plan carried out on numpy arrays of one process: the reference for the executors."""
 
 from __future__ import annotations
 
@@ -12,9 +9,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from rlinf_async.parallel.layout import Layout
-from rlinf_async.parallel.plan import Plan
-from rlinf_async.parallel.views import View
+from rlinf_async.parallel import Layout, Plan, View
 
 Array: TypeAlias = NDArray[Any]
 Buffers: TypeAlias = Mapping[int, Mapping[str, Array]]
