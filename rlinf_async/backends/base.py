@@ -143,6 +143,6 @@ class Rescalable(Protocol):
         """
         ...
 
-    def sit_out(self) -> None:
-        """Count an iteration that the active ranks train; for an idle one."""
+    def skip_iteration(self) -> None:
+        """Count an iteration that the active ranks train, on an idle one."""
         ...

@@ -93,7 +93,7 @@ def require_equal(member: Rank, number: int, what: str) -> None:
 
 
 @contextlib.contextmanager
-def together(member: Rank, doing: str) -> Iterator[None]:
+def fail_together(member: Rank, doing: str) -> Iterator[None]:
     """Leave normally only if every rank did.
 
     A rank that failed raises its own error, the others `CheckpointError` naming it, so that nobody

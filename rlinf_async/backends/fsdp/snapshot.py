@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from rlinf_async.backends.checkpoint.errors import CheckpointError
-from rlinf_async.backends.fsdp.checkpoint import Part
+from rlinf_async.backends.fsdp.state import Part
 
 SMALL_BYTES = 64 * 1024
 """up to this a tensor is copied at once"""

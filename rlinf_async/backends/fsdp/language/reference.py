@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rlinf_async.backends.fsdp.manager import ShardedModelManager
+from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.sharding import local_shard
 
 REFERENCE = "reference"
@@ -20,7 +20,7 @@ class KeptWeights:
     The manager keeps it, so that it goes along when the number of ranks changes.
     """
 
-    def __init__(self, manager: ShardedModelManager) -> None:
+    def __init__(self, manager: FSDPModelManager) -> None:
         self._manager = manager
         manager.kept[REFERENCE] = _copies(self._live())
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rlinf_async.backends.base import TrainingDiverged
 from rlinf_async.backends.fsdp import ranks
-from rlinf_async.backends.fsdp.language.manager import LanguageModelManager
+from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.language import MicroBatch
 
 
@@ -64,7 +64,7 @@ class _Totals:
         for name, number in {"loss": part.loss.detach(), **part.metrics}.items():
             self.sums[name] = self.sums.get(name, 0.0) + number.double()
 
-    def reduce(self, manager: LanguageModelManager) -> None:
+    def reduce(self, manager: FSDPModelManager) -> None:
         """Add up the ranks'."""
         if manager.world_size == 1:
             return
@@ -83,7 +83,7 @@ class _Totals:
 
 
 def optimizer_step(
-    manager: LanguageModelManager, micro_batches: Iterable[MicroBatch], part_of: PartOf
+    manager: FSDPModelManager, micro_batches: Iterable[MicroBatch], part_of: PartOf
 ) -> dict[str, float]:
     """Make one optimizer step; return its metrics, equal on every rank. Collective.
 
@@ -118,7 +118,7 @@ def optimizer_step(
     }
 
 
-def _lr(manager: LanguageModelManager) -> float:
+def _lr(manager: FSDPModelManager) -> float:
     return float(manager.optimizer.param_groups[0]["lr"])
 
 

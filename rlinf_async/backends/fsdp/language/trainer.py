@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlinf_async.algorithms.language.advantages import (
     AdvantageMoments,
@@ -26,23 +26,30 @@ from rlinf_async.algorithms.language.aggregation import share_of
 from rlinf_async.algorithms.language.config import LanguageLossConfig
 from rlinf_async.algorithms.language.losses import TokenLossInputs, token_loss
 from rlinf_async.backends.base import RescaleReport
+from rlinf_async.backends.building import building
 from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.errors import FSDPError
 from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
-from rlinf_async.backends.fsdp.language.describing import add_missing_files
+from rlinf_async.backends.fsdp.language.describing import add_missing_files, describing_files
 from rlinf_async.backends.fsdp.language.forward import largest, token_answers
 from rlinf_async.backends.fsdp.language.head import TokenStatistics
-from rlinf_async.backends.fsdp.language.in_place import publish_in_place
-from rlinf_async.backends.fsdp.language.manager import LanguageModelManager
-from rlinf_async.backends.fsdp.language.model import without_progress_bars
+from rlinf_async.backends.fsdp.language.model import build_language_model, without_progress_bars
+from rlinf_async.backends.fsdp.language.network import (
+    PolicyNetwork,
+    ValueNetwork,
+    check_same_as_transformers,
+)
 from rlinf_async.backends.fsdp.language.packing import Packed, pack_samples
 from rlinf_async.backends.fsdp.language.publishing import (
     hugging_face_state,
     load_hugging_face_state,
 )
 from rlinf_async.backends.fsdp.language.reference import KeptWeights
+from rlinf_async.backends.fsdp.language.sharded_publishing import publish_shards
 from rlinf_async.backends.fsdp.language.step import NothingToDo, Part, optimizer_step
-from rlinf_async.backends.fsdp.optimized import DTYPES
+from rlinf_async.backends.fsdp.manager import DTYPES, FSDPModelManager
+from rlinf_async.backends.fsdp.rescale import rescale
+from rlinf_async.backends.fsdp.sharding import unwrapped
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
@@ -62,9 +69,29 @@ class LanguageTrainerBase(ABC):
 
     def __init__(self, config: LanguageTrainerConfig, world_size: int, rank: int) -> None:
         self.config = config
-        self.manager = LanguageModelManager(config, world_size, rank, critic=self.critic)
+        self.manager = FSDPModelManager(config.fsdp, world_size, rank, self._build_network)
         self.manager.setup_model_and_optimizer()
+        self.manager.model_files = describing_files(config.fsdp.model, self.language)
         self._version = 0
+
+    def _build_network(self) -> nn.Module:
+        """Return the network, on the CPU; random weights come from the trainer's seed.
+
+        Raises `ValueError` for a folder that cannot be used and an architecture that this backend
+        would train wrongly.
+        """
+        with building(self.config.seed):
+            language, packs = build_language_model(self.config.fsdp.model)
+        chunk_bytes = self.config.logit_chunk_bytes
+        policy = PolicyNetwork(language, packs=packs, logit_chunk_bytes=chunk_bytes)
+        check_same_as_transformers(policy)
+        return ValueNetwork(language, packs=packs) if self.critic else policy
+
+    @property
+    def language(self) -> nn.Module:
+        """The model of transformers inside the network."""
+        language: nn.Module = unwrapped(self.manager.model).language  # type: ignore[assignment]
+        return language
 
     @property
     def version(self) -> int:
@@ -108,18 +135,19 @@ class LanguageTrainerBase(ABC):
     def check_ranks(self, world_size: int) -> None:  # noqa: B027  # most have no limit
         """Any number of ranks will do."""
 
-    def sit_out(self) -> None:
-        """Count an iteration that the active ranks train."""
+    def skip_iteration(self) -> None:
+        """Count an iteration that the active ranks train, on an idle one."""
         self.end_iteration()
 
     def rescale(
         self, world_size: int, *, timeout: float, bucket_bytes: int, objection: str = ""
     ) -> RescaleReport:
-        """Let the first ``world_size`` ranks train from now on; see `ShardedModelManager.rescale`.
+        """Let the first ``world_size`` ranks train from now on; see `fsdp.rescale`.
 
         Reference weights go along. Collective over all launched ranks.
         """
-        report = self.manager.rescale(
+        report = rescale(
+            self.manager,
             world_size,
             timeout=timeout,
             bucket_bytes=bucket_bytes,
@@ -297,7 +325,7 @@ class PolicyTrainer(LanguageTrainerBase):
         if not self.manager.active:
             return pack({}, self._version)
         dtype, size = DTYPES[self.config.publish_precision], self.config.bucket_bytes
-        update = publish_in_place(
+        update = publish_shards(
             self.manager, dtype, self._version, size, allocate=allocate, previous=self._published
         )
         if update is None:
@@ -322,10 +350,10 @@ class PolicyTrainer(LanguageTrainerBase):
         state = hugging_face_state(self.manager)
         if self.manager.rank == 0:
             with without_progress_bars():
-                cast(Any, self.manager.language).save_pretrained(folder, state_dict=state)
+                cast(Any, self.language).save_pretrained(folder, state_dict=state)
             for path in folder.glob("*.safetensors"):
                 shutil.copymode(folder / "config.json", path)  # made for the owner alone
-            add_missing_files(self.manager.model_files(), folder)
+            add_missing_files(self.manager.model_files, folder)
         ranks.wait_for_all(self.manager)
 
 

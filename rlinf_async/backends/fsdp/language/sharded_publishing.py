@@ -28,11 +28,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 
 from rlinf_async.backends.fsdp import ranks
-from rlinf_async.backends.fsdp.checkpoint import first_row
 from rlinf_async.backends.fsdp.errors import FSDPError
-from rlinf_async.backends.fsdp.language.manager import LanguageModelManager
 from rlinf_async.backends.fsdp.language.publishing import named_weights
-from rlinf_async.backends.fsdp.sharding import local_shard
+from rlinf_async.backends.fsdp.manager import FSDPModelManager
+from rlinf_async.backends.fsdp.sharding import first_row, local_shard
 from rlinf_async.messages.weights import Allocate, TensorSlot, WeightBucket, WeightUpdate
 from rlinf_async.weights import pack
 from rlinf_async.weights.behind import Place, map_place, places_of, this_host
@@ -75,8 +74,8 @@ class Outline(NamedTuple):
     """of this rank"""
 
 
-def publish_in_place(
-    manager: LanguageModelManager,
+def publish_shards(
+    manager: FSDPModelManager,
     dtype: torch.dtype,
     version: int,
     bucket_bytes: int,
@@ -131,7 +130,7 @@ def _by_rows(tensors: Iterable[Tensor]) -> bool:
     return all(one.device_mesh.ndim == 1 and one.placements == (Shard(0),) for one in sharded)
 
 
-def _on_one_host(manager: LanguageModelManager, allocate: Allocate | None) -> bool:
+def _on_one_host(manager: FSDPModelManager, allocate: Allocate | None) -> bool:
     mine = torch.tensor([this_host(), int(allocate is not None)])
     told = [one.tolist() for one in ranks.all_gather(manager, mine)]
     return bool(told[0][1]) and len({host for host, _ in told}) == 1
@@ -162,7 +161,7 @@ def _outlines(
 
 
 def _shown(
-    manager: LanguageModelManager,
+    manager: FSDPModelManager,
     outlines: Sequence[Outline],
     memories: Sequence[Memory | None] | None,
 ) -> list[Memory | None]:
@@ -192,7 +191,7 @@ def _mapped(place: Place | None, size: int) -> Memory | None:
 
 
 def _allocated(
-    manager: LanguageModelManager,
+    manager: FSDPModelManager,
     outlines: Sequence[Outline],
     changed: Sequence[bool],
     allocate: Allocate | None,
@@ -210,7 +209,7 @@ def _allocated(
 
 
 def _agreed(
-    manager: LanguageModelManager, flags: Sequence[bool], operation: dist.ReduceOp.RedOpType
+    manager: FSDPModelManager, flags: Sequence[bool], operation: dist.ReduceOp.RedOpType
 ) -> list[bool]:
     row = torch.tensor(flags, dtype=torch.int32, device=manager.device)
     ranks.all_reduce(manager, row, operation)
@@ -235,7 +234,7 @@ def _write(outline: Outline, memory: Memory, *, gaps: bool) -> None:
         end = slot.offset + math.prod(slot.shape) * getattr(torch, slot.dtype).itemsize
 
 
-def _hashed(manager: LanguageModelManager, memories: Sequence[Memory]) -> list[int]:
+def _hashed(manager: FSDPModelManager, memories: Sequence[Memory]) -> list[int]:
     """Return every bucket's checksum, each taken by one rank."""
     mine = np.zeros(len(memories), np.uint64)
     for i in range(manager.rank, len(memories), manager.world_size):
