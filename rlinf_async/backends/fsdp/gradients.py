@@ -116,7 +116,8 @@ class Gradients:
     ) -> float:
         """Unscale, multiply by ``factor`` and clip to ``max_norm``; return the norm before.
 
-        ``model`` is the one with these parameters. Gradients of frozen parameter groups are removed first. Collective where sharded.
+        Gradients of frozen parameter groups are removed first. Collective where sharded. ``model``
+        is the one with these parameters.
         """
         frozen = [group for group in self._groups if group["frozen"]]
         if not self._sharded:
