@@ -106,8 +106,10 @@ class EmbodiedTrainer:
 
     @property
     def ppo(self) -> PPOConfig:
-        """How a batch is used at the present number of ranks: minibatches of all ranks together
-        stay as large as they are with all launched ones."""
+        """How a batch is used at the present number of ranks.
+
+        The minibatches of all ranks together are as large as those of all launched ones.
+        """
         return rank_share_of(self.config.ppo, self.manager.groups.launched, self.manager.world_size)
 
     def check_ranks(self, world_size: int) -> None:
@@ -237,8 +239,7 @@ class EmbodiedTrainer:
 
 
 def rank_share_of(config: PPOConfig, configured: int, ranks: int) -> PPOConfig:
-    """Return how each of ``ranks`` ranks uses its batch, as minibatches for ``configured`` ranks
-    say.
+    """Return how each of ``ranks`` ranks uses its batch, given the sizes for ``configured`` ranks.
 
     Raises `StrategyError` where they do not divide, with the nearest numbers that do.
     """

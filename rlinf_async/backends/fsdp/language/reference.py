@@ -1,4 +1,4 @@
-"""Weights kept on the CPU that take the model's place for a while: the reference policy's."""
+"""Weights kept on the CPU that replace the model's for a while: the reference policy's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REFERENCE = "reference"
 class KeptWeights:
     """A copy of a model's weights as they are now, this rank's part of them.
 
-    The manager keeps it, so that it goes along when the number of ranks changes.
+    The manager holds it, so that it moves when the number of ranks changes.
     """
 
     def __init__(self, manager: FSDPModelManager) -> None:
@@ -25,7 +25,7 @@ class KeptWeights:
         manager.kept[REFERENCE] = _copies(self._live())
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """The model has the kept weights while the block runs, and its own again after it."""
         live = self._live()
         own = _copies(live)

@@ -25,14 +25,14 @@ from rlinf_async.backends.language import MicroBatch
 
 
 class Part(NamedTuple):
-    """What one micro-batch adds; scalars."""
+    """Contribution of one micro-batch; scalars."""
 
     loss: Tensor
-    """with its gradient: the weighted sum over its tokens"""
+    """weighted sum over its tokens, with its gradient"""
     units: float
-    """what it adds to the denominator (`aggregation.Share`)"""
+    """share of the denominator (`aggregation.Share`)"""
     tokens: int
-    """that the metrics are sums over"""
+    """number of tokens that the metrics are sums over"""
     metrics: Mapping[str, Tensor]
     """sums over tokens"""
 
@@ -65,7 +65,7 @@ class _Totals:
             self.sums[name] = self.sums.get(name, 0.0) + number.double()
 
     def reduce(self, manager: FSDPModelManager) -> None:
-        """Add up the ranks'."""
+        """Add up the sums of all ranks."""
         if manager.world_size == 1:
             return
         names = sorted(self.sums)

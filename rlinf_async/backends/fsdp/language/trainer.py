@@ -63,7 +63,7 @@ SILENT_AT_ZERO = frozenset({"ppo", "gspo", "reinforce"})
 
 
 class LanguageTrainerBase(ABC):
-    """What a policy and a critic have in common. torch.distributed is up where it is needed."""
+    """What a policy and a critic have in common. torch.distributed is up on several ranks."""
 
     critic = False
 
@@ -95,7 +95,7 @@ class LanguageTrainerBase(ABC):
 
     @property
     def version(self) -> int:
-        """How many iterations were trained, or the version that `load` took."""
+        """Number of iterations that were trained, or the version that `load` took."""
         return self._version
 
     def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
@@ -117,7 +117,7 @@ class LanguageTrainerBase(ABC):
         return whitened(samples, moments)
 
     def agree(self, count: int, /) -> int:
-        """Return the largest of what the ranks gave. Collective."""
+        """Return the largest count of all ranks. Collective."""
         return largest(self.manager, count)
 
     def training_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
@@ -126,14 +126,14 @@ class LanguageTrainerBase(ABC):
 
     @abstractmethod
     def _part(self, micro_batch: MicroBatch) -> Part | NothingToDo:
-        """The loss of one micro-batch, which `training_step` adds up."""
+        """Return the loss of one micro-batch, which `training_step` adds up."""
 
     def end_iteration(self) -> None:
         """Count the version up."""
         self._version += 1
 
-    def check_ranks(self, world_size: int) -> None:  # noqa: B027  # most have no limit
-        """Any number of ranks will do."""
+    def check_ranks(self, world_size: int) -> None:  # noqa: B027  # no limit
+        """Accept any number of ranks: `LanguageBatches` has the sizes that must divide."""
 
     def skip_iteration(self) -> None:
         """Count an iteration that the active ranks train, on an idle one."""
@@ -176,12 +176,12 @@ class LanguageTrainerBase(ABC):
     def begin_checkpoint(
         self, path: Path, extra: Mapping[str, object] | None = None
     ) -> Future[Path]:
-        """Start writing what `save_checkpoint` writes, and go on. Collective."""
+        """Start writing what `save_checkpoint` writes, and return. Collective."""
         content = {"version": self._version, "extra": dict(extra or {})}
         return self.manager.begin_checkpoint(path, content)
 
     def load_checkpoint(self, path: Path) -> list[dict[str, object]]:
-        """Go on where the checkpoint was written; the extras of its ranks. Collective."""
+        """Continue where the checkpoint was written; return its ranks' extras. Collective."""
         extras: list[dict[str, Any]] = self.manager.load_checkpoint(path)
         self._version = extras[0]["version"]
         return [extra["extra"] for extra in extras]
@@ -192,18 +192,18 @@ class LanguageTrainerBase(ABC):
         silent: Sequence[bool],
         config: LanguageLossConfig,
     ) -> tuple[list[TrainingSample], float]:
-        """The samples that go through the model, and the units of all."""
+        """Return the samples that go through the model, and the units of all."""
         masks = [trained_tokens(sample) for sample in samples]
         units = sum(share_of(int(mask.sum()), config.aggregation).units for mask in masks)
-        going = [
+        forwarded = [
             sample
             for sample, mask, quiet in zip(samples, masks, silent, strict=True)
             if mask.any() and not quiet
         ]
-        if not going and self.manager.world_size > 1:
+        if not forwarded and self.manager.world_size > 1:
             # Every rank takes part in every forward and backward pass; this one trains nothing.
-            going = [samples[0]]
-        return going, units
+            forwarded = [samples[0]]
+        return forwarded, units
 
 
 class PolicyTrainer(LanguageTrainerBase):
@@ -224,14 +224,14 @@ class PolicyTrainer(LanguageTrainerBase):
         samples, config = micro_batch.samples, loss or self.config.loss
         self._check_ready(samples)
         silent = [self._silent(one, config) for one in samples]
-        going, units = self._whole_batch(samples, silent, config)
-        if not going:
+        forwarded, units = self._whole_batch(samples, silent, config)
+        if not forwarded:
             return NothingToDo(units)
-        masks = [trained_tokens(sample) for sample in going]
-        packed = pack_samples(going, masks, self.manager.device)
+        masks = [trained_tokens(sample) for sample in forwarded]
+        packed = pack_samples(forwarded, masks, self.manager.device)
         with self.manager.autocast():
             now: TokenStatistics = self.manager.model(packed)
-        found = token_loss(self._inputs(going, masks, now, config), config)
+        found = token_loss(self._inputs(forwarded, masks, now, config), config)
         total = (found.loss * token_weights(masks, config, found.loss.device)).sum()
         metrics = {name: numbers.sum() for name, numbers in found.metrics.items()}
         return Part(total, units, len(packed.rows), metrics)
@@ -313,7 +313,7 @@ class PolicyTrainer(LanguageTrainerBase):
             )
         self.manager.check_loaded("reference log-probs")
         self.manager.settle_checkpoint()
-        with self._reference.in_place():
+        with self._reference.swapped_in():
             return token_answers(self.manager, samples, limit, answer)
 
     def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
@@ -367,5 +367,5 @@ def token_weights(
 
 
 def trained_tokens(sample: TrainingSample) -> NDArray[np.bool_]:
-    """The tokens that the loss is made of."""
+    """Return the mask of the tokens in the loss."""
     return sample.loss_mask if sample.scored else np.zeros_like(sample.loss_mask)
