@@ -76,6 +76,9 @@ class ToyActor(EmbodiedFSDPActor):
     async def join_collective(self) -> None:
         pass
 
+    async def scheduler_scale_sync(self) -> None:
+        """Nothing: there is no group whose store says which strategies are due."""
+
 
 class Channels:
     """The channels around the actors."""
