@@ -35,29 +35,30 @@ def join(context: WorkerContext) -> None:
     context.joined = True
 
 
-class Board:
-    """Words that one rank leaves for the others of its group, in the store in which they met.
+class GroupStore:
+    """Bytes by key that all ranks of a group share: the store of their process group.
 
-    ``topic`` keeps them apart from other words. The group has been joined.
+    Args:
+        prefix: of all keys.
     """
 
-    def __init__(self, topic: str) -> None:
+    def __init__(self, prefix: str) -> None:
         from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-        self._store = PrefixStore(topic, _get_default_store())
+        self._store = PrefixStore(prefix, _get_default_store())
 
-    def write(self, key: str, word: bytes) -> None:
-        """Leave a word, once for each key."""
-        content: Any = word  # bytes are as good as the str in its signature
+    def set(self, key: str, value: bytes) -> None:
+        """Set the value of a key."""
+        content: Any = value  # a str by its signature; bytes will do
         self._store.set(key, content)
 
-    def read(self, key: str) -> bytes | None:
-        """Return the word, or None while it is not there."""
+    def get(self, key: str) -> bytes | None:
+        """Return the value of a key, or None while it has none."""
         return self._store.get(key) if self._store.check([key]) else None
 
 
 def leave(context: WorkerContext) -> None:
-    """Leave the process group, if this worker joined it; somebody else's is left alone."""
+    """Leave the process group, if this worker joined it. Others in the process are left alone."""
     if not context.joined:
         return
     from torch import distributed

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext
 
+from rlinf_async.backends.fsdp.rescale import rescale as rescale_model
 from rlinf_async.backends.reshard.executor import DEFAULT_BUCKET_BYTES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -45,7 +46,7 @@ def rescale(rank: int, ranks: int, parameters: float, watched: Path | None) -> d
     ``watched``: the folder in which `Watcher` says what it has seen.
     """
     manager = BlocksManager(parameters, ranks, rank)
-    manager.rescale(2)
+    rescale_model(manager, 2)
     if manager.active:
         manager.take_a_step()
     before = manager.fingerprint() if manager.active else ""
@@ -58,7 +59,7 @@ def rescale(rank: int, ranks: int, parameters: float, watched: Path | None) -> d
                 ctypes.CDLL(None).malloc_trim(0)  # what was freed is not to pay for what comes
                 _meet(rank, watched, f"still_{turn}_{size}", f"seen_{turn}_{size}")
             with timed_together() as seconds:
-                report = manager.rescale(size)
+                report = rescale_model(manager, size)
             found[f"to_{size}"] = seconds[0]
             found["bytes"] += report.sent_bytes
             new = manager.held_bytes() if manager.active else 0

@@ -23,7 +23,7 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessContext, spawn
 
 from rlinf_async.backends.fsdp.config import ShardingConfig
-from rlinf_async.backends.fsdp.manager import ShardedModelManager
+from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.sharding import local_shard
 
 HIDDEN = 1024
@@ -45,16 +45,12 @@ class Blocks(nn.Module):
         )
 
 
-class BlocksManager(ShardedModelManager):
+class BlocksManager(FSDPModelManager):
     """The manager of `Blocks`."""
 
     def __init__(self, parameters: float, world_size: int, rank: int) -> None:
-        super().__init__(ShardingConfig(), world_size, rank)
-        self._parameters = parameters
+        super().__init__(ShardingConfig(), world_size, rank, lambda: Blocks(parameters))
         self.setup_model_and_optimizer()
-
-    def model_provider_func(self) -> nn.Module:
-        return Blocks(self._parameters)
 
     def take_a_step(self) -> None:
         """Give the optimizer its moments."""

@@ -68,13 +68,29 @@ class PolicyBackend(Protocol):
         ...
 
 
-class TrainerBackend(Protocol):
-    """A policy that learns. Not thread-safe: one compute thread calls it."""
+class Trainer(Protocol):
+    """A model that learns, of any kind. Not thread-safe: one compute thread calls it."""
 
     @property
     def version(self) -> int:
-        """How many iterations were trained."""
+        """Number of iterations that were trained."""
         ...
+
+    def begin_checkpoint(self, path: Path) -> Future[Path]:
+        """Start writing a checkpoint folder, and return. Collective over ranks.
+
+        Waits for the checkpoint before. The future ends when this rank's part is on the disk, or
+        has its error; when all ranks' parts are, the folder is there.
+        """
+        ...
+
+    def load_checkpoint(self, path: Path) -> object:
+        """Continue where the checkpoint was written, under any world size. Collective."""
+        ...
+
+
+class TrainerBackend(Trainer, Protocol):
+    """A policy that learns."""
 
     def train(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
         """Train on one iteration, update the normalisers, and count the version up."""
@@ -82,22 +98,6 @@ class TrainerBackend(Protocol):
 
     def publish(self) -> WeightUpdate:
         """Return the weights and normalisers of the present version. Collective over ranks."""
-        ...
-
-    def save_checkpoint(self, path: Path) -> None:
-        """Write a checkpoint folder, atomically. Collective over ranks."""
-        ...
-
-    def begin_checkpoint(self, path: Path) -> Future[Path]:
-        """Start writing what `save_checkpoint` writes, and go on. Collective over ranks.
-
-        Waits for the one before. The future ends when this rank's part is on the disk, or has its
-        error; when all ranks' parts are, the folder is there.
-        """
-        ...
-
-    def load_checkpoint(self, path: Path) -> None:
-        """Go on where the checkpoint was written, under any world size. Collective over ranks."""
         ...
 
 
@@ -143,6 +143,6 @@ class Rescalable(Protocol):
         """
         ...
 
-    def sit_out(self) -> None:
-        """Count an iteration that the active ranks train; for an idle one."""
+    def skip_iteration(self) -> None:
+        """Count an iteration that the active ranks train, on an idle one."""
         ...

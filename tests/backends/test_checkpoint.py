@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from rlinf_async.backends.checkpoint import folders, metadata, reading, tensor_file
-from rlinf_async.backends.fsdp.checkpoint import check_fits
 from rlinf_async.backends.fsdp.config import FSDPConfig, SchedulerConfig
 from rlinf_async.backends.fsdp.errors import CheckpointError
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
+from rlinf_async.backends.fsdp.state import check_fits
 from tests.backends.fsdp_helpers import POLICY, set_up, train_steps
 
 CONFIG = FSDPConfig(policy=POLICY, scheduler=SchedulerConfig(kind="linear", total_steps=20))
@@ -185,10 +185,16 @@ def lose_a_moment(folder: Path) -> None:
     ("damage", "message"),
     [
         (name_a_file_elsewhere, r"metadata\.json names a file outside of its folder: '\.\./else"),
-        (forget_the_ranks, "has nothing that a rank kept of its own"),
+        (forget_the_ranks, "has no file with a rank's own state"),
         (name_a_tensor_that_is_not_there, "says that 'model.a' is 'model.b', which is in no file"),
-        (lose_the_progress, r"keeps of its own \('progress'\): it was not written by"),
-        (lose_a_moment, r"optimizer's state of '.*' there is only \['exp_avg', 'step'\]"),
+        (
+            lose_the_progress,
+            r"lacks a part of a rank's own state \('progress'\): it was not",
+        ),
+        (
+            lose_a_moment,
+            r"state of '.*' is incomplete: it has only \['exp_avg', 'step'\]",
+        ),
         (flip_a_bit, r"rank_0_of_1\.safetensors is damaged: its checksum"),
         (cut_short, r"rank_0_of_1\.safetensors is damaged: it has \d+ bytes"),
         (lose_a_file, r"rank_0_of_1\.pt is missing"),

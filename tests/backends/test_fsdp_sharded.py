@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from rlinf_async.backends.fsdp.checkpoint import first_row
 from rlinf_async.backends.fsdp.config import FSDPConfig, OptimizerConfig
 from rlinf_async.backends.fsdp.errors import CheckpointError
-from rlinf_async.backends.fsdp.letting_go import take_apart
-from rlinf_async.backends.fsdp.sharding import local_shard
+from rlinf_async.backends.fsdp.release import break_cycles
+from rlinf_async.backends.fsdp.sharding import first_row, local_shard
 from tests.backends.fsdp_helpers import (
     POLICY,
     in_processes,
@@ -129,7 +128,7 @@ def _left_without_a_collection(world_size: int, rank: int) -> int:
     try:
         manager = set_up(config("fsdp2"), world_size, rank)
         modules = [weakref.ref(one) for one in manager.model.modules()]
-        take_apart(manager.model, manager.optimizer)
+        break_cycles(manager.model, manager.optimizer)
         del manager.model
         return sum(one() is not None for one in modules)
     finally:

@@ -3,8 +3,8 @@
 from rlinf_async.workers.actor.config import LanguageBatches
 from rlinf_async.workers.actor.embodied import EmbodiedFSDPActor, TrainingPlan
 from rlinf_async.workers.actor.errors import IncompleteShare, WeightsDisagree
-from rlinf_async.workers.actor.language import FSDPActor, LanguageTrainingPlan
-from rlinf_async.workers.actor.rescaling import AppliedStrategy
+from rlinf_async.workers.actor.language import FSDPActor
+from rlinf_async.workers.actor.strategy import AppliedStrategy
 
 __all__ = [
     "AppliedStrategy",
@@ -12,7 +12,6 @@ __all__ = [
     "FSDPActor",
     "IncompleteShare",
     "LanguageBatches",
-    "LanguageTrainingPlan",
     "TrainingPlan",
     "WeightsDisagree",
 ]

@@ -1,4 +1,4 @@
-"""Groups of samples as batches, and what is counted while they arrive."""
+"""Sample groups as batches, and statistics of those that arrive."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class GroupOps:
         return [sample.tokens for sample in batch.samples]
 
 
-class Tally:
-    """What arrived in one iteration on one rank.
+class ArrivalStatistics:
+    """Statistics of the samples of one iteration that arrived on one rank.
 
     Raises `RuntimeError` from `add` for a token that is older than ``max_staleness`` versions
     (None: any may be) or newer than the weights that are trained.
@@ -44,7 +44,7 @@ class Tally:
         self.prompt_tokens = self.response_tokens = 0
         self.lag_max = self._lag_total = 0
         self.wait_seconds = 0.0
-        """for which the trainer stood still until they came"""
+        """seconds that the trainer was idle until they arrived"""
         self._rewards: list[float] = []
 
     @property

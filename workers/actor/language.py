@@ -7,7 +7,7 @@
                                                 version + 1 --WeightUpdate, `Latest`--> rollout
     Sample --> [ previous, reference log-probs ] --> Sample
 
-What it waits for: see `LanguageTrainingWorker`; publishing waits for nobody.
+What it waits for: see `LanguageTrainingWorker`; publishing waits for nothing.
 """
 
 from __future__ import annotations
@@ -15,90 +15,20 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from rlinf_async.channels import LatestSender, Receiver, Sender
 from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.embodied import Floats
-from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGroup, Tokens
+from rlinf_async.messages.language import Sample, Tokens
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.actor.errors import WeightsDisagree
-from rlinf_async.workers.actor.rescaling_language import RescalingLanguageWorker
+from rlinf_async.workers.actor.language_worker import LanguageTrainingWorker
 from rlinf_async.workers.inference.answers import bare_sample, with_log_probs
 
 
-class LanguageTrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How long `FSDPActor.train` trains, and what it keeps."""
-
-    iterations: int
-    """in all, those before a resume included"""
-    pipeline: bool = False
-    """train on samples while others of the iteration are still to come"""
-    checkpoint_every: int = 0
-    """iterations; 0: only after the last"""
-    checkpoints: str | None = None
-    """the folder they go into; None: none are written"""
-
-
-class FSDPActor(RescalingLanguageWorker):
-    """One rank of the actor group; see `TrainerWorker` for what it is made with."""
-
-    async def train(
-        self,
-        plan: LanguageTrainingPlan,
-        groups: Receiver[SampleGroup],
-        weights: LatestSender[WeightUpdate],
-        reports: Sender[LanguageTrainReport],
-    ) -> int:
-        """Publish the present version, then train one iteration after the other.
-
-        The same as `run_training` (or its pipeline form) and `sync_model_to_rollout` by turns.
-        Checkpoints are written while it goes on; the next waits for the one before, the end for
-        the last. Returns the last version. Raises what `run_training` does, and `RunFolderError`
-        for a checkpoint that could not be written.
-        """
-        async with self.training():
-            return await self._train_all(plan, groups, weights, reports)
-
-    async def _train_all(
-        self,
-        plan: LanguageTrainingPlan,
-        groups: Receiver[SampleGroup],
-        weights: LatestSender[WeightUpdate],
-        reports: Sender[LanguageTrainReport],
-    ) -> int:
-        await self.sync_model_to_rollout(weights)
-        while (version := self._trainer.version) < plan.iterations:
-            run = self.run_training_pipeline if plan.pipeline else self.run_training
-            report = await run(groups)
-            version = await self.sync_model_to_rollout(weights)
-            report.checkpoint = await self._keep(plan, version)
-            await reports.put(report)
-        return version
-
-    async def _keep(self, plan: LanguageTrainingPlan, version: int) -> str | None:
-        """Begin a checkpoint where one is due; return the newest that was written meanwhile.
-
-        The last one is waited for.
-        """
-        last = version == plan.iterations
-        due = plan.checkpoint_every > 0 and version % plan.checkpoint_every == 0
-        written: str | None = None
-        if plan.checkpoints is not None and (due or last):
-            written = await self._written()
-            await self.begin_checkpoint(str(Path(plan.checkpoints) / f"version-{version:06d}"))
-        if self._flight is not None and (last or self._flight.done()):
-            written = await self._written()
-        return written
-
-    async def _written(self) -> str | None:
-        """Wait for the checkpoint in flight; its folder."""
-        if self._flight is None:
-            return None
-        await self.checkpoint_written()
-        self._flight = None
-        return str(self._saving)
+class FSDPActor(LanguageTrainingWorker):
+    """One rank of the actor group; see `LanguageTrainingWorker`."""
 
     async def run_inference(
         self,

@@ -15,7 +15,7 @@ Actor and critic are paired rank by rank: what an actor trains has come through 
 number, and both find the same advantages and returns from the values in it. Values are always of
 the version that the iteration begins with: only when its whole share has them does a critic learn.
 
-The number of ranks changes as an actor's does (`Rescaling`): ask both groups for the same strategy,
+The number of ranks changes as an actor's does: ask both groups for the same strategy,
 and send the next iteration to the ranks that the reports of both name.
 """
 
@@ -28,12 +28,13 @@ from typing import Any
 from rlinf_async.channels import Receiver, Sender
 from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGroup
 from rlinf_async.workers.actor.config import LanguageBatches
-from rlinf_async.workers.actor.rescaling_language import RescalingLanguageWorker
+from rlinf_async.workers.actor.iteration import Iteration
+from rlinf_async.workers.actor.language_worker import LanguageTrainingWorker
 from rlinf_async.workers.errors import BuildError
 from rlinf_async.workers.inference.answers import with_values
 
 
-class FSDPCritic(RescalingLanguageWorker):
+class FSDPCritic(LanguageTrainingWorker):
     """One rank of the critic group.
 
     Args:
@@ -76,13 +77,16 @@ class FSDPCritic(RescalingLanguageWorker):
         takes none. Raises what `run_training` does.
         """
 
-        async def train(channel: Receiver[SampleGroup]) -> LanguageTrainReport:
-            return await self._value_and_train(channel, output_channel)
+        async def train(iteration: Iteration) -> LanguageTrainReport:
+            return await self._value_and_train(iteration, input_channel, output_channel)
 
-        return await self.trained(train, input_channel)
+        return await self.trained(train)
 
     async def _value_and_train(
-        self, input_channel: Receiver[SampleGroup], output_channel: Sender[SampleGroup]
+        self,
+        iteration: Iteration,
+        input_channel: Receiver[SampleGroup],
+        output_channel: Sender[SampleGroup],
     ) -> LanguageTrainReport:
         await self.onload()
         began = asyncio.get_running_loop().time()
@@ -99,12 +103,13 @@ class FSDPCritic(RescalingLanguageWorker):
                 await output_channel.put(group, key=self.rank)
             valued += groups
             missing -= len(samples)
-        return await self.train_on(valued, asyncio.get_running_loop().time() - began)
+        iteration.arrived.wait_seconds = asyncio.get_running_loop().time() - began
+        return await iteration.train(valued)
 
     async def _next_groups(self, channel: Receiver[SampleGroup], missing: int) -> list[SampleGroup]:
         """What is ready, of the samples that are missing. The ranks of a sharded model compute
         together: there it is one group each time."""
-        most = 1 if self.active_world_size > 1 else -(-missing // self._group_size)
+        most = 1 if self.active_world_size > 1 else -(-missing // self._batches.group_size)
         return await channel.get_batch(weight=most, at_least=1, key=self.rank)
 
     async def run_inference(

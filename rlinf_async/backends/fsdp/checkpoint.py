@@ -1,74 +1,165 @@
-"""What this rank has to write of a sharded model, and how it takes its part out of a checkpoint.
+"""Saving and loading one rank's model: what a checkpoint holds besides the tensors.
 
-A rank's part of a sharded tensor is a range of rows, dealt as by ``torch.chunk``. What is the same
-on all ranks is written by rank 0 alone. The folder: see `rlinf_async.backends.checkpoint`.
+Moments and weights are read and written where they are, so nothing has to be onloaded for it.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
-from typing import NamedTuple
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+import msgspec
+import torch
+from torch import Tensor, nn
 
-from rlinf_async.backends.checkpoint.reading import SavedTensor
-from rlinf_async.backends.checkpoint.tensor_file import Box, Entry, in_file_order
+from rlinf_async.backends.checkpoint.folders import (
+    being_read,
+    find_checkpoint,
+    fresh_staging,
+    staging_folder,
+)
+from rlinf_async.backends.checkpoint.reading import read_checkpoint
+from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.errors import CheckpointError
-from rlinf_async.backends.fsdp.sharding import local_shard
+from rlinf_async.backends.fsdp.optim import Counters
+from rlinf_async.backends.fsdp.state import (
+    MODEL,
+    OPTIMIZER,
+    AddMoments,
+    check_state,
+    load_state,
+    model_state,
+    optimizer_state,
+    part_of_rank,
+    tied_names,
+)
+from rlinf_async.backends.fsdp.writer import CheckpointWriter, Content, ModelFiles
+
+_FOREIGN = "it was not written by save_checkpoint()"
 
 
-class Part(NamedTuple):
-    """A rank's part of the state: which tensors, of which global ones, and where they are."""
+class Own(NamedTuple):
+    """What each rank saves besides its tensors."""
 
-    entries: list[Entry]
-    """in the order of the file"""
-    shapes: dict[str, tuple[int, ...]]
-    """of the global tensors"""
-    live: dict[str, Tensor]
-    """the tensors themselves, which go on changing"""
+    counters: Counters
+    rng: Tensor
+    """state of torch's random numbers on the CPU"""
+    extra: dict[str, Any]
 
 
-def part_of_rank(state: Mapping[str, Tensor], rank: int) -> Part:
-    """Return what this rank has to write of ``state``: its shards, and on rank 0 whole tensors."""
-    entries: list[Entry] = []
-    shapes: dict[str, tuple[int, ...]] = {}
-    live: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        if rank and not isinstance(tensor, DTensor):
-            continue
-        local = local_shard(tensor).detach()
-        size = tuple(local.shape)
-        entries.append(Entry(name, local.dtype, size, (Box(name, first(tensor), size, 0),)))
-        shapes[name], live[name] = tuple(tensor.shape), local
-    return Part(in_file_order(entries), shapes, live)
+class Source(NamedTuple):
+    """What one rank saves."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    counters: Counters
+    extra: Mapping[str, Any]
+    files: ModelFiles
+    """kept beside the tensors, to export the model from; rank 0's"""
 
 
-def first(tensor: Tensor) -> tuple[int, ...]:
-    """Return where this rank's part of a tensor begins."""
-    rows = (first_row(tensor),) if isinstance(tensor, DTensor) else (0,)
-    return (rows + (0,) * tensor.ndim)[: tensor.ndim]
+def begin(member: ranks.Rank, writer: CheckpointWriter, path: Path, source: Source) -> Future[Path]:
+    """Start writing a checkpoint folder; see `FSDPModelManager.begin_checkpoint`."""
+    staging = staging_folder(path)
+    with ranks.fail_together(member, "writing the checkpoint before"):
+        writer.wait()
+    with ranks.fail_together(member, f"preparing {staging}"):
+        if member.rank == 0:
+            fresh_staging(path)
+    # FSDP1 gathers its state in collectives: they stay outside of what may fail on one rank.
+    state = _state(source)
+    with ranks.fail_together(member, f"copying what goes to {path}"):
+        content = _content(source, state, member.rank)
+        return writer.begin(path, content, member.rank, member.world_size, source.optimizer)
 
 
-def first_row(tensor: DTensor) -> int:
-    """Return the first global row of this rank's shard (rows are dealt as by ``torch.chunk``)."""
-    mesh = tensor.device_mesh
-    chunk = -(-tensor.shape[0] // mesh.size())
-    return min(mesh.get_local_rank() * chunk, tensor.shape[0])
+def save(member: ranks.Rank, writer: CheckpointWriter, path: Path, source: Source) -> None:
+    """Write a checkpoint folder; see `FSDPModelManager.save_checkpoint`."""
+    begin(member, writer, path, source)
+    with ranks.fail_together(member, f"writing {path}"):
+        writer.wait()
+    # The last of the ranks has renamed the folder, if they all see the same disk.
+    with ranks.fail_together(member, f"finishing {path}"):
+        if member.rank == 0 and staging_folder(path).exists():
+            raise CheckpointError(
+                f"{path} is not complete: not all ranks write to the same disk; give a path that "
+                "they share"
+            )
 
 
-def check_fits(target: Tensor, saved: SavedTensor, name: str) -> None:
-    """Raise `CheckpointError` unless the saved tensor has the target's shape and dtype."""
-    if saved.shape != tuple(target.shape):
+def load(
+    member: ranks.Rank,
+    writer: CheckpointWriter,
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    add_moments: AddMoments,
+) -> list[Own]:
+    """Load model and optimizer from a checkpoint folder; return what every rank saved besides.
+
+    Where this raises `CheckpointError`, nothing was changed.
+    """
+    writer.settle()
+    with ranks.fail_together(member, "writing the checkpoint before"):
+        writer.wait()
+    with ranks.fail_together(member, f"reading {path}"):
+        folder = find_checkpoint(path)
+    with being_read(folder):
+        with ranks.fail_together(member, f"reading {folder}"):
+            size = member.world_size
+            saved = read_checkpoint(folder, lambda number: number % size == member.rank)
+            check_state(model, saved)
+            own = [_decode(one, folder) for one in saved.own]
+            if not own:
+                raise CheckpointError(
+                    f"{folder} has no file with a rank's own state (counters, random numbers): "
+                    f"{_FOREIGN}"
+                )
+        # From here on nothing may fail: half of it would be loaded.
+        load_state(model, optimizer, saved, add_moments)
+        return own
+
+
+def _decode(content: dict[str, Any], folder: Path) -> Own:
+    """Return a rank's own state, as `_content` wrote it."""
+    try:
+        counters = msgspec.convert(content["progress"], Counters)
+        rng, extra = content["rng"], content["extra"]
+    except (KeyError, msgspec.ValidationError) as error:
         raise CheckpointError(
-            f"{name!r} is {list(saved.shape)} in the checkpoint, {list(target.shape)} in the model"
-        )
-    if saved.dtype != target.dtype:
-        raise CheckpointError(
-            f"{name!r} is {saved.dtype} in the checkpoint, {target.dtype} in the model"
-        )
+            f"{folder} lacks a part of a rank's own state ({error}): {_FOREIGN}"
+        ) from error
+    return Own(counters, rng, extra)
 
 
-def fill(target: Tensor, saved: SavedTensor) -> None:
-    """Copy the part that this rank holds of ``target`` out of a checkpoint, in place."""
-    saved.fill(local_shard(target).detach(), first(target))
+def _state(source: Source) -> dict[str, Tensor]:
+    model = {MODEL + k: v for k, v in model_state(source.model).items()}
+    moments = optimizer_state(source.model, source.optimizer)
+    return model | {OPTIMIZER + k: v for k, v in moments.items()}
+
+
+def _content(source: Source, state: Mapping[str, Tensor], rank: int) -> Content:
+    own = {
+        "progress": msgspec.structs.asdict(source.counters),
+        "rng": torch.get_rng_state(),
+        "extra": dict(source.extra),
+    }
+    tied = {MODEL + name: MODEL + first for name, first in tied_names(source.model).items()}
+    return Content(
+        part=part_of_rank(state, rank),
+        # Buffers change without an optimizer step.
+        at_once={MODEL + name for name, _ in source.model.named_buffers()},
+        own=_encoded(own),
+        model=source.files if rank == 0 else {},
+        aliases={name: first for name, first in tied.items() if name not in state},
+    )
+
+
+def _encoded(own: dict[str, Any]) -> bytes:
+    """Encode plain values and tensors now: some of them go on changing."""
+    buffer = io.BytesIO()
+    torch.save(own, buffer)
+    return buffer.getvalue()

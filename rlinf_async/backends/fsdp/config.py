@@ -1,4 +1,4 @@
-"""What the FSDP backend can be told. Read once, checked once, here. No torch."""
+"""Settings of the FSDP backend, checked once, here. No torch."""
 
 from __future__ import annotations
 

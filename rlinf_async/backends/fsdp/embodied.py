@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from rlinf_async.algorithms.advantages import AdvantageInputs, compute_advantages
 from rlinf_async.backends.base import RescaleReport
@@ -31,6 +30,8 @@ from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, PPOConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.minibatch import FlatBatch
 from rlinf_async.backends.fsdp.ppo_update import ppo_epochs
+from rlinf_async.backends.fsdp.rescale import rescale
+from rlinf_async.backends.fsdp.sharding import unwrapped
 from rlinf_async.backends.policies.base import Policy
 from rlinf_async.backends.policies.moments import batch_moments, discounted_returns
 from rlinf_async.messages.embodied import Floats, Trajectory, stage_key
@@ -39,22 +40,23 @@ from rlinf_async.parallel import check_batch
 from rlinf_async.weights import pack
 
 
-class _Carry(msgspec.Struct, frozen=True):
-    """Discounted returns of the episodes that go on into a stage's next trajectory."""
+class _RunningReturns(msgspec.Struct, frozen=True):
+    """Discounted returns of the episodes that continue in a stage's next trajectory."""
 
     incarnation: int
-    """of the env worker: another life does not go on with these episodes"""
-    running: list[float]
+    """of the env worker; another one begins new episodes"""
+    returns: list[float]
     """``[E]``, float32"""
     version: int
-    """that was trained with the trajectory before: the newest carry of a stage is the right one"""
+    """trained with the trajectory before; of several of a stage, the newest is valid"""
 
 
-class _Luggage(msgspec.Struct, frozen=True):
-    """What goes along when the number of ranks changes, besides what the manager knows of."""
+class _RescaleExtra(msgspec.Struct, frozen=True):
+    """State beside the manager's that moves when the number of ranks changes."""
 
     version: int
-    carry: dict[str, _Carry]
+    running_returns: dict[str, _RunningReturns]
+    """by stage"""
 
 
 class EmbodiedTrainer:
@@ -70,7 +72,8 @@ class EmbodiedTrainer:
         with building(config.seed):
             self.manager.setup_model_and_optimizer()
         self._generator = torch.Generator().manual_seed(config.seed + rank)
-        self._carry: dict[str, _Carry] = {}
+        self._running_returns: dict[str, _RunningReturns] = {}
+        """by stage"""
         self._version = 0
 
     @property
@@ -103,40 +106,47 @@ class EmbodiedTrainer:
 
     @property
     def ppo(self) -> PPOConfig:
-        """How a batch is used at the present number of ranks: minibatches of all ranks together
-        stay as large as they are with all launched ones."""
+        """How a batch is used at the present number of ranks.
+
+        The minibatches of all ranks together are as large as those of all launched ones.
+        """
         return rank_share_of(self.config.ppo, self.manager.groups.launched, self.manager.world_size)
 
     def check_ranks(self, world_size: int) -> None:
         """Raise `StrategyError` unless so many ranks can share a minibatch."""
         rank_share_of(self.config.ppo, self.manager.groups.launched, world_size)
 
-    def sit_out(self) -> None:
-        """Count an iteration that the active ranks train."""
+    def skip_iteration(self) -> None:
+        """Count an iteration that the active ranks train, on an idle one."""
         self._version += 1
 
     def rescale(
         self, world_size: int, *, timeout: float, bucket_bytes: int, objection: str = ""
     ) -> RescaleReport:
-        """Let the first ``world_size`` ranks train from now on; see `ShardedModelManager.rescale`.
+        """Let the first ``world_size`` ranks train from now on; see `fsdp.rescale`.
 
         Raises `StrategyError` for a size that does not divide the minibatches.
         """
         self.check_ranks(world_size)
-        luggage = _Luggage(self._version, self._carry)
-        report = self.manager.rescale(
+        extra = _RescaleExtra(self._version, self._running_returns)
+        report = rescale(
+            self.manager,
             world_size,
             timeout=timeout,
             bucket_bytes=bucket_bytes,
-            extra=msgspec.msgpack.encode(luggage),
+            extra=msgspec.msgpack.encode(extra),
             objection=objection,
         )
-        brought = [msgspec.msgpack.decode(one, type=_Luggage) for one in report.extras]
-        self._version = brought[0].version
-        newest = sorted(
-            (carry.version, key, carry) for one in brought for key, carry in one.carry.items()
+        extras = [msgspec.msgpack.decode(one, type=_RescaleExtra) for one in report.extras]
+        self._version = extras[0].version
+        oldest_first = sorted(
+            (running.version, key, running)
+            for one in extras
+            for key, running in one.running_returns.items()
         )
-        self._carry = {key: carry for _, key, carry in newest} if report.active else {}
+        self._running_returns = (
+            {key: running for _, key, running in oldest_first} if report.active else {}
+        )
         return report
 
     def publish(self) -> WeightUpdate:
@@ -149,21 +159,21 @@ class EmbodiedTrainer:
         self.manager.save_checkpoint(path, self._extra())
 
     def begin_checkpoint(self, path: Path) -> Future[Path]:
-        """Start writing what `save_checkpoint` writes, and go on."""
+        """Start writing what `save_checkpoint` writes, and return."""
         return self.manager.begin_checkpoint(path, self._extra())
 
     def _extra(self) -> dict[str, object]:
         return {"version": self._version, "shuffle": self._generator.get_state()}
 
     def load_checkpoint(self, path: Path) -> None:
-        """Go on where the checkpoint was written, under any world size.
+        """Continue where the checkpoint was written, under any world size.
 
         Environments begin new episodes then, so running returns begin at 0 too.
         """
         extras = self.manager.load_checkpoint(path)
         self._version = extras[0]["version"]
         self._generator.set_state(extras[self.manager.rank % len(extras)]["shuffle"].clone())
-        self._carry.clear()
+        self._running_returns.clear()
 
     def _flat_batch(self, ordered: Sequence[Trajectory]) -> FlatBatch:
         reward = _side_by_side(ordered, "reward")
@@ -208,27 +218,28 @@ class EmbodiedTrainer:
             moments = ranks.merged_moments(self.manager, seen)
             self._policy.observation_normalizer.merge(moments)
         if self.config.normalize_reward:
-            returns = np.concatenate([self._running_returns(one).ravel() for one in ordered])
+            returns = np.concatenate([self._discounted_returns(one).ravel() for one in ordered])
             scales = batch_moments(torch.from_numpy(returns).to(self.manager.device))
             moments = ranks.merged_moments(self.manager, scales)
             self._policy.return_normalizer.merge(moments)
 
-    def _running_returns(self, one: Trajectory) -> Floats:
+    def _discounted_returns(self, one: Trajectory) -> Floats:
         key = stage_key(one.env_rank, one.stage)
-        carry = self._carry.get(key)
-        if carry is None or carry.incarnation != one.incarnation:
-            carry = _Carry(one.incarnation, [0.0] * one.reward.shape[1], self._version)
+        before = np.zeros(one.reward.shape[1], np.float32)
+        found = self._running_returns.get(key)
+        if found is not None and found.incarnation == one.incarnation:
+            before = np.array(found.returns, np.float32)
         ended = one.terminated | one.truncated
         gamma = self.config.advantage.gamma
-        before = np.array(carry.running, np.float32)
         returns, running = discounted_returns(one.reward, ended, before, gamma)
-        self._carry[key] = _Carry(one.incarnation, running.tolist(), self._version)
+        self._running_returns[key] = _RunningReturns(
+            one.incarnation, running.tolist(), self._version
+        )
         return returns
 
 
 def rank_share_of(config: PPOConfig, configured: int, ranks: int) -> PPOConfig:
-    """Return how each of ``ranks`` ranks uses its batch, as minibatches for ``configured`` ranks
-    say.
+    """Return how each of ``ranks`` ranks uses its batch, given the sizes for ``configured`` ranks.
 
     Raises `StrategyError` where they do not divide, with the nearest numbers that do.
     """
@@ -239,8 +250,7 @@ def rank_share_of(config: PPOConfig, configured: int, ranks: int) -> PPOConfig:
 
 
 def _policy_of(model: nn.Module) -> Policy:
-    # FSDP2 turns the policy into a subclass of itself; FSDP1 wraps it.
-    policy = model.module if isinstance(model, FullyShardedDataParallel) else model
+    policy = unwrapped(model)
     if not isinstance(policy, Policy):
         raise ValueError(
             f"an embodied trainer needs a registered policy, not a {type(policy).__name__}: "

@@ -3,10 +3,10 @@
 ::
 
     FSDPError
-    ├── OffloadedError      the model is asked to compute while it is offloaded
-    ├── IdleRank            a rank outside the active world size is asked to train
-    ├── RescaleError        another number of ranks was refused or failed; all is as it was
-    └── RescaleUndecided    nobody can tell this rank what the others decided: end it
+    ├── OffloadedError      computation with a model that is offloaded
+    ├── IdleRank            training on a rank outside the active world size
+    ├── RescaleError        another number of ranks was refused or failed; nothing has changed
+    └── RescaleUndecided    what the other ranks decided cannot be known: end this one
 
 `CheckpointError` is that of `rlinf_async.backends.checkpoint`.
 """
@@ -26,19 +26,18 @@ class OffloadedError(FSDPError):
 
 
 class IdleRank(FSDPError):
-    """It holds no part of the model: only the active ranks train."""
+    """The rank holds no part of the model: only the active ranks train."""
 
 
 class RescaleError(FSDPError):
-    """The message names the stage, the rank, and what failed there; every rank trains on as before.
+    """The message names the stage, the rank, and the cause; every rank trains on as before.
 
     A rank that was lost is a `reshard.PeerLost` instead.
     """
 
 
 class RescaleUndecided(FSDPError, StrategyUnknown):
-    """This rank was ready, so the others may have changed, and the store that would say so is gone.
+    """This rank was ready, so the others may have changed, and the store with the decision is gone.
 
-    Its model is neither surely the old nor surely the new one: end the process, and go on from a
-    checkpoint.
+    Its model may be the old or the new one: end the process, and go on from a checkpoint.
     """

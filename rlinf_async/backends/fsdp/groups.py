@@ -1,16 +1,15 @@
 """The process groups of one rank: of all that were launched, and of the first n that are active.
 
-One group serves all that the active ranks do together. They stand in it in the order in which they
-hold shards (`order_of`), since the mesh of a model goes by that. A second group, in the order of
-their numbers, would cost its connections (with NCCL, memory) and could break alone; of what is done
-in the group, only `ranks.all_gather` goes by places, and it gives back by rank.
+One group serves all collectives of the active ranks. Its order is that in which they hold shards
+(`order_of`), since the mesh of a model depends on it. A second group, in the order of the ranks,
+would cost its connections (with NCCL, memory) and could break alone; of the collectives, only
+`ranks.all_gather` depends on the order in the group, and it returns tensors by rank.
 
 Every rank makes every group, at the same place of the program, also those it is not in: torch
 counts them. They are kept, because making one costs connections.
 
-The group in which state travels is none of those in which the model computes. A rank that was
-waited for in vain breaks the connections of the group in which that happened: training must not
-depend on it.
+State is moved in a group of its own, in which no model computes. A timeout while waiting for a rank
+breaks the connections of the group in which that happened: training must not depend on it.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ TRAINING_LIMIT = timedelta(minutes=5)
 
 
 def order_of(ranks: int) -> tuple[int, ...]:
-    """Return the active ranks by the shard that they hold.
+    """Return the active ranks in the order of the shards that they hold.
 
-    Next to what they hold among other numbers of ranks (`nested_order`) where torch can make such a
-    group, as 2.13 can; else by their numbers.
+    That is `nested_order`, which moves few rows when the number of ranks changes, where torch can
+    make a group in that order, as 2.13 can; else the order of their numbers.
     """
     return nested_order(ranks) if _can_order() else tuple(range(ranks))
 
@@ -47,10 +46,10 @@ class Groups:
         self._limit = timedelta(0)
 
     def launch(self) -> dist.ProcessGroup | None:
-        """Return the group in which all launched ranks train a model that can move. Collective.
+        """Return the group in which all launched ranks train a model that can be rescaled.
 
-        Torch's default one has them by their numbers; where they stand in another order, it is
-        made.
+        Collective. Torch's default group where `order_of` is the order of their numbers; else a new
+        one.
         """
         order = order_of(self.launched)
         if order != tuple(range(self.launched)):
@@ -61,11 +60,11 @@ class Groups:
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes for which this rank is ready."""
+        """Numbers of active ranks for which there is a group."""
         return list(self._active)
 
     def prepare(self, size: int, limit: timedelta, *, known: bool) -> None:
-        """Make what a move to ``size`` ranks needs, if it is not there. Collective.
+        """Make the groups that a change to ``size`` ranks needs, if they are missing. Collective.
 
         ``known``: all ranks have that size in `sizes`. Raises the `RuntimeError` of torch when a
         rank cannot be reached; another attempt may be made.
@@ -88,14 +87,14 @@ class Groups:
 
     @property
     def transfer(self) -> dist.ProcessGroup | None:
-        """The group of all launched ranks in which state travels."""
+        """The group of all launched ranks in which state is moved."""
         return self._transfer
 
     def forget_transfer(self) -> None:
-        """Make the transfer's group anew next time, for it may be broken; on all ranks.
+        """Destroy the transfer's group, which may be broken; `prepare` makes another. On all ranks.
 
-        Groups in which models compute are never made anew: torch remembers for meshes of the same
-        ranks which group was theirs.
+        Groups in which models compute are never replaced: torch remembers the group of a mesh by
+        its ranks.
         """
         broken, self._transfer = self._transfer, None
         if broken is not None:
@@ -105,8 +104,8 @@ class Groups:
 def _made(
     ranks: Sequence[int], limit: timedelta
 ) -> tuple[dist.ProcessGroup | None, RuntimeError | None]:
-    # A failure is kept for later: all ranks have to ask for the same number of groups.
-    # Where this rank is not in it, torch's stand-in is a number, which collectives know.
+    # A failure is raised later: all ranks have to ask for the same number of groups.
+    # Where this rank is not in the group, torch returns a number that its collectives know.
     ordered: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
     try:
         return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout=limit, **ordered)), None
@@ -115,7 +114,7 @@ def _made(
 
 
 def _can_order() -> bool:
-    """Whether torch makes groups in which ranks stand in another order than that of their numbers.
+    """Whether torch can make a group with its ranks in another order than that of their numbers.
 
     With TorchComms it cannot.
     """

@@ -1,83 +1,297 @@
-"""`ShardedModelManager`: where one model and its optimizer are, on how many ranks, and their
-checkpoints.
+"""`FSDPModelManager`: one model on one rank, the steps that change it, and its checkpoints.
 
-`FSDPModelManager` is the one whose model is a registered policy; for language models see
-`language.manager`.
+::
 
-Names and semantics: SEMANTICS.md, "Actor over FSDP". World size 1 needs no process group.
+    micro-batch -> forward -> backward -> gradients, added up    (again and again)
+                                              |
+                           unscale -> clip -> step -> schedule -> zero     (or skip: not finite)
+
+Names and semantics: SEMANTICS.md, "Actor over FSDP". World size 1 needs no process group. How the
+number of ranks changes: `rlinf_async.backends.fsdp.rescale`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import math
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
-from rlinf_async.backends.base import RescaleReport
-from rlinf_async.backends.fsdp import offload, persistence
+from rlinf_async.backends.fsdp import checkpoint, offload, ranks
 from rlinf_async.backends.fsdp.config import FSDPConfig, ShardingConfig
-from rlinf_async.backends.fsdp.optimized import Optimized
-from rlinf_async.backends.fsdp.pretrained import load_pretrained
-from rlinf_async.backends.fsdp.rescale import Rescale
+from rlinf_async.backends.fsdp.errors import IdleRank, OffloadedError
+from rlinf_async.backends.fsdp.gradients import Gradients, gradient_sync
+from rlinf_async.backends.fsdp.groups import Groups
+from rlinf_async.backends.fsdp.meta_model import meta_copy
+from rlinf_async.backends.fsdp.optim import Counters, LossScaler, lr_factor, parameter_groups
+from rlinf_async.backends.fsdp.policy_model import build_policy
+from rlinf_async.backends.fsdp.sharding import Shards, shard
+from rlinf_async.backends.fsdp.shards import (
+    ShardMemory,
+    add_first_moments,
+    add_moments,
+    place_parameters,
+)
 from rlinf_async.backends.fsdp.state import full_model_state
 from rlinf_async.backends.fsdp.writer import CheckpointWriter, ModelFiles
-from rlinf_async.backends.policies.base import policies
-from rlinf_async.backends.reshard.executor import DEFAULT_BUCKET_BYTES
+
+logger = logging.getLogger(__name__)
+
+ModelProvider = Callable[[], nn.Module]
+"""returns a new model, on the CPU"""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class ShardedModelManager(Optimized):
+class FSDPModelManager:
     """Builds, shards, optimises, offloads, saves and loads one model on one rank.
 
-    For what builds and optimises see `Optimized`. Methods marked collective must be called by all
-    ranks.
+    At world size 1 the model is a plain module (see `sharding`). Methods marked collective must be
+    called by all ranks.
+
+    Args:
+        cfg: how the model is sharded and optimised.
+        world_size: of the launched ranks, all of which are active at first.
+        rank: of this one.
+        model_provider: builds the model; without it ``cfg`` is a `FSDPConfig`, which names a
+            policy. What is built in it may have a method ``value_parameter_names``: the names of
+            the parameters that only the value uses.
+
+    Raises `ValueError` for a rank outside the world and a device that does not exist.
+    torch.distributed is up already.
     """
 
-    def __init__(self, cfg: ShardingConfig, world_size: int, rank: int) -> None:
-        super().__init__(cfg, world_size, rank)
-        self.kept: dict[str, dict[str, Tensor]] = {}
-        """other weights (the reference's): this rank's shards, on the CPU, by parameter name"""
-        self.checkpoints = CheckpointWriter()
+    model: nn.Module
+    optimizer: torch.optim.AdamW
+    lr_scheduler: LambdaLR
+    grad_scaler: LossScaler
+    gradients: Gradients
 
-    def rescale(
+    def __init__(
         self,
+        cfg: ShardingConfig,
         world_size: int,
-        *,
-        timeout: float = 120.0,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        extra: bytes = b"",
-        objection: str = "",
-    ) -> RescaleReport:
-        """Let the first ``world_size`` of the launched ranks train from now on.
+        rank: int,
+        model_provider: ModelProvider | None = None,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}; with world_size {world_size} it must lie below that")
+        self.cfg = cfg
+        self.world_size = world_size
+        """number of active ranks, which share the model: 0 .. world_size - 1"""
+        self.rank = rank
+        self.group: dist.ProcessGroup | None = None
+        """process group of the active ranks; None is torch's default group"""
+        self.groups = Groups(world_size)
+        self.device = offload.existing_device(offload.rank_device(cfg.device, world_size, rank))
+        self.steps = 0
+        """optimizer steps taken"""
+        self.skipped_steps = 0
+        """optimizer steps skipped because the gradient norm was not finite"""
+        self.param_offloaded = False
+        self.optimizer_offloaded = False
+        self.kept: dict[str, Shards] = {}
+        """other weights (the reference policy's), by name: this rank's shards, on the CPU"""
+        self.model_files: ModelFiles = {}
+        """files that a checkpoint keeps beside the tensors, to export the model from"""
+        self.shard_memory: ShardMemory | None = None
+        """memory of the shards where the number of active ranks can change"""
+        self.tied_names: frozenset[str] = frozenset()
+        """further names of tied parameters"""
+        self.checkpoints = CheckpointWriter()
+        self._provider = model_provider
+        self._value_names: set[str] = set()
 
-        Weights, moments, learning rate, loss scaler and counters go on as they are. Called by all
-        launched ranks, between two optimizer steps; ``extra`` of the old active ranks comes to all
-        in the report. The others are idle then and hold no memory of the model. A rank with an
-        ``objection`` keeps all from changing.
+    @property
+    def active(self) -> bool:
+        """Whether this rank holds a part of the model, and trains."""
+        return self.rank < self.world_size
 
-        Raises `ValueError` for a size that was not launched, `RescaleError` when a rank failed, and
-        `reshard.PeerLost` when one died or needed more than ``timeout`` seconds. Whatever it is,
-        every rank that lives is as it was. Raises `RescaleUndecided` when that cannot be known.
-        """
-        launched = self.groups.launched
-        if not 1 <= world_size <= launched:
-            raise ValueError(
-                f"world_size is {world_size}; {launched} ranks were launched, so it must lie "
-                f"between 1 and {launched}"
+    @property
+    def can_rescale(self) -> bool:
+        """Whether the number of active ranks can change."""
+        return self.groups.launched > 1 and self.cfg.strategy == "fsdp2"
+
+    def check_active(self, doing: str) -> None:
+        """Raise `IdleRank` on a rank that is not active."""
+        if not self.active:
+            raise IdleRank(
+                f"{doing} on rank {self.rank}, which is idle: {self.world_size} of "
+                f"{self.groups.launched} ranks are active"
             )
-        if launched == 1:
-            return RescaleReport(1, 1, True, 0.0, 0, 0, 0, 0, (extra,))
-        return Rescale(
-            self,
-            world_size,
-            timeout=timeout,
-            bucket_bytes=bucket_bytes,
-            extra=extra,
-            objection=objection,
-        ).run()
+
+    def check_loaded(self, doing: str) -> None:
+        """Raise `OffloadedError` while the weights are offloaded, `IdleRank` on an idle rank."""
+        self.check_active(doing)
+        if self.param_offloaded:
+            raise OffloadedError(f"{doing} while the model is offloaded: call onload() first")
+
+    # -- building -----------------------------------------------------------------------------
+
+    def model_provider_func(self) -> nn.Module:
+        """Return a new model, on the CPU."""
+        if self._provider is not None:
+            return self._provider()
+        if not isinstance(self.cfg, FSDPConfig):
+            raise ValueError(
+                f"there is no model to build: pass model_provider, or a FSDPConfig, which names a "
+                f"policy, instead of a {type(self.cfg).__name__}"
+            )
+        return build_policy(self.cfg)
+
+    def setup_model_and_optimizer(self) -> None:
+        """Build the model, shard it, and build optimizer, LR scheduler and loss scaler. Collective.
+
+        All ranks start from the weights of rank 0.
+        """
+        module = self.model_provider_func().to(self.device)
+        ranks.broadcast_module(module, self.world_size)
+        self._value_names = getattr(module, "value_parameter_names", set)()
+        # Sharding may give parameters other names and other objects.
+        own = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+        self.tied_names = frozenset(module.state_dict()) - own
+        if self.can_rescale:
+            self.shard_memory = ShardMemory(meta_copy(module), self.rank)
+            self.group = self.groups.launch()
+        model = shard(module, self.cfg.strategy, self.world_size, self.device, self.group)
+        if self.shard_memory is not None:
+            place_parameters(model, self.shard_memory, self.world_size, self.device)
+        optimizer = self.build_optimizer(model, self.cfg.critic_warmup_steps > 0)
+        self.take(model, optimizer, self.build_lr_scheduler(optimizer))
+        self.grad_scaler = self.build_grad_scaler(self.cfg.precision == "float16")
+        self.zero_grad()
+
+    def take(self, model: nn.Module, optimizer: torch.optim.AdamW, lr_scheduler: LambdaLR) -> None:
+        """Make these the ones that train, on the present number of active ranks."""
+        self.model, self.optimizer, self.lr_scheduler = model, optimizer, lr_scheduler
+        self.gradients = Gradients(optimizer, sharded=self.world_size > 1)
+
+    def build_optimizer(
+        self, model: nn.Module, enable_critic_warmup: bool = False
+    ) -> torch.optim.AdamW:
+        """Return AdamW with the value's own parameters in a group of their own.
+
+        During critic warm-up the other group is frozen: its gradients are dropped before each step.
+        """
+        config = self.cfg.optimizer
+        groups = parameter_groups(
+            model, self._value_names, config, freeze_rest=enable_critic_warmup
+        )
+        return torch.optim.AdamW(
+            groups, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+        )
+
+    def build_lr_scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
+        """Return a constant, linear or cosine schedule with warm-up, counted in optimizer steps."""
+        return LambdaLR(optimizer, lambda step: lr_factor(step, self.cfg.scheduler))
+
+    def build_grad_scaler(self, enabled: bool) -> LossScaler:
+        """Return the loss scaler; one that is not enabled changes nothing."""
+        return LossScaler(enabled=enabled)
+
+    # -- one optimizer step -------------------------------------------------------------------
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context in which to run the forward pass."""
+        if self.cfg.precision == "float32":
+            return nullcontext()
+        return torch.autocast(self.device.type, DTYPES[self.cfg.precision])
+
+    def before_micro_batch(
+        self, model: nn.Module, is_last_micro_batch: bool
+    ) -> AbstractContextManager[None]:
+        """Return the context of one micro-batch: gradients cross the ranks only in the last."""
+        return gradient_sync(model, enabled=is_last_micro_batch)
+
+    def backward(self, loss: Tensor) -> None:
+        """Scale the loss and add its gradients to those of earlier micro-batches."""
+        torch.autograd.backward(self.grad_scaler.scale(loss))
+
+    def zero_grad(self) -> None:
+        """Zero all gradients."""
+        self.gradients.zero()
+
+    def optimizer_step(self, gradient_factor: float = 1.0) -> tuple[float, list[float]]:
+        """Unscale, clip, step, schedule, and zero the gradients. Collective.
+
+        Gradients are multiplied by ``gradient_factor`` first: one over the size of their sum, where
+        that was unknown while they were added up.
+
+        Returns the gradient norm before clipping and the learning rate that each group was stepped
+        with. A norm that is not finite skips the step, logs a warning and counts in
+        ``skipped_steps``. Raises `OffloadedError` while offloaded.
+        """
+        self.check_active("optimizer_step()")
+        if self.param_offloaded or self.optimizer_offloaded:
+            raise OffloadedError(
+                "optimizer_step() while model or optimizer is offloaded: call "
+                "load_param_and_grad() and load_optimizer() first"
+            )
+        lrs = [group["lr"] for group in self.optimizer.param_groups]
+        max_norm = self.cfg.optimizer.max_grad_norm
+        grad_norm = self.gradients.clip(self.model, max_norm, gradient_factor, self.grad_scaler)
+        finite = math.isfinite(grad_norm)
+        if finite:
+            if self.shard_memory is not None:
+                add_first_moments(self.model, self.optimizer, self.shard_memory, self.world_size)
+            self.optimizer.step()
+            self._advance()
+        else:
+            self.skipped_steps += 1
+            logger.warning(
+                "gradient norm is %s after %d steps: this optimizer step is skipped (%d so far)",
+                grad_norm,
+                self.steps,
+                self.skipped_steps,
+            )
+        self.grad_scaler.update(finite=finite)
+        self.zero_grad()
+        return grad_norm, lrs
+
+    def _advance(self) -> None:
+        self.steps += 1
+        if self.cfg.scheduler.kind != "constant" or self.steps <= self.cfg.scheduler.warmup_steps:
+            self.lr_scheduler.step()
+        if self.steps == self.cfg.critic_warmup_steps:
+            for group in self.optimizer.param_groups:
+                group["frozen"] = False
+
+    @property
+    def counters(self) -> Counters:
+        """How far the training is."""
+        scaler = self.grad_scaler
+        return Counters(self.steps, self.skipped_steps, scaler.factor, scaler.good_steps)
+
+    @counters.setter
+    def counters(self, counters: Counters) -> None:
+        self.steps, self.skipped_steps = counters.steps, counters.skipped_steps
+        self.grad_scaler.factor = counters.scaler_factor
+        self.grad_scaler.good_steps = counters.scaler_good_steps
+
+    def resume_at(self, counters: Counters) -> None:
+        """Set the counters, and schedule and critic warm-up to where they are at that step.
+
+        The learning rates are those of this run's configuration.
+        """
+        self.counters = counters
+        self.lr_scheduler.last_epoch = self.steps
+        factor = lr_factor(self.steps, self.cfg.scheduler)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+            group["frozen"] = (
+                group["name"] == "policy" and self.steps < self.cfg.critic_warmup_steps
+            )
+
+    # -- where weights and moments are --------------------------------------------------------
 
     def get_model_state_dict(self, everywhere: bool = False) -> dict[str, Tensor]:
         """Return the full state dict, on rank 0 or on all active ones, else ``{}``. Collective.
@@ -97,7 +311,7 @@ class ShardedModelManager(Optimized):
         offload.check_strategy(self.cfg.strategy, self.world_size, self.device)
         if not offload_grad:
             self.optimizer.zero_grad(set_to_none=True)
-        self._buffers.clear()  # they would hold the device's memory; gradients have moved out
+        self.gradients.release_buffers()
         offload.move_model(self.model, torch.device("cpu"))
         self.param_offloaded = True
 
@@ -112,13 +326,13 @@ class ShardedModelManager(Optimized):
             return
         offload.move_model(self.model, self._target(device_id))
         self.param_offloaded = False
-        if not load_grad:
+        if load_grad:
+            self.gradients.rebuild_buffers()
+        else:
             self.zero_grad()
-        elif self.world_size == 1:
-            self._buffer_gradients()
 
     def offload_optimizer(self) -> None:
-        """Move the optimizer's moments to the CPU; nothing happens when there are none yet."""
+        """Move the optimizer's moments to the CPU, if it has any yet."""
         if not self.optimizer_offloaded and self.optimizer.state:
             self.settle_checkpoint()
             offload.move_optimizer(self.optimizer, torch.device("cpu"))
@@ -135,9 +349,7 @@ class ShardedModelManager(Optimized):
             return self.device
         return torch.device(device_id)
 
-    def model_files(self) -> ModelFiles:
-        """Return the files that a checkpoint keeps beside the tensors, to be exported from."""
-        return {}
+    # -- checkpoints --------------------------------------------------------------------------
 
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint folder, each rank its own shard, also while offloaded. Collective.
@@ -147,12 +359,12 @@ class ShardedModelManager(Optimized):
         rank, or `CheckpointError` naming the rank that failed; then the folder before is kept.
         """
         if self.active:
-            persistence.save(self, Path(path), extra or {})
+            checkpoint.save(self, self.checkpoints, Path(path), self._source(extra))
 
     def begin_checkpoint(
         self, path: str | Path, extra: Mapping[str, Any] | None = None
     ) -> Future[Path]:
-        """Start writing what `save_checkpoint` writes, as it is now, and go on. Collective.
+        """Start writing what `save_checkpoint` writes, as it is now, and return. Collective.
 
         Waits for the checkpoint before, if it is still being written, and raises its error. The
         future ends, or has the error, when this rank's part is on the disk; when all ranks' are,
@@ -160,8 +372,13 @@ class ShardedModelManager(Optimized):
         parameters in another way, call `settle_checkpoint`.
         """
         if self.active:
-            return persistence.begin(self, Path(path), extra or {})
+            return checkpoint.begin(self, self.checkpoints, Path(path), self._source(extra))
         return self.checkpoints.idle(Path(path))
+
+    def _source(self, extra: Mapping[str, Any] | None) -> checkpoint.Source:
+        return checkpoint.Source(
+            self.model, self.optimizer, self.counters, extra or {}, self.model_files
+        )
 
     def settle_checkpoint(self) -> None:
         """Wait until parameters and moments are copied, if a checkpoint is being written."""
@@ -178,19 +395,15 @@ class ShardedModelManager(Optimized):
         folder is damaged or of another model.
         """
         self.check_active("load_checkpoint()")
-        return persistence.load(self, Path(path), restore_rng=restore_rng)
-
-
-class FSDPModelManager(ShardedModelManager):
-    """The manager of a registered policy."""
-
-    cfg: FSDPConfig
-
-    def __init__(self, cfg: FSDPConfig, world_size: int, rank: int) -> None:
-        super().__init__(cfg, world_size, rank)
-
-    def model_provider_func(self) -> nn.Module:
-        """Return a new model: the registered policy, or a Hugging Face one where asked for."""
-        if self.cfg.pretrained is not None:
-            return load_pretrained(self.cfg.pretrained)
-        return policies[self.cfg.policy.name](self.cfg.policy)
+        zero_moments = partial(
+            add_moments, self.optimizer, memory=self.shard_memory, ranks=self.world_size
+        )
+        own = checkpoint.load(
+            self, self.checkpoints, Path(path), self.model, self.optimizer, zero_moments
+        )
+        if self.optimizer_offloaded:
+            offload.move_optimizer(self.optimizer, torch.device("cpu"))
+        self.resume_at(own[0].counters)
+        if restore_rng:
+            torch.set_rng_state(own[self.rank % len(own)].rng.clone())
+        return [one.extra for one in own]

@@ -1,4 +1,4 @@
-"""What the update loop and the gradients hand each other."""
+"""A batch of samples, and the interface of what computes its gradient."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
-"""What a `Gradient` returns, in this order."""
+"""names of what a `Gradient` returns, in this order"""
 
 
 class FlatBatch(NamedTuple):
     """Samples in any order: ``[N]`` but for the first two. float32, discrete actions int64."""
 
     observation: Tensor
-    """``[N, D]``, normalised already: once an iteration, not once an update"""
+    """``[N, D]``, normalised already, once an iteration"""
     action: Tensor
     """``[N, A]``, or ``[N]``"""
     log_prob: Tensor

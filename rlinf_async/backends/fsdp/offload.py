@@ -1,4 +1,4 @@
-"""Where a model and its optimizer are: on the accelerator or the CPU."""
+"""Moving a model and its optimizer between the accelerator and the CPU."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from rlinf_async.backends.fsdp.errors import FSDPError
 
 
 def rank_device(name: str, world_size: int, rank: int) -> str:
-    """Return the device of one of several ranks: of ``"cuda"`` each takes the one of its number."""
+    """Return the device of a rank: several ranks on ``"cuda"`` have one each, by number."""
     return f"cuda:{rank}" if name == "cuda" and world_size > 1 else name
 
 
 def existing_device(name: str) -> torch.device:
-    """Return the device called ``name``; raises `ValueError` when it is not there."""
+    """Return the device called ``name``; raises `ValueError` when it does not exist."""
     device = torch.device(name)
     found = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= found:
         raise ValueError(
             f"device is {name!r}, but torch sees {found} CUDA devices; set device to 'cpu', or "
-            "look at CUDA_VISIBLE_DEVICES and at which torch is installed"
+            "check CUDA_VISIBLE_DEVICES and whether the installed torch has CUDA"
         )
     return device
 
 
 def check_strategy(strategy: str, world_size: int, device: torch.device) -> None:
-    """Raise `FSDPError` where parameters cannot be moved: FSDP1 owns the storage of its own."""
+    """Raise `FSDPError` where parameters cannot be moved: FSDP1 manages their storage itself."""
     if strategy == "fsdp1" and world_size > 1 and device.type != "cpu":
         raise FSDPError(
             f"strategy 'fsdp1' cannot offload from {device}: use strategy 'fsdp2' to offload"
@@ -34,13 +34,13 @@ def check_strategy(strategy: str, world_size: int, device: torch.device) -> None
 
 
 def move_model(model: nn.Module, device: torch.device) -> None:
-    """Move parameters, their gradients and buffers; what is there already stays untouched."""
+    """Move parameters, their gradients and buffers; does nothing where all are there already."""
     if any(tensor.device != device for tensor in (*model.parameters(), *model.buffers())):
         model.to(device)
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Move all moments (and step counters of accelerators) that are elsewhere."""
+    """Move the optimizer's state (moments, step counters) to a device."""
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, Tensor) and value.device != device:

@@ -1,4 +1,4 @@
-"""Learning-rate schedule, parameter groups and loss scaling."""
+"""Learning-rate schedule, parameter groups, loss scaling, and the counters of a training."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 from torch import Tensor, nn
 
 from rlinf_async.backends.fsdp.config import OptimizerConfig, SchedulerConfig
 
 FSDP1_PREFIX = "_fsdp_wrapped_module."
+
+
+class Counters(msgspec.Struct, frozen=True):
+    """How far a training is, in optimizer steps. Part of checkpoints; equal on all ranks."""
+
+    steps: int
+    skipped_steps: int
+    scaler_factor: float
+    scaler_good_steps: int
 
 
 def lr_factor(step: int, config: SchedulerConfig) -> float:
@@ -26,7 +36,7 @@ def lr_factor(step: int, config: SchedulerConfig) -> float:
 
 
 def clean_name(name: str) -> str:
-    """Return a parameter's name without what FSDP1 puts in front."""
+    """Return a parameter's name without the prefix of FSDP1."""
     return name.replace(FSDP1_PREFIX, "")
 
 
@@ -64,7 +74,7 @@ class LossScaler:
     """Multiplies the loss so that float16 gradients do not vanish (Micikevicius et al. 2018).
 
     It halves its factor when a step was skipped, and doubles it after ``growth_interval`` good
-    steps. Unlike torch's GradScaler it is told whether the (global) gradient norm was finite, so
+    steps. Unlike torch's GradScaler it is given whether the (global) gradient norm was finite, so
     that all ranks always agree. A scaler that is not enabled keeps the factor at 1.
     """
 

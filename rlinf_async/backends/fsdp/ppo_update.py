@@ -25,7 +25,7 @@ from rlinf_async.backends.policies.base import Evaluation
 
 
 class _Totals(NamedTuple):
-    """What is summed up over the updates."""
+    """Results of all updates."""
 
     metrics: list[Tensor]
     grad_norms: list[float]

@@ -1,6 +1,6 @@
-"""Agreement between the ranks: start from the same weights, fail together, never hang alone.
+"""Collectives of the active ranks: start from the same weights, fail together, never hang alone.
 
-Everything here does nothing, or works locally, at world size 1.
+At world size 1 all of them are local, or do nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rlinf_async.backends.policies.moments import Moments, merge_moments
 
 
 class Rank(Protocol):
-    """Who asks."""
+    """One of the active ranks."""
 
     rank: int
     world_size: int
-    """of the active ranks"""
+    """number of active ranks"""
     group: dist.ProcessGroup | None
-    """theirs, in which they stand in an order of its own; None is torch's default group"""
+    """of the active ranks, in the order of their shards; None is torch's default group"""
     device: torch.device
 
 
@@ -49,13 +49,13 @@ def all_gather(member: Rank, tensor: Tensor) -> list[Tensor]:
 def all_reduce(
     member: Rank, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> None:
-    """Replace the tensor, on the member's device, by the sum (or so) over all ranks."""
+    """Replace the tensor, on the member's device, by its sum (or so) over all ranks."""
     if member.world_size > 1:
         dist.all_reduce(tensor, operation, group=member.group)
 
 
 def broadcast_bytes(member: Rank, content: bytes) -> bytes:
-    """Return what rank 0 gave; that of the others does not matter."""
+    """Return the content of rank 0; that of the others is ignored."""
     if member.world_size == 1:
         return content
     size = torch.tensor([len(content)], device=member.device)
@@ -68,7 +68,7 @@ def broadcast_bytes(member: Rank, content: bytes) -> bytes:
 
 
 def wait_for_all(member: Rank) -> None:
-    """Return when every rank is here."""
+    """Return when every rank has called this."""
     if member.world_size > 1:
         dist.barrier(member.group)
 
@@ -93,11 +93,11 @@ def require_equal(member: Rank, number: int, what: str) -> None:
 
 
 @contextlib.contextmanager
-def together(member: Rank, doing: str) -> Iterator[None]:
+def fail_together(member: Rank, doing: str) -> Iterator[None]:
     """Leave normally only if every rank did.
 
-    A rank that failed raises its own error, the others `CheckpointError` naming it, so that nobody
-    waits in the next collective for a rank that has left. Where one has died, it says that.
+    A rank that failed raises its own error, the others `CheckpointError` naming it, so that no rank
+    waits in the next collective for one that has left. The error says where a rank has died.
     """
     failed = torch.ones(1, dtype=torch.int64)
     try:

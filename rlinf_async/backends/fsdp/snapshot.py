@@ -2,16 +2,16 @@
 
 ::
 
-    begin      small tensors and buffers are copied; the rest is only looked at
+    begin      small tensors and buffers are copied, the rest is referred to
     run        in the writer's thread: parameters and moments are copied
     settled    from here on they may change: the next optimizer step waits for that
 
 Parameters and moments change in optimizer steps alone, so the copy runs beside the forward and
 backward passes of the next one. Whatever else changes them has to wait too
-(`CheckpointWriter.settle`), and that is a duty: of those who fail in it, only some are found out.
-torch's version counters, which are compared, tell of operations on the tensor that was copied; not
-of FSDP2's shards that change through their parameter, nor of fused kernels (AdamW's). Where they
-tell, the checkpoint fails.
+(`CheckpointWriter.settle`). Code that does not is detected only in some cases: torch's version
+counters, which are compared, count operations on the tensor that was copied, but neither changes of
+FSDP2's shards through their parameter, nor fused kernels (AdamW's). A detected change fails the
+checkpoint.
 
 The memory is kept for the next copy: fresh pages cost more than the copy itself. It is pinned where
 there is a CUDA device.
@@ -26,20 +26,20 @@ import torch
 from torch import Tensor
 
 from rlinf_async.backends.checkpoint.errors import CheckpointError
-from rlinf_async.backends.fsdp.checkpoint import Part
+from rlinf_async.backends.fsdp.state import Part
 
 SMALL_BYTES = 64 * 1024
-"""up to this a tensor is copied at once"""
+"""size up to which a tensor is copied at once"""
 
 
 class HostMemory:
-    """Room for one rank's tensors, as they lie in its file."""
+    """Memory for one rank's tensors, in the order of its file."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def views(self, part: Part) -> dict[str, Tensor]:
-        """Return room for every tensor of the part, one behind the other."""
+        """Return memory for every tensor of the part, one behind the other."""
         needed = sum(one.nbytes for one in part.entries)
         pinned = any(tensor.is_cuda for tensor in part.live.values())
         if len(self._bytes) < needed or (pinned and not self._bytes.is_pinned()):
@@ -65,9 +65,9 @@ class Snapshot:
         self.part = part
         self._memory = memory
         self._settled = threading.Event()
-        room = memory.views(part)
+        copies = memory.views(part)
         self._later: list[tuple[str, Tensor, Tensor, int]] = []
-        for name, target in room.items():
+        for name, target in copies.items():
             live = part.live[name]
             if name in at_once or live.nbytes <= SMALL_BYTES:
                 target.copy_(live)
@@ -77,9 +77,9 @@ class Snapshot:
         self._ready = {device: _event(device) for device in devices}
 
     def run(self) -> memoryview:
-        """Copy what is left; return the bytes of the file. For the writer's thread.
+        """Copy the other tensors; return the bytes of the file. For the writer's thread.
 
-        Raises `CheckpointError` when a tensor is seen to have changed meanwhile.
+        Raises `CheckpointError` when a tensor was changed meanwhile, as far as that is detected.
         """
         try:
             self._copy()
@@ -115,7 +115,7 @@ class Snapshot:
 
 
 def _event(device: torch.device) -> torch.cuda.Event:
-    """Mark what the device has been asked for so far."""
+    """Record the work that the device was given so far."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event

@@ -1,13 +1,14 @@
 """Model and optimizer state by name: ``"model.NAME"``, ``"optimizer.NAME.exp_avg"``.
 
-Values are the live tensors (FSDP2, plain) or sharded copies of them (FSDP1); each rank sees its own
-shards. Filling the values and calling `load_state` makes them the state.
+Values are the live tensors (FSDP2, plain) or sharded copies of them (FSDP1); each rank has its own
+shards. A rank writes its `Part` of them into a checkpoint: of a sharded tensor a range of rows,
+dealt as by ``torch.chunk``; tensors that are the same on all ranks are written by rank 0 alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +20,57 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from rlinf_async.backends.checkpoint.reading import Saved, SavedTensor
-from rlinf_async.backends.fsdp.checkpoint import check_fits, fill
+from rlinf_async.backends.checkpoint.tensor_file import Box, Entry, in_file_order
 from rlinf_async.backends.fsdp.errors import CheckpointError
+from rlinf_async.backends.fsdp.sharding import Shards, first_row, local_shard, sharded_like
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 MODEL, OPTIMIZER = "model.", "optimizer."
-NewMoments = Callable[[Mapping[str, Tensor]], None]
+AddMoments = Callable[[Mapping[str, Tensor]], None]
 """gives the optimizer zero moments of these parameters"""
 MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
-"""what AdamW keeps of each parameter, besides the step"""
+"""AdamW's moments of each parameter"""
+
+
+class Part(NamedTuple):
+    """A rank's part of the state."""
+
+    entries: list[Entry]
+    """in the order of the file"""
+    shapes: dict[str, tuple[int, ...]]
+    """of the global tensors"""
+    live: dict[str, Tensor]
+    """the tensors themselves, which training changes"""
+
+
+def part_of_rank(state: Mapping[str, Tensor], rank: int) -> Part:
+    """Return what this rank has to write of ``state``: its shards, and on rank 0 whole tensors."""
+    entries: list[Entry] = []
+    shapes: dict[str, tuple[int, ...]] = {}
+    live: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if rank and not isinstance(tensor, DTensor):
+            continue
+        local = local_shard(tensor).detach()
+        size = tuple(local.shape)
+        entries.append(Entry(name, local.dtype, size, (Box(name, _start(tensor), size, 0),)))
+        shapes[name], live[name] = tuple(tensor.shape), local
+    return Part(in_file_order(entries), shapes, live)
+
+
+def check_fits(target: Tensor, saved: SavedTensor, name: str) -> None:
+    """Raise `CheckpointError` unless the saved tensor has the target's shape and dtype."""
+    if saved.shape != tuple(target.shape):
+        raise CheckpointError(
+            f"{name!r} is {list(saved.shape)} in the checkpoint, {list(target.shape)} in the model"
+        )
+    if saved.dtype != target.dtype:
+        raise CheckpointError(
+            f"{name!r} is {saved.dtype} in the checkpoint, {target.dtype} in the model"
+        )
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -58,7 +99,7 @@ def full_model_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return what the optimizer remembers of each parameter; empty before its first step."""
+    """Return the optimizer's state of each parameter; empty before its first step."""
     if not optimizer.state:
         return {}
     if isinstance(model, FullyShardedDataParallel):
@@ -71,8 +112,29 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     }
 
 
+def moment_shards(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str) -> Shards:
+    """Return this rank's shards of one kind of moment, by the name of the parameter."""
+    return {
+        name: local_shard(optimizer.state[parameter][kind])
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+    }
+
+
+def set_moments(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, steps: float, shards: Mapping[str, Tensor]
+) -> None:
+    """Make these very shards, by kind, the optimizer's state of a parameter."""
+    # The fused optimizer keeps the step beside its parameter.
+    step = torch.tensor(steps, dtype=torch.float32, device=parameter.device)
+    plain = parameter.detach()
+    optimizer.state[parameter] = {"step": step} | {
+        kind: sharded_like(plain, shard) for kind, shard in shards.items()
+    }
+
+
 def load_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Saved, new_moments: NewMoments
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Saved, add_moments: AddMoments
 ) -> None:
     """Make a checkpoint the state of model and optimizer, under the sharding there is now.
 
@@ -81,12 +143,12 @@ def load_state(
     weights, moments = _weights(model, saved), _part(saved, OPTIMIZER)
     present = model_state(model)
     for name, tensor in present.items():
-        fill(tensor, weights[name])
+        _fill(tensor, weights[name])
     if isinstance(model, FullyShardedDataParallel):
         set_model_state_dict(model, dict(present))
         _load_moments_fsdp1(model, optimizer, moments)
     else:
-        _load_moments(model, optimizer, moments, new_moments)
+        _load_moments(model, optimizer, moments, add_moments)
 
 
 def check_state(model: nn.Module, saved: Saved) -> None:
@@ -104,10 +166,23 @@ def check_state(model: nn.Module, saved: Saved) -> None:
         check_fits(tensor, weights[name], name)
         held = [key for key in (*MOMENTS, "step") if f"{name}.{key}" in moments]
         if held and len(held) <= len(MOMENTS):
-            raise CheckpointError(f"of the optimizer's state of {name!r} there is only {held}")
+            raise CheckpointError(
+                f"the optimizer's state of {name!r} is incomplete: it has only {held}"
+            )
         for key in MOMENTS:
             if key in held:
                 check_fits(tensor, moments[f"{name}.{key}"], f"{name}.{key}")
+
+
+def _start(tensor: Tensor) -> tuple[int, ...]:
+    """Return where this rank's part of a tensor begins."""
+    rows = (first_row(tensor),) if isinstance(tensor, DTensor) else (0,)
+    return (rows + (0,) * tensor.ndim)[: tensor.ndim]
+
+
+def _fill(target: Tensor, saved: SavedTensor) -> None:
+    """Copy the part that this rank holds of ``target`` out of a checkpoint, in place."""
+    saved.fill(local_shard(target).detach(), _start(target))
 
 
 def _part(saved: Saved, prefix: str) -> dict[str, SavedTensor]:
@@ -130,16 +205,16 @@ def _load_moments(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     moments: Mapping[str, SavedTensor],
-    new_moments: NewMoments,
+    add_moments: AddMoments,
 ) -> None:
     optimizer.state.clear()
     stepped = {name: one for name, one in model.named_parameters() if f"{name}.step" in moments}
-    new_moments(stepped)
+    add_moments(stepped)
     for name, parameter in stepped.items():
         state = optimizer.state[parameter]
         state["step"].copy_(moments[f"{name}.step"].whole())
         for key in MOMENTS:
-            fill(state[key], moments[f"{name}.{key}"])
+            _fill(state[key], moments[f"{name}.{key}"])
 
 
 def _load_moments_fsdp1(
@@ -150,7 +225,7 @@ def _load_moments_fsdp1(
         return
     flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
     for name, tensor in _tensors(flat).items():
-        fill(tensor, moments[name.removeprefix("state.")])
+        _fill(tensor, moments[name.removeprefix("state.")])
     set_optimizer_state_dict(model, optimizer, flat, options=FLAT)
 
 

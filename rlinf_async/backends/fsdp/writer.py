@@ -8,11 +8,11 @@
     thread             the disk
     end of process     the thread, which is no daemon
 
-    thread: copy -> tensors' file -> own file -> [rank 0: model's files] -> note
-            -> whoever's note is the last: metadata, rename
+    thread: copy -> tensors' file -> own file -> [rank 0: model's files] -> record of the rank
+            -> the rank whose record is the last: metadata, rename
 
-An error of the thread is kept in the checkpoint's future; it is raised by whoever waits for it, and
-by the next `begin` at the latest. Then the folder is not there, and the one before it still is.
+An error of the thread is set in the checkpoint's future; it is raised where that is awaited, and by
+the next `wait` at the latest. The folder does not exist then, and the one before it still does.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from rlinf_async.backends.checkpoint.folders import (
 )
 from rlinf_async.backends.checkpoint.metadata import MODEL_FOLDER, FileRecord, RankRecord
 from rlinf_async.backends.checkpoint.tensor_file import ChecksummedFile, header, write_file
-from rlinf_async.backends.fsdp.checkpoint import Part
 from rlinf_async.backends.fsdp.snapshot import HostMemory, Snapshot
+from rlinf_async.backends.fsdp.state import Part
 
 ModelFiles = Mapping[str, bytes | Path]
 """file name -> its content, or a file to copy"""
 
 
 class Content(NamedTuple):
-    """What one rank puts into a checkpoint."""
+    """What one rank writes into a checkpoint."""
 
     part: Part
     at_once: Collection[str]
-    """tensors of the part that may change before the next optimizer step"""
+    """names of tensors that may change before the next optimizer step"""
     own: bytes
     model: ModelFiles
     aliases: dict[str, str]
 
 
 class Seconds(NamedTuple):
-    """How long the last checkpoint took."""
+    """Durations of the last checkpoint."""
 
     stalled: float
-    """that training stood still for it: until `begin` returned, and in `settle`"""
+    """in which training stopped for it: until `begin` returned, and in `settle`"""
     writing: float
     """from `begin` until the rank's files were on the disk"""
 
@@ -67,24 +67,24 @@ class CheckpointWriter:
 
     def __init__(self) -> None:
         self._memory = HostMemory()
-        self._flight: Future[Path] | None = None
+        self._pending: Future[Path] | None = None
         self._snapshot: Snapshot | None = None
         self._stalled = 0.0
         self._took = 0.0
 
     @property
     def seconds(self) -> Seconds:
-        """Of the last checkpoint; ``writing`` once it is written."""
+        """Durations of the last checkpoint; ``writing`` is known once it is written."""
         return Seconds(self._stalled, self._took)
 
     def wait(self) -> None:
-        """Wait for the checkpoint in flight, if there is one. Raises its error, once."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            flight.result()
+        """Wait for the checkpoint that is being written, if any. Raises its error, once."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def settle(self) -> None:
-        """Wait until what is being copied may change. Call it before changing it."""
+        """Wait until parameters and moments are copied. Call it before changing them."""
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is not None:
             began = time.perf_counter()
@@ -92,7 +92,7 @@ class CheckpointWriter:
             self._stalled += time.perf_counter() - began
 
     def idle(self, path: Path) -> Future[Path]:
-        """Take no part in a checkpoint: on a rank outside the active ones. Gives memory back."""
+        """Return the result of an idle rank, which writes nothing, and free its memory."""
         self.wait()
         self._memory = HostMemory()
         done: Future[Path] = Future()
@@ -107,15 +107,15 @@ class CheckpointWriter:
         ranks: int,
         optimizer: torch.optim.Optimizer,
     ) -> Future[Path]:
-        """Start writing this rank's part; the staging folder is there, nothing is in flight.
+        """Start writing this rank's part. The staging folder exists, no other is being written.
 
         The future ends when this rank's files are on the disk; with the last rank's the folder is
         complete.
         """
         began = time.perf_counter()
         snapshot = Snapshot(content.part, self._memory, content.at_once)
-        flight: Future[Path] = Future()
-        flight.set_running_or_notify_cancel()  # whoever waits may be cancelled, the thread not
+        written: Future[Path] = Future()
+        written.set_running_or_notify_cancel()  # a wait may be cancelled, the thread not
         hook = optimizer.register_step_pre_hook(lambda *_: self.settle())
 
         def work() -> None:
@@ -123,25 +123,25 @@ class CheckpointWriter:
                 record = _write(staging_folder(path), content, snapshot, rank, ranks)
                 rank_done(path, rank, ranks, record)
             except BaseException as error:
-                flight.set_exception(error)
+                written.set_exception(error)
             else:
                 self._took = time.perf_counter() - began
-                flight.set_result(path)
+                written.set_result(path)
             finally:
                 hook.remove()
 
         try:
             threading.Thread(target=work, name="checkpoint writer").start()
-        except BaseException:  # no thread to be had: nobody would ever settle the copy
+        except BaseException:  # no thread could be started, so the copy would never be made
             hook.remove()
             raise
-        self._flight, self._snapshot = flight, snapshot
+        self._pending, self._snapshot = written, snapshot
         self._stalled = time.perf_counter() - began
-        return flight
+        return written
 
 
 def _write(folder: Path, content: Content, snapshot: Snapshot, rank: int, ranks: int) -> RankRecord:
-    """Put this rank's files into the staging folder."""
+    """Write this rank's files into the staging folder."""
     part = content.part
     data = snapshot.run()
     with ChecksummedFile(folder, tensor_file(rank, ranks)) as file:

@@ -6,8 +6,8 @@ checksum.
     run, run, ...        each from a multiple of ALIGNMENT bytes on, row-major
     seal                 int64 checksum of all bytes before it, int64 round
 
-Sender and receiver have the same runs in the same order, so nothing else need be said. Bytes are
-copied and summed a block at a time: the second finds them in the cache.
+Sender and receiver have the same runs in the same order, so there is no header. Bytes are copied
+and hashed a block at a time, while the block is in the cache.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ ALIGNMENT = 16
 SEAL = 16
 """bytes"""
 BLOCK = 1 << 19
-"""bytes that are copied and summed at a time"""
+"""bytes that are copied and hashed at a time"""
 
 DtypeOf = Callable[[Run], torch.dtype]
-"""in which dtype a run travels: that of the receiver's buffer"""
+"""dtype of a run in the bucket: that of the receiver's buffer"""
 Copy = Callable[[], object]
 
 
@@ -45,9 +45,9 @@ def pack(
 ) -> int:
     """Copy the runs into a bucket ``[bytes]`` of their size; return its checksum for `seal`."""
     digest = Digest(bucket[:-SEAL])
-    for run, room, first in _rooms(bucket, runs, dtype_of):
+    for run, place, first in _places(bucket, runs, dtype_of):
         source = window(buffers[run.source.buffer], run.source)
-        for end, copy in _copied(source, room, first, into_room=True):
+        for end, copy in _copied(source, place, first, into_bucket=True):
             copy()
             digest.reach(end)
     return digest.value()
@@ -69,13 +69,13 @@ def unpack(
 ) -> bool:
     """Copy the runs out of a bucket into their target buffers.
 
-    Return whether the bytes are those that were sealed, in this round; else the target buffers hold
-    what must not be used.
+    Return whether the bytes are those that were sealed, in this round; else the content of the
+    target buffers must not be used.
     """
     digest = Digest(bucket[:-SEAL])
-    for run, room, first in _rooms(bucket, runs, dtype_of):
+    for run, place, first in _places(bucket, runs, dtype_of):
         target = window(buffers[run.target.buffer], run.target)
-        for end, copy in _copied(target, room, first, into_room=False):
+        for end, copy in _copied(target, place, first, into_bucket=False):
             digest.reach(end)
             copy()
     found, sent_in = bucket[-SEAL:].view(torch.int64).tolist()
@@ -89,7 +89,7 @@ def window(buffer: Tensor, where: View) -> Tensor:
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same memory, seen in the same way."""
+    """Whether two tensors are the same view of the same memory."""
     return (
         one.data_ptr() == other.data_ptr()
         and one.device == other.device
@@ -114,36 +114,39 @@ def _as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
     return found
 
 
-def _copied(held: Tensor, room: Tensor, first: int, into_room: bool) -> Iterator[tuple[int, Copy]]:
-    """Cut a run and its room, which begins at byte ``first``, into blocks.
+def _copied(
+    held: Tensor, place: Tensor, first: int, into_bucket: bool
+) -> Iterator[tuple[int, Copy]]:
+    """Cut a run and its place in a bucket, which begins at byte ``first``, into blocks.
 
-    Yields the byte of the bucket at which a block ends, and what copies it."""
-    size = room.numel() * room.element_size()
-    source, target = (held, room) if into_room else (room, held)
-    if room.device.type != "cpu" or size <= BLOCK:
+    Yields the byte of the bucket at which a block ends, and a function that copies it.
+    """
+    size = place.numel() * place.element_size()
+    source, target = (held, place) if into_bucket else (place, held)
+    if place.device.type != "cpu" or size <= BLOCK:
         yield first + size, partial(target.copy_, source)
-    elif held.dtype == room.dtype and held.is_contiguous():
+    elif held.dtype == place.dtype and held.is_contiguous():
         # As bytes of numpy: a torch call for each block costs a third of what the block does.
         one, other = _as_bytes(source), _as_bytes(target)
         for low in range(0, size, BLOCK):
             high = min(low + BLOCK, size)
             yield first + high, partial(np.copyto, other[low:high], one[low:high])
     else:
-        row = size // len(room)
-        for low in range(0, len(room), step := max(1, BLOCK // row)):
-            high = min(low + step, len(room))
+        row = size // len(place)
+        for low in range(0, len(place), step := max(1, BLOCK // row)):
+            high = min(low + step, len(place))
             yield first + high * row, partial(target[low:high].copy_, source[low:high])
 
 
-def _rooms(
+def _places(
     bucket: Tensor, runs: Sequence[Run], dtype_of: DtypeOf
 ) -> Iterator[tuple[Run, Tensor, int]]:
-    """Yield each run, its place in the bucket, and the byte at which that begins."""
+    """Yield each run, its place in the bucket, and the byte at which the place begins."""
     at = 0
     for run in runs:
         dtype = dtype_of(run)
-        room = bucket[at : at + run.elements * dtype.itemsize].view(dtype)
-        yield run, room.view(run.source.size), at
+        place = bucket[at : at + run.elements * dtype.itemsize].view(dtype)
+        yield run, place.view(run.source.size), at
         at += _padded(run, dtype)
 
 

@@ -1,4 +1,4 @@
-"""What a bucket's bytes come to, worked out while they are copied.
+"""Checksum of a bucket, computed while its bytes are copied.
 
 ::
 
@@ -6,8 +6,8 @@
     others    a sum of the words by place, on the device, once the bucket is whole
 
 xxh3 (64 bits) misses a change by chance once in 2^64, whatever changed: flipped bits, blocks in
-another order, old bytes. It is no proof against somebody who wants to deceive. The sum always sees
-one changed word, and words in another order nearly always.
+another order, old bytes. It does not protect against deliberate changes. The sum always detects one
+changed word, and words in another order nearly always.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Digest:
         self._done = 0
 
     def reach(self, end: int) -> None:
-        """Take in the bytes up to ``end``; those before it must be as they will stay."""
+        """Add the bytes up to ``end``, which must not change any more."""
         if self._state is not None and self._bytes is not None and end > self._done:
             self._state.update(self._bytes[self._done : end])
             self._done = end

@@ -1,4 +1,4 @@
-"""What can go wrong while shards travel. Whatever it is, the old buffers are as they were.
+"""Errors while shards are moved. After each of them the old buffers are unchanged.
 
 ::
 
@@ -6,14 +6,14 @@
      +-- BuffersDiffer    this rank's buffers are not those of the layout
      +-- PeerLost         a rank died, was cut off, or did not answer in time
      +-- BucketDamaged    bytes that arrived are not those that were sent
-     +-- NotAgreed        this rank is done, but another failed: nobody may use the new buffers
+     +-- NotAgreed        this rank is done, but another failed: the new buffers must not be used
 """
 
 from __future__ import annotations
 
 
 class ReshardError(RuntimeError):
-    """Root of the errors of an exchange; the new buffers are worthless, the old ones untouched."""
+    """Base of the errors of an exchange; the new buffers are invalid, the old ones unchanged."""
 
 
 class BuffersDiffer(ReshardError):
@@ -30,4 +30,4 @@ class BucketDamaged(ReshardError):
 
 
 class NotAgreed(ReshardError):
-    """Another rank failed; the message names which."""
+    """Another rank failed; the message names it."""

@@ -1,4 +1,4 @@
-"""One rank's side of an exchange: its rounds, and the votes around them."""
+"""One rank's side of an exchange: its rounds, and the votes before and after."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlinf_async.parallel import RankPlan, Run
 
 
 class Exchange:
-    """The rounds of one rank, and what they came to.
+    """The rounds of one rank, and their figures.
 
     A damaged bucket is noted and the exchange goes on: peers must not wait for a rank that left.
     """
@@ -100,7 +100,7 @@ def vote(
 
 
 def copy_runs(runs: Iterable[Run], old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> int:
-    """Copy what stays on a rank; return the bytes of what also stays where it is."""
+    """Copy the runs that stay on a rank; return the bytes of those that also stay in place."""
     kept = 0
     for run in runs:
         source = window(old[run.source.buffer], run.source)
@@ -121,7 +121,7 @@ def by_round(runs: Iterable[Run]) -> dict[int, list[Run]]:
 
 
 def damage(peer: int, now: int, runs: Sequence[Run]) -> str:
-    """Say which bucket is damaged."""
+    """Return a description of a damaged bucket."""
     names = list(dict.fromkeys(name for run in runs for name in run.tensors))
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return f"the bucket of round {now} from rank {peer} ({', '.join(names[:4])}{more}) is damaged"

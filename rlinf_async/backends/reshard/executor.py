@@ -1,4 +1,4 @@
-"""Carry a plan out between the ranks of a process group: gloo on CPUs, NCCL on GPUs.
+"""Executing a plan between the ranks of a process group: gloo on CPUs, NCCL on GPUs.
 
 ::
 
@@ -29,9 +29,8 @@ from torch import Tensor
 from rlinf_async.backends.reshard.buckets import DtypeOf
 from rlinf_async.backends.reshard.errors import BucketDamaged, BuffersDiffer
 from rlinf_async.backends.reshard.exchange import Exchange, most_sent, vote
-from rlinf_async.backends.reshard.memory import untouched
-from rlinf_async.backends.reshard.reserved import Reservations
-from rlinf_async.backends.reshard.shared_memory import meet
+from rlinf_async.backends.reshard.reserved import Reservations, untouched
+from rlinf_async.backends.reshard.shared_memory import connect
 from rlinf_async.backends.reshard.transports import Collective, Transport
 from rlinf_async.parallel import Buffer, Layout, Plan, RankPlan, Run, in_rounds
 
@@ -49,19 +48,19 @@ class State(NamedTuple):
     old: Mapping[str, Tensor]
     new: Mapping[str, Tensor]
     dtype: torch.dtype | None = None
-    """in which it travels, the same on all ranks; that of the new layout's tensors by default"""
+    """dtype in the buckets, the same on all ranks; that of the new layout's tensors by default"""
 
 
 class Report(NamedTuple):
-    """What this rank did."""
+    """Figures of one exchange on this rank."""
 
     sent_bytes: int
     received_bytes: int
     rounds: int
     peak_bytes: int
-    """the most that buckets took at one time"""
+    """largest size of all buckets at one time"""
     kept_bytes: int
-    """of the new buffers: what lay in its place already"""
+    """bytes of the new buffers that were in their place already"""
 
 
 def allocate(
@@ -115,16 +114,16 @@ def reshard(
         fault
         for plan, states in moves
         for state in states
-        for fault in faults_of(plan, plan.of_rank(rank), state)
+        for fault in _faults_of(plan, plan.of_rank(rank), state)
     ]
-    # A rank that cannot begin says so before others wait for its buckets.
+    # A rank that cannot begin votes before others wait for its buckets.
     vote(BuffersDiffer("; ".join(faults[:4])) if faults else None, group, device, timeout)
     parts = [part for plan, states in moves for part in _parts(plan, states, rank, bucket_bytes)]
     transport: Transport | None = None
     if shared_memory and device.type == "cpu":
         room = max((most_sent(mine, as_) for mine, _, as_ in parts), default=0)
         sources = {run.source_rank for mine, _, _ in parts for run in mine.receives}
-        transport = meet(group, room, sources, timeout)
+        transport = connect(group, room, sources, timeout)
     transport = transport or Collective(group, device, timeout)
     exchange = Exchange(transport)
     try:
@@ -143,14 +142,14 @@ def _parts(
     """Yield each state with this rank's rounds of it."""
     rounds: dict[int, RankPlan] = {}
     for state in states:
-        limit = limit_of(plan, state, bucket_bytes)
+        limit = _limit_of(plan, state, bucket_bytes)
         if limit not in rounds:
             rounds[limit] = in_rounds(plan, limit).of_rank(rank)
-        yield rounds[limit], state, travels_as(plan, state)
+        yield rounds[limit], state, _travel_dtype(plan, state)
 
 
-def travels_as(plan: Plan, state: State) -> DtypeOf:
-    """Return in which dtype each run of a state travels."""
+def _travel_dtype(plan: Plan, state: State) -> DtypeOf:
+    """Return the dtype in the buckets of each run of a state."""
     dtypes = {one.name: getattr(torch, one.dtype) for one in plan.new.tensors}
 
     def dtype_of(run: Run) -> torch.dtype:
@@ -160,8 +159,8 @@ def travels_as(plan: Plan, state: State) -> DtypeOf:
     return dtype_of
 
 
-def limit_of(plan: Plan, state: State, bucket_bytes: int) -> int:
-    """Bytes of a round as the plan counts them: half of what may be there, one half each way."""
+def _limit_of(plan: Plan, state: State, bucket_bytes: int) -> int:
+    """Return the bytes of a round, as the plan counts them: half of the limit in each direction."""
     half = max(1, bucket_bytes // 2)
     if state.dtype is None:
         return half
@@ -169,8 +168,8 @@ def limit_of(plan: Plan, state: State, bucket_bytes: int) -> int:
     return max(1, half * min(narrowest, state.dtype.itemsize) // state.dtype.itemsize)
 
 
-def faults_of(plan: Plan, mine: RankPlan, state: State) -> Iterable[str]:
-    """Say what this rank's buffers lack of what the plan reads and writes."""
+def _faults_of(plan: Plan, mine: RankPlan, state: State) -> Iterable[str]:
+    """Yield what is missing or wrong in this rank's buffers of what the plan reads and writes."""
     read = {run.source.buffer for run in (*mine.copies, *mine.sends)}
     written = {run.target.buffer for run in (*mine.copies, *mine.receives)}
     for side, layout, used, held in (

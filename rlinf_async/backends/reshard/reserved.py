@@ -1,4 +1,4 @@
-"""A place for every element of a model's tensors, of which a rank fills those that it holds.
+"""Memory for shards, with a place for every element of a model's tensors.
 
 ::
 
@@ -10,11 +10,15 @@ Address space costs nothing until it is written to, so a rank reserves that of w
 shard lies where its elements are in the tensor, whatever the number of ranks: what a rank keeps in
 a rescale it neither copies nor has twice.
 
-Invariant: what is given out is looked at by nobody, but for what ``held`` has there already.
+Invariant: no tensor but ``held`` refers to memory that is given out.
 
-What nobody looks at any more is the system's to take (``MADV_FREE``), which it does when anybody
-needs memory. Until then a rescale back finds it: to hand out fresh memory takes a system many times
-what filling it does, a virtual machine's above all.
+Memory that no tensor refers to any more is marked free (``MADV_FREE``): the system takes it when it
+needs some. Until then a rescale back finds it: fresh memory costs a system many times what filling
+it does, a virtual machine above all.
+
+Large pages: the kernel clears a page at its first touch, which is most of what filling new memory
+costs. Pages of 2 MiB, where asked for, take half the time of those of 4 KiB. Neighbouring mappings
+that ask for the same become one to the kernel, so that a large page may span two buffers.
 """
 
 from __future__ import annotations
@@ -33,8 +37,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf_async.backends.reshard import memory
-
+MAPPED_BYTES = 1 << 20
+"""size from which a buffer is a mapping of its own; smaller ones come from torch's allocator"""
 LARGE_PAGE = 1 << 21
 """bytes"""
 WORTH_LARGE_PAGES = 2 * LARGE_PAGE
@@ -42,16 +46,16 @@ WORTH_LARGE_PAGES = 2 * LARGE_PAGE
 NO_RESERVE = 0x4000
 """of Linux: address space, of which only a part will be used; Python 3.11 has no name for it"""
 
-GIVEN_UP: int | None = mmap.MADV_FREE if sys.platform == "linux" else None
-"""what the system is told of what nobody looks at; None where it cannot be, nor shards in place"""
+MARK_FREE: int | None = mmap.MADV_FREE if sys.platform == "linux" else None
+"""how free memory is marked; None where the system cannot, and shards then have no place"""
 
 _lock = threading.RLock()
-"""One for all, and entered again: shards end in any thread, and amid anything (garbage collection).
-"""
+"""Of all tensors, and reentrant: shards are freed in any thread, also by a garbage collection while
+the lock is held."""
 
 
 def _renew_lock() -> None:
-    """In a forked process nobody is left who could release it."""
+    """Replace the lock in a forked process, where its holder does not exist."""
     global _lock
     _lock = threading.RLock()
 
@@ -59,10 +63,21 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-class Reservations:
-    """The tensors of one rank, by what they are (weights, a moment) and name.
+def untouched(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a new, uninitialised buffer; a large one has large pages, none of them touched yet."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    if device.type != "cpu" or size < MAPPED_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        room.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(room, dtype=dtype).view(tuple(shape))
 
-    Only of CPUs, and only large ones: other shards come from where tensors come from.
+
+class Reservations:
+    """Reserved address space of the tensors of one rank, by kind (weights, a moment) and name.
+
+    Only on the CPU, and only of large ones: other shards come from torch's allocator.
     """
 
     def __init__(self) -> None:
@@ -80,34 +95,34 @@ class Reservations:
     ) -> Tensor:
         """Return memory for the elements of the tensor ``whole`` from ``first`` on, row-major.
 
-        What it shares with ``held``, the shard that this rank has now, is there; the rest holds
-        anything. It lies elsewhere where somebody still looks at what is to be overwritten.
+        What it shares with ``held``, the shard that this rank has now, is there; the rest is
+        uninitialised. It lies elsewhere where a tensor still refers to the memory in its place.
         """
         size = math.prod(whole) * dtype.itemsize
         low = first * dtype.itemsize
         high = low + math.prod(shape) * dtype.itemsize
-        if size >= memory.WORTH_IT and high > low and GIVEN_UP is not None:
+        if size >= MAPPED_BYTES and high > low and MARK_FREE is not None:
             reserved = self._tensors.get((kind, name))
             if reserved is None or reserved.size != size:
                 reserved = self._tensors[kind, name] = _Reserved(size)
             given = reserved.take(low, high, dtype, held)
             if given is not None:
                 return torch.frombuffer(given, dtype=dtype).view(tuple(shape))
-        return memory.untouched(shape, dtype, torch.device("cpu"))
+        return untouched(shape, dtype, torch.device("cpu"))
 
     def give_back(self) -> None:
-        """Let the system have all of it, as soon as nobody looks at it; new places are new ones."""
+        """Free all of it, as soon as no tensor refers to it; later shards have other places."""
         self._tensors.clear()
 
 
 class _Reserved:
-    """The address space of one tensor. May be used, and let go, from any thread."""
+    """The address space of one tensor. May be used, and freed, from any thread."""
 
     def __init__(self, size: int) -> None:
-        """Reserve ``size`` bytes. Nothing is there where the system has no address space left."""
+        """Reserve ``size`` bytes; `take` returns None where there is no address space left."""
         self.size = size
         self._taken: dict[int, tuple[int, int]] = {}
-        """bytes ``[low, high)`` that somebody looks at"""
+        """ranges of bytes ``[low, high)`` that tensors refer to"""
         self._tickets = itertools.count()
         try:
             self._memory: mmap.mmap | None = _address_space(size + LARGE_PAGE)
@@ -123,7 +138,7 @@ class _Reserved:
     def take(
         self, low: int, high: int, dtype: torch.dtype, held: Tensor | None
     ) -> memoryview | None:
-        """Return these bytes, until nobody looks at them; None where they are not to be had."""
+        """Return these bytes, or None where a tensor refers to them."""
         if self._memory is None:
             return None
         kept = None
@@ -139,7 +154,7 @@ class _Reserved:
             self._taken[ticket] = low, high
             self._ask_for_large_pages(low, high)
             given = memoryview(self._memory)[self._base + low : self._base + high]
-        weakref.finalize(given, self._let_go, ticket).atexit = False
+        weakref.finalize(given, self._free, ticket).atexit = False
         return given
 
     def _ask_for_large_pages(self, low: int, high: int) -> None:
@@ -150,16 +165,16 @@ class _Reserved:
         if length >= WORTH_LARGE_PAGES:
             _advise(self._memory, mmap.MADV_HUGEPAGE, self._base + begin, length)
 
-    def _let_go(self, ticket: int) -> None:
+    def _free(self, ticket: int) -> None:
         assert self._memory is not None
-        assert GIVEN_UP is not None
+        assert MARK_FREE is not None
         with _lock:
             low, high = self._taken.pop(ticket)
             for a, b in _without(low, high, list(self._taken.values())):
                 begin = -(-a // mmap.PAGESIZE) * mmap.PAGESIZE
                 length = b // mmap.PAGESIZE * mmap.PAGESIZE - begin
                 if length > 0:
-                    _advise(self._memory, GIVEN_UP, self._base + begin, length)
+                    _advise(self._memory, MARK_FREE, self._base + begin, length)
 
 
 def _address_space(size: int) -> mmap.mmap:
@@ -167,7 +182,7 @@ def _address_space(size: int) -> mmap.mmap:
 
 
 def _advise(memory: mmap.mmap, advice: int, begin: int, length: int) -> None:
-    with contextlib.suppress(OSError):  # a kernel that does not know it: nothing depends on it
+    with contextlib.suppress(OSError):  # a kernel without this advice: nothing depends on it
         memory.madvise(advice, begin, length)
 
 

@@ -1,4 +1,4 @@
-"""Buckets in memory that all ranks of one host see.
+"""Buckets in memory that all ranks of one host share.
 
 ::
 
@@ -32,14 +32,14 @@ SLOTS = 2
 
 
 class SharedMemory:
-    """A `Transport` through memory. Made by `meet`."""
+    """A `Transport` through shared memory. Made by `connect`."""
 
     def __init__(self, signals: Signals, mine: Tensor, peers: Mapping[int, Tensor]) -> None:
         self._signals = signals
         self._mine, self._peers = mine, peers
         self._turn = 0
         self._reading: list[list[int]] = [[] for _ in range(SLOTS)]
-        """of each slot: who has yet to say that its bucket is read"""
+        """peers that have not read their bucket yet, by slot"""
         self.peak = len(mine)
 
     def begin(
@@ -53,7 +53,7 @@ class SharedMemory:
         for peer, runs in outgoing.items():
             bucket = self._mine[at : at + buckets.bucket_bytes(runs, as_)]
             buckets.seal(bucket, buckets.pack(bucket, runs, old, as_), now)
-            self._signals.say(peer, PLACE, at)
+            self._signals.send(peer, PLACE, at)
             self._reading[self._turn].append(peer)
             at += len(bucket)
 
@@ -61,7 +61,7 @@ class SharedMemory:
         for peer, runs in incoming.items():
             at = self._signals.wait(peer, PLACE)
             yield peer, self._peers[peer][at : at + buckets.bucket_bytes(runs, as_)]
-            self._signals.say(peer, DONE, now)
+            self._signals.send(peer, DONE, now)
 
     def finish(self) -> None:
         for slot in range(SLOTS):
@@ -76,27 +76,26 @@ class SharedMemory:
         self._reading[slot].clear()
 
 
-class _Card(NamedTuple):
-    """What a rank tells the others about itself."""
+class _Address(NamedTuple):
+    """Where the other ranks find the memory and the pipes of a rank."""
 
     host: int
     process: int
     memory: int
-    """descriptor"""
+    """file descriptor"""
     size: int
     """bytes"""
     inboxes: tuple[int, ...]
 
 
-def meet(
+def connect(
     group: dist.ProcessGroup | None, room: int, sources: Collection[int], timeout: timedelta
 ) -> SharedMemory | None:
-    """Show the ranks of the group one another's memory; None unless all are on one host.
-    Collective.
+    """Map the memory of the other ranks of the group; None unless all are on one host. Collective.
 
-    ``room`` is what this rank sends in one round at most, in bytes; ``sources`` are those that it
-    gets something from. Raises `PeerLost` when a rank is gone or says nothing for ``timeout``;
-    nothing is left open then.
+    ``room`` is what this rank sends in one round at most, in bytes; ``sources`` are the ranks that
+    it receives from. Raises `PeerLost` when a rank is gone or silent for ``timeout``; nothing is
+    left open then.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     memory = os.memfd_create("reshard")
@@ -107,9 +106,9 @@ def meet(
         size = max(SLOTS * (-(-room // mmap.PAGESIZE) * mmap.PAGESIZE), mmap.PAGESIZE)
         os.ftruncate(memory, size)
         mine = torch.tensor([this_host(), os.getpid(), memory, size, *inboxes.numbers()])
-        told = (one.tolist() for one in _gathered(mine, ranks, group, timeout))
-        cards = [_Card(one[0], one[1], one[2], one[3], tuple(one[4:])) for one in told]
-        peers, writers = _mapped(cards, {rank, *sources}), _opened(inboxes, cards, rank)
+        found = (one.tolist() for one in _gathered(mine, ranks, group, timeout))
+        addresses = [_Address(one[0], one[1], one[2], one[3], tuple(one[4:])) for one in found]
+        peers, writers = _mapped(addresses, {rank, *sources}), _opened(inboxes, addresses, rank)
         sees_all = torch.tensor([peers is not None and writers is not None])
         all_see = all(bool(one) for one in _gathered(sees_all, ranks, group, timeout))
         if all_see and peers is not None and writers is not None:
@@ -137,29 +136,35 @@ def _gathered(
     return found
 
 
-def _opened(inboxes: Inboxes, cards: Sequence[_Card], rank: int) -> dict[int, int] | None:
-    if len({card.host for card in cards}) > 1:
+def _opened(inboxes: Inboxes, addresses: Sequence[_Address], rank: int) -> dict[int, int] | None:
+    if len({address.host for address in addresses}) > 1:
         return None
-    found = {peer: (card.process, card.inboxes) for peer, card in enumerate(cards) if peer != rank}
+    found = {
+        peer: (address.process, address.inboxes)
+        for peer, address in enumerate(addresses)
+        if peer != rank
+    }
     try:
         return inboxes.open(found)
     except OSError:
         return None
 
 
-def _mapped(cards: Sequence[_Card], wanted: Collection[int]) -> dict[int, Tensor] | None:
-    if len({card.host for card in cards}) > 1:
+def _mapped(addresses: Sequence[_Address], wanted: Collection[int]) -> dict[int, Tensor] | None:
+    if len({address.host for address in addresses}) > 1:
         return None
     peers: dict[int, Tensor] = {}
     for rank in wanted:
-        card = cards[rank]
+        address = addresses[rank]
         try:
-            opened = os.open(f"/proc/{card.process}/fd/{card.memory}", os.O_RDWR | os.O_CLOEXEC)
+            opened = os.open(
+                f"/proc/{address.process}/fd/{address.memory}", os.O_RDWR | os.O_CLOEXEC
+            )
         except OSError:
             return None
         try:
             # All pages at once: a fault for each would cost more than the copy into it.
-            mapped = mmap.mmap(opened, card.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            mapped = mmap.mmap(opened, address.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             peers[rank] = torch.frombuffer(mapped, dtype=torch.uint8)
         finally:
             os.close(opened)

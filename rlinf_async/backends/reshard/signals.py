@@ -1,12 +1,12 @@
-"""Short words between the ranks of one host, through pipes: microseconds, and a death is heard.
+"""Signals between the ranks of one host, through pipes: in microseconds, and a death is noticed.
 
 ::
 
-    word    int64 kind, int64 number        one write, so never half there
+    signal    int64 kind, int64 number        one write, so never a part of it
 
-Every rank has a pipe for what each peer says to it. A peer opens the writing end by way of
+Every rank has a pipe for the signals of each peer. A peer opens the writing end by way of
 ``/proc``, and the owner closes its own: when the peer dies, the pipe ends at once. A rank that
-gives up says whom it lost before it goes, so that all name the same one.
+gives up signals which one it lost before, so that all name the same one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from datetime import timedelta
 from rlinf_async.backends.reshard.errors import PeerLost
 
 PLACE, DONE, LOST = 1, 2, 3
-"""a bucket lies there; it has been read; this rank is gone"""
-_WORD = struct.Struct("=qq")
+"""kinds: place of a bucket; its bucket was read; number of a lost rank"""
+_SIGNAL = struct.Struct("=qq")
 
 
 class Inboxes:
@@ -34,11 +34,11 @@ class Inboxes:
         self._rank, self._ranks = rank, ranks
 
     def numbers(self) -> list[int]:
-        """Return for every rank the descriptor that it has to open in this process; -1 for none."""
+        """Return the descriptor in this process that each rank has to open; -1 for its own."""
         return [self._pipes[r][1] if r in self._pipes else -1 for r in range(self._ranks)]
 
     def open(self, found: Mapping[int, tuple[int, Sequence[int]]]) -> dict[int, int]:
-        """Open what this rank writes to: ``found`` has each peer's process and `numbers`.
+        """Open the writing ends for this rank: ``found`` has each peer's process and `numbers`.
 
         Raises `OSError` where that is not allowed; nothing is left open then.
         """
@@ -53,69 +53,70 @@ class Inboxes:
         return made
 
     def readers(self) -> dict[int, int]:
-        """Keep only the ends that are read: once every peer has opened its own."""
+        """Close the writing ends, once every peer has opened its own; return the others."""
         _close(writer for _, writer in self._pipes.values())
         return {peer: reader for peer, (reader, _) in self._pipes.items()}
 
     def close(self) -> None:
-        """Close both ends of all."""
+        """Close both ends of all pipes."""
         _close(end for pipe in self._pipes.values() for end in pipe)
 
 
 class Signals:
-    """What this rank says and hears."""
+    """The signals that this rank sends and receives."""
 
     def __init__(
         self, readers: Mapping[int, int], writers: Mapping[int, int], timeout: timedelta
     ) -> None:
         self._readers, self._writers = dict(readers), dict(writers)
         self._seconds = timeout.total_seconds()
-        self._heard: dict[tuple[int, int], deque[int]] = {}
+        self._received: dict[tuple[int, int], deque[int]] = {}
 
-    def say(self, peer: int, kind: int, number: int) -> None:
-        """Say a word to a rank. Raises `PeerLost` when it is gone."""
+    def send(self, peer: int, kind: int, number: int) -> None:
+        """Send a signal to a rank. Raises `PeerLost` when it is gone."""
         try:
-            os.write(self._writers[peer], _WORD.pack(kind, number))
+            os.write(self._writers[peer], _SIGNAL.pack(kind, number))
         except OSError as error:
-            while self._hear(peer, 0.0):  # its last words may say who was lost before it
+            while self._receive(peer, 0.0):  # its last signal may name a rank that was lost before
                 continue
             raise self._gone(peer, peer) from error
 
     def wait(self, peer: int, kind: int) -> int:
-        """Return the number of a rank's next word of a kind.
+        """Return the number of a rank's next signal of a kind.
 
-        Raises `PeerLost` when that rank is gone or says nothing in time."""
-        heard = self._heard.setdefault((peer, kind), deque())
+        Raises `PeerLost` when that rank is gone or silent until the timeout.
+        """
+        received = self._received.setdefault((peer, kind), deque())
         limit = time.monotonic() + self._seconds
-        while not heard:
-            if not self._hear(peer, max(0.0, limit - time.monotonic())):
+        while not received:
+            if not self._receive(peer, max(0.0, limit - time.monotonic())):
                 raise self._gone(peer, peer)
-        return heard.popleft()
+        return received.popleft()
 
-    def _hear(self, peer: int, seconds: float) -> bool:
-        """Take in what a rank has said; False when it said nothing or its pipe has ended."""
+    def _receive(self, peer: int, seconds: float) -> bool:
+        """Read a rank's signals; False when there were none or its pipe has ended."""
         poll = select.poll()
         poll.register(self._readers[peer], select.POLLIN)
-        words = b""
+        signals = b""
         if poll.poll(seconds * 1000):
-            words = os.read(self._readers[peer], 64 * _WORD.size)
-        for said, number in _WORD.iter_unpack(words):
-            if said == LOST:
+            signals = os.read(self._readers[peer], 64 * _SIGNAL.size)
+        for kind, number in _SIGNAL.iter_unpack(signals):
+            if kind == LOST:
                 raise self._gone(peer, number)
-            self._heard.setdefault((peer, said), deque()).append(number)
-        return bool(words)
+            self._received.setdefault((peer, kind), deque()).append(number)
+        return bool(signals)
 
     def close(self) -> None:
-        """Let all pipes go."""
+        """Close all pipes."""
         _close([*self._readers.values(), *self._writers.values()])
         self._readers, self._writers = {}, {}
 
     def _gone(self, peer: int, lost: int) -> PeerLost:
-        """Tell the others whom this rank lost."""
+        """Signal the other ranks which one was lost."""
         for other, writer in self._writers.items():
             if other not in (peer, lost):
                 try:
-                    os.write(writer, _WORD.pack(LOST, lost))
+                    os.write(writer, _SIGNAL.pack(LOST, lost))
                 except OSError:  # it is gone too
                     continue
         return PeerLost(

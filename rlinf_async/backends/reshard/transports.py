@@ -1,12 +1,12 @@
-"""How buckets get from rank to rank: through the process group, or through memory of one host.
+"""How buckets are moved: as messages of the process group, or through shared memory of one host.
 
 ::
 
     Collective     pack -> isend ............ irecv -> check, unpack         any hosts, any device
-    SharedMemory   pack into own memory, say where -> check, unpack from the peer's memory
-                   the peer says when it is done, and the memory is used again     one host, CPU
+    SharedMemory   pack into own memory, send the place -> check, unpack from the peer's memory
+                   the peer sends when it is done, and the memory is reused       one host, CPU
 
-`SharedMemory` has a file of its own.
+`SharedMemory`: see `shared_memory`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Transport(Protocol):
     """Two steps of each round, and an end."""
 
     peak: int
-    """the most bytes that buckets took at one time"""
+    """largest size of all buckets at one time, in bytes"""
 
     def begin(
         self, now: int, outgoing: Runs, incoming: Runs, old: Mapping[str, Tensor], as_: DtypeOf
@@ -45,16 +45,16 @@ class Transport(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait until nobody reads this rank's buckets any more."""
+        """Wait until no peer reads this rank's buckets any more."""
         ...
 
     def close(self) -> None:
-        """Let everything go; peers that still wait for this rank learn that it is gone."""
+        """Free everything; peers that still wait for this rank get `PeerLost`."""
         ...
 
 
 class Collective:
-    """Buckets are messages of the process group."""
+    """Sends buckets as messages of the process group."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta
@@ -69,8 +69,8 @@ class Collective:
     def begin(
         self, now: int, outgoing: Runs, incoming: Runs, old: Mapping[str, Tensor], as_: DtypeOf
     ) -> None:
-        self._arriving = {peer: self._room(runs, as_) for peer, runs in incoming.items()}
-        leaving = {peer: self._room(runs, as_) for peer, runs in outgoing.items()}
+        self._arriving = {peer: self._allocate(runs, as_) for peer, runs in incoming.items()}
+        leaving = {peer: self._allocate(runs, as_) for peer, runs in outgoing.items()}
         for peer, bucket in leaving.items():
             buckets.seal(bucket, buckets.pack(bucket, outgoing[peer], old, as_), now)
         self._leaving = list(leaving.values())
@@ -89,13 +89,13 @@ class Collective:
     def close(self) -> None:
         return
 
-    def _room(self, runs: Sequence[Run], as_: DtypeOf) -> Tensor:
+    def _allocate(self, runs: Sequence[Run], as_: DtypeOf) -> Tensor:
         size = buckets.bucket_bytes(runs, as_)
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
 
 class _Messages:
-    """Sends and receives of a group, with its errors as ours."""
+    """Sends and receives of a group; its errors become `PeerLost`."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
         self._group, self._timeout = group, timeout

@@ -84,7 +84,7 @@ def test_large_models_are_cut_into_files_with_an_index(run: Any, tmp_path: Path)
             assert all(index["weight_map"][name] == file.name for name in names)
     model = _Model.from_pretrained(tmp_path / "out", dtype="auto")
     assert model.dtype == torch.bfloat16
-    expected = trainer.manager.language.state_dict()
+    expected = trainer.language.state_dict()
     for name, one in model.state_dict().items():
         assert torch.equal(one, expected[name].to(torch.bfloat16)), name
 
@@ -118,11 +118,11 @@ def test_experts_get_the_names_that_checkpoints_of_their_architecture_have(
         with safe_open(out / "model.safetensors", framework="pt") as file:
             assert EXPERTS[kind] in file.keys()  # noqa: SIM118
         model = _Model.from_pretrained(out)
-        for name, one in trainer.manager.language.state_dict().items():
+        for name, one in trainer.language.state_dict().items():
             assert torch.equal(one, model.state_dict()[name]), name
         with torch.no_grad():
             ids = torch.arange(3, 19)[None]
-            logits = trainer.manager.language(input_ids=ids, use_cache=False).logits
+            logits = trainer.language(input_ids=ids, use_cache=False).logits
             assert torch.equal(model(input_ids=ids, use_cache=False).logits, logits)
 
 

@@ -48,7 +48,7 @@ ARCHITECTURES = {
 
 def by_transformers(trainer: PolicyTrainer, one: TrainingSample) -> Any:
     """Log-probs of the response in a forward pass of its own, by an untouched model."""
-    live: Any = trainer.manager.language
+    live: Any = trainer.language
     automatic: Any = transformers.AutoModelForCausalLM
     config = type(live.config).from_dict(live.config.to_dict())
     model = automatic.from_config(config, attn_implementation="eager")

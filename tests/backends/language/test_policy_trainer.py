@@ -91,7 +91,7 @@ def test_a_step_is_that_of_the_formulas_over_each_sample_alone(loss: LanguageLos
 def _loss_by_hand(
     trainer: PolicyTrainer, batch: list[TrainingSample], loss: LanguageLossConfig
 ) -> float:
-    language: Any = trainer.manager.language
+    language: Any = trainer.language
     per_sample: list[list[float]] = []
     for one in batch:
         if not one.scored:
@@ -393,7 +393,7 @@ def test_a_supervised_phase_teaches_the_answers() -> None:
     losses = fit_supervised(trainer, examples, SupervisedConfig(steps=150, batch_size=10))
     assert losses[0] > 3.0
     assert losses[-1] < 0.05
-    language: Any = trainer.manager.language
+    language: Any = trainer.language
     for one in examples[:5]:
         logits = language(input_ids=torch.from_numpy(one.prompt_ids).long()[None]).logits
         assert int(logits[0, -1].argmax()) == one.response_ids[0]

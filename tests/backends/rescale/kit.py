@@ -19,7 +19,7 @@ from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
 from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.policies.config import PolicyConfig
-from rlinf_async.backends.reshard import memory, reserved
+from rlinf_async.backends.reshard import reserved
 from rlinf_async.messages.embodied import Floats, Trajectory
 from tests.backends.language.kit import micro_batches, samples, trainer_config
 
@@ -41,8 +41,8 @@ def small_shards_too() -> None:
 
     What they leave is gone at once, as if the system were always short of memory.
     """
-    memory.WORTH_IT = 1
-    reserved.GIVEN_UP = mmap.MADV_DONTNEED
+    reserved.MAPPED_BYTES = 1
+    reserved.MARK_FREE = mmap.MADV_DONTNEED
 
 
 def language_config() -> LanguageTrainerConfig:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlinf_async.backends.fsdp import ballot
+from rlinf_async.backends.fsdp import transaction
 from rlinf_async.backends.fsdp.errors import RescaleError, RescaleUndecided
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.fsdp.rescale import Rescale
@@ -65,7 +65,7 @@ def break_it(how: str, stage: str) -> Callable[[], None]:
     def late(attempt: Rescale) -> Any:
         # Goes on as soon as another rank has given up: the worst moment.
         decision = "decision/0" if stage == "propose" else "decision/1"
-        attempt._ballot._store.wait([decision], timedelta(seconds=LIMIT))
+        attempt._transaction._store.wait([decision], timedelta(seconds=LIMIT))
         return whole(attempt)
 
     def damages(bucket: torch.Tensor, *checksum_and_round: int) -> None:
@@ -177,7 +177,7 @@ def committed(rank: int, world_size: int, folder: Path) -> None:
         whole = Rescale.decide
 
         def fails(one: Rescale) -> None:
-            one._ballot._store.wait(["decision/1"], timedelta(seconds=LIMIT))
+            one._transaction._store.wait(["decision/1"], timedelta(seconds=LIMIT))
             raise Injected("too late")
 
         setattr(Rescale, "decide", fails)  # noqa: B010
@@ -202,12 +202,12 @@ def without_store(rank: int, world_size: int, folder: Path) -> None:
         whole = getattr(Rescale, stage)
 
         def loses(one: Rescale, whole: Callable[[Rescale], None] = whole) -> None:
-            one._ballot._store = cast(Any, StoreGone())
+            one._transaction._store = cast(Any, StoreGone())
             whole(one)
 
         def waits_in_vain(one: Rescale, whole: Callable[[Rescale], None] = whole) -> None:
             whole(one)
-            one._ballot._deadline = time.monotonic() + 0.1
+            one._transaction._deadline = time.monotonic() + 0.1
 
         if rank == 1:
             setattr(Rescale, stage, loses)
@@ -238,8 +238,8 @@ def test_a_rank_that_fails_says_why_before_it_hangs_up() -> None:
     groups = SimpleNamespace(forget_transfer=lambda: order.append("hung up"))
     attempt = Rescale.__new__(Rescale)
     attempt._manager = cast(Any, SimpleNamespace(rank=1, groups=groups))
-    attempt._ballot = cast(
-        Any, SimpleNamespace(decisions=1, say=lambda _, word: order.append(word.reason))
+    attempt._transaction = cast(
+        Any, SimpleNamespace(decisions=1, report=lambda _, result: order.append(result.reason))
     )
 
     def fails() -> None:
@@ -260,7 +260,7 @@ def dying(rank: int, folder: str) -> None:
         world_size=4,
         timeout=timedelta(seconds=60),
     )
-    ballot.GRACE = 8.0  # a rank that lives may be slow to say so, on a busy machine
+    transaction.GRACE = 8.0  # a rank that lives may be slow to say so, on a busy machine
     trainer = language_trainer(4, rank)
     step(trainer, 0)
     trainer.save_checkpoint(Path(folder) / "checkpoint")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.reshard.ranks import BlocksManager
+from rlinf_async.backends.fsdp.rescale import rescale
 from tests.backends.fsdp_helpers import in_processes, save_result
 
 PARAMETERS = 67e6
@@ -19,7 +20,7 @@ def go_idle(rank: int, world_size: int, folder: Path) -> None:
     manager = BlocksManager(PARAMETERS, world_size, rank)
     manager.take_a_step()
     held = own_bytes() - empty
-    manager.rescale(1)
+    rescale(manager, 1)
     save_result(folder, rank, {"held": held, "left": own_bytes() - empty})
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks.reshard.ranks import STATES, BlocksManager
-from rlinf_async.backends.fsdp.rooms import sharded_over
+from rlinf_async.backends.fsdp.rescale import rescale
 from rlinf_async.backends.fsdp.sharding import local_shard
-from rlinf_async.backends.fsdp.skeleton import described
+from rlinf_async.backends.fsdp.shards import sharded_over
 from rlinf_async.parallel import plan
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.rescale.kit import LIMIT
@@ -35,9 +35,10 @@ def change(rank: int, world_size: int, folder: Path) -> None:
 
 def reports(manager: BlocksManager, size: int) -> tuple[int, int]:
     """Bytes that this rank kept in place when it changed, and those that it could keep."""
-    whole, old = described(manager.skeleton), manager.world_size
+    assert manager.shard_memory is not None
+    whole, old = manager.shard_memory.description, manager.world_size
     moves = plan(sharded_over(whole, old), sharded_over(whole, size)).of_rank(manager.rank)
-    kept = manager.rescale(size, timeout=LIMIT).kept_bytes
+    kept = rescale(manager, size, timeout=LIMIT).kept_bytes
     return kept, STATES * sum(4 * run.elements for run in moves.copies)
 
 
@@ -45,9 +46,9 @@ def looked_at(manager: BlocksManager) -> dict[str, bool]:
     """Two ranks train, four take a step, and two train again, while somebody looks at the first."""
     look = [local_shard(one).detach() for one in manager.model.parameters() if manager.active]
     seen = [one.clone() for one in look]
-    manager.rescale(4, timeout=LIMIT)
+    rescale(manager, 4, timeout=LIMIT)
     manager.take_a_step()
-    manager.rescale(2, timeout=LIMIT)
+    rescale(manager, 2, timeout=LIMIT)
     new = [local_shard(one).detach() for one in manager.model.parameters() if manager.active]
     halves = [slice(len(one) // 2, None) for one in look]  # went to another rank, and came back
     return {

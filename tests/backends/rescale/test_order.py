@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rlinf_async.backends.fsdp import groups, ranks
-from rlinf_async.backends.fsdp.checkpoint import first_row
 from rlinf_async.backends.fsdp.config import ShardingConfig
 from rlinf_async.backends.fsdp.groups import order_of
-from rlinf_async.backends.fsdp.manager import ShardedModelManager
-from rlinf_async.backends.fsdp.sharding import local_shard
+from rlinf_async.backends.fsdp.manager import FSDPModelManager
+from rlinf_async.backends.fsdp.rescale import rescale
+from rlinf_async.backends.fsdp.sharding import first_row, local_shard
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.rescale.kit import BUCKET, LIMIT
 
@@ -54,16 +54,12 @@ def numbered(*shape: int, first: int) -> nn.Parameter:
     return nn.Parameter(torch.arange(first, first + count, dtype=torch.float32).view(shape))
 
 
-class Manager(ShardedModelManager):
+class Manager(FSDPModelManager):
     """The manager of `Numbered`."""
 
     def __init__(self, world_size: int, rank: int, *, uneven: bool = False) -> None:
-        super().__init__(ShardingConfig(), world_size, rank)
-        self._uneven = uneven
+        super().__init__(ShardingConfig(), world_size, rank, lambda: Numbered(uneven=uneven))
         self.setup_model_and_optimizer()
-
-    def model_provider_func(self) -> nn.Module:
-        return Numbered(uneven=self._uneven)
 
     def take_a_step(self) -> None:
         """Give the optimizer its moments, other ones for each element."""
@@ -73,7 +69,7 @@ class Manager(ShardedModelManager):
 
     def go_to(self, size: int) -> int:
         """Rescale; how many bytes this rank has sent."""
-        return self.rescale(size, timeout=LIMIT, bucket_bytes=BUCKET).sent_bytes
+        return rescale(self, size, timeout=LIMIT, bucket_bytes=BUCKET).sent_bytes
 
     def whole(self) -> dict[str, Tensor]:
         """Weights and moments, gathered. Collective."""

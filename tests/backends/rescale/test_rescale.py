@@ -14,7 +14,8 @@ import torch
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
 from rlinf_async.backends.fsdp.errors import FSDPError
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
-from rlinf_async.backends.fsdp.manager import ShardedModelManager
+from rlinf_async.backends.fsdp.manager import FSDPModelManager
+from rlinf_async.backends.fsdp.rescale import rescale
 from rlinf_async.weights import unpack
 from tests.backends.fsdp_helpers import config as policy_config
 from tests.backends.fsdp_helpers import in_processes, save_result, set_up
@@ -86,7 +87,7 @@ def _step(trainer: PolicyTrainer | EmbodiedTrainer, at: int) -> Numbers:
     return embodied_step(trainer, at)
 
 
-def held_bytes(manager: ShardedModelManager) -> int:
+def held_bytes(manager: FSDPModelManager) -> int:
     """What parameters, gradients, moments and kept weights of this rank take."""
     held = [*manager.model.parameters(), *manager.model.buffers()]
     held += [one.grad for one in held if one.grad is not None]
@@ -114,22 +115,22 @@ def refused(trainer: PolicyTrainer, rank: int) -> dict[str, str]:
     """What is said to wrong calls, and to calls on idle ranks; one rank trains now."""
     manager = trainer.manager
     said = {
-        "too many": _said(lambda: manager.rescale(5, timeout=LIMIT)),
-        "different": _said(lambda: manager.rescale(2 + rank % 2, timeout=LIMIT)),
+        "too many": _said(lambda: rescale(manager, 5, timeout=LIMIT)),
+        "different": _said(lambda: rescale(manager, 2 + rank % 2, timeout=LIMIT)),
         "idle": _said(manager.optimizer_step) if rank else "",
         "idle publishes": str(len(trainer.publish().buckets)) if rank else "0",
     }
-    manager.rescale(2, timeout=LIMIT)
+    rescale(manager, 2, timeout=LIMIT)
     if rank == 1:
         next(manager.model.parameters()).grad = torch.zeros_like(next(manager.model.parameters()))
-    said["gradients"] = _said(lambda: manager.rescale(4, timeout=LIMIT))
+    said["gradients"] = _said(lambda: rescale(manager, 4, timeout=LIMIT))
     manager.zero_grad()
     manager.param_offloaded = rank == 0  # as on an accelerator; on the CPU it makes no difference
-    said["offloaded"] = _said(lambda: manager.rescale(4, timeout=LIMIT))
+    said["offloaded"] = _said(lambda: rescale(manager, 4, timeout=LIMIT))
     manager.param_offloaded = False
-    manager.rescale(4, timeout=LIMIT)
+    rescale(manager, 4, timeout=LIMIT)
     fsdp1 = set_up(policy_config(strategy="fsdp1"), 4, rank)
-    said["fsdp1"] = _said(lambda: fsdp1.rescale(2, timeout=LIMIT))
+    said["fsdp1"] = _said(lambda: rescale(fsdp1, 2, timeout=LIMIT))
     return said
 
 

@@ -26,7 +26,7 @@ KEPT_HERE = "w", "a"
 @pytest.fixture(autouse=True)
 def given_up_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system takes at once what it may take at any time."""
-    monkeypatch.setattr(reserved, "GIVEN_UP", mmap.MADV_DONTNEED)
+    monkeypatch.setattr(reserved, "MARK_FREE", mmap.MADV_DONTNEED)
 
 
 class Rank:

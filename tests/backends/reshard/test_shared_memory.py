@@ -42,7 +42,7 @@ def first_only(rank: int) -> list[float]:
     before, began, said = descriptors(), time.monotonic(), 0.0
     if rank == 0:
         with pytest.raises(PeerLost, match="before anything was sent"):
-            shared_memory.meet(None, 100, {1 - rank}, IMPATIENT)
+            shared_memory.connect(None, 100, {1 - rank}, IMPATIENT)
         said = time.monotonic() - began
     else:
         memory = os.memfd_create("reshard")

@@ -30,10 +30,10 @@ def ranks() -> Iterator[list[Signals]]:
 
 
 def test_words_of_a_kind_come_in_order_and_other_kinds_wait(ranks: list[Signals]) -> None:
-    ranks[1].say(0, DONE, 7)
-    ranks[1].say(0, PLACE, 1)
-    ranks[1].say(0, PLACE, 2)
-    ranks[2].say(0, PLACE, 3)
+    ranks[1].send(0, DONE, 7)
+    ranks[1].send(0, PLACE, 1)
+    ranks[1].send(0, PLACE, 2)
+    ranks[2].send(0, PLACE, 3)
     assert [ranks[0].wait(1, PLACE) for _ in range(2)] == [1, 2]
     assert ranks[0].wait(2, PLACE) == 3
     assert ranks[0].wait(1, DONE) == 7
@@ -56,14 +56,14 @@ def test_all_name_the_rank_that_was_lost_first(ranks: list[Signals]) -> None:
 def test_a_word_to_a_rank_that_gave_up_names_whom_it_lost(ranks: list[Signals]) -> None:
     ranks[1].close()
     with pytest.raises(PeerLost, match="rank 1 was lost"):
-        ranks[0].say(1, DONE, 0)
+        ranks[0].send(1, DONE, 0)
     ranks[0].close()
     with pytest.raises(PeerLost, match="rank 1 was lost"):
-        ranks[2].say(0, DONE, 0)
+        ranks[2].send(0, DONE, 0)
 
 
 def test_what_was_said_before_a_rank_went_is_heard(ranks: list[Signals]) -> None:
-    ranks[1].say(0, PLACE, 5)
+    ranks[1].send(0, PLACE, 5)
     ranks[1].close()
     assert ranks[0].wait(1, PLACE) == 5
 

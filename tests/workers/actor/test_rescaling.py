@@ -161,16 +161,11 @@ async def embodied(ranks: int, ring: tuple[int, ...]) -> tuple[list[Row], list[i
         size = ring[0]
         await actors.call(EmbodiedFSDPActor.init_trainer_resharding, size)
         plan = TrainingPlan(iterations=ITERATIONS, trajectories=TRAJECTORIES)
-        training = actors.call(
-            EmbodiedFSDPActor.run_training,
-            plan,
-            channels.trajectories.receiver,
-            channels.weights.sender,
-            channels.reports.sender,
-        )
+        kept = channels.trajectories.receiver.clone()
         wanted = list(ring[1:])
         rows, sizes = [], []
         for iteration in range(ITERATIONS):
+            training = channels.iteration(actors, plan)
             asking: ra.GroupCall[list[AppliedStrategy]] | None = None
             if iteration % 2 and wanted:
                 strategy = Strategy(dp=wanted.pop(0))
@@ -179,13 +174,14 @@ async def embodied(ranks: int, ring: tuple[int, ...]) -> tuple[list[Row], list[i
             for stage in range(TRAJECTORIES):
                 made = trajectory(iteration, stage)
                 await channels.trajectories.sender.put(made, key=stage % size)
-            reports = [await channels.reports.receiver.get() for _ in range(ranks)]
+            reports = await training
             rows.append(_losses(reports))
             sizes.append(size)
             [size] = {report.ranks for report in reports}
             if asking is not None:
                 await asking
-        assert await training == [ITERATIONS] * ranks
+        kept.close()
+        assert await actors.call(EmbodiedFSDPActor.version) == [ITERATIONS] * ranks
         return rows, sizes
 
 

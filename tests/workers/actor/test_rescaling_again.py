@@ -11,7 +11,7 @@ import pytest
 import rlinf_async as ra
 from rlinf_async.backends.language import LanguageTrainer
 from rlinf_async.parallel import Strategy
-from rlinf_async.workers.actor import FSDPActor, LanguageTrainingPlan
+from rlinf_async.workers.actor import FSDPActor
 from tests.backends.rescale.kit import LIMIT, language_config
 from tests.workers.actor.language.kit import BATCHES, Channels, groups
 
@@ -66,18 +66,17 @@ async def test_strategies_go_on_after_a_rank_that_was_not_ready_and_a_second_pre
         # One rank trains: this brings the other one back, though both were launched.
         await actors.call(FSDPActor.init_trainer_resharding, 2, timeout=LIMIT)
         assert await sizes() == [2, 2]
-        training = channels.train(actors, LanguageTrainingPlan(iterations=3))
+        training = actors.call(FSDPActor.run_training, channels.groups.receiver)
         with pytest.raises(ra.WorkerError, match="trains or changes its ranks"):
             await actors.call(FSDPActor.init_trainer_resharding, 2)
         asked = actors.call(FSDPActor.apply_parallel_strategy, Strategy(dp=1))
         assert await sizes() == [2, 2]  # answered after all were asked, while they still train
         await channels.send(groups(1, version=1), 2)
-        reports = [await channels.reports.receiver.get() for _ in range(2)]
-        assert [one.ranks for one in reports] == [1, 1]
+        assert [one.ranks for one in await training] == [1, 1]
         await channels.send(groups(2, version=2), 1)
-        reports = [await channels.reports.receiver.get() for _ in range(2)]
+        reports = await actors.call(FSDPActor.run_training, channels.groups.receiver)
         assert sorted(one.samples for one in reports) == [0, BATCHES.samples]
-        assert await training == [3, 3]
+        assert await actors.call(FSDPActor.version) == [3, 3]
         assert [one.old_dp for one in await asked] == [2, 2]
         kept.close()
 
@@ -99,7 +98,7 @@ class LosesTheStore(FSDPActor):
 
         def decide(attempt: Rescale) -> None:
             if self.rank == 1:
-                attempt._ballot._store = cast(Any, StoreGone())
+                attempt._transaction._store = cast(Any, StoreGone())
             whole(attempt)
 
         setattr(Rescale, "decide", decide)  # noqa: B010
@@ -114,13 +113,12 @@ async def test_training_ends_at_once_on_a_rank_that_cannot_know_the_strategy(
         channels = Channels(cluster)
         kept = channels.groups.receiver.clone()
         actors = await two_ready(cluster, LosesTheStore)
-        training = channels.train(actors, LanguageTrainingPlan(iterations=3))
+        training = actors.call(FSDPActor.run_training, channels.groups.receiver)
         asked = actors.call(FSDPActor.apply_parallel_strategy, Strategy(dp=1))
         await actors.call(FSDPActor.strategy)  # answered after all were asked
         await channels.send(groups(0), 2)
-        # Nothing is sent for the next iteration: a rank that trained on would wait for it.
         said = await asyncio.gather(training, asked, return_exceptions=True)
-        for one, method in zip(said, ("train", "apply_parallel_strategy"), strict=True):
+        for one, method in zip(said, ("run_training", "apply_parallel_strategy"), strict=True):
             assert isinstance(one, ra.WorkerError)
             assert f"LosesTheStore[1] failed in {method} " in str(one)
             assert "RescaleUndecided: rank 1 was ready for 1 ranks" in str(one)

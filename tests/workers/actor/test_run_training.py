@@ -57,9 +57,9 @@ async def run_workers(
                     env_worker(rank, plan, STAGES, actors, sender, receiver, twice=twice)
                 )
             with channels.trajectories.receiver:
-                training = channels.training(group, plan)
-                assert await training == [plan.iterations] * actors
-                reports = [report async for report in channels.reports.receiver]
+                reports = await channels.train(group, plan)
+                versions = await group.call(ToyActor.version)
+                assert versions == [plan.iterations] * actors
     return reports
 
 
@@ -129,7 +129,8 @@ def test_early_trajectories_wait_for_their_turn() -> None:
     async def main() -> None:
         async with ra.Cluster.local() as cluster:
             channels, actors = await one_actor(cluster)
-            training = channels.training(actors, plan_of(3, env_workers=1, staleness=2))
+            plan = plan_of(3, env_workers=1, staleness=2)
+            training = asyncio.create_task(channels.train(actors, plan))
             for iteration in (2, 0, 1):
                 for stage in (1, 0):
                     await channels.trajectories.sender.put(
@@ -158,7 +159,7 @@ def test_steps_older_than_allowed_or_newer_than_the_actor_are_an_error(version: 
     async def main() -> None:
         async with ra.Cluster.local() as cluster:
             channels, actors = await one_actor(cluster)
-            training = channels.training(actors, plan_of(2, env_workers=1))
+            training = asyncio.create_task(channels.train(actors, plan_of(2, env_workers=1)))
             for iteration, acted in ((0, 0), (1, version)):
                 for stage in range(STAGES):
                     await channels.trajectories.sender.put(
@@ -192,15 +193,15 @@ def test_a_resumed_actor_publishes_where_it_was_and_trains_only_the_rest(tmp_pat
         async with ra.Cluster.local() as cluster:
             channels, actors = await one_actor(cluster, resume=str(tmp_path / "version-3"))
             assert await actors.call(ToyActor.version) == [3]
-            training = channels.training(actors, plan_of(4, env_workers=1))
+            training = asyncio.create_task(channels.train(actors, plan_of(4, env_workers=1)))
             assert (await channels.weights.receiver.get()).version == 3
             for stage in range(STAGES):
                 late = trajectory(2, stage=stage, version=2)  # trained before: left out
                 await channels.trajectories.sender.put(late, key=0)
                 made = trajectory(3, stage=stage, version=3)
                 await channels.trajectories.sender.put(made, key=0)
-            assert await training == [4]
-            [report] = [report async for report in channels.reports.receiver]
+            [report] = await training
+            assert report.version == 4
         [trainer] = ToyTrainer.made
         assert trainer.trained == [[(3, 0, 0), (3, 0, 1)]]
         assert report.duplicates == STAGES
@@ -212,8 +213,7 @@ def test_a_run_that_is_complete_only_publishes(tmp_path: Path) -> None:
     async def main() -> None:
         async with ra.Cluster.local() as cluster:
             channels, actors = await one_actor(cluster, resume=str(tmp_path / "version-9"))
-            assert await channels.training(actors, plan_of(4, env_workers=1)) == [9]
+            assert await channels.train(actors, plan_of(4, env_workers=1)) == []
             assert (await channels.weights.receiver.get()).version == 9
-            assert [report async for report in channels.reports.receiver] == []
 
     run(main())

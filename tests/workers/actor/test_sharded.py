@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 import torch.distributed.tensor  # assert_close does so at its first use: not in the loop
@@ -28,18 +30,12 @@ async def trained(world_size: int) -> dict[str, Tensor]:
             env_vars={"OMP_NUM_THREADS": "1"},
         )
         plan = TrainingPlan(iterations=ITERATIONS, trajectories=TRAJECTORIES)
-        training = actors.call(
-            EmbodiedFSDPActor.run_training,
-            plan,
-            channels.trajectories.receiver,
-            channels.weights.sender,
-            channels.reports.sender,
-        )
+        training = asyncio.create_task(channels.train(actors, plan))
         for iteration in range(ITERATIONS):
             for stage in range(TRAJECTORIES):
                 made = trajectory(iteration, stage)
                 await channels.trajectories.sender.put(made, key=stage % world_size)
-        assert await training == [ITERATIONS] * world_size
+        assert len(await training) == ITERATIONS * world_size
         update = await channels.weights.receiver.get()
     assert update.version == ITERATIONS
     return unpack(update)

@@ -27,7 +27,7 @@ class RescalableToy(ToyTrainer):
     ) -> RescaleReport:
         return nothing_moved(2, world_size, active=self.rank < world_size)
 
-    def sit_out(self) -> None:
+    def skip_iteration(self) -> None:
         self.version += 1
 
 
@@ -43,7 +43,7 @@ async def test_ranks_that_do_not_divide_the_trajectories_do_not_begin_to_train()
         channels = Channels(cluster)
         actors = await cluster.launch(ToyActor, None, backend="toy", count=2)
         with pytest.raises(ra.WorkerError, match=r"dp=2 does not divide 3 trajectories.*: \[1\]"):
-            await channels.training(actors, THREE)
+            await channels.iteration(actors, THREE)
 
 
 async def test_a_size_that_was_valid_before_the_trajectories_were_known_is_refused_then() -> None:
@@ -51,7 +51,7 @@ async def test_a_size_that_was_valid_before_the_trajectories_were_known_is_refus
         channels = Channels(cluster)
         actors = await cluster.launch(ToyActor, None, backend="toy", count=2)
         assert await actors.call(ToyActor.init_trainer_resharding, 1) == [[1, 2]] * 2
-        training = channels.training(actors, THREE)
+        training = channels.iteration(actors, THREE)
         await actors.call(ToyActor.strategy)  # answered after training was asked for
         with pytest.raises(ra.WorkerError, match=r"dp=2 does not divide 3 trajectories.*: \[1\]"):
             await actors.call(ToyActor.apply_parallel_strategy, Strategy(dp=2))

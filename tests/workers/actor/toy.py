@@ -76,25 +76,36 @@ class ToyActor(EmbodiedFSDPActor):
     async def join_collective(self) -> None:
         pass
 
+    async def scheduler_scale_sync(self) -> None:
+        """Nothing: there is no group whose store says which strategies are due."""
+
 
 class Channels:
     """The channels around the actors."""
 
     def __init__(self, cluster: ra.Cluster) -> None:
         self.trajectories = cluster.channel(Trajectory, name="trajectories", capacity=4)
-        self.reports = cluster.channel(TrainReport, name="reports")
         self.weights = cluster.latest(WeightUpdate, name="weights")
 
-    def training(
-        self, actors: ra.WorkerGroup[ToyActor], plan: TrainingPlan
-    ) -> ra.GroupCall[list[int]]:
+    def iteration(
+        self, actors: ra.WorkerGroup[Any], plan: TrainingPlan
+    ) -> ra.GroupCall[list[TrainReport]]:
+        """Train the next iteration; one report of each rank."""
         return actors.call(
-            ToyActor.run_training,
-            plan,
-            self.trajectories.receiver,
-            self.weights.sender,
-            self.reports.sender,
+            EmbodiedFSDPActor.run_training, plan, self.trajectories.receiver, self.weights.sender
         )
+
+    async def train(self, actors: ra.WorkerGroup[Any], plan: TrainingPlan) -> list[TrainReport]:
+        """Publish, then train one iteration after the other; the reports of all ranks."""
+        reports: list[TrainReport] = []
+        # A call closes its ends: this one keeps the channel from ending between two of them.
+        with self.trajectories.receiver.clone("between two calls"):
+            versions = await actors.call(
+                EmbodiedFSDPActor.sync_model_to_rollout, self.weights.sender
+            )
+            for _ in range(versions[0], plan.iterations):
+                reports += await self.iteration(actors, plan)
+        return reports
 
 
 def trajectory(iteration: int, env_rank: int = 0, stage: int = 0, version: int = 0) -> Trajectory:

@@ -1,4 +1,4 @@
-"""What the trainer of a language model can be told. No torch."""
+"""Settings of the trainer of a language model. No torch."""
 
 from __future__ import annotations
 

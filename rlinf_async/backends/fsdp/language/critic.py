@@ -45,16 +45,16 @@ class CriticTrainer(LanguageTrainerBase):
                     "trains on samples with its own values, after compute_advantages()"
                 )
         config = self.config.loss
-        going, units = self._whole_batch(samples, [False] * len(samples), config)
-        if not going:
+        forwarded, units = self._whole_batch(samples, [False] * len(samples), config)
+        if not forwarded:
             return NothingToDo(units)
-        masks = [trained_tokens(one) for one in going]
+        masks = [trained_tokens(one) for one in forwarded]
 
         def column(name: str) -> Tensor:
-            parts = [getattr(one, name)[mask] for one, mask in zip(going, masks, strict=True)]
+            parts = [getattr(one, name)[mask] for one, mask in zip(forwarded, masks, strict=True)]
             return torch.from_numpy(np.concatenate(parts)).to(self.manager.device)
 
-        packed = pack_samples(going, masks, self.manager.device)
+        packed = pack_samples(forwarded, masks, self.manager.device)
         with self.manager.autocast():
             value: Tensor = self.manager.model(packed)
         returns = column("returns")

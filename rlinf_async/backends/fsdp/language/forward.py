@@ -14,18 +14,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlinf_async.backends.fsdp import ranks
-from rlinf_async.backends.fsdp.language.manager import LanguageModelManager
 from rlinf_async.backends.fsdp.language.packing import (
     Packed,
     by_tokens,
     pack_samples,
     whole_response,
 )
+from rlinf_async.backends.fsdp.manager import FSDPModelManager
+from rlinf_async.backends.fsdp.sharding import reshard
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 
 
-def largest(manager: LanguageModelManager, count: int) -> int:
+def largest(manager: FSDPModelManager, count: int) -> int:
     """Return the largest count of all ranks. Collective."""
     found = torch.tensor([count], device=manager.device)
     ranks.all_reduce(manager, found, dist.ReduceOp.MAX)
@@ -33,7 +34,7 @@ def largest(manager: LanguageModelManager, count: int) -> int:
 
 
 def token_answers(
-    manager: LanguageModelManager,
+    manager: FSDPModelManager,
     samples: Sequence[TrainingSample],
     limit: int,
     answer: Callable[[Packed], Tensor],
@@ -56,10 +57,10 @@ def token_answers(
             found |= zip(part, np.split(numbers, ends), strict=True)
         for _ in range(idle):
             answer(_idle(manager))
-    manager.reshard()
+    reshard(manager.model)
     return [found[at] for at in range(len(samples))]
 
 
-def _idle(manager: LanguageModelManager) -> Packed:
+def _idle(manager: FSDPModelManager) -> Packed:
     token = torch.zeros(1, dtype=torch.int64, device=manager.device)
     return Packed(token[None], token[None], [1], token, token, torch.ones(1, device=manager.device))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from rlinf_async.backends.fsdp.language.manager import LanguageModelManager
+from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.state import full_model_state
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights import WeightsMismatch, check_fit, unpack, verify
@@ -18,7 +18,7 @@ PREFIX = "language."
 
 
 def hugging_face_state(
-    manager: LanguageModelManager, dtype: torch.dtype = torch.float32
+    manager: FSDPModelManager, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """Return whole weights by their Hugging Face names on rank 0, ``{}`` elsewhere. Collective.
 
@@ -34,7 +34,7 @@ def hugging_face_state(
     return found
 
 
-def load_hugging_face_state(manager: LanguageModelManager, update: WeightUpdate) -> None:
+def load_hugging_face_state(manager: FSDPModelManager, update: WeightUpdate) -> None:
     """Copy published weights into the model of a single rank.
 
     Floating-point tensors may have another precision. Raises `WeightsError` before anything
@@ -59,7 +59,7 @@ def load_hugging_face_state(manager: LanguageModelManager, update: WeightUpdate)
             present[name].copy_(tensor)
 
 
-def named_weights(manager: LanguageModelManager) -> Iterator[tuple[str, Tensor]]:
+def named_weights(manager: FSDPModelManager) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights by their Hugging Face names, sharded as they are; those of FSDP1 whole.
 
     Tied ones come once. Collective for FSDP1. Raises `WeightsMismatch` for a critic.

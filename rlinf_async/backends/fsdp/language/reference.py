@@ -1,4 +1,4 @@
-"""Weights kept on the CPU that take the model's place for a while: the reference policy's."""
+"""Weights kept on the CPU that replace the model's for a while: the reference policy's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from rlinf_async.backends.fsdp.manager import ShardedModelManager
+from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.sharding import local_shard
 
 REFERENCE = "reference"
@@ -17,15 +17,15 @@ REFERENCE = "reference"
 class KeptWeights:
     """A copy of a model's weights as they are now, this rank's part of them.
 
-    The manager keeps it, so that it goes along when the number of ranks changes.
+    The manager holds it, so that it moves when the number of ranks changes.
     """
 
-    def __init__(self, manager: ShardedModelManager) -> None:
+    def __init__(self, manager: FSDPModelManager) -> None:
         self._manager = manager
         manager.kept[REFERENCE] = _copies(self._live())
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """The model has the kept weights while the block runs, and its own again after it."""
         live = self._live()
         own = _copies(live)

@@ -20,19 +20,19 @@ from torch import Tensor
 
 from rlinf_async.backends.base import TrainingDiverged
 from rlinf_async.backends.fsdp import ranks
-from rlinf_async.backends.fsdp.language.manager import LanguageModelManager
+from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.language import MicroBatch
 
 
 class Part(NamedTuple):
-    """What one micro-batch adds; scalars."""
+    """Contribution of one micro-batch; scalars."""
 
     loss: Tensor
-    """with its gradient: the weighted sum over its tokens"""
+    """weighted sum over its tokens, with its gradient"""
     units: float
-    """what it adds to the denominator (`aggregation.Share`)"""
+    """share of the denominator (`aggregation.Share`)"""
     tokens: int
-    """that the metrics are sums over"""
+    """number of tokens that the metrics are sums over"""
     metrics: Mapping[str, Tensor]
     """sums over tokens"""
 
@@ -64,8 +64,8 @@ class _Totals:
         for name, number in {"loss": part.loss.detach(), **part.metrics}.items():
             self.sums[name] = self.sums.get(name, 0.0) + number.double()
 
-    def reduce(self, manager: LanguageModelManager) -> None:
-        """Add up the ranks'."""
+    def reduce(self, manager: FSDPModelManager) -> None:
+        """Add up the sums of all ranks."""
         if manager.world_size == 1:
             return
         names = sorted(self.sums)
@@ -83,7 +83,7 @@ class _Totals:
 
 
 def optimizer_step(
-    manager: LanguageModelManager, micro_batches: Iterable[MicroBatch], part_of: PartOf
+    manager: FSDPModelManager, micro_batches: Iterable[MicroBatch], part_of: PartOf
 ) -> dict[str, float]:
     """Make one optimizer step; return its metrics, equal on every rank. Collective.
 
@@ -118,7 +118,7 @@ def optimizer_step(
     }
 
 
-def _lr(manager: LanguageModelManager) -> float:
+def _lr(manager: FSDPModelManager) -> float:
     return float(manager.optimizer.param_groups[0]["lr"])
 
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlinf_async.algorithms.language.advantages import (
     AdvantageMoments,
@@ -26,23 +26,30 @@ from rlinf_async.algorithms.language.aggregation import share_of
 from rlinf_async.algorithms.language.config import LanguageLossConfig
 from rlinf_async.algorithms.language.losses import TokenLossInputs, token_loss
 from rlinf_async.backends.base import RescaleReport
+from rlinf_async.backends.building import building
 from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.errors import FSDPError
 from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
-from rlinf_async.backends.fsdp.language.describing import add_missing_files
+from rlinf_async.backends.fsdp.language.describing import add_missing_files, describing_files
 from rlinf_async.backends.fsdp.language.forward import largest, token_answers
 from rlinf_async.backends.fsdp.language.head import TokenStatistics
-from rlinf_async.backends.fsdp.language.in_place import publish_in_place
-from rlinf_async.backends.fsdp.language.manager import LanguageModelManager
-from rlinf_async.backends.fsdp.language.model import without_progress_bars
+from rlinf_async.backends.fsdp.language.model import build_language_model, without_progress_bars
+from rlinf_async.backends.fsdp.language.network import (
+    PolicyNetwork,
+    ValueNetwork,
+    check_same_as_transformers,
+)
 from rlinf_async.backends.fsdp.language.packing import Packed, pack_samples
 from rlinf_async.backends.fsdp.language.publishing import (
     hugging_face_state,
     load_hugging_face_state,
 )
 from rlinf_async.backends.fsdp.language.reference import KeptWeights
+from rlinf_async.backends.fsdp.language.sharded_publishing import publish_shards
 from rlinf_async.backends.fsdp.language.step import NothingToDo, Part, optimizer_step
-from rlinf_async.backends.fsdp.optimized import DTYPES
+from rlinf_async.backends.fsdp.manager import DTYPES, FSDPModelManager
+from rlinf_async.backends.fsdp.rescale import rescale
+from rlinf_async.backends.fsdp.sharding import unwrapped
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
@@ -56,19 +63,39 @@ SILENT_AT_ZERO = frozenset({"ppo", "gspo", "reinforce"})
 
 
 class LanguageTrainerBase(ABC):
-    """What a policy and a critic have in common. torch.distributed is up where it is needed."""
+    """What a policy and a critic have in common. torch.distributed is up on several ranks."""
 
     critic = False
 
     def __init__(self, config: LanguageTrainerConfig, world_size: int, rank: int) -> None:
         self.config = config
-        self.manager = LanguageModelManager(config, world_size, rank, critic=self.critic)
+        self.manager = FSDPModelManager(config.fsdp, world_size, rank, self._build_network)
         self.manager.setup_model_and_optimizer()
+        self.manager.model_files = describing_files(config.fsdp.model, self.language)
         self._version = 0
+
+    def _build_network(self) -> nn.Module:
+        """Return the network, on the CPU; random weights come from the trainer's seed.
+
+        Raises `ValueError` for a folder that cannot be used and an architecture that this backend
+        would train wrongly.
+        """
+        with building(self.config.seed):
+            language, packs = build_language_model(self.config.fsdp.model)
+        chunk_bytes = self.config.logit_chunk_bytes
+        policy = PolicyNetwork(language, packs=packs, logit_chunk_bytes=chunk_bytes)
+        check_same_as_transformers(policy)
+        return ValueNetwork(language, packs=packs) if self.critic else policy
+
+    @property
+    def language(self) -> nn.Module:
+        """The model of transformers inside the network."""
+        language: nn.Module = unwrapped(self.manager.model).language  # type: ignore[assignment]
+        return language
 
     @property
     def version(self) -> int:
-        """How many iterations were trained, or the version that `load` took."""
+        """Number of iterations that were trained, or the version that `load` took."""
         return self._version
 
     def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
@@ -90,7 +117,7 @@ class LanguageTrainerBase(ABC):
         return whitened(samples, moments)
 
     def agree(self, count: int, /) -> int:
-        """Return the largest of what the ranks gave. Collective."""
+        """Return the largest count of all ranks. Collective."""
         return largest(self.manager, count)
 
     def training_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
@@ -99,27 +126,28 @@ class LanguageTrainerBase(ABC):
 
     @abstractmethod
     def _part(self, micro_batch: MicroBatch) -> Part | NothingToDo:
-        """The loss of one micro-batch, which `training_step` adds up."""
+        """Return the loss of one micro-batch, which `training_step` adds up."""
 
     def end_iteration(self) -> None:
         """Count the version up."""
         self._version += 1
 
-    def check_ranks(self, world_size: int) -> None:  # noqa: B027  # most have no limit
-        """Any number of ranks will do."""
+    def check_ranks(self, world_size: int) -> None:  # noqa: B027  # no limit
+        """Accept any number of ranks: `LanguageBatches` has the sizes that must divide."""
 
-    def sit_out(self) -> None:
-        """Count an iteration that the active ranks train."""
+    def skip_iteration(self) -> None:
+        """Count an iteration that the active ranks train, on an idle one."""
         self.end_iteration()
 
     def rescale(
         self, world_size: int, *, timeout: float, bucket_bytes: int, objection: str = ""
     ) -> RescaleReport:
-        """Let the first ``world_size`` ranks train from now on; see `ShardedModelManager.rescale`.
+        """Let the first ``world_size`` ranks train from now on; see `fsdp.rescale`.
 
         Reference weights go along. Collective over all launched ranks.
         """
-        report = self.manager.rescale(
+        report = rescale(
+            self.manager,
             world_size,
             timeout=timeout,
             bucket_bytes=bucket_bytes,
@@ -148,12 +176,12 @@ class LanguageTrainerBase(ABC):
     def begin_checkpoint(
         self, path: Path, extra: Mapping[str, object] | None = None
     ) -> Future[Path]:
-        """Start writing what `save_checkpoint` writes, and go on. Collective."""
+        """Start writing what `save_checkpoint` writes, and return. Collective."""
         content = {"version": self._version, "extra": dict(extra or {})}
         return self.manager.begin_checkpoint(path, content)
 
     def load_checkpoint(self, path: Path) -> list[dict[str, object]]:
-        """Go on where the checkpoint was written; the extras of its ranks. Collective."""
+        """Continue where the checkpoint was written; return its ranks' extras. Collective."""
         extras: list[dict[str, Any]] = self.manager.load_checkpoint(path)
         self._version = extras[0]["version"]
         return [extra["extra"] for extra in extras]
@@ -164,18 +192,18 @@ class LanguageTrainerBase(ABC):
         silent: Sequence[bool],
         config: LanguageLossConfig,
     ) -> tuple[list[TrainingSample], float]:
-        """The samples that go through the model, and the units of all."""
+        """Return the samples that go through the model, and the units of all."""
         masks = [trained_tokens(sample) for sample in samples]
         units = sum(share_of(int(mask.sum()), config.aggregation).units for mask in masks)
-        going = [
+        forwarded = [
             sample
             for sample, mask, quiet in zip(samples, masks, silent, strict=True)
             if mask.any() and not quiet
         ]
-        if not going and self.manager.world_size > 1:
+        if not forwarded and self.manager.world_size > 1:
             # Every rank takes part in every forward and backward pass; this one trains nothing.
-            going = [samples[0]]
-        return going, units
+            forwarded = [samples[0]]
+        return forwarded, units
 
 
 class PolicyTrainer(LanguageTrainerBase):
@@ -196,14 +224,14 @@ class PolicyTrainer(LanguageTrainerBase):
         samples, config = micro_batch.samples, loss or self.config.loss
         self._check_ready(samples)
         silent = [self._silent(one, config) for one in samples]
-        going, units = self._whole_batch(samples, silent, config)
-        if not going:
+        forwarded, units = self._whole_batch(samples, silent, config)
+        if not forwarded:
             return NothingToDo(units)
-        masks = [trained_tokens(sample) for sample in going]
-        packed = pack_samples(going, masks, self.manager.device)
+        masks = [trained_tokens(sample) for sample in forwarded]
+        packed = pack_samples(forwarded, masks, self.manager.device)
         with self.manager.autocast():
             now: TokenStatistics = self.manager.model(packed)
-        found = token_loss(self._inputs(going, masks, now, config), config)
+        found = token_loss(self._inputs(forwarded, masks, now, config), config)
         total = (found.loss * token_weights(masks, config, found.loss.device)).sum()
         metrics = {name: numbers.sum() for name, numbers in found.metrics.items()}
         return Part(total, units, len(packed.rows), metrics)
@@ -285,7 +313,7 @@ class PolicyTrainer(LanguageTrainerBase):
             )
         self.manager.check_loaded("reference log-probs")
         self.manager.settle_checkpoint()
-        with self._reference.in_place():
+        with self._reference.swapped_in():
             return token_answers(self.manager, samples, limit, answer)
 
     def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
@@ -297,7 +325,7 @@ class PolicyTrainer(LanguageTrainerBase):
         if not self.manager.active:
             return pack({}, self._version)
         dtype, size = DTYPES[self.config.publish_precision], self.config.bucket_bytes
-        update = publish_in_place(
+        update = publish_shards(
             self.manager, dtype, self._version, size, allocate=allocate, previous=self._published
         )
         if update is None:
@@ -322,10 +350,10 @@ class PolicyTrainer(LanguageTrainerBase):
         state = hugging_face_state(self.manager)
         if self.manager.rank == 0:
             with without_progress_bars():
-                cast(Any, self.manager.language).save_pretrained(folder, state_dict=state)
+                cast(Any, self.language).save_pretrained(folder, state_dict=state)
             for path in folder.glob("*.safetensors"):
                 shutil.copymode(folder / "config.json", path)  # made for the owner alone
-            add_missing_files(self.manager.model_files(), folder)
+            add_missing_files(self.manager.model_files, folder)
         ranks.wait_for_all(self.manager)
 
 
@@ -339,5 +367,5 @@ def token_weights(
 
 
 def trained_tokens(sample: TrainingSample) -> NDArray[np.bool_]:
-    """The tokens that the loss is made of."""
+    """Return the mask of the tokens in the loss."""
     return sample.loss_mask if sample.scored else np.zeros_like(sample.loss_mask)

@@ -6,7 +6,7 @@
        ^              |                                 ^
        |              +------Trajectory---> actors -----+  WeightUpdate, through `Latest`
        |                                      |
-       +------- this process <--TrainReport---+
+       +------- this process <--TrainReport---+  of one call for each iteration
 
                      waits for                          unblocked by
     this process     a report                           the actors
@@ -30,6 +30,7 @@ from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.progress import ProgressView
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary, Staleness
+from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.books import TrainingClock, how_it_ended, restarts_of
@@ -62,7 +63,6 @@ class Graph:
         self.trajectories: Channel[Trajectory] = cluster.channel(
             Trajectory, name="trajectories", capacity=config.trajectories * ahead
         )
-        self.reports: Channel[TrainReport] = cluster.channel(TrainReport, name="reports")
         self.weights: Latest[WeightUpdate] = cluster.latest(WeightUpdate, name="weights")
 
 
@@ -172,13 +172,7 @@ class EmbodiedRun:
         metrics: MetricsWriter,
     ) -> None:
         first, ahead = self.reached.version, self.config.training.max_staleness
-        training = actors.call(
-            EmbodiedFSDPActor.run_training,
-            self._plan(),
-            graph.trajectories.receiver,
-            graph.weights.sender,
-            graph.reports.sender,
-        )
+        await actors.call(EmbodiedFSDPActor.sync_model_to_rollout, graph.weights.sender)
         collecting = collectors.collect()
         parts = Parts(self.config.cluster.actors)
         clock = TrainingClock(self.reached.train_seconds)
@@ -187,12 +181,30 @@ class EmbodiedRun:
             with graph.tickets.sender:
                 for iteration in range(first, first + ahead + 1):
                     await self._issue(graph, iteration)
-                async for part in graph.reports.receiver:
-                    if (report := parts.join(part)) is not None:
-                        await self._issue(graph, report.version + ahead)
-                        await self._take(report, metrics, live, clock())
-            await training
+                training = self._train_next(graph, actors, first)
+                for iteration in range(first, self.config.iterations):
+                    assert training is not None  # of this iteration
+                    reports = await training
+                    # Under way while this process books the one before.
+                    training = self._train_next(graph, actors, iteration + 1)
+                    for part in reports:
+                        if (report := parts.join(part)) is not None:
+                            await self._issue(graph, report.version + ahead)
+                            await self._take(report, metrics, live, clock())
             self._env_reports = await collecting
+
+    def _train_next(
+        self, graph: Graph, actors: WorkerGroup[EmbodiedFSDPActor], iteration: int
+    ) -> GroupCall[list[TrainReport]] | None:
+        """Let the actors train this iteration, if there is one."""
+        if iteration >= self.config.iterations:
+            return None
+        return actors.call(
+            EmbodiedFSDPActor.run_training,
+            self._plan(),
+            graph.trajectories.receiver,
+            graph.weights.sender,
+        )
 
     def _plan(self) -> TrainingPlan:
         training = self.config.training

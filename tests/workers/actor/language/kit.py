@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 import rlinf_async as ra
@@ -16,7 +18,7 @@ from rlinf_async.messages.language import (
     Sampling,
 )
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.workers.actor import FSDPActor, LanguageBatches, LanguageTrainingPlan
+from rlinf_async.workers.actor import FSDPActor, LanguageBatches
 from tests.backends.language.kit import samples, trainer_config
 
 GROUP = 4
@@ -66,7 +68,6 @@ class Channels:
     def __init__(self, cluster: ra.Cluster) -> None:
         self.groups = cluster.channel(SampleGroup, name="groups", capacity=64)
         self.weights = cluster.latest(WeightUpdate, name="weights")
-        self.reports = cluster.channel(LanguageTrainReport, name="reports")
         self.samples = cluster.channel(Sample, name="samples", capacity=64)
         self.done = cluster.channel(Sample, name="done", capacity=64)
 
@@ -74,17 +75,19 @@ class Channels:
         for group in made:
             await self.groups.sender.put(group, key=group.group % actors, weight=len(group.samples))
 
-    def train(
-        self, actors: ra.WorkerGroup[FSDPActor], plan: LanguageTrainingPlan
-    ) -> ra.GroupCall[list[int]]:
-        """Have the actors train what is sent."""
-        return actors.call(
-            FSDPActor.train,
-            plan,
-            self.groups.receiver,
-            self.weights.sender,
-            self.reports.sender,
-        )
+    async def train(
+        self, actors: ra.WorkerGroup[Any], iterations: int, *, pipeline: bool = False
+    ) -> list[LanguageTrainReport]:
+        """Train what is sent, up to this version, and publish each; the reports of all ranks."""
+        method = FSDPActor.run_training_pipeline if pipeline else FSDPActor.run_training
+        reports: list[LanguageTrainReport] = []
+        # A call closes its ends: this one keeps the channel from ending between two of them.
+        with self.groups.receiver.clone("between two calls"):
+            versions = await actors.call(FSDPActor.version)
+            for _ in range(versions[0], iterations):
+                reports += await actors.call(method, self.groups.receiver)
+                await actors.call(FSDPActor.sync_model_to_rollout, self.weights.sender)
+        return reports
 
 
 # An epsilon that keeps Adam from making large steps of the last bits of small gradients.

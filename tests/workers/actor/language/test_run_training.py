@@ -29,7 +29,7 @@ from rlinf_async.messages.language import (
 )
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights import unpack
-from rlinf_async.workers.actor import FSDPActor, LanguageBatches, LanguageTrainingPlan
+from rlinf_async.workers.actor import FSDPActor, LanguageBatches
 from tests.backends.language.kit import assert_close, trainer_config
 from tests.workers.actor.language.kit import BATCHES, CONFIG, KEEPING, Channels, as_sample, groups
 
@@ -39,9 +39,9 @@ pytestmark = pytest.mark.parametrize("loop_kind", ["uvloop"])
 
 
 async def trained(
-    plan: LanguageTrainingPlan,
     iterations: list[list[SampleGroup]],
     *,
+    pipeline: bool = False,
     trainer: Any = CONFIG,
     batches: LanguageBatches = BATCHES,
     **actor: Any,
@@ -49,12 +49,13 @@ async def trained(
     async with ra.Cluster.local() as cluster:
         channels = Channels(cluster)
         actors = await cluster.launch(FSDPActor, trainer, batches, **actor)
-        training = channels.train(actors, plan)
+        [version] = await actors.call(FSDPActor.version)
+        training = asyncio.create_task(
+            channels.train(actors, version + len(iterations), pipeline=pipeline)
+        )
         for made in iterations:
             await channels.send(made)
-        await training
-        reports = [report async for report in channels.reports.receiver]
-        return reports, await channels.weights.receiver.get()
+        return await training, await channels.weights.receiver.get()
 
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce++"])
@@ -65,10 +66,8 @@ async def test_pipelined_and_collected_training_make_the_same_weights(
     trainer = msgspec.structs.replace(CONFIG, advantage=LanguageAdvantageConfig(name=name))
     windows = msgspec.structs.replace(BATCHES, balance_window=window)
     work = [groups(0), groups(1, version=1)]
-    collected, weights = await trained(LanguageTrainingPlan(iterations=2), work, trainer=trainer)
-    pipelined, same = await trained(
-        LanguageTrainingPlan(iterations=2, pipeline=True), work, trainer=trainer, batches=windows
-    )
+    collected, weights = await trained(work, trainer=trainer)
+    pipelined, same = await trained(work, pipeline=True, trainer=trainer, batches=windows)
     assert_close(unpack(same), unpack(weights), 1e-6)
     for ours, theirs in zip(pipelined, collected, strict=True):
         for metric in ("loss", "grad_norm", "entropy", "tokens"):
@@ -138,7 +137,7 @@ async def test_a_report_tells_of_the_iteration(loop_kind: str) -> None:
     for one in made[2].samples:
         one.reward = 0.5
     every = [one for group in made for one in group.samples]
-    [report], _ = await trained(LanguageTrainingPlan(iterations=1), [made])
+    [report], _ = await trained([made])
     assert (report.iteration, report.version, report.rank, report.steps) == (0, 1, 0, 2)
     assert (report.samples, report.groups, report.groups_without_signal) == (16, 4, 1)
     assert report.unscored == sum(not one.scored for one in every) == 2
@@ -152,31 +151,33 @@ async def test_a_report_tells_of_the_iteration(loop_kind: str) -> None:
 
 
 async def test_lags_are_counted_over_tokens_and_bounded(loop_kind: str) -> None:
-    plan = LanguageTrainingPlan(iterations=2)
     late = groups(1, version=1)
     tokens = sum(len(one.version) for group in late for one in group.samples)
     late[0].samples[0].version = late[0].samples[0].version - 1
-    _, report = (await trained(plan, [groups(0), late], max_staleness=1))[0]
+    _, report = (await trained([groups(0), late], max_staleness=1))[0]
     assert report.lag_max == 1
     assert report.lag_mean == pytest.approx(len(late[0].samples[0].version) / tokens)
     with pytest.raises(ra.WorkerError, match=r"1 to 1 versions old, but max_staleness is 0"):
-        await trained(plan, [groups(0), late], max_staleness=0)
+        await trained([groups(0), late], max_staleness=0)
     with pytest.raises(ra.WorkerError, match=r"-1 to -1 versions old, but max_staleness is any"):
-        await trained(plan, [groups(0, version=1)])
+        await trained([groups(0, version=1)])
 
 
-async def test_checkpoints_are_written_when_due_and_a_resumed_run_makes_the_same_weights(
+async def test_a_run_that_is_resumed_from_a_checkpoint_makes_the_same_weights(
     tmp_path: Path, loop_kind: str
 ) -> None:
     work = [groups(at, version=at) for at in range(3)]
-    plan = LanguageTrainingPlan(iterations=3, checkpoint_every=2, checkpoints=str(tmp_path))
-    reports, weights = await trained(plan, work)
-    names = [report.checkpoint for report in reports]
-    assert (names[0], names[2]) == (None, str(tmp_path / "version-000003"))
-    assert names[1] in (None, str(tmp_path / "version-000002"))  # it is written meanwhile
-    again, same = await trained(
-        LanguageTrainingPlan(iterations=3), work[2:], resume=str(tmp_path / "version-000002")
-    )
+    reports, weights = await trained(work)
+    folder = tmp_path / "version-000002"
+    async with ra.Cluster.local() as cluster:
+        channels = Channels(cluster)
+        actors = await cluster.launch(FSDPActor, CONFIG, BATCHES)
+        for made in work[:2]:
+            await channels.send(made)
+        await channels.train(actors, 2)
+        await actors.call(FSDPActor.begin_checkpoint, str(folder))
+        await actors.call(FSDPActor.checkpoint_written)
+    again, same = await trained(work[2:], resume=str(folder))
     assert [report.iteration for report in again] == [2]
     assert again[0].metrics["loss"] == reports[2].metrics["loss"]
     assert same.checksum == weights.checksum
@@ -192,26 +193,29 @@ async def test_training_goes_on_while_a_checkpoint_is_written(
         rank_done(*given)
 
     monkeypatch.setattr(writer, "rank_done", held_up)
-    plan = LanguageTrainingPlan(iterations=2, checkpoint_every=1, checkpoints=str(tmp_path))
+    first, second = tmp_path / "version-000001", tmp_path / "version-000002"
     async with ra.Cluster.local() as cluster:
         channels = Channels(cluster)
         actors = await cluster.launch(FSDPActor, CONFIG, BATCHES)
-        training = channels.train(actors, plan)
         await channels.send(groups(0))
-        report = await channels.reports.receiver.get()
-        assert report.checkpoint is None
-        assert not (tmp_path / "version-000001").exists()
         await channels.send(groups(1, version=1))
+        kept = channels.groups.receiver.clone()
+        await channels.train(actors, 1)
+        await actors.call(FSDPActor.begin_checkpoint, str(first))
+        [report] = await channels.train(actors, 2)
+        assert report.version == 2
+        assert not first.exists()
         report_is_out.set()
-        report = await channels.reports.receiver.get()
-        assert report.checkpoint == str(tmp_path / "version-000002")
-        await training
-        assert (tmp_path / "version-000001").exists()
+        await actors.call(FSDPActor.begin_checkpoint, str(second))  # waits for the first
+        assert first.exists()
+        await actors.call(FSDPActor.checkpoint_written)
+        assert second.exists()
+        kept.close()
 
 
 async def test_offloaded_between_iterations_it_trains_to_the_same_weights(loop_kind: str) -> None:
     work = [groups(at, version=at) for at in range(2)]
-    _, expected = await trained(LanguageTrainingPlan(iterations=2), work)
+    _, expected = await trained(work)
     async with ra.Cluster.local() as cluster:
         channels = Channels(cluster)
         actors = await cluster.launch(FSDPActor, CONFIG, BATCHES)
@@ -230,9 +234,8 @@ async def test_offloaded_between_iterations_it_trains_to_the_same_weights(loop_k
 async def test_a_loss_that_is_nan_ends_the_run_and_says_why(pipeline: bool, loop_kind: str) -> None:
     made = groups(0)
     made[0].samples[0].log_prob[0] = math.nan
-    plan = LanguageTrainingPlan(iterations=1, pipeline=pipeline)
     with pytest.raises(ra.WorkerError, match=r"TrainingDiverged.*the loss is nan"):
-        await trained(plan, [made])
+        await trained([made], pipeline=pipeline)
 
 
 async def test_an_iteration_of_skipped_steps_only_ends_the_run(loop_kind: str) -> None:
@@ -245,7 +248,7 @@ async def test_an_iteration_of_skipped_steps_only_ends_the_run(loop_kind: str) -
         loss=msgspec.structs.replace(CONFIG.loss, name="ppo", clip_high=1e38),
     )
     with pytest.raises(ra.WorkerError, match=r"TrainingDiverged"):
-        await trained(LanguageTrainingPlan(iterations=1), [made], trainer=exploding)
+        await trained([made], trainer=exploding)
 
 
 async def test_a_missing_reference_is_said_before_anything_is_trained(loop_kind: str) -> None:
@@ -255,13 +258,13 @@ async def test_a_missing_reference_is_said_before_anything_is_trained(loop_kind:
         CONFIG, advantage=LanguageAdvantageConfig(kl_coefficient=0.1)
     )
     with pytest.raises(ra.WorkerError, match=r"sample 0/1 has no ref_log_prob"):
-        await trained(LanguageTrainingPlan(iterations=1), [made], trainer=penalised)
+        await trained([made], trainer=penalised)
 
 
 async def test_groups_that_cross_the_border_of_an_iteration_are_refused(loop_kind: str) -> None:
     batches = msgspec.structs.replace(BATCHES, samples=6, group_size=2, optimizer_steps=1)
     with pytest.raises(ra.WorkerError, match=r"2 samples are left after an iteration of 6"):
-        await trained(LanguageTrainingPlan(iterations=1), [groups(0)], batches=batches)
+        await trained([groups(0)], batches=batches)
 
 
 async def test_sizes_that_do_not_divide_are_refused_when_the_actor_is_built(
@@ -356,7 +359,7 @@ async def test_a_step_without_any_signal_is_reported_with_those_that_have_one(
     for group in work[2 * silent : 2 * silent + 2]:  # the groups of one of the two steps
         for one in group.samples:
             one.reward = 0.0
-    [report], _ = await trained(LanguageTrainingPlan(iterations=1), [work])
+    [report], _ = await trained([work])
     assert report.steps == 2
     assert report.groups_without_signal == 2
     assert report.metrics["entropy"] > 0.0  # of the step that had a forward pass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ import rlinf_async as ra
 from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.weights import unpack
-from rlinf_async.workers.actor import FSDPActor, LanguageTrainingPlan
+from rlinf_async.workers.actor import FSDPActor
 from tests.backends.language.kit import trainer_config
 from tests.workers.actor.language.kit import (
     BATCHES,
@@ -45,12 +47,11 @@ async def trained(
             collective="gloo" if world_size > 1 else None,
             env_vars={"OMP_NUM_THREADS": "1"},
         )
-        plan = LanguageTrainingPlan(iterations=2, pipeline=pipeline)
-        training = channels.train(actors, plan)
+        training = asyncio.create_task(channels.train(actors, 2, pipeline=pipeline))
         for iteration in range(2):
             await channels.send(groups(iteration, version=iteration), world_size)
-        assert await training == [2] * world_size
-        reports = [report async for report in channels.reports.receiver]
+        reports = await training
+        assert await actors.call(FSDPActor.version) == [2] * world_size
         assert sorted(report.rank for report in reports) == sorted([*range(world_size)] * 2)
         asking = actors.call(
             FSDPActor.run_inference, channels.samples.receiver, channels.done.sender, True

@@ -27,7 +27,7 @@ class Trainer:
     def rescale(self, world_size: int, **_: Any) -> RescaleReport:
         return nothing_moved(4, world_size)
 
-    def sit_out(self) -> None:
+    def skip_iteration(self) -> None:
         pass
 
 

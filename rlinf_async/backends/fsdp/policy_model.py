@@ -1,4 +1,4 @@
-"""Hugging Face models, for a run that names a folder instead of a registered policy."""
+"""The model of an embodied trainer: a registered policy, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ from pathlib import Path
 
 import torch
 from torch import nn
+
+from rlinf_async.backends.fsdp.config import FSDPConfig
+from rlinf_async.backends.policies.base import policies
+
+
+def build_policy(config: FSDPConfig) -> nn.Module:
+    """Return a new model, on the CPU: the registered policy, or ``pretrained`` where it is set.
+
+    Raises what `load_pretrained` does.
+    """
+    if config.pretrained is not None:
+        return load_pretrained(config.pretrained)
+    return policies[config.policy.name](config.policy)
 
 
 def load_pretrained(folder: str) -> nn.Module:

@@ -1,8 +1,8 @@
-"""Giving a model's memory back at once, and cheaply.
+"""Freeing the memory of a model and its optimizer at once, and cheaply.
 
-A sharded model and the hooks of FSDP2 refer to each other in circles, an optimizer and its schedule
-too: reference counts never reach zero, and a full garbage collection looks at every object of the
-process, which takes longer than moving some hundred megabytes. So the circles are cut by hand.
+A sharded model and the hooks of FSDP2 are in reference cycles, an optimizer and its schedule too:
+reference counts never reach zero, and a full garbage collection visits every object of the process,
+which takes longer than moving some hundred megabytes. So the cycles are broken by hand.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rlinf_async.backends.fsdp.sharding import local_shard
 HOLDERS = (FSDPState, FSDPParamGroup, FSDPParam)
 
 
-class Memory:
-    """The storages of some tensors, which are not held."""
+class Storages:
+    """Weak references to the storages of some tensors."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._storages: list[StorageWeakRef] = [
@@ -35,18 +35,18 @@ class Memory:
         ]
 
     @property
-    def is_back(self) -> bool:
-        """Nobody holds any of it any more."""
+    def freed(self) -> bool:
+        """Whether all of them are freed."""
         return all(one.expired() for one in self._storages)  # type: ignore[no-untyped-call]
 
 
-def memory_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Memory:
-    """Look at the memory of a model and its optimizer; what is on torch's meta device has none."""
-    return Memory(one for one in _tensors(model, optimizer) if not one.is_meta)
+def storages_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Storages:
+    """Return the storages of a model and its optimizer; tensors on the meta device have none."""
+    return Storages(one for one in _tensors(model, optimizer) if not one.is_meta)
 
 
-def take_apart(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Make a model and its optimizer useless, so that they hold no memory in circles."""
+def break_cycles(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make a model and its optimizer useless, so that no reference cycle holds their memory."""
     optimizer.state.clear()
     optimizer.param_groups.clear()
     for module in model.modules():
@@ -54,20 +54,20 @@ def take_apart(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             _empty(module._get_fsdp_state())
 
 
-def collect_unless_back(memory: Memory) -> None:
-    """Run a full garbage collection if memory that was to be given back is still held.
+def collect_unless_freed(storages: Storages) -> None:
+    """Run a full garbage collection if storages that should be freed are still referred to.
 
-    By circles that this page does not know, or by somebody who looks at it.
+    That is by a cycle that `break_cycles` does not know, or by the caller of a rescale.
     """
-    if not memory.is_back:
+    if not storages.freed:
         gc.collect()
 
 
-def return_to_system() -> None:
-    """Let the system have what this process has freed, where the C library can be told so.
+def trim_heap() -> None:
+    """Return freed memory to the system, where the C library can.
 
     glibc keeps freed blocks of up to some tens of megabytes, such as an optimizer's moments, for
-    its next ones; the new shards are mapped, and do not come from there.
+    later allocations; new shards are mapped, and do not come from there.
     """
     trim = getattr(_c_library(), "malloc_trim", None)
     if trim is not None:
@@ -77,7 +77,7 @@ def return_to_system() -> None:
 def _c_library() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(None)
-    except (OSError, TypeError):  # none of that kind here
+    except (OSError, TypeError):  # no such library on this platform
         return None
 
 

@@ -2,14 +2,14 @@
 
 ::
 
-    rank 0   shows the last update     -> all ranks compare their rows -> what has changed (max)
-    rank 0   allocates what has        -> all ranks map it             -> whether all could (min)
+    rank 0   shares the last update    -> all ranks compare their rows -> changed buckets (max)
+    rank 0   allocates changed buckets -> all ranks map them           -> whether all could (min)
     a rank   writes its rows           -> waits for all ranks
-    rank r   hashes buckets r, r + n.. -> sum -> rank 0 puts the update together
+    rank r   hashes buckets r, r + n.. -> sum -> rank 0 builds the update
 
-Invariant: nothing is gathered. A rank converts its own rows of one tensor at a time, and what comes
-of it is, bit for bit, the update that rank 0 would have packed of whole tensors. Every rank decides
-the same, by collectives in the group of the active ranks.
+Invariant: nothing is gathered. A rank converts its own rows of one tensor at a time, and the result
+is, bit for bit, the update that rank 0 would have packed of whole tensors. Every rank decides the
+same, by collectives in the group of the active ranks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 
 from rlinf_async.backends.fsdp import ranks
-from rlinf_async.backends.fsdp.checkpoint import first_row
 from rlinf_async.backends.fsdp.errors import FSDPError
-from rlinf_async.backends.fsdp.language.manager import LanguageModelManager
 from rlinf_async.backends.fsdp.language.publishing import named_weights
-from rlinf_async.backends.fsdp.sharding import local_shard
+from rlinf_async.backends.fsdp.manager import FSDPModelManager
+from rlinf_async.backends.fsdp.sharding import first_row, local_shard
 from rlinf_async.messages.weights import Allocate, TensorSlot, WeightBucket, WeightUpdate
 from rlinf_async.weights import pack
 from rlinf_async.weights.behind import Place, map_place, places_of, this_host
@@ -43,21 +42,21 @@ Memory = NDArray[np.uint8]
 
 
 class Rows(NamedTuple):
-    """What this rank holds of one tensor, and where it goes."""
+    """This rank's rows of one tensor, and their place in a bucket."""
 
     live: Tensor
     dtype: torch.dtype
-    """as it is published"""
+    """of the published tensor"""
     start: int
     """bytes from the start of the bucket"""
 
-    def unlike(self, bucket: Tensor, limit: int | None = None) -> bool:
-        """Whether other elements are there; only the first ``limit`` are looked at."""
+    def differ(self, bucket: Tensor, limit: int | None = None) -> bool:
+        """Whether the bucket has other elements there; only the first ``limit`` are compared."""
         mine = self._bytes(self.live.reshape(-1)[:limit])
         return not torch.equal(bucket[self.start : self.start + len(mine)], mine)
 
     def write(self, bucket: Tensor) -> None:
-        """Copy them to where they go."""
+        """Copy the rows into the bucket."""
         mine = self._bytes(self.live)
         bucket[self.start : self.start + len(mine)].copy_(mine)
 
@@ -75,8 +74,8 @@ class Outline(NamedTuple):
     """of this rank"""
 
 
-def publish_in_place(
-    manager: LanguageModelManager,
+def publish_shards(
+    manager: FSDPModelManager,
     dtype: torch.dtype,
     version: int,
     bucket_bytes: int,
@@ -86,8 +85,8 @@ def publish_in_place(
 ) -> WeightUpdate | None:
     """Return weights as `weights.pack` packs whole ones on rank 0, without buckets elsewhere.
 
-    Only the ``allocate`` and the ``previous`` update of rank 0 count. None, on all ranks, where
-    they have to be gathered: for one rank, FSDP1, several hosts, or memory that the ranks cannot
+    Only the ``allocate`` and the ``previous`` update of rank 0 are used. None, on all ranks, where
+    weights have to be gathered: for one rank, FSDP1, several hosts, or memory that the ranks cannot
     map. Collective over the active ranks.
 
     Raises `FSDPError` where rank 0 could not allocate; that one has its own error.
@@ -100,16 +99,16 @@ def publish_in_place(
     outlines = _outlines(state, dtype, bucket_bytes, manager.rank)
     before = buckets_by_slots(previous if manager.rank == 0 else None)
     old = [before.get(one.slots) for one in outlines]
-    seen = _shown(manager, outlines, [None if one is None else one.data for one in old])
+    seen = _shared(manager, outlines, [None if one is None else one.data for one in old])
     changed = _agreed(
         manager,
         [
-            memory is None or _unlike(one, memory)
+            memory is None or _differs(one, memory)
             for one, memory in zip(outlines, seen, strict=True)
         ],
         dist.ReduceOp.MAX,
     )
-    new = _shown(manager, outlines, _allocated(manager, outlines, changed, allocate))
+    new = _shared(manager, outlines, _allocated(manager, outlines, changed, allocate))
     there = [not due or memory is not None for due, memory in zip(changed, new, strict=True)]
     if not all(_agreed(manager, there, dist.ReduceOp.MIN)):
         return None
@@ -131,10 +130,10 @@ def _by_rows(tensors: Iterable[Tensor]) -> bool:
     return all(one.device_mesh.ndim == 1 and one.placements == (Shard(0),) for one in sharded)
 
 
-def _on_one_host(manager: LanguageModelManager, allocate: Allocate | None) -> bool:
+def _on_one_host(manager: FSDPModelManager, allocate: Allocate | None) -> bool:
     mine = torch.tensor([this_host(), int(allocate is not None)])
-    told = [one.tolist() for one in ranks.all_gather(manager, mine)]
-    return bool(told[0][1]) and len({host for host, _ in told}) == 1
+    found = [one.tolist() for one in ranks.all_gather(manager, mine)]
+    return bool(found[0][1]) and len({host for host, _ in found}) == 1
 
 
 def _outlines(
@@ -161,19 +160,19 @@ def _outlines(
     return found
 
 
-def _shown(
-    manager: LanguageModelManager,
+def _shared(
+    manager: FSDPModelManager,
     outlines: Sequence[Outline],
     memories: Sequence[Memory | None] | None,
 ) -> list[Memory | None]:
-    """Return the memory of rank 0, on every rank: None where it is none that this rank can map."""
+    """Return the memory of rank 0, on every rank; None where this rank cannot map it."""
     places: list[Place | None] | None = None
     if manager.rank == 0 and memories is not None:
         there = [one for one in memories if one is not None]
         found = iter(places_of(there))
         places = [None if one is None else next(found) for one in memories]
-    told = ranks.broadcast_bytes(manager, msgspec.msgpack.encode(places))
-    places = msgspec.msgpack.decode(told, type=list[Place | None] | None)
+    content = ranks.broadcast_bytes(manager, msgspec.msgpack.encode(places))
+    places = msgspec.msgpack.decode(content, type=list[Place | None] | None)
     if places is None:
         raise FSDPError("rank 0 has no memory to publish weights from; see that rank's error")
     if manager.rank == 0 and memories is not None:
@@ -192,7 +191,7 @@ def _mapped(place: Place | None, size: int) -> Memory | None:
 
 
 def _allocated(
-    manager: LanguageModelManager,
+    manager: FSDPModelManager,
     outlines: Sequence[Outline],
     changed: Sequence[bool],
     allocate: Allocate | None,
@@ -204,24 +203,24 @@ def _allocated(
             allocate(one.size) if due else None for one, due in zip(outlines, changed, strict=True)
         ]
     except BaseException:
-        # The others wait for where it is.
+        # The other ranks wait for the places of the buckets.
         ranks.broadcast_bytes(manager, msgspec.msgpack.encode(None))
         raise
 
 
 def _agreed(
-    manager: LanguageModelManager, flags: Sequence[bool], operation: dist.ReduceOp.RedOpType
+    manager: FSDPModelManager, flags: Sequence[bool], operation: dist.ReduceOp.RedOpType
 ) -> list[bool]:
     row = torch.tensor(flags, dtype=torch.int32, device=manager.device)
     ranks.all_reduce(manager, row, operation)
     return [bool(one) for one in row.tolist()]
 
 
-def _unlike(outline: Outline, memory: Memory) -> bool:
-    """Whether this rank's rows are others than those there: by a glance at each, then wholly."""
+def _differs(outline: Outline, memory: Memory) -> bool:
+    """Whether this rank's rows differ from those in memory: a few elements first, then all."""
     bucket = torch.from_numpy(memory)
-    return any(rows.unlike(bucket, GLANCE) for rows in outline.rows) or any(
-        rows.unlike(bucket) for rows in outline.rows
+    return any(rows.differ(bucket, GLANCE) for rows in outline.rows) or any(
+        rows.differ(bucket) for rows in outline.rows
     )
 
 
@@ -235,7 +234,7 @@ def _write(outline: Outline, memory: Memory, *, gaps: bool) -> None:
         end = slot.offset + math.prod(slot.shape) * getattr(torch, slot.dtype).itemsize
 
 
-def _hashed(manager: LanguageModelManager, memories: Sequence[Memory]) -> list[int]:
+def _hashed(manager: FSDPModelManager, memories: Sequence[Memory]) -> list[int]:
     """Return every bucket's checksum, each taken by one rank."""
     mine = np.zeros(len(memories), np.uint64)
     for i in range(manager.rank, len(memories), manager.world_size):

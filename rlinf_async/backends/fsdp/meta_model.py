@@ -1,11 +1,11 @@
-"""A model without its numbers, from which the model of any number of ranks is put together.
+"""A model without storage, from which the model of any number of ranks is built.
 
 ::
 
-    module, before it is sharded --deepcopy--> skeleton, on torch's meta device
-    skeleton --deepcopy--> sharded over n ranks --shards put in place--> a model that trains
+    module, before it is sharded --deepcopy--> meta model, on torch's meta device
+    meta model --deepcopy--> sharded over n ranks --shards put in--> a model that trains
 
-Invariant: a skeleton has no storage, and what is put together shares nothing with the model that
+Invariant: a meta model has no storage, and what is built from it shares nothing with the model that
 trains meanwhile.
 """
 
@@ -18,17 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from rlinf_async.backends.fsdp.sharding import local_shard, shard
+from rlinf_async.backends.fsdp.sharding import Shards, local_shard, shard, sharded_like
 from rlinf_async.parallel import GlobalTensor, Model, Parameter
 
 
-def skeleton_of(module: nn.Module) -> nn.Module:
-    """Return a copy of a model that is not sharded, with tensors that have no storage.
-
-    Tied parameters stay tied.
-    """
+def meta_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of an unsharded model on the meta device. Tied parameters stay tied."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -37,7 +33,7 @@ def skeleton_of(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def described(skeleton: nn.Module) -> Model:
+def describe(meta_model: nn.Module) -> Model:
     """Return the model's parameters, which are sharded, and buffers, which every rank has whole."""
     return Model(
         tuple(
@@ -46,62 +42,45 @@ def described(skeleton: nn.Module) -> Model:
                 tensors=(GlobalTensor(name, tuple(one.shape), str(one.dtype).split(".")[-1]),),
                 sharded=isinstance(one, nn.Parameter),
             )
-            for name, one in (*skeleton.named_parameters(), *skeleton.named_buffers())
+            for name, one in (*meta_model.named_parameters(), *meta_model.named_buffers())
         )
     )
 
 
-def only(model: Model, names: frozenset[str]) -> Model:
+def select(model: Model, names: frozenset[str]) -> Model:
     """Return the part of a description with these names."""
     return Model(tuple(one for one in model.parameters if one.name in names))
 
 
-def shards_of(model: nn.Module) -> dict[str, Tensor]:
+def shards_of(model: nn.Module) -> Shards:
     """Return what this rank holds of a live model's parameters and buffers, not copied."""
     held = {name: local_shard(one).detach() for name, one in model.named_parameters()}
     return held | dict(model.named_buffers())
 
 
-def put_together(
-    skeleton: nn.Module,
+def build_from_shards(
+    meta_model: nn.Module,
     shards: Mapping[str, Tensor],
     world_size: int,
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> nn.Module:
     """Return a model over ``world_size`` ranks (FSDP2) that holds these very shards."""
-    model = shard(copy.deepcopy(skeleton), "fsdp2", world_size, device, group)
-    put_in(model, shards)
+    model = shard(copy.deepcopy(meta_model), "fsdp2", world_size, device, group)
+    put_shards(model, shards)
     return model
 
 
-def put_in(model: nn.Module, shards: Mapping[str, Tensor]) -> None:
+def put_shards(model: nn.Module, shards: Mapping[str, Tensor]) -> None:
     """Make these very shards the parameters and buffers of a sharded model, by name."""
     parts = (*model.named_parameters(), *model.named_buffers())
     # By identity, so that a tied parameter is one parameter again.
-    new = {id(one): like(one, shards[name]) for name, one in parts if name in shards}
+    new = {id(one): sharded_like(one, shards[name]) for name, one in parts if name in shards}
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name, one in table.items():
                 if id(one) in new:
                     table[name] = new[id(one)]
-    # FSDP looks at what was put in after loading, and pads the shards of uneven parameters. Left to
-    # the first forward pass, it would take their storage away from whoever has a view of it.
+    # FSDP inspects new parameters after loading, and pads the shards of uneven ones. Left to the
+    # first forward pass, it would replace storage of which there are views already.
     model.load_state_dict({}, strict=False)
-
-
-def like(target: Tensor, local: Tensor) -> Any:
-    """Return a shard as what the target is: a parameter or a tensor, sharded in the same way."""
-    made = local
-    if isinstance(target, DTensor):
-        made = DTensor.from_local(
-            local,
-            target.device_mesh,
-            target.placements,
-            run_check=False,
-            shape=target.shape,
-            stride=target.stride(),
-        )
-    if isinstance(target, nn.Parameter):
-        return nn.Parameter(made, requires_grad=target.requires_grad)
-    return made

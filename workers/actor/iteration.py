@@ -1,0 +1,280 @@
+"""`Iteration`: one rank's training on the sample groups of one iteration.
+
+::
+
+    SampleGroup --> [ statistics, advantages ] --> micro-batches --> optimizer steps --> report
+                                                       ^     |
+                                                       |     v     (again, shuffled, if epochs > 1)
+                                                       samples
+
+                          waits for                            unblocked by
+    train                 one micro-batch (in the compute      the collector, where the groups
+                          thread)                              come from a channel
+                          the compute thread                   itself
+    collectives           the other ranks                      they train the same number
+
+Whether the groups were collected or still arrive, they go through the same iterator, so the same
+samples make the same gradients.
+
+Exactly once: a group that was taken is trained or its iteration fails. With several epochs the
+same samples come again, shuffled, under the advantages and the log-probs that they had: how stale
+they are is counted where they arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import msgspec
+import numpy as np
+
+from rlinf_async.backends.base import TrainingDiverged
+from rlinf_async.backends.language import LanguageTrainer, MicroBatch
+from rlinf_async.channels import BatchResizingIterator, Channel, Receiver
+from rlinf_async.channels.batching import BatchSizes, BlockingBatches, HandlerFailed
+from rlinf_async.messages.language import LanguageTrainReport, SampleGroup
+from rlinf_async.workers.actor.groups import ArrivalStatistics, GroupOps
+from rlinf_async.workers.base import Worker
+from rlinf_async.workers.spans import Together
+
+Batches = BatchResizingIterator[SampleGroup]
+Waiting = Callable[[], AbstractContextManager[None]]
+"""around each wait for a micro-batch"""
+
+WAIT = "wait samples"
+
+
+class Iteration:
+    """One iteration on one rank.
+
+    Args:
+        worker: where it runs.
+        trainer: of the model.
+        sizes: of this rank's share.
+        epochs: how often the share is gone through.
+        max_staleness: versions that a token's weights may be behind those that are trained; None:
+            any number.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        trainer: LanguageTrainer,
+        sizes: BatchSizes,
+        *,
+        epochs: int,
+        max_staleness: int | None,
+    ) -> None:
+        self._worker, self._trainer = worker, trainer
+        self._sizes, self._epochs = sizes, epochs
+        self._number = trainer.version
+        self.arrived = ArrivalStatistics(trainer.version, max_staleness)
+
+    async def collect(self, groups: Receiver[SampleGroup]) -> list[SampleGroup]:
+        """Take this rank's whole share, in the order of arrival."""
+        began = asyncio.get_running_loop().time()
+        collected: list[SampleGroup] = []
+        missing = self._sizes.total_batch_size
+        with self._worker.span(WAIT, iteration=self._number):
+            while missing > 0:
+                collected.append(await groups.get(key=self._worker.rank))
+                missing -= len(collected[-1].samples)
+        self.arrived.wait_seconds += asyncio.get_running_loop().time() - began
+        return collected
+
+    async def train(self, collected: Sequence[SampleGroup]) -> LanguageTrainReport:
+        """Train on this rank's whole share.
+
+        In the order of the groups' numbers: which of them make one optimizer step does not depend
+        on which came first.
+        """
+        ordered = sorted(collected, key=lambda group: group.group)
+        receiver = _channel_of(ordered, f"{self._worker.name} collected").receiver
+        return await self._train(self._batches(receiver), arriving=False)
+
+    async def train_arriving(self, groups: Receiver[SampleGroup]) -> LanguageTrainReport:
+        """Train on this rank's share while it arrives."""
+        return await self._train(self._batches(groups, key=self._worker.rank), arriving=True)
+
+    async def skip(self, collected: Sequence[SampleGroup]) -> LanguageTrainReport:
+        """Count the version up, without training."""
+        for group in collected:
+            self.arrived.add(group)
+        await self._worker.compute(self._trainer.end_iteration)
+        return self.report([], seconds=0.0)
+
+    async def _train(self, batches: Batches, *, arriving: bool) -> LanguageTrainReport:
+        """Train; ``arriving``: on samples that are still to come."""
+        loop = asyncio.get_running_loop()
+        training = Together(self._worker.span, "train", iteration=self._number)
+        began = loop.time()
+
+        @contextmanager
+        def waiting() -> Iterator[None]:
+            with training.cut(), self._worker.span(WAIT, iteration=self._number):
+                since = loop.time()
+                yield
+                self.arrived.wait_seconds += loop.time() - since
+
+        with training.piece():
+            steps = await self._epoch(batches, waiting if arriving else nullcontext)
+            kept = batches.get_all_batches() if self._epochs > 1 else None
+            for epoch in range(1, self._epochs):
+                if kept is None or _is_spent(steps[-self._sizes.num_global_batches :]):
+                    break
+                steps += await self._epoch(self._shuffled(kept, epoch), nullcontext)
+            self._check_learnt(steps)
+            await self._worker.compute(self._trainer.end_iteration)
+        return self.report(steps, seconds=loop.time() - began)
+
+    async def _epoch(self, batches: Batches, waiting: Waiting) -> list[Mapping[str, float]]:
+        """Go through the share once; return the metrics of its optimizer steps."""
+        view = batches.blocking(asyncio.get_running_loop())
+        try:
+            return await self._worker.compute(self._steps, batches, view, waiting)
+        except HandlerFailed as failed:
+            raise (failed.__cause__ or failed) from None
+        finally:
+            view.close()  # a cancelled call leaves the thread waiting for samples otherwise
+
+    def _steps(
+        self, batches: Batches, view: BlockingBatches[SampleGroup], waiting: Waiting
+    ) -> list[Mapping[str, float]]:
+        """Make the optimizer steps of one epoch. Runs in the compute thread."""
+        steps = []
+        for _ in range(self._sizes.num_global_batches):
+            arriving = _micro_batches(batches, view, waiting)
+            steps.append(self._trainer.training_step(arriving))
+        if batches.queued_samples:
+            raise RuntimeError(
+                f"{batches.queued_samples} samples are left after an iteration of "
+                f"{self._sizes.total_batch_size} on {self._worker.name}: groups cross the border "
+                "between two iterations; make the share a multiple of their size"
+            )
+        return steps
+
+    def _batches(self, receiver: Receiver[SampleGroup], key: int | None = None) -> Batches:
+        trainer = self._trainer
+
+        def arrived(group: SampleGroup) -> SampleGroup:
+            self.arrived.add(group)
+            return with_advantages(trainer, group)
+
+        def normalized(batch: SampleGroup) -> SampleGroup:
+            samples = trainer.normalize_advantages(batch.samples)
+            return msgspec.structs.replace(batch, samples=samples)
+
+        return BatchResizingIterator(
+            receiver,
+            GroupOps(),
+            total_batch_size=self._sizes.total_batch_size,
+            num_global_batches=self._sizes.num_global_batches,
+            micro_batch_size=self._sizes.micro_batch_size,
+            max_tokens_per_micro_batch=self._sizes.max_tokens_per_micro_batch,
+            balance_window=self._sizes.balance_window,
+            on_batch=arrived,
+            on_global_batch=normalized if trainer.normalizes else None,
+            agree=trainer.agree,
+            key=key,
+            keep_batches=self._epochs > 1,
+        )
+
+    def _shuffled(self, batch: SampleGroup, epoch: int) -> Batches:
+        """The same samples, with their advantages, in an order that the numbers alone decide."""
+        seed = (self._trainer.version, epoch, self._worker.rank)
+        order = np.random.default_rng(seed).permutation(len(batch.samples))
+        shuffled = msgspec.structs.replace(batch, samples=[batch.samples[at] for at in order])
+        return BatchResizingIterator(
+            _channel_of([shuffled], f"{self._worker.name} epoch {epoch}").receiver,
+            GroupOps(),
+            total_batch_size=self._sizes.total_batch_size,
+            num_global_batches=self._sizes.num_global_batches,
+            micro_batch_size=self._sizes.micro_batch_size,
+            max_tokens_per_micro_batch=self._sizes.max_tokens_per_micro_batch,
+            balance_window=self._sizes.balance_window,
+            agree=self._trainer.agree,
+        )
+
+    def _check_learnt(self, steps: Sequence[Mapping[str, float]]) -> None:
+        if all(step.get("skipped") for step in steps):
+            raise TrainingDiverged(
+                f"all {len(steps)} optimizer steps of iteration {self._number} had a gradient norm "
+                f"that is not finite (last: {steps[-1].get('grad_norm')}): nothing was learnt. "
+                "Lower the learning rate, or go on from the last checkpoint"
+            )
+
+    def report(
+        self, steps: Sequence[Mapping[str, float]], *, seconds: float
+    ) -> LanguageTrainReport:
+        """Return the report of an iteration that was trained in ``seconds``, or skipped."""
+        metrics = _means(steps)
+        if self._epochs > 1:
+            metrics["epochs"] = len(steps) / self._sizes.num_global_batches
+        arrived = self.arrived
+        return LanguageTrainReport(
+            iteration=self._trainer.version - 1,
+            version=self._trainer.version,
+            rank=self._worker.rank,
+            metrics=metrics,
+            steps=len(steps),
+            samples=arrived.samples,
+            unscored=arrived.unscored,
+            groups=arrived.groups,
+            groups_without_signal=arrived.without_signal,
+            prompt_tokens=arrived.prompt_tokens,
+            response_tokens=arrived.response_tokens,
+            reward_mean=arrived.reward_mean,
+            lag_mean=arrived.lag_mean,
+            lag_max=arrived.lag_max,
+            wait_seconds=arrived.wait_seconds,
+            train_seconds=seconds,
+        )
+
+
+def with_advantages(trainer: LanguageTrainer, group: SampleGroup) -> SampleGroup:
+    """Return the same samples with advantages and returns; those that have them are left alone."""
+    samples = trainer.compute_advantages(group.samples)
+    return msgspec.structs.replace(group, samples=samples)
+
+
+def _is_spent(steps: Sequence[Mapping[str, float]]) -> bool:
+    """Whether the early stop by ratio (``early_stop_ratio``) held every sample of an epoch back:
+    another one would teach nothing."""
+    return all(step.get("early_stopped", 0.0) >= 1.0 for step in steps)
+
+
+def _means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return means over the steps that measured it: one without any gradient has fewer metrics.
+
+    Of the gradient norm only over those where it is finite, if there are any.
+    """
+    found = {}
+    for name in dict.fromkeys(name for step in steps for name in step):
+        numbers = [step[name] for step in steps if name in step]
+        if name == "grad_norm":
+            numbers = [number for number in numbers if math.isfinite(number)] or numbers
+        found[name] = sum(numbers) / len(numbers)
+    return found
+
+
+def _channel_of(groups: Sequence[SampleGroup], name: str) -> Channel[SampleGroup]:
+    """Return a channel of this process with these groups in it."""
+    channel = Channel(SampleGroup, name=name, capacity=len(groups))
+    for group in groups:
+        channel.sender.put_nowait(group)
+    return channel
+
+
+def _micro_batches(
+    batches: Batches, view: BlockingBatches[SampleGroup], waiting: Waiting
+) -> Iterator[MicroBatch]:
+    last = False
+    micro_batches = view.global_batch()
+    while not last:
+        with waiting():
+            micro_batch = next(micro_batches)
+        last = batches.finished_global_batch
+        yield MicroBatch(micro_batch.samples, last)

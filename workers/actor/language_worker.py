@@ -1,0 +1,197 @@
+"""`LanguageTrainingWorker`: one rank that trains a language model, of an actor or a critic.
+
+::
+
+                            waits for                          unblocked by
+    run_training            all groups of its share            the collector
+                            the compute thread                 itself
+    run_training_pipeline   one micro-batch (in that thread)   the collector
+    offload, onload         the compute thread                 itself
+    pass_through            a sample                           its sender: rollout workers
+                            room for it                        its receiver: reward workers
+
+One call trains one iteration: `Iteration`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rlinf_async.backends.language import LanguageTrainer
+from rlinf_async.channels import EndOfChannel, Receiver, Sender
+from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGroup
+from rlinf_async.parallel import check_batch
+from rlinf_async.workers.actor.config import LanguageBatches
+from rlinf_async.workers.actor.errors import IncompleteShare
+from rlinf_async.workers.actor.iteration import Iteration, with_advantages
+from rlinf_async.workers.actor.training_worker import TrainingWorker
+
+
+class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
+    """One rank of an actor or critic group.
+
+    Args:
+        trainer: configuration of the trainer backend, as its own Struct.
+        batches: sizes of an iteration, over all ranks.
+        backend: its registered name.
+        resume: folder of the checkpoint to go on from.
+        max_staleness: versions that a token's weights may be behind those that are trained; None:
+            any number.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        batches: LanguageBatches,
+        *,
+        backend: str = "fsdp",
+        resume: str | None = None,
+        max_staleness: int | None = None,
+    ) -> None:
+        super().__init__(trainer, backend=backend, resume=resume)
+        self._max_staleness = max_staleness
+        self._batches = batches
+        self._sizes = batches.of_rank(self.world_size)
+        self._offloaded = False
+
+    def make_trainer(self) -> LanguageTrainer:
+        """Build the trainer. Runs in the compute thread; override it to bring your own."""
+        from rlinf_async.backends.registry import load_language_trainer
+
+        return load_language_trainer(self._backend_name)(self._config, self.world_size, self.rank)
+
+    # -- training -----------------------------------------------------------------------------
+
+    async def run_training(self, input_channel: Receiver[SampleGroup]) -> LanguageTrainReport:
+        """Collect this rank's whole share of one iteration, then train on it.
+
+        The model is onloaded only after the data is there; an idle rank takes none. Raises:
+
+            TrainingDiverged: the loss was not finite, or no step's gradient was.
+            RuntimeError: a token is older than ``max_staleness``.
+            BatchingError: groups do not make up the share.
+        """
+
+        async def train(iteration: Iteration) -> LanguageTrainReport:
+            collected = await iteration.collect(input_channel)
+            await self.onload()
+            return await iteration.train(collected)
+
+        return await self.trained(train)
+
+    async def run_training_pipeline(
+        self, input_channel: Receiver[SampleGroup]
+    ) -> LanguageTrainReport:
+        """Train on one iteration while it arrives: micro-batch after micro-batch.
+
+        The compute thread waits for each next one, so nothing else is computed here meanwhile: ask
+        an inference worker for log-probs. Raises what `run_training` does.
+        """
+
+        async def train(iteration: Iteration) -> LanguageTrainReport:
+            await self.onload()
+            return await iteration.train_arriving(input_channel)
+
+        return await self.trained(train)
+
+    async def skip_training(self, input_channel: Receiver[SampleGroup]) -> LanguageTrainReport:
+        """Take this rank's share of one iteration and count the version up, without training.
+
+        For an actor whose critic is still warming up.
+        """
+
+        async def skip(iteration: Iteration) -> LanguageTrainReport:
+            return await iteration.skip(await iteration.collect(input_channel))
+
+        return await self.trained(skip)
+
+    async def trained(
+        self, train: Callable[[Iteration], Awaitable[LanguageTrainReport]]
+    ) -> LanguageTrainReport:
+        """Train one iteration, or count it on an idle rank; then apply the strategies due."""
+        async with self.training():
+            iteration = Iteration(
+                self,
+                self._trainer,
+                self._sizes,
+                epochs=self._batches.epochs,
+                max_staleness=self._max_staleness,
+            )
+            if self.active:
+                report = await train(iteration)
+            else:
+                await self.compute(self.rescalable().skip_iteration)
+                report = iteration.report([], seconds=0.0)
+            await self.scheduler_scale_sync()
+            report.ranks = self.active_world_size
+            return report
+
+    def compute_advantages_and_returns(self, batch: SampleGroup) -> SampleGroup:
+        """The same samples with advantages and returns; those that have them are left alone."""
+        return with_advantages(self._trainer, batch)
+
+    # -- inference ----------------------------------------------------------------------------
+
+    async def pass_through(
+        self,
+        input_channel: Receiver[Sample],
+        output_channel: Sender[Sample],
+        answer: Callable[[list[Sample]], list[Sample]],
+    ) -> int:
+        """Send this rank's share of one iteration on, answered batch by batch; their number.
+
+        One rank alone takes what is ready. The ranks of a sharded model compute together: each
+        takes equally many samples, and waits for the others'. Samples are leased until they were
+        sent on. Raises `IncompleteShare` when the channel ends before.
+        """
+        await self.onload()
+        left = self._sizes.total_batch_size
+        size = self._sizes.micro_batch_size or self._sizes.global_batch_size
+        least = 1 if self.world_size == 1 else None
+        try:
+            while left > 0:
+                async with input_channel.lease(weight=min(size, left), at_least=least) as batch:
+                    with self.span("inference", samples=len(batch)):
+                        done = await self.compute(answer, list(batch))
+                    for sample in done:
+                        await output_channel.put(sample)
+                left -= len(batch)
+        except EndOfChannel:
+            raise IncompleteShare(
+                f"the channel {input_channel.channel_name!r} ended {left} samples before the "
+                f"{self._sizes.total_batch_size} of this iteration on {self.name}"
+            ) from None
+        return self._sizes.total_batch_size
+
+    # -- the device's memory ------------------------------------------------------------------
+
+    async def offload(self) -> None:
+        """Give the device's memory back."""
+        if not self._offloaded:
+            with self.span("offload"):
+                await self.compute(self._trainer.offload)
+            self._offloaded = True
+
+    async def onload(self) -> None:
+        """Take weights and optimizer back to the device, if they are not there."""
+        if self._offloaded:
+            with self.span("onload"):
+                await self.compute(self._trainer.onload)
+            self._offloaded = False
+
+    # -- the number of ranks that train -------------------------------------------------------
+
+    def check_share(self, dp: int) -> None:
+        """Raise `ValueError` unless ``dp`` ranks can share a global batch in whole groups."""
+        shares = self._batches
+        check_batch(shares.samples // shares.optimizer_steps, dp, group_size=shares.group_size)
+        shares.of_rank(dp)
+
+    def take_share(self, dp: int) -> None:
+        """Use the batch sizes of one of ``dp`` ranks."""
+        self._sizes = self._batches.of_rank(dp)
+
+    async def make_ready(self) -> None:
+        """Take the model back to the device."""
+        await self.onload()
