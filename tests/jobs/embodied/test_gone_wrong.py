@@ -13,7 +13,7 @@ from rlinf_async.backends.base import PolicyAnswer
 from rlinf_async.backends.policies.serving import PolicyServer
 from rlinf_async.channels import Receiver, Sender
 from rlinf_async.messages.embodied import Actions, Collect, Floats, Observations, Trajectory
-from rlinf_async.runtime.jobs.embodied import collecting
+from rlinf_async.runtime.jobs.embodied import collectors
 from rlinf_async.workers.env import EnvReport, EnvWorker
 from tests.jobs.embodied.kit import Job
 from tests.jobs.kit import Ended
@@ -107,7 +107,7 @@ class Repeating(EnvWorker):
 def test_a_trajectory_that_comes_again_after_the_last_iteration_does_no_harm(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collecting, "EnvWorker", Repeating)
+    monkeypatch.setattr(collectors, "EnvWorker", Repeating)
     job.succeed()
     job.check_books(6, 64)
 

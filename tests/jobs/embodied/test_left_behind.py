@@ -10,7 +10,7 @@ import pytest
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
 from rlinf_async.observe.errors import RunFolderError
 from rlinf_async.observe.trace import Span
-from rlinf_async.runtime.jobs import live
+from rlinf_async.runtime.jobs import view
 from rlinf_async.runtime.local import LocalWorker
 from tests.jobs.embodied.kit import Job
 
@@ -57,7 +57,7 @@ def test_a_trace_that_cannot_be_written_is_said_and_costs_nothing_else(
     def full(*args: object, **options: object) -> None:
         raise RunFolderError("cannot write trace.json: No space left on device")
 
-    monkeypatch.setattr(live, "write_perfetto", full)
+    monkeypatch.setattr(view, "write_perfetto", full)
     ended = job.train()
     assert ended.code == 0
     assert "the trace was not written: cannot write trace.json" in ended.err
@@ -75,8 +75,8 @@ def test_a_worker_that_keeps_its_spans_holds_up_nobody(
         return await spans(worker)
 
     monkeypatch.setattr(LocalWorker, "spans", silent)
-    monkeypatch.setattr(live, "SPANS_LIMIT", 0.05)
-    monkeypatch.setattr(live, "SPANS_EVERY", 0.05)
+    monkeypatch.setattr(view, "SPANS_LIMIT", 0.05)
+    monkeypatch.setattr(view, "SPANS_EVERY", 0.05)
     job.succeed()
     assert job.trained_in_trace() == [*range(6)]
 
@@ -84,7 +84,7 @@ def test_a_worker_that_keeps_its_spans_holds_up_nobody(
 def test_spans_that_had_to_go_are_counted_in_the_trace(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "SPANS_KEPT", 10)
+    monkeypatch.setattr(view, "SPANS_KEPT", 10)
     job.succeed()
     assert "spans left out of Actor[0]" in (job.out / "trace.json").read_text()
 

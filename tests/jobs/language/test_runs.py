@@ -9,7 +9,7 @@ import re
 import pytest
 
 from rlinf_async.messages.language import Request, ScoredSample
-from rlinf_async.runtime.jobs.language.collector import Collector
+from rlinf_async.runtime.jobs.language.samples import Collector
 from tests.docs.pages import ROOT
 from tests.jobs.language.kit import Job
 

@@ -9,10 +9,26 @@ import numpy as np
 
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.config import ConfigError
-from rlinf_async.runtime.jobs.host import HostConfig, check_counts
+from rlinf_async.runtime.jobs.config import HostConfig, check_counts
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.spaces import EnvSpec
 from rlinf_async.workers.rollout.config import RolloutConfig
+
+MAY_DIFFER = (
+    "name",
+    "training.total_steps",
+    "training.checkpoint_every",
+    "training.keep_checkpoints",
+    "training.return_window",
+    "training.metrics",
+    "rollout.max_batch",
+    "rollout.torch_threads",
+    "actor.bucket_bytes",
+    "actor.fsdp.device",
+    "evaluation",
+    "cluster",
+)
+"""settings and sections that a resumed run may change"""
 
 
 class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
