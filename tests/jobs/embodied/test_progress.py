@@ -8,13 +8,12 @@ import pathlib
 import threading
 from typing import Any
 
-import msgspec
 import pytest
 
 from rlinf_async.backends.checkpoint import folders
 from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.observe.errors import RunFolderError
-from rlinf_async.runtime.jobs.checkpoints import load_progress
+from rlinf_async.runtime.jobs.checkpoints import load_progress, make_latest
 from rlinf_async.runtime.jobs.embodied.reports import EmbodiedProgress, Parts
 
 
@@ -140,9 +139,7 @@ def test_a_run_without_a_latest_checkpoint_begins_anew(checkpoints: Checkpoints)
     assert load_progress(checkpoints.path, EmbodiedProgress) is None
 
 
-@pytest.mark.parametrize(
-    "content", [b"{", b"[]", msgspec.json.encode(EmbodiedProgress(checkpoint="gone"))]
-)
+@pytest.mark.parametrize("content", [b"{", b"[]", EmbodiedProgress().at("gone")])
 def test_a_damaged_latest_json_is_an_error_that_names_it(
     checkpoints: Checkpoints, content: bytes
 ) -> None:

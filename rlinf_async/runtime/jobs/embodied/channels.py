@@ -6,6 +6,7 @@
     env worker --Observations--> rollout worker --Actions, by key of the stage--> env worker
     env worker --Trajectory, by key of the DP rank--> actor --TrainReport--> this process
     actor --WeightUpdate, `Latest`--> rollout worker
+    env worker --EvaluatedEpisode--> this process, at the end
 
 Observations and actions are there only where rollout workers are: where each env worker runs the
 policy itself, it takes the weights.
@@ -19,6 +20,7 @@ from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
 from rlinf_async.runtime.jobs.failures import max_deliveries
+from rlinf_async.workers.env import EvaluatedEpisode
 
 
 class EmbodiedChannels:
@@ -39,6 +41,9 @@ class EmbodiedChannels:
         )
         self.trajectories: Channel[Trajectory] = cluster.channel(
             Trajectory, name="trajectories", capacity=config.trajectories * ahead
+        )
+        self.evaluated: Channel[EvaluatedEpisode] = cluster.channel(
+            EvaluatedEpisode, name="evaluated"
         )
         self.reports: Channel[TrainReport] = cluster.channel(TrainReport, name="reports")
         self.weights: Latest[WeightUpdate] = cluster.latest(WeightUpdate, name="weights")

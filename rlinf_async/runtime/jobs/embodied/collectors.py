@@ -105,6 +105,7 @@ class SeparateCollectors:
             plan,
             self._channels.observations.sender,
             self._channels.actions.receiver,
+            self._channels.evaluated.sender,
         )
         return [episode for share in shares for episode in share]
 
@@ -147,7 +148,10 @@ class CollocatedCollectors:
 
     async def evaluate(self, plan: EvaluationPlan) -> list[EvaluatedEpisode]:
         shares = await self._envs.call(
-            CollocatedEnvWorker.evaluate, plan, self._channels.weights.receiver
+            CollocatedEnvWorker.evaluate,
+            plan,
+            self._channels.weights.receiver,
+            self._channels.evaluated.sender,
         )
         return [episode for share in shares for episode in share]
 

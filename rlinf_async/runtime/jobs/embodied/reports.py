@@ -3,10 +3,11 @@ at the end its pictures."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.observe.errors import ObserveError, VideoError
 from rlinf_async.observe.learning_curve import draw_learning_curve
-from rlinf_async.observe.progress import figure
+from rlinf_async.observe.progress import ProgressState, ProgressView, figure
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.video import record_video
 from rlinf_async.runtime.jobs.checkpoints import RunProgress, load_progress
@@ -142,6 +143,39 @@ def _mean(values: list[float] | list[bool]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+def warn_of_no_success(config: EmbodiedConfig, report: TrainReport, *, warned: bool) -> bool:
+    """Warn where there is a target for the success rate, and the environment reports no success.
+
+    It shows with the first episodes that end. Returns whether the run has been warned, now or
+    before.
+    """
+    target = config.evaluation.target_success_rate
+    if warned or target is None or report.episode_success or not report.episode_return:
+        return warned
+    print(
+        f"{config.name}: evaluation.target_success_rate is {target}, but {config.env.name} reports "
+        "no success (is_success or success in the info of an episode's last step): this target "
+        "cannot be judged. Leave it out, or set evaluation.target_return",
+        file=sys.stderr,
+    )
+    return True
+
+
+def outcome(
+    config: EmbodiedConfig, episodes: Sequence[EvaluatedEpisode]
+) -> Literal["succeeded", "fell short", "finished"]:
+    """How the evaluation stands to the targets; one that cannot be judged is no target."""
+    wanted, rate = config.evaluation, success_rate(episodes)
+    judged = []
+    if wanted.target_success_rate is not None and rate is not None:
+        judged.append(rate >= wanted.target_success_rate)
+    if wanted.target_return is not None:
+        judged.append(mean_return(episodes) >= wanted.target_return)
+    if not judged:
+        return "finished"
+    return "succeeded" if all(judged) else "fell short"
+
+
 def success_rate(episodes: Sequence[EvaluatedEpisode]) -> float | None:
     """The share of successes; None where the environment reports no success."""
     known = [episode.success for episode in episodes if episode.success is not None]
@@ -153,8 +187,13 @@ def mean_return(episodes: Sequence[EvaluatedEpisode]) -> float:
     return sum(episode.episode_return for episode in episodes) / len(episodes)
 
 
-def pictures(config: EmbodiedConfig, folder: RunFolder, title: str) -> dict[str, Draw]:
-    """The learning curve, and a video of the trained policy where one is configured."""
+def pictures(
+    config: EmbodiedConfig, folder: RunFolder, title: str, headline: Callable[[], Headline]
+) -> dict[str, Draw]:
+    """The learning curve, and a video of the trained policy where one is configured.
+
+    ``headline`` is the top line of the view that shows how far the video has come.
+    """
 
     def curve() -> None:
         draw_learning_curve(
@@ -166,24 +205,24 @@ def pictures(config: EmbodiedConfig, folder: RunFolder, title: str) -> dict[str,
 
     found: dict[str, Draw] = {"learning curve": curve}
     if config.evaluation.video_episodes:
-        found["video"] = lambda: draw_video(config, folder)
+        found["video"] = lambda: draw_video(config, folder, headline())
     return found
 
 
-def draw_video(config: EmbodiedConfig, folder: RunFolder) -> None:
-    """Record the trained policy.
+def draw_video(config: EmbodiedConfig, folder: RunFolder, headline: Headline) -> None:
+    """Record the trained policy, for ``evaluation.video_seconds`` at most.
 
     Raises:
         VideoError: the environment does not render, or fails while it is filmed.
         UsageError: it cannot be made any more.
     """
     try:
-        _record(config, folder)
+        _record(config, folder, headline)
     except EnvError as error:
         raise VideoError(str(error)) from error
 
 
-def _record(config: EmbodiedConfig, folder: RunFolder) -> None:
+def _record(config: EmbodiedConfig, folder: RunFolder, headline: Headline) -> None:
     policy = _trained_policy(config, folder.checkpoints)
     env = make_env(config.env)
     try:
@@ -197,13 +236,28 @@ def _record(config: EmbodiedConfig, folder: RunFolder) -> None:
         writer.write(observation, row[0])
         return reader.read(policy(row.copy()), 1)[0]
 
-    record_video(
-        lambda: make_env(config.env, render_mode="rgb_array"),
-        act,
-        folder.video,
-        episodes=config.evaluation.video_episodes,
-        seed=config.evaluation.seed,
-    )
+    wanted = config.evaluation
+    with ProgressView() as view:
+
+        def show(episode: int, frames: int) -> None:
+            note = f"video: episode {episode + 1} of {wanted.video_episodes}, {frames} frames"
+            view.update(ProgressState(**headline._asdict(), note=note))
+
+        made = record_video(
+            lambda: make_env(config.env, render_mode="rgb_array"),
+            act,
+            folder.video,
+            episodes=wanted.video_episodes,
+            seed=wanted.seed,
+            time_limit=wanted.video_seconds,
+            on_frame=show,
+        )
+    if made.cut:
+        print(
+            f"{config.name}: the video was ended after evaluation.video_seconds = "
+            f"{wanted.video_seconds:g}, in episode {len(made.returns)} of {wanted.video_episodes}",
+            file=sys.stderr,
+        )
 
 
 def _trained_policy(config: EmbodiedConfig, checkpoints: Path) -> Callable[[Floats], Any]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Literal
 
 from rlinf_async.messages.embodied import Collect, TrainReport
 from rlinf_async.observe.metrics import MetricsWriter
@@ -39,17 +38,17 @@ from rlinf_async.runtime.jobs.embodied.reports import (
     Parts,
     headline,
     mean_return,
+    outcome,
     pictures,
     row,
     success_rate,
+    warn_of_no_success,
 )
-from rlinf_async.runtime.jobs.failures import Stopped
+from rlinf_async.runtime.jobs.failures import Stopped, in_background
 from rlinf_async.runtime.jobs.run import Draw, TrainingClock
 from rlinf_async.runtime.jobs.view import Headline, LiveView
 from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
 from rlinf_async.workers.env import EnvReport, EvaluatedEpisode, EvaluationPlan
-
-Outcome = Literal["succeeded", "fell short", "finished", "stopped", "failed"]
 
 
 class EmbodiedRun:
@@ -69,6 +68,7 @@ class EmbodiedRun:
         """progress at the moment of each checkpoint that is being written"""
         self._env_reports: list[EnvReport] = []
         self._last: TrainReport | None = None
+        self._warned = False
         self._episodes: list[EvaluatedEpisode] = []
         """episodes of the evaluation"""
 
@@ -81,8 +81,8 @@ class EmbodiedRun:
         view.note = ""
         with collectors.serving(), self._metrics() as metrics:
             await self._train(channels, collectors, actors, view, metrics)
-            view.note = "evaluating"
-            self._episodes = await collectors.evaluate(self._evaluation())
+            with in_background(cluster, self._count_episodes(channels, view), "evaluation"):
+                self._episodes = await collectors.evaluate(self._evaluation())
             self._write_evaluation(metrics, self._episodes)
         await channels.weights.sender.close()
         await collectors.finish()
@@ -175,6 +175,7 @@ class EmbodiedRun:
         reached, training = self.reached, self.config.training
         reached.take(report, seconds, training.return_window)
         self._last = report
+        self._warned = warn_of_no_success(self.config, report, warned=self._warned)
         metrics.write(reached.env_steps, row(reached, report))
         if report.saving is not None:
             self._saving[report.saving] = reached.at(report.saving)
@@ -185,6 +186,15 @@ class EmbodiedRun:
         live.show()
 
     # ---- evaluation, metrics, summary
+
+    async def _count_episodes(self, channels: EmbodiedChannels, view: LiveView) -> None:
+        """Show how far the evaluation has come."""
+        wanted = self.config.evaluation.episodes
+        view.note = f"evaluating: 0 of {wanted} episodes"
+        done = set[int]()  # an env worker that was restarted evaluates its share again
+        async for one in channels.evaluated.receiver:
+            done.add(one.episode)
+            view.note = f"evaluating: {len(done)} of {wanted} episodes"
 
     def _evaluation(self) -> EvaluationPlan:
         return EvaluationPlan(
@@ -226,14 +236,14 @@ class EmbodiedRun:
 
     def drawings(self) -> Mapping[str, Draw]:
         """The learning curve, and a video of the trained policy."""
-        return pictures(self.config, self.folder, self.title)
+        return pictures(self.config, self.folder, self.title, self.headline)
 
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
         """What came of the run."""
         reached, episodes = self.reached, self._episodes
         summary = EmbodiedSummary(
             run=self.config.name,
-            outcome=stopped.outcome if stopped else self._outcome(),
+            outcome=stopped.outcome if stopped else outcome(self.config, episodes),
             seed=self.config.seed,
             iterations=reached.version,
             env_steps=reached.env_steps,
@@ -255,14 +265,6 @@ class EmbodiedRun:
             summary.success_rate = success_rate(episodes)
             summary.return_ = mean_return(episodes)
             summary.evaluation_episodes = len(episodes)
+            if summary.success_rate is None and self.config.evaluation.target_success_rate:
+                summary.extra["target_success_rate"] = "not judged: no success was reported"
         return summary
-
-    def _outcome(self) -> Outcome:
-        wanted = self.config.evaluation
-        if wanted.target_success_rate is None and wanted.target_return is None:
-            return "finished"
-        reached = (
-            wanted.target_success_rate is None
-            or (success_rate(self._episodes) or 0.0) >= wanted.target_success_rate
-        ) and (wanted.target_return is None or mean_return(self._episodes) >= wanted.target_return)
-        return "succeeded" if reached else "fell short"

@@ -33,6 +33,7 @@ from rlinf_async.data.arithmetic import save_arithmetic_tokenizer
 from rlinf_async.data.tokenizer import FILES as TOKENIZER_FILES
 from rlinf_async.messages.language import Tokens
 from rlinf_async.observe.files import atomic_write, explaining
+from rlinf_async.observe.progress import ProgressState, ProgressView
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.language.config import LanguageConfig, ModelConfig
 from rlinf_async.workers.actor.supervised import SupervisedWorker
@@ -317,7 +318,10 @@ def examples(config: LanguageConfig, model: Path) -> Examples:
 
 
 async def warm_start(config: LanguageConfig, model: Path, learnt: Examples) -> list[float]:
-    """Fit the model of this folder, and put its weights there; the loss of every step."""
+    """Fit the model of this folder, and put its weights there; the loss of every step.
+
+    Shows how far it has come.
+    """
     phase, actor = config.warm_start, config.actor
     optimizer = OptimizerConfig(lr=phase.lr, eps=1e-8, max_grad_norm=1.0)
     scheduler = SchedulerConfig(
@@ -351,8 +355,22 @@ async def warm_start(config: LanguageConfig, model: Path, learnt: Examples) -> l
             collective=config.collective,
             env_vars=counts.environment,
         )
-        losses = await workers.call(SupervisedWorker.fit, learnt, str(model))
-    return losses[0]
+        channel = cluster.channel(float, name="losses")
+        losses: list[float] = []
+        fitting = workers.call(SupervisedWorker.fit, learnt, str(model), channel.sender)
+        with ProgressView() as view, channel.receiver as steps:
+            async for loss in steps:
+                losses.append(loss)
+                view.update(
+                    ProgressState(
+                        run=f"{config.name} (seed {config.seed}), warm start",
+                        iteration=len(losses),
+                        iterations=phase.steps,
+                        figures=(("loss", f"{loss:.3f}"),),
+                    )
+                )
+        await fitting
+    return losses
 
 
 async def export(write: Callable[[Path], Awaitable[None]], model: Path, into: Path) -> None:

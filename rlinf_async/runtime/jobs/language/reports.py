@@ -4,9 +4,10 @@ warnings, the summary, the learning curve."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from rlinf_async.channels import Sender
@@ -173,13 +174,16 @@ async def evaluate(
     version: int,
     requests: Sender[Request],
     collector: Collector,
+    on_answer: Callable[[int, int], None],
 ) -> Evaluated | None:
     """Have every prompt answered once, greedily, by weights of at least this version, and scored.
 
-    None where there is no prompt.
+    None where there is no prompt. ``on_answer`` is called with the number of the answers that are
+    there, and of all.
     """
     if not prompts:
         return None
+    on_answer(0, len(prompts))
     greedy = Sampling(max_tokens=max_tokens, temperature=0.0)
     wanted = [
         Request(
@@ -196,6 +200,9 @@ async def evaluate(
         for position, prompt in enumerate(prompts)
     ]
     expected = collector.expect(wanted)
+    count = itertools.count(1)
+    for one in expected:
+        one.add_done_callback(lambda _: on_answer(next(count), len(expected)))
     for request in wanted:
         await requests.put(request)
     return _accuracy_of(await asyncio.gather(*expected))

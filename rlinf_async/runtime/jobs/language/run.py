@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -111,6 +112,7 @@ class LanguageRun:
         """by the evaluation at the end"""
         training = config.training
         self._warned = training.group_size == 1  # groups of one have no signal of their own
+        self._compared = prompts.held_out[:COMPARED_PROMPTS] or _first_of(prompts)
         self._in_flight = InFlight()
         unfinished = None
         if self.progress.version:
@@ -250,13 +252,16 @@ class LanguageRun:
         self._write_evaluation(flow.metrics, self._evaluated, self.progress.samples + 1)
 
     async def _evaluate(self, flow: Flow, version: int) -> Evaluated | None:
-        flow.view.note = "evaluating"
+        def show(done: int, wanted: int) -> None:
+            flow.view.note = f"evaluating: {done} of {wanted} answers"
+
         found = await evaluate(
             self._prompts.held_out[: self.config.evaluation.samples],
             self.config.rollout.sampling.max_tokens,
             version=version,
             requests=flow.channels.requests.sender,
             collector=flow.collector,
+            on_answer=show,
         )
         flow.view.note = ""
         return found
@@ -274,11 +279,8 @@ class LanguageRun:
     async def _compare_weights(self, flow: Flow) -> None:
         """Compare the log-probs of every engine with those of the actors."""
         note, flow.view.note = flow.view.note, "comparing weights"
-        await flow.roles.check_weights(self._compared_prompts(), self.progress.version)
+        await flow.roles.check_weights(self._compared, self.progress.version)
         flow.view.note = note
-
-    def _compared_prompts(self) -> list[Prompt]:
-        return self._prompts.held_out[:COMPARED_PROMPTS]
 
     async def _export(self, flow: Flow) -> None:
         if self.config.training.export and self.config.actor.backend != "toy":
@@ -315,3 +317,11 @@ class LanguageRun:
     def summary(self, stopped: Stopped | None) -> LanguageSummary:
         """What came of the run."""
         return summary(self.config, self.progress, self._evaluated, stopped)
+
+
+def _first_of(prompts: Prompts) -> list[Prompt]:
+    """The next training prompts; they stay to be trained on."""
+    state = prompts.state()
+    found = list(islice(prompts, COMPARED_PROMPTS))
+    prompts.restore(state)
+    return found
