@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import shutil
 import time
@@ -273,15 +274,15 @@ def _record_start(
 
 def _record_config(folder: Path, config_text: str) -> Path | None:
     """Write ``config.toml``; where the one before differs, it is kept under this number."""
-    path, kept = folder / _CONFIG, None
+    path = folder / _CONFIG
+    kept: Path | None = None
     with explaining("read", path):
         before = (
             path.read_text(encoding="utf-8", errors="replace") if path.exists() else config_text
         )
     if before != config_text:
-        number = 1
-        while (kept := folder / f"config.{number}.toml").exists():
-            number += 1
+        numbered = (folder / f"config.{number}.toml" for number in itertools.count(1))
+        kept = next(one for one in numbered if not one.exists())
         atomic_write(kept, before)
     atomic_write(path, config_text)
     return kept

@@ -175,5 +175,9 @@ def _differences(
         path = f"{prefix}{field.encode_name}"
         if isinstance(old, msgspec.Struct) and type(old) is type(new):
             yield from _differences(old, new, f"{path}.")
+        elif isinstance(old, dict) and isinstance(new, dict):
+            for name in sorted(old.keys() | new.keys()):
+                if old.get(name) != new.get(name):
+                    yield f"{path}.{name}", old.get(name), new.get(name)
         elif old != new:
             yield path, old, new

@@ -24,7 +24,7 @@ from rlinf_async.observe.errors import ObserveError
 from rlinf_async.observe.perfetto import read_perfetto
 from rlinf_async.observe.progress import ProgressView
 from rlinf_async.observe.run_folder import RunFolder
-from rlinf_async.observe.summary import Summary, last_line, write_summary
+from rlinf_async.observe.summary import Detail, Summary, last_line, write_summary
 from rlinf_async.observe.timeline import draw_timeline
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.config import HostConfig, check_resumed
@@ -73,8 +73,9 @@ class Run(Protocol[S_co]):
         """What came of it; ``stopped`` says how it ended where it did not come to its end."""
         ...
 
-    def drawings(self) -> Mapping[str, Draw]:
-        """Its pictures, by name, in the order in which they are drawn."""
+    def drawings(self, *, ended: bool) -> Mapping[str, Draw]:
+        """Its pictures, by name, in the order in which they are drawn; ``ended``: the run came to
+        its end."""
         ...
 
 
@@ -146,23 +147,16 @@ class _Execution(Generic[S]):
             raise
         summary = self._summary(None)
         write_summary(folder.summary, summary)  # now: the pictures take seconds
-        drawings = {"timeline": self._draw_timeline, **self._run.drawings()}
-        interrupted: KeyboardInterrupt | None = None
-        for name, draw in drawings.items():
-            try:
-                draw()
-            except (ObserveError, UsageError) as error:
-                summary.extra[name] = f"not made: {error}"
-                print(f"the {name} was not made: {error}", file=sys.stderr)
-            except KeyboardInterrupt as error:
-                interrupted = error
-                summary.extra[name] = "not made: interrupted"
-                print(f"the {name} was not made: interrupted", file=sys.stderr)
+        interrupt: KeyboardInterrupt | None = None
+        try:
+            self._draw(self._run.drawings(ended=True), summary.extra)
+        except KeyboardInterrupt as error:
+            interrupt = error
         if summary.extra:
             write_summary(folder.summary, summary)
         print(last_line(folder, summary), flush=True)
-        if interrupted is not None:
-            raise interrupted
+        if interrupt is not None:
+            raise interrupt
         return summary
 
     async def _main(self) -> None:
@@ -183,17 +177,30 @@ class _Execution(Generic[S]):
         return summary
 
     def _leave_what_there_is(self, cause: BaseException) -> None:
-        """Write the summary and draw the timeline of a run that did not come to its end; on a full
+        """Write the summary and draw the pictures of a run that did not come to its end; on a full
         disk the error that ended it is still the one raised."""
         try:
             write_summary(self._folder.summary, self._summary(Stopped.by(cause)))
         except ObserveError as error:
             print(f"the summary was not written: {error}", file=sys.stderr)
-        try:
-            if self._folder.trace.exists():
-                self._draw_timeline()
-        except ObserveError as error:
-            print(f"the timeline was not made: {error}", file=sys.stderr)
+        self._draw(self._run.drawings(ended=False), {})
+
+    def _draw(self, drawings: Mapping[str, Draw], problems: dict[str, Detail]) -> None:
+        """Draw the timeline and these pictures; what cannot be drawn is printed, and noted in
+        ``problems``. A Ctrl-C costs the picture that is being drawn and those after it."""
+        if self._folder.trace.exists():
+            drawings = {"timeline": self._draw_timeline, **drawings}
+        for name, draw in drawings.items():
+            try:
+                draw()
+            except (ObserveError, UsageError) as error:
+                problems[name] = f"not made: {error}"
+            except KeyboardInterrupt:
+                problems[name] = "not made: interrupted"
+                raise
+            finally:
+                if name in problems:
+                    print(f"the {name} was {problems[name]}", file=sys.stderr)
 
     def _draw_timeline(self) -> None:
         """Draw who was busy when, from the trace."""

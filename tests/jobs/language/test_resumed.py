@@ -275,7 +275,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(job: Job, damage: str
 
 @pytest.mark.parametrize(
     ("setting", "message"),
-    [("group_size", "group_size was 2"), ("prompts", "prompts was 4")],
+    [("group_size", "group_size (2 in the run"), ("prompts", "prompts (4 in the run")],
 )
 def test_samples_under_way_are_not_mixed_with_groups_or_iterations_of_another_size(
     job: Job, setting: str, message: str
@@ -287,6 +287,6 @@ def test_samples_under_way_are_not_mixed_with_groups_or_iterations_of_another_si
             job.train(*ahead)
     ended = job.train(*ahead, "--resume", f"--training.{setting}", 8)
     assert ended.code == 2
-    assert f"training.{message} when the checkpoint was written, and is 8" in ended.err
+    assert f"training.{message}, 8 now)" in ended.err
     assert "Traceback" not in ended.err
     assert job.succeed(*ahead, "--resume").samples == 64

@@ -234,9 +234,12 @@ class EmbodiedRun:
         """Where its workers run."""
         return self.config.cluster
 
-    def drawings(self) -> Mapping[str, Draw]:
-        """The learning curve, and a video of the trained policy."""
-        return pictures(self.config, self.folder, self.title, self.headline)
+    def drawings(self, *, ended: bool) -> Mapping[str, Draw]:
+        """The learning curve, and of a run that came to its end a video of the trained policy."""
+        if not (ended or self.reached.version):
+            return {}
+        made = pictures(self.config, self.folder, self.title, self.headline)
+        return made if ended else {"learning curve": made["learning curve"]}
 
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
         """What came of the run."""

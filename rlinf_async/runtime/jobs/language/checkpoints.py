@@ -22,7 +22,6 @@ wrong: whatever the ledger does not know to be running is left out.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -40,7 +39,7 @@ from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.checkpoints import RunProgress, folder_of, load_progress, make_latest
 from rlinf_async.runtime.jobs.failures import start_background
 from rlinf_async.runtime.jobs.language.channels import LanguageChannels
-from rlinf_async.runtime.jobs.language.config import LanguageConfig, TrainingConfig
+from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.learners import CRITIC, Learners
 from rlinf_async.runtime.jobs.language.samples import Ledger, LedgerState
 
@@ -179,37 +178,13 @@ def load_unfinished(checkpoints: Path, progress: LanguageProgress) -> Unfinished
     return decoded
 
 
-def check_unfinished(state: LedgerState, training: TrainingConfig) -> None:
-    """Refuse to go on with samples under way that belong to groups or iterations of another size.
-
-    Raises:
-        UsageError: with both sizes.
-    """
-    requests = [*state.running, *(one.sample.request for one in state.finished)]
-    groups = {one.group: one for one in requests}
-    for one in groups.values():
-        if one.group_size != training.group_size:
-            _refuse("group_size", one.group_size, training.group_size)
-    for prompts in Counter(one.iteration for one in groups.values()).values():
-        if prompts != training.prompts:
-            _refuse("prompts", prompts, training.prompts)
-
-
-def _refuse(name: str, before: int, now: int) -> None:
-    raise UsageError(
-        f"training.{name} was {before} when the checkpoint was written, and is {now}: samples that "
-        "were under way then could not be trained. Go on with the old value, or start anew in "
-        "another folder"
-    )
-
-
 def check_resumed_critic(config: LanguageConfig, checkpoint: Path) -> None:
     """Raise `UsageError` where a run with critics would go on from a checkpoint without one."""
     if config.has_critic and not (checkpoint / CRITIC).is_dir():
         raise UsageError(
-            f"{checkpoint} was written by a run without a critic, so there are no values to go on "
-            f"with: start anew in another folder, or go on with the advantage it had (it is "
-            f"{config.actor.advantage.name!r} now) and cluster.critics = 0"
+            f"{checkpoint} was written by a run without a critic (it has no {CRITIC}/), and "
+            f"{config.actor.advantage.name!r} needs its values: restore that folder, or start in "
+            "another one"
         )
 
 

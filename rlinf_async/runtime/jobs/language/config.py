@@ -20,6 +20,10 @@ from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
 
 MAY_DIFFER = (
     "name",
+    "model.path",
+    "data.path",
+    "data.verifier",
+    "data.verifier_column",
     "training.iterations",
     "training.check_weights_every",
     "training.check_weights_tolerance",
@@ -40,8 +44,10 @@ MAY_DIFFER = (
     "actor.activation_checkpointing",
     "actor.publish_precision",
     "actor.toy",
+    "critic.path",
     "critic.micro_batch_size",
     "critic.device",
+    "warm_start",
     "evaluation",
     "cluster",
 )

@@ -46,7 +46,6 @@ from rlinf_async.runtime.jobs.language.checkpoints import (
     Saving,
     Unfinished,
     check_resumed_critic,
-    check_unfinished,
     in_flight,
     load_language_progress,
     load_unfinished,
@@ -118,7 +117,6 @@ class LanguageRun:
         if self.progress.version:
             unfinished = load_unfinished(folder.checkpoints, self.progress)
             prompts.restore(msgspec.json.decode(unfinished.data, type=DataState))
-            check_unfinished(unfinished.ledger, training)
             check_resumed_critic(config, folder.checkpoints / self.progress.checkpoint)
         self._ledger = Ledger(
             prompts=training.prompts,
@@ -310,8 +308,10 @@ class LanguageRun:
         """Where its workers run."""
         return self.config.cluster
 
-    def drawings(self) -> Mapping[str, Draw]:
+    def drawings(self, *, ended: bool) -> Mapping[str, Draw]:
         """The learning curve."""
+        if not (ended or self.progress.version):
+            return {}
         return {"learning curve": partial(draw_curve, self.config, self.folder, self.title)}
 
     def summary(self, stopped: Stopped | None) -> LanguageSummary:
