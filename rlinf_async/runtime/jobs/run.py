@@ -73,7 +73,7 @@ class Run(Protocol[S_co]):
         """What came of it; ``stopped`` says how it ended where it did not come to its end."""
         ...
 
-    def drawings(self, *, ended: bool) -> Mapping[str, Draw]:
+    def drawings(self, *, ended: bool) -> dict[str, Draw]:
         """Its pictures, by name, in the order in which they are drawn; ``ended``: the run came to
         its end."""
         ...
@@ -149,7 +149,7 @@ class _Execution(Generic[S]):
         write_summary(folder.summary, summary)  # now: the pictures take seconds
         interrupt: KeyboardInterrupt | None = None
         try:
-            self._draw(self._run.drawings(ended=True), summary.extra)
+            self._draw(self._timeline | self._run.drawings(ended=True), summary.extra)
         except KeyboardInterrupt as error:
             interrupt = error
         if summary.extra:
@@ -183,13 +183,14 @@ class _Execution(Generic[S]):
             write_summary(self._folder.summary, self._summary(Stopped.by(cause)))
         except ObserveError as error:
             print(f"the summary was not written: {error}", file=sys.stderr)
-        self._draw(self._run.drawings(ended=False), {})
+        timeline = self._timeline if self._folder.trace.exists() else {}
+        self._draw(timeline | self._run.drawings(ended=False), {})
 
     def _draw(self, drawings: Mapping[str, Draw], problems: dict[str, Detail]) -> None:
-        """Draw the timeline and these pictures; what cannot be drawn is printed, and noted in
-        ``problems``. A Ctrl-C costs the picture that is being drawn and those after it."""
-        if self._folder.trace.exists():
-            drawings = {"timeline": self._draw_timeline, **drawings}
+        """Draw pictures; what cannot be drawn is printed, and noted in ``problems``.
+
+        A Ctrl-C costs the picture that is being drawn and those after it.
+        """
         for name, draw in drawings.items():
             try:
                 draw()
@@ -201,6 +202,10 @@ class _Execution(Generic[S]):
             finally:
                 if name in problems:
                     print(f"the {name} was {problems[name]}", file=sys.stderr)
+
+    @property
+    def _timeline(self) -> dict[str, Draw]:
+        return {"timeline": self._draw_timeline}
 
     def _draw_timeline(self) -> None:
         """Draw who was busy when, from the trace."""

@@ -16,7 +16,7 @@ from rlinf_async.runtime.local import LocalWorker
 from tests.jobs.embodied.kit import Job
 
 
-def interrupt(*args: object) -> Any:
+def interrupt(*args: object, **options: object) -> Any:
     raise KeyboardInterrupt
 
 

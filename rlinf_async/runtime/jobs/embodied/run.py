@@ -20,7 +20,6 @@ no step can be more than ``max_staleness`` versions old when it is trained.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 
 from rlinf_async.messages.embodied import Collect, TrainReport
 from rlinf_async.observe.metrics import MetricsWriter
@@ -234,7 +233,7 @@ class EmbodiedRun:
         """Where its workers run."""
         return self.config.cluster
 
-    def drawings(self, *, ended: bool) -> Mapping[str, Draw]:
+    def drawings(self, *, ended: bool) -> dict[str, Draw]:
         """The learning curve, and of a run that came to its end a video of the trained policy."""
         if not (ended or self.reached.version):
             return {}

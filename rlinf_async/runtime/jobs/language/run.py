@@ -22,7 +22,6 @@ The whole flow is `LanguageRun.main`; its loop over iterations is `LanguageRun._
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -308,7 +307,7 @@ class LanguageRun:
         """Where its workers run."""
         return self.config.cluster
 
-    def drawings(self, *, ended: bool) -> Mapping[str, Draw]:
+    def drawings(self, *, ended: bool) -> dict[str, Draw]:
         """The learning curve."""
         if not (ended or self.progress.version):
             return {}
