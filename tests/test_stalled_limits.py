@@ -21,7 +21,7 @@ from rlinf_async.rewards.protocol import Judged, frame
 from rlinf_async.rewards.scorer import CLOSED_SECONDS, Scorer
 from rlinf_async.runtime import process
 from rlinf_async.runtime.calls import GroupCall
-from rlinf_async.runtime.jobs.live import SPANS_LIMIT, Live
+from rlinf_async.runtime.jobs.view import SPANS_LIMIT, LiveView
 from rlinf_async.runtime.process import EXIT_SECONDS, ProcessWorker
 from rlinf_async.runtime.protocol import Outcome
 from rlinf_async.runtime.remote import CANCEL_SECONDS, _Cancelled
@@ -147,7 +147,7 @@ def spans(blame: Blame) -> Heard:
     async def taken() -> str | None:
         live: Any = SimpleNamespace(keep=kept.append)
         handle: Any = SimpleNamespace(spans=lambda: said)
-        await Live._take(live, handle)
+        await LiveView._take(live, handle)
         return None if kept else "left out"
 
     background(taken(), blame)

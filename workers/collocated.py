@@ -88,12 +88,15 @@ class CollocatedEnvWorker(Worker):
             )
 
     async def evaluate(
-        self, plan: EvaluationPlan, weights: LatestReceiver[WeightUpdate]
+        self,
+        plan: EvaluationPlan,
+        weights: LatestReceiver[WeightUpdate],
+        evaluated: Sender[EvaluatedEpisode] | None = None,
     ) -> list[EvaluatedEpisode]:
         """Run this rank's share of the plan's episodes. See `EnvWorker.evaluate`."""
         async with self._serving(weights) as between:
             return await self._env.evaluate(
-                plan, between.observations.sender, between.actions.receiver
+                plan, between.observations.sender, between.actions.receiver, evaluated
             )
 
     @asynccontextmanager

@@ -48,7 +48,7 @@ from rlinf_async.messages.language import (
     WeightsTaken,
 )
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.runtime.jobs.language.ledger import Ledger, to_train
+from rlinf_async.runtime.jobs.language.samples import Ledger, to_train
 from rlinf_async.workers.actor import FSDPActor, LanguageBatches
 from rlinf_async.workers.rollout.language import LanguageRolloutWorker
 

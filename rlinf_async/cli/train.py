@@ -144,8 +144,6 @@ def _check_folder(out: pathlib.Path | None, resume: bool) -> None:
         raise UsageError(f"--out {out}: is a file; name a folder")
     if not resume:
         _check_unused(out)
-    elif not out.is_dir() or not any(out.iterdir()):
-        click.echo(f"nothing to resume in {out}: starting from the beginning", err=True)
 
 
 def _check_unused(out: pathlib.Path) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import shutil
 import time
@@ -48,10 +49,19 @@ class RunFolder:
     """A run's folder, held by this process until `close`. Made by `RunFolder.create`."""
 
     def __init__(
-        self, path: Path, lock: int, *, resumed: bool, made: bool, notes: Iterable[str] = ()
+        self,
+        path: Path,
+        lock: int,
+        *,
+        resumed: bool,
+        made: bool,
+        replaced: Path | None = None,
+        notes: Iterable[str] = (),
     ) -> None:
         self.path = path
         self._made = made
+        self._replaced = replaced
+        """Where the configuration of the start before is kept, if this one has another."""
         self.resumed = resumed
         """Whether an earlier start of this run left its files here."""
         self.notes = tuple(notes)
@@ -78,11 +88,12 @@ class RunFolder:
         marker = _read_marker(folder, resume=resume)
         lock = _take_lock(folder)
         try:
-            notes = _record_start(folder, marker, config_text, resume=resume)
+            replaced, notes = _record_start(folder, marker, config_text, resume=resume)
         except BaseException:
             os.close(lock)
             raise
-        return cls(folder, lock, resumed=marker is not None, made=made, notes=notes)
+        resumed = marker is not None
+        return cls(folder, lock, resumed=resumed, made=made, replaced=replaced, notes=notes)
 
     @property
     def config(self) -> Path:
@@ -132,10 +143,14 @@ class RunFolder:
             self._lock = None
 
     def discard(self) -> None:
-        """Leave nothing of a run that could not begin, and `close`; one that is resumed stays.
+        """Leave nothing of a run that could not begin, and `close`.
 
-        The folder was empty, or not there, when it was created: all that is in it is ours.
+        A run that is resumed stays, and gets back the configuration that it had. Any other folder
+        was empty, or not there, when it was created: all that is in it is ours.
         """
+        if self._replaced is not None:
+            with contextlib.suppress(OSError):
+                self._replaced.replace(self.config)
         if not self.resumed:
             with contextlib.suppress(OSError):
                 for entry in list(self.path.iterdir()):
@@ -235,8 +250,11 @@ def _lock_exclusively(descriptor: int, folder: Path) -> None:
 
 def _record_start(
     folder: Path, marker: _Marker | None, config_text: str, *, resume: bool
-) -> list[str]:
-    """Write configuration and marker; the notes say what is unusual."""
+) -> tuple[Path | None, list[str]]:
+    """Write configuration and marker.
+
+    Returns where the configuration before is kept, if it differs, and notes on what is unusual.
+    """
     notes: list[str] = []
     if marker is None:
         if resume:
@@ -245,24 +263,26 @@ def _record_start(
     marker.starts.append(time.time())
     # The marker first: a start killed right after it has left a folder that we know as ours.
     atomic_write(folder / MARKER, msgspec.json.format(msgspec.json.encode(marker)))
-    _record_config(folder, config_text, notes)
+    replaced = _record_config(folder, config_text)
+    if replaced is not None:
+        notes.append(f"the configuration changed since the last start: the old one is {replaced}")
     for name in ("tensorboard", "checkpoints"):
         with explaining("make", folder / name):
             (folder / name).mkdir(exist_ok=True)
-    return notes
+    return replaced, notes
 
 
-def _record_config(folder: Path, config_text: str, notes: list[str]) -> None:
-    """Write ``config.toml``, and keep the one before under a number where it differs."""
+def _record_config(folder: Path, config_text: str) -> Path | None:
+    """Write ``config.toml``; where the one before differs, it is kept under this number."""
     path = folder / _CONFIG
+    kept: Path | None = None
     with explaining("read", path):
         before = (
             path.read_text(encoding="utf-8", errors="replace") if path.exists() else config_text
         )
     if before != config_text:
-        number = 1
-        while (kept := folder / f"config.{number}.toml").exists():
-            number += 1
+        numbered = (folder / f"config.{number}.toml" for number in itertools.count(1))
+        kept = next(one for one in numbered if not one.exists())
         atomic_write(kept, before)
-        notes.append(f"the configuration changed since the last start: the old one is {kept}")
     atomic_write(path, config_text)
+    return kept

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol, SupportsFloat
@@ -53,6 +54,8 @@ class VideoReport(msgspec.Struct, frozen=True, kw_only=True):
     """Undiscounted return of each episode."""
     successes: list[bool | None]
     """Whether each episode ended in success; None where the env does not say."""
+    cut: bool
+    """Whether the time limit ended the last of them."""
 
 
 def record_video(
@@ -63,6 +66,8 @@ def record_video(
     episodes: int = 3,
     seed: int | None = None,
     max_steps: int = 1000,
+    time_limit: float | None = None,
+    on_frame: Callable[[int, int], None] | None = None,
 ) -> VideoReport:
     """Play episodes and write them as an mp4 (H.264), at the env's own frame rate.
 
@@ -72,6 +77,9 @@ def record_video(
         make_env: makes the env, with ``render_mode="rgb_array"``; called here, and closed here.
         act: observation -> action. What it raises goes through as it is.
         max_steps: of one episode, for an env that does not end.
+        time_limit: seconds, after which the video ends with the frames that it has; None: no limit.
+        on_frame: called after each frame with the number of its episode, from 0, and the number of
+            frames so far.
 
     Raises:
         VideoError: the env could not be made, did not step or render, or rendered blank frames;
@@ -80,12 +88,27 @@ def record_video(
     """
     choose_headless_renderer()
     seeds = [seed, *[None] * (episodes - 1)]
+    played: list[tuple[float, bool | None]] = []
+    started = time.monotonic()
+
+    def film() -> bool:
+        """Add a frame; whether there is time for another."""
+        video.add(_render(env))
+        if on_frame is not None:
+            on_frame(len(played), video.frames)
+        return time_limit is None or time.monotonic() - started < time_limit
+
+    cut = False
     with (
         _made(make_env) as env,
         replacing(path) as partial,
         Mp4(partial, fps=_fps(env), shown_as=path) as video,
     ):
-        played = [_play(env, act, video, max_steps, seed=one) for one in seeds]
+        for one in seeds:
+            total, success, cut = _play(env, act, film, max_steps, seed=one)
+            played.append((total, success))
+            if cut:
+                break
         _refuse_blank(video)
     return VideoReport(
         path=str(path),
@@ -94,6 +117,7 @@ def record_video(
         fps=video.fps,
         returns=[total for total, _ in played],
         successes=[success for _, success in played],
+        cut=cut,
     )
 
 
@@ -120,23 +144,27 @@ def _made(make_env: Callable[[], RenderedEnv]) -> Iterator[RenderedEnv]:
 
 
 def _play(
-    env: RenderedEnv, act: Callable[[Any], Any], video: Mp4, max_steps: int, *, seed: int | None
-) -> tuple[float, bool | None]:
-    """One episode: its return, and whether it ended in success."""
+    env: RenderedEnv,
+    act: Callable[[Any], Any],
+    film: Callable[[], bool],
+    max_steps: int,
+    *,
+    seed: int | None,
+) -> tuple[float, bool | None, bool]:
+    """One episode: its return, whether it ended in success, and whether ``film`` ended it."""
     with _naming("reset the env"):
         observation, info = env.reset(seed=seed)
-    video.add(_render(env))
-    total = 0.0
-    for _ in range(max_steps):
+    total, goes_on = 0.0, film()
+    for _ in range(max_steps if goes_on else 0):
         action = act(observation)
         with _naming("step the env"):
             observation, reward, terminated, truncated, info = env.step(action)
         total += float(reward)
-        video.add(_render(env))
-        if terminated or truncated:
+        goes_on = film()
+        if terminated or truncated or not goes_on:
             break
     success = info.get("is_success", info.get("success"))
-    return total, None if success is None else bool(success)
+    return total, None if success is None else bool(success), not goes_on
 
 
 def _render(env: RenderedEnv) -> Frame:

@@ -89,12 +89,11 @@ def test_a_run_is_gone_on_with_when_asked(
     assert command_line.job.runs[0][1:] == (tmp_path, True)
 
 
-def test_resuming_where_nothing_is_says_so_and_starts(
+def test_a_run_may_be_resumed_where_none_is(
     command_line: CommandLine, tmp_path: pathlib.Path
 ) -> None:
-    code, _, err = command_line.train("--out", tmp_path / "none", "--resume")
-    assert code == 0
-    assert "nothing to resume" in err
+    assert command_line.train("--out", tmp_path / "none", "--resume") == (0, "", "")
+    assert command_line.job.runs[0][1:] == (tmp_path / "none", True)
 
 
 def test_resume_without_a_folder_is_wrong_input(command_line: CommandLine) -> None:

@@ -6,7 +6,7 @@ import os
 import pathlib
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,27 +14,24 @@ import pytest
 
 from rlinf_async.channels import Channel
 from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.jobs.config import HostConfig
 from tests.jobs.processes import children
 
 
 class Killer:
-    """Kills workers as soon as a certain iteration is over, which a subclass tells `_kill`.
+    """Kills workers as soon as a certain iteration is over, which a subclass tells `_kill`."""
 
-    Args:
-        run: the class of the runs whose clusters these are.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, run: type[Any]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.victims: dict[int, str] = {}
         """iteration -> worker"""
         self.clusters: list[Cluster] = []
-        make: Callable[[Any], Cluster] = run._cluster
+        make = HostConfig.make_cluster
 
-        def making(one: Any) -> Cluster:
-            self.clusters.append(make(one))
+        def making(host: HostConfig) -> Cluster:
+            self.clusters.append(make(host))
             return self.clusters[-1]
 
-        monkeypatch.setattr(run, "_cluster", making)
+        monkeypatch.setattr(HostConfig, "make_cluster", making)
 
     def _kill(self, name: str | None) -> None:
         if name is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlinf_async.runtime.jobs.host import HostConfig
+from rlinf_async.runtime.jobs.config import HostConfig
 
 
 def test_threads_that_wait_leave_their_core_to_the_other_workers() -> None:

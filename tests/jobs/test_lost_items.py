@@ -6,7 +6,7 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.messages.embodied import Collect
-from rlinf_async.runtime.jobs.lost import ItemLost, deliveries, ended_by_lost_items
+from rlinf_async.runtime.jobs.failures import ItemLost, abort_on_lost_items, max_deliveries
 
 TICKET = Collect(iteration=0, steps=1, min_version=0)
 
@@ -16,7 +16,7 @@ def test_the_restart_policy_gives_up_before_the_channel_does(
     holders: int, max_restarts: int
 ) -> None:
     deaths = holders * max_restarts + 1  # the last one ends the run
-    assert deliveries(holders, max_restarts) > deaths
+    assert max_deliveries(holders, max_restarts) > deaths
 
 
 async def bury(tickets: ra.Channel[Collect]) -> None:
@@ -32,7 +32,7 @@ async def wait_for_a_ticket(cluster: ra.Cluster, *, lost: bool) -> Collect:
     """What a run does whose ticket may have been given up: it waits for what will not come."""
     async with cluster:
         tickets = cluster.channel(Collect, name="tickets", max_deliveries=2)
-        with ended_by_lost_items(cluster), tickets.sender:
+        with abort_on_lost_items(cluster), tickets.sender:
             if lost:
                 await bury(tickets)
             else:

@@ -136,6 +136,18 @@ def test_an_env_that_does_not_end_is_stopped(tmp_path: Path) -> None:
     assert record(FakeEnv(), tmp_path / "video.mp4", episodes=1, max_steps=2).frames == 3
 
 
+def test_a_time_limit_ends_the_video_with_the_frames_that_it_has(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    options: Any = {"on_frame": lambda *counts: seen.append(counts), "episodes": 2}
+    whole = record(FakeEnv(), tmp_path / "whole.mp4", **options)
+    assert not whole.cut
+    assert seen[-1] == (1, whole.frames)
+    cut = record(FakeEnv(), tmp_path / "cut.mp4", time_limit=0.0, **options)
+    assert cut.cut
+    assert (cut.frames, len(cut.returns)) == (1, 1)
+    assert (tmp_path / "cut.mp4").stat().st_size > 0
+
+
 def test_black_frames_are_an_error_and_leave_no_file(tmp_path: Path) -> None:
     env = BlackEnv()
     with pytest.raises(VideoError, match="4 of 4 frames are of a single colour"):

@@ -7,8 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 import rlinf_async as ra
-from rlinf_async.runtime.jobs import flows
-from rlinf_async.runtime.jobs.flows import Flows
+from rlinf_async.runtime.jobs import view
+from rlinf_async.runtime.jobs.view import ChannelRates
 
 
 class Maker(ra.Worker):
@@ -22,11 +22,11 @@ class Maker(ra.Worker):
 async def test_edges_and_connections_of_processes_are_seen_and_traced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flows, "EVERY_NS", 0)
+    monkeypatch.setattr(view, "RATES_EVERY_NS", 0)
     async with ra.Cluster.process() as cluster:
         arrays = cluster.channel(NDArray[np.uint8], name="arrays", capacity=4)
         makers = await cluster.launch(Maker)
-        shown = Flows(cluster)
+        shown = ChannelRates(cluster)
         shown.look()
         making = makers.call(Maker.make, arrays.sender, 20)
         for _ in range(20):
@@ -50,7 +50,7 @@ async def test_edges_and_connections_of_processes_are_seen_and_traced(
 async def test_a_second_look_right_after_the_first_is_not_taken() -> None:
     async with ra.Cluster.local() as cluster:
         cluster.channel(int, name="numbers")
-        shown = Flows(cluster)
+        shown = ChannelRates(cluster)
         shown.look()
         shown.look()
         assert len(shown.counters) == 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rlinf_async.channels import Sender
 from rlinf_async.messages.language import Tokens
 from rlinf_async.workers.base import Worker
 
@@ -25,21 +27,27 @@ class SupervisedWorker(Worker):
         if self.world_size > 1:
             await self.join_collective()
 
-    async def fit(self, examples: list[tuple[Tokens, Tokens]], folder: str) -> list[float]:
-        """Imitate ``(prompt [P], response [R])`` and write the model; the loss of every step.
+    async def fit(
+        self, examples: list[tuple[Tokens, Tokens]], folder: str, losses: Sender[float]
+    ) -> None:
+        """Imitate ``(prompt [P], response [R])`` and write the model.
 
         Args:
             examples: all of them, on every rank.
             folder: gets the weights.
+            losses: gets the loss of every step, from rank 0.
         """
         with self.span("supervised"):
-            return await self.compute(self._fit, examples, Path(folder))
+            trainer, steps = await self.compute(self._begin, examples)
+            while (loss := await self.compute(next, steps, None)) is not None:
+                if self.rank == 0:
+                    await losses.put(loss)
+            await self.compute(trainer.save_pretrained, Path(folder))
 
-    def _fit(self, examples: list[tuple[Tokens, Tokens]], folder: Path) -> list[float]:
-        from rlinf_async.backends.fsdp.language.supervised import Example, fit_supervised
+    def _begin(self, examples: list[tuple[Tokens, Tokens]]) -> tuple[Any, Iterator[float]]:
+        """The trainer, and its steps, which are taken one by one."""
+        from rlinf_async.backends.fsdp.language.supervised import Example, supervised_steps
         from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 
         trainer = PolicyTrainer(self._config, self.world_size, self.rank)
-        losses = fit_supervised(trainer, [Example(*one) for one in examples], self._phase)
-        trainer.save_pretrained(folder)
-        return losses
+        return trainer, supervised_steps(trainer, [Example(*one) for one in examples], self._phase)

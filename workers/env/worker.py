@@ -126,12 +126,17 @@ class EnvWorker(Worker):
         return report
 
     async def evaluate(
-        self, plan: EvaluationPlan, observations: Sender[Observations], actions: Receiver[Actions]
+        self,
+        plan: EvaluationPlan,
+        observations: Sender[Observations],
+        actions: Receiver[Actions],
+        evaluated: Sender[EvaluatedEpisode] | None = None,
     ) -> list[EvaluatedEpisode]:
         """Run this rank's share of the plan's episodes with the deterministic policy.
 
         In environments of their own, so that those of `collect` are left as they are; both may run
-        at the same time. Returns the episodes in the order of their numbers.
+        at the same time. Returns the episodes in the order of their numbers; ``evaluated`` gets
+        each when it ends.
 
         Raises: as `collect`.
         """
@@ -142,7 +147,11 @@ class EnvWorker(Worker):
         ask = partial(self._evaluating.ask, observations, actions)
         while await self._pace.run("reset", run.begin):
             answer = await ask(run.observation, min_version=plan.min_version, deterministic=True)
+            before = len(run.done)
             await self._pace.run("step", run.step, answer.action, answer.version)
+            if evaluated is not None:
+                for episode in run.done[before:]:
+                    await evaluated.put(episode)
         return sorted(run.done, key=lambda one: one.episode)
 
     # ---- collecting

@@ -1,7 +1,17 @@
 """Jobs: kinds of runs that a configuration file describes, by name.
 
-A TOML file says at its top which job it is for: ``job = "embodied_ppo"``. Packages of others add
-jobs by the entry point group ``rlinf_async.jobs``.
+A TOML file says at its top which job it is for: ``job = "embodied_ppo"``, or one of the user's own
+by its import path: ``job = "file.py:Class"``. Packages add names by the entry point group
+``rlinf_async.jobs``. ``docs/jobs.md`` shows how to write a job.
+
+::
+
+    run.py          a run in its folder: cluster, live view, summary, pictures
+    view.py         the live view, and the trace
+    checkpoints.py  how far a run has come, and the folder of checkpoints
+    failures.py     what ends a run before its time
+    config.py       settings that every run has, and checks
+    embodied/  language/    the built-in jobs
 """
 
 from __future__ import annotations
@@ -15,6 +25,7 @@ from typing import Any, Protocol
 import msgspec
 
 from rlinf_async.config import ConfigError
+from rlinf_async.config.entry_point import load_entry_point
 from rlinf_async.observe.summary import Summary
 
 GROUP = "rlinf_async.jobs"
@@ -46,14 +57,17 @@ class Job(Protocol):
 
 
 def get_job(name: str) -> Job:
-    """The job of this name.
+    """The job of this name, or at this import path.
 
     Raises:
         ConfigError: there is none; lists those there are.
     """
+    if ":" in name:
+        job: Job = load_entry_point(name, ("job",))()
+        return job
     if name in BUILT_IN:  # imported only now: one kind of run does not pay for the other
         module, _, kind = BUILT_IN[name].partition(":")
-        job: Job = getattr(importlib.import_module(module), kind)()
+        job = getattr(importlib.import_module(module), kind)()
         return job
     others = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name in others:

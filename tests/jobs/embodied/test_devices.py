@@ -7,7 +7,7 @@ import pytest
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, FSDPConfig
 from rlinf_async.backends.fsdp.offload import rank_device
 from rlinf_async.config import ConfigError, MissingDevice
-from rlinf_async.runtime.jobs import checks
+from rlinf_async.runtime.jobs import config as jobs_config
 from rlinf_async.runtime.jobs.embodied.config import ClusterConfig, EmbodiedConfig, TrainingConfig
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.env import EnvConfig
@@ -41,10 +41,10 @@ def test_several_actors_take_an_accelerator_each() -> None:
 
 def test_what_the_actors_need_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     two = (Device("cuda", 0), Device("cuda", 1))
-    monkeypatch.setattr(checks, "host_devices", lambda: two)
-    checks.check_device("cuda", actors=2, path=("actor", "fsdp", "device"))
-    checks.check_device("cuda:1", actors=1, path=("actor", "fsdp", "device"))
+    monkeypatch.setattr(jobs_config, "host_devices", lambda: two)
+    jobs_config.check_device("cuda", actors=2, path=("actor", "fsdp", "device"))
+    jobs_config.check_device("cuda:1", actors=1, path=("actor", "fsdp", "device"))
     with pytest.raises(MissingDevice, match="3 actors need an accelerator each"):
-        checks.check_device("cuda", actors=3, path=("actor", "fsdp", "device"))
+        jobs_config.check_device("cuda", actors=3, path=("actor", "fsdp", "device"))
     with pytest.raises(ConfigError, match="2 actors cannot share 'cuda:1': write 'cuda'"):
-        checks.check_device("cuda:1", actors=2, path=("actor", "fsdp", "device"))
+        jobs_config.check_device("cuda:1", actors=2, path=("actor", "fsdp", "device"))

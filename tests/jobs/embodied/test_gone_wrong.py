@@ -13,7 +13,7 @@ from rlinf_async.backends.base import PolicyAnswer
 from rlinf_async.backends.policies.serving import PolicyServer
 from rlinf_async.channels import Receiver, Sender
 from rlinf_async.messages.embodied import Actions, Collect, Floats, Observations, Trajectory
-from rlinf_async.runtime.jobs.embodied import collecting
+from rlinf_async.runtime.jobs.embodied import collectors
 from rlinf_async.workers.env import EnvReport, EnvWorker
 from tests.jobs.embodied.kit import Job
 from tests.jobs.kit import Ended
@@ -107,7 +107,7 @@ class Repeating(EnvWorker):
 def test_a_trajectory_that_comes_again_after_the_last_iteration_does_no_harm(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collecting, "EnvWorker", Repeating)
+    monkeypatch.setattr(collectors, "EnvWorker", Repeating)
     job.succeed()
     job.check_books(6, 64)
 
@@ -182,11 +182,28 @@ def test_a_checkpoint_that_cannot_be_found_is_wrong_input(job: Job, what: str) -
     assert str(checkpoints / "latest.json") in ended.err
 
 
-def test_a_checkpoint_of_another_policy_is_refused_with_both_sizes(job: Job) -> None:
+def test_a_run_is_not_resumed_under_another_configuration(job: Job) -> None:
     job.succeed()
-    ended = job.train("--resume", "--actor.fsdp.policy.hidden_sizes", "[32, 32]")
-    error = failed(ended)
-    assert "in the checkpoint" in error
-    assert "in the model" in error
-    assert "the configuration changed since the last start" in ended.err
+    ended = job.train(
+        *("--resume", "--actor.fsdp.policy.hidden_sizes", "[32, 32]", "--env.stages", 1),
+        *("--training.total_steps", 512),
+    )
+    assert ended.code == 2
+    assert "actor.fsdp.policy.hidden_sizes ((64, 64) in the run, (32, 32) now)" in ended.err
+    assert "env.stages (2 in the run, 1 now)" in ended.err
+    assert "A resumed run may change: name, training.total_steps" in ended.err
+    assert [path.name for path in job.out.glob("config*")] == ["config.toml"]
     job.succeed("--resume")
+
+
+def test_a_resumed_run_that_is_refused_gets_its_configuration_back(job: Job) -> None:
+    job.succeed()
+    latest = job.out / "checkpoints" / "latest.json"
+    kept, configuration = latest.read_bytes(), (job.out / "config.toml").read_text()
+    latest.write_text("{")
+    assert job.train("--resume", "--training.total_steps", 512).code == 2
+    assert [path.name for path in job.out.glob("config*")] == ["config.toml"]
+    assert (job.out / "config.toml").read_text() == configuration
+    latest.write_bytes(kept)
+    assert job.succeed("--resume", "--training.total_steps", 512).iterations == 8
+    assert (job.out / "config.1.toml").read_text() == configuration

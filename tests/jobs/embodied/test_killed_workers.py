@@ -24,7 +24,7 @@ class Killer(killing.Killer):
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(monkeypatch, EmbodiedRun)
+        super().__init__(monkeypatch)
         take = EmbodiedRun._take
 
         async def taking(run: EmbodiedRun, report: TrainReport, *rest: Any) -> None:

@@ -10,12 +10,13 @@ import pytest
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
 from rlinf_async.observe.errors import RunFolderError
 from rlinf_async.observe.trace import Span
-from rlinf_async.runtime.jobs import live
+from rlinf_async.runtime.jobs import view
+from rlinf_async.runtime.jobs.embodied import reports
 from rlinf_async.runtime.local import LocalWorker
 from tests.jobs.embodied.kit import Job
 
 
-def interrupt(*args: object) -> Any:
+def interrupt(*args: object, **options: object) -> Any:
     raise KeyboardInterrupt
 
 
@@ -48,7 +49,8 @@ def test_an_interrupted_run_leaves_them_too(job: Job, monkeypatch: pytest.Monkey
     assert job.train().code == 130
     assert job.summary.outcome == "stopped"
     assert job.trained_in_trace() == [*range(6)]
-    assert (job.out / "timeline.png").exists()
+    for name in ("timeline.png", "learning_curve.png"):
+        assert (job.out / name).exists()
 
 
 def test_a_trace_that_cannot_be_written_is_said_and_costs_nothing_else(
@@ -57,7 +59,7 @@ def test_a_trace_that_cannot_be_written_is_said_and_costs_nothing_else(
     def full(*args: object, **options: object) -> None:
         raise RunFolderError("cannot write trace.json: No space left on device")
 
-    monkeypatch.setattr(live, "write_perfetto", full)
+    monkeypatch.setattr(view, "write_perfetto", full)
     ended = job.train()
     assert ended.code == 0
     assert "the trace was not written: cannot write trace.json" in ended.err
@@ -75,8 +77,8 @@ def test_a_worker_that_keeps_its_spans_holds_up_nobody(
         return await spans(worker)
 
     monkeypatch.setattr(LocalWorker, "spans", silent)
-    monkeypatch.setattr(live, "SPANS_LIMIT", 0.05)
-    monkeypatch.setattr(live, "SPANS_EVERY", 0.05)
+    monkeypatch.setattr(view, "SPANS_LIMIT", 0.05)
+    monkeypatch.setattr(view, "SPANS_EVERY", 0.05)
     job.succeed()
     assert job.trained_in_trace() == [*range(6)]
 
@@ -84,7 +86,7 @@ def test_a_worker_that_keeps_its_spans_holds_up_nobody(
 def test_spans_that_had_to_go_are_counted_in_the_trace(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "SPANS_KEPT", 10)
+    monkeypatch.setattr(view, "SPANS_KEPT", 10)
     job.succeed()
     assert "spans left out of Actor[0]" in (job.out / "trace.json").read_text()
 
@@ -93,3 +95,16 @@ def test_metrics_can_do_without_tensorboard(job: Job) -> None:
     job.succeed("--training.metrics", "[]", "--training.total_steps", 64)
     assert not any((job.out / "tensorboard").glob("*"))
     assert len(job.iterations) == 1
+
+
+def test_an_interrupted_video_costs_the_video_and_nothing_else(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "record_video", interrupt)
+    ended = job.train("--evaluation.video_episodes", 1)
+    assert ended.code == 130
+    assert job.summary.outcome == "finished"
+    assert job.summary.extra == {"video": "not made: interrupted"}
+    assert job.trained_in_trace() == [*range(6)]
+    for name in ("timeline.png", "learning_curve.png"):
+        assert (job.out / name).read_bytes().startswith(b"\x89PNG")

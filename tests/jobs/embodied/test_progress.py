@@ -1,4 +1,4 @@
-"""The books between a checkpoint and what is noted beside it."""
+"""The progress of a run, and the checkpoint that it names."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pathlib
 import threading
 from typing import Any
 
-import msgspec
 import pytest
 
 from rlinf_async.backends.checkpoint import folders
 from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.observe.errors import RunFolderError
-from rlinf_async.runtime.jobs.embodied.reached import Parts, Reached, keep, load_reached, noted
+from rlinf_async.runtime.jobs.checkpoints import load_progress, make_latest
+from rlinf_async.runtime.jobs.embodied.reports import EmbodiedProgress, Parts
 
 
 def report(iteration: int, **fields: Any) -> TrainReport:
@@ -50,18 +50,18 @@ def test_the_metrics_of_all_ranks_are_averaged() -> None:
     assert whole.metrics == {"loss": 1.5, "lr": 0.1}
 
 
-def test_every_second_trajectory_is_booked_once() -> None:
-    reached = Reached()
+def test_every_second_trajectory_is_counted_once() -> None:
+    progress = EmbodiedProgress()
     for iteration, duplicates in enumerate([0, 2, 0, 1]):
-        reached.take(report(iteration, duplicates=duplicates), 1.0, window=2)
-    assert (reached.version, reached.env_steps, reached.duplicates) == (4, 40, 3)
+        progress.take(report(iteration, duplicates=duplicates), 1.0, window=2)
+    assert (progress.version, progress.env_steps, progress.duplicates) == (4, 40, 3)
 
 
 def test_only_the_last_episodes_are_kept() -> None:
-    reached = Reached()
-    reached.take(report(0, episode_return=[1.0, 2.0], episode_success=[True]), 1.0, window=2)
-    reached.take(report(1, episode_return=[3.0]), 1.0, window=2)
-    assert (reached.returns, reached.successes, reached.episodes) == ([2.0, 3.0], [True], 3)
+    progress = EmbodiedProgress()
+    progress.take(report(0, episode_return=[1.0, 2.0], episode_success=[True]), 1.0, window=2)
+    progress.take(report(1, episode_return=[3.0]), 1.0, window=2)
+    assert (progress.returns, progress.successes, progress.episodes) == ([2.0, 3.0], [True], 3)
 
 
 @dataclasses.dataclass
@@ -75,10 +75,10 @@ class Checkpoints:
             (self.path / f"version-{version:06d}").mkdir()
 
     def keep(self, version: int, count: int) -> list[int]:
-        """Note a version; those that are there then."""
+        """Make a version the latest; the versions that are there then."""
         folder = f"{self.path}/version-{version:06d}"
-        books = noted(Reached(version=version), folder)
-        asyncio.run(keep(self.path, folder, books, count))
+        progress = EmbodiedProgress(version=version).at(folder)
+        asyncio.run(make_latest(self.path, folder, progress, count))
         return sorted(int(one.name.partition("-")[2]) for one in self.path.glob("version-*"))
 
 
@@ -92,18 +92,18 @@ def test_the_newest_checkpoints_are_kept(checkpoints: Checkpoints) -> None:
     assert checkpoints.keep(6, 2) == [4, 6]
 
 
-def test_the_noted_checkpoint_is_kept_though_the_next_is_already_there(
+def test_the_latest_checkpoint_is_kept_though_the_next_is_already_there(
     checkpoints: Checkpoints,
 ) -> None:
     checkpoints.write(2, 4, 6)
     assert checkpoints.keep(4, 1) == [4, 6]
-    reached = load_reached(checkpoints.path)
-    assert reached is not None
-    assert (reached.version, reached.checkpoint) == (4, "version-000004")
+    progress = load_progress(checkpoints.path, EmbodiedProgress)
+    assert progress is not None
+    assert (progress.version, progress.checkpoint) == (4, "version-000004")
 
 
 @pytest.mark.parametrize("left", [".version-000004.partial", None])
-def test_a_checkpoint_that_is_not_complete_is_not_noted(
+def test_a_checkpoint_that_is_not_complete_does_not_become_the_latest(
     checkpoints: Checkpoints, left: str | None
 ) -> None:
     checkpoints.write(2)
@@ -113,9 +113,9 @@ def test_a_checkpoint_that_is_not_complete_is_not_noted(
         (checkpoints.path / left).mkdir()
     with pytest.raises(RunFolderError, match=r"version-000004 is not complete.*the same disk"):
         checkpoints.keep(4, 1)
-    reached = load_reached(checkpoints.path)
-    assert reached is not None
-    assert reached.checkpoint == "version-000002"
+    progress = load_progress(checkpoints.path, EmbodiedProgress)
+    assert progress is not None
+    assert progress.checkpoint == "version-000002"
 
 
 def test_old_checkpoints_are_removed_beside_the_event_loop(
@@ -134,14 +134,16 @@ def test_old_checkpoints_are_removed_beside_the_event_loop(
     assert removing[0] is not threading.current_thread()
 
 
-def test_where_nothing_is_noted_a_run_begins_anew(checkpoints: Checkpoints) -> None:
+def test_a_run_without_a_latest_checkpoint_begins_anew(checkpoints: Checkpoints) -> None:
     checkpoints.write(2)
-    assert load_reached(checkpoints.path) is None
+    assert load_progress(checkpoints.path, EmbodiedProgress) is None
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", msgspec.json.encode(Reached(checkpoint="gone"))])
-def test_a_damaged_note_is_an_error_that_names_it(checkpoints: Checkpoints, content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"{", b"[]", EmbodiedProgress().at("gone")])
+def test_a_damaged_latest_json_is_an_error_that_names_it(
+    checkpoints: Checkpoints, content: bytes
+) -> None:
     note = checkpoints.path / "latest.json"
     note.write_bytes(content)
     with pytest.raises(RunFolderError, match=str(note)):
-        load_reached(checkpoints.path)
+        load_progress(checkpoints.path, EmbodiedProgress)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rlinf_async.runtime.jobs.embodied.channels import EmbodiedChannels
+from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun
+from rlinf_async.runtime.jobs.view import LiveView
 from tests.jobs.embodied.kit import Job, record_training
 
 PROCESS = ("--cluster.backend", "process")
@@ -98,3 +103,45 @@ def test_workers_in_processes_share_the_work(job: Job, form: tuple[object, ...])
     job.succeed(*PROCESS, *many, *form)
     job.check_books(4, 128)
     assert float(job.iterations[-1]["episodes"]) > 0
+
+
+def test_resuming_where_no_run_is_says_so_once_and_starts(job: Job) -> None:
+    ended = job.train("--resume", "--training.total_steps", 64)
+    assert ended.code == 0
+    assert ended.err.count("nothing to resume") == 1
+
+
+def test_a_target_for_a_success_that_the_environment_does_not_report_is_not_judged(
+    job: Job,
+) -> None:
+    ended = job.train("--evaluation.target_success_rate", 0.9)
+    assert ended.code == 0
+    assert ended.err.count("CartPole-v1 reports no success") == 1
+    assert job.summary.outcome == "finished"
+    assert job.summary.extra["target_success_rate"] == "not judged: no success was reported"
+
+
+def test_a_target_that_can_be_judged_is_judged_beside_one_that_cannot(job: Job) -> None:
+    targets = ("--evaluation.target_success_rate", 0.9, "--evaluation.target_return", 1e6)
+    assert job.train(*targets).code == 1
+    assert job.summary.outcome == "fell short"
+
+
+@pytest.mark.parametrize("form", [(), TOGETHER], ids=["apart", "together"])
+def test_the_evaluation_says_how_many_episodes_are_done(
+    job: Job, monkeypatch: pytest.MonkeyPatch, form: tuple[object, ...]
+) -> None:
+    notes: list[str] = []
+
+    class Notes:
+        def __setattr__(self, name: str, note: str) -> None:
+            notes.append(note)
+
+    count: Any = EmbodiedRun._count_episodes
+
+    async def noted(run: EmbodiedRun, channels: EmbodiedChannels, view: LiveView) -> None:
+        await count(run, channels, Notes())
+
+    monkeypatch.setattr(EmbodiedRun, "_count_episodes", noted)
+    job.succeed(*form)
+    assert notes[:2] == ["evaluating: 0 of 3 episodes", "evaluating: 1 of 3 episodes"]

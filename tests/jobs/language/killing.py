@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlinf_async.runtime.jobs.language.ledger import Ledger
-from rlinf_async.runtime.jobs.language.run import LanguageRun
+from rlinf_async.runtime.jobs.language.samples import Ledger
 from tests.jobs import killing
 
 
@@ -13,7 +12,7 @@ class Killer(killing.Killer):
     """Kills workers as soon as a certain iteration is trained."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__(monkeypatch, LanguageRun)
+        super().__init__(monkeypatch)
         trained = Ledger.trained
 
         def noted(ledger: Ledger, iteration: int) -> None:

@@ -134,11 +134,11 @@ def test_a_resumed_run_has_the_critic_that_it_had(
         assert column(killed, name) == pytest.approx(column(whole, name), abs=1e-6), name
 
 
-def test_a_checkpoint_without_a_critic_is_not_gone_on_from_with_one(tiny: Job) -> None:
+def test_a_run_without_a_critic_is_not_resumed_with_one(tiny: Job) -> None:
     tiny.succeed("--training.iterations", 2, *LETTERS)
     ended = tiny.train("--resume", "--training.iterations", 4, *GAE, *LETTERS)
     assert ended.code == 2
-    assert "was written by a run without a critic" in ended.err
+    assert "actor.advantage.name (grpo in the run, gae now)" in ended.err
     assert "Traceback" not in ended.err
 
 

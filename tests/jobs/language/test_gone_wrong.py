@@ -105,7 +105,7 @@ def test_a_resumed_run_refuses_other_data_and_loses_nothing(job: Job) -> None:
     job.succeed()
     other = job.train("--resume", "--training.iterations", 6, "--data.held_out", 3)
     assert other.code == 2
-    assert "held_out was 4 when the position was saved, and is 3" in other.err
+    assert "data.held_out (4 in the run, 3 now)" in other.err
     data = job.file.parent / "sums.jsonl"
     kept = data.read_text()
     data.write_text(kept.replace("2+3=", "3+2="))

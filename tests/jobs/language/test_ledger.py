@@ -22,7 +22,7 @@ from rlinf_async.messages.language import (
     Scored,
     ScoredSample,
 )
-from rlinf_async.runtime.jobs.language.ledger import Ledger, LedgerState, to_train
+from rlinf_async.runtime.jobs.language.samples import Ledger, LedgerState, to_train
 
 
 def prompts(count: int, start: int = 0) -> list[Prompt]:

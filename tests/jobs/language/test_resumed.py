@@ -11,19 +11,17 @@ import pytest
 
 from rlinf_async.backends.toy.engine import ToyEngine
 from rlinf_async.messages.language import Generated, Outcome, Request, Sample, ScoredSample
-from rlinf_async.runtime.jobs.language.graph import Graph
-from rlinf_async.runtime.jobs.language.ledger import Ledger
-from rlinf_async.runtime.jobs.language.reached import (
-    Reached,
+from rlinf_async.runtime.jobs.language.checkpoints import (
+    InFlight,
+    LanguageProgress,
+    Saving,
     Unfinished,
-    load_reached,
+    in_flight,
+    load_language_progress,
     load_unfinished,
 )
-from rlinf_async.runtime.jobs.language.run import LanguageRun
-from rlinf_async.runtime.jobs.language.saving import Saving
-from rlinf_async.runtime.jobs.language.source import Source
-from rlinf_async.runtime.jobs.language.stations import Stations
-from rlinf_async.runtime.jobs.language.under_way import Waiting, waiting
+from rlinf_async.runtime.jobs.language.run import Flow, LanguageRun
+from rlinf_async.runtime.jobs.language.samples import Ledger, Source
 from rlinf_async.workers.reward import RewardWorker
 from tests.jobs.language.kit import TINY, Job
 
@@ -41,8 +39,8 @@ def die_after(monkeypatch: pytest.MonkeyPatch, iteration: int) -> None:
     """
     begin = Saving.begin
 
-    async def beginning(saving: Saving, reached: Reached, unfinished: Unfinished) -> None:
-        await begin(saving, reached, unfinished)
+    async def beginning(saving: Saving, progress: LanguageProgress, unfinished: Unfinished) -> None:
+        await begin(saving, progress, unfinished)
         await saving.finish()
 
     monkeypatch.setattr(Saving, "begin", beginning)
@@ -74,9 +72,9 @@ def test_losses_of_a_resumed_run_are_those_of_one_that_was_not_killed(
         die_after(patch, die_in)
         with pytest.raises(Killed):
             killed.train(*settings)
-    reached = load_reached(killed.out / "checkpoints")
-    assert reached is not None
-    assert reached.version == 2
+    progress = load_language_progress(killed.out / "checkpoints")
+    assert progress is not None
+    assert progress.version == 2
     killed.succeed(*settings, "--resume")
     assert [row["iteration"] for row in killed.iterations] == ["0", "1", "2", "3", "4"]
     for before, after in zip(whole.iterations, killed.iterations, strict=True):
@@ -94,9 +92,9 @@ def test_samples_that_were_under_way_are_kept_and_trained_once(
         with pytest.raises(Killed):
             job.train(*settings)
     checkpoints = job.out / "checkpoints"
-    reached = load_reached(checkpoints)
-    assert reached is not None
-    books = load_unfinished(checkpoints, reached).ledger
+    progress = load_language_progress(checkpoints)
+    assert progress is not None
+    books = load_unfinished(checkpoints, progress).ledger
     kept = [one.sample.request for one in books.finished] + books.running
     assert {one.iteration for one in kept} <= {4, 5, 6}  # three iterations may be under way
     assert 5 in {one.iteration for one in kept}
@@ -142,28 +140,26 @@ UNSCORED = (
 """Answers that come faster than they are scored."""
 
 
-def keep_once(patch: pytest.MonkeyPatch, there: Callable[[Waiting], object]) -> None:
+def keep_once(patch: pytest.MonkeyPatch, there: Callable[[InFlight], object]) -> None:
     """Write the checkpoint of version 4 once this is there, and score nothing until it is written:
     which of the engine, the scoring and the training is fastest differs between machines."""
     checkpoint, score = LanguageRun._checkpoint, RewardWorker.score
     scoring = asyncio.Event()
     scoring.set()
 
-    async def checkpointing(
-        run: LanguageRun, stations: Stations, graph: Graph, saving: Saving, version: int
-    ) -> None:
-        if version == 4:
+    async def checkpointing(run: LanguageRun, flow: Flow) -> None:
+        if run.progress.version == 4:
             scoring.clear()
-            begun = await stations.under_way()
-            while not there(waiting(graph, begun, run._ledger.running)):
+            begun = await flow.roles.partial_requests()
+            while not there(in_flight(flow.channels, begun, run._ledger.running)):
                 await asyncio.sleep(0)
-                begun = await stations.under_way()
+                begun = await flow.roles.partial_requests()
 
             async def seen() -> list[Request]:
                 return begun  # and not what has become of it since
 
-            patch.setattr(stations, "under_way", seen)
-        await checkpoint(run, stations, graph, saving, version)
+            patch.setattr(flow.roles, "partial_requests", seen)
+        await checkpoint(run, flow)
         scoring.set()
 
     async def scored(worker: RewardWorker, sample: Sample) -> Outcome:
@@ -175,7 +171,7 @@ def keep_once(patch: pytest.MonkeyPatch, there: Callable[[Waiting], object]) -> 
 
 
 def killed(
-    job: Job, settings: tuple[object, ...], there: Callable[[Waiting], object]
+    job: Job, settings: tuple[object, ...], there: Callable[[InFlight], object]
 ) -> Unfinished:
     """What the checkpoint of a run that was killed holds: this is there when it is written."""
     with pytest.MonkeyPatch.context() as patch:
@@ -183,9 +179,9 @@ def killed(
         die_after(patch, 5)
         with pytest.raises(Killed):
             job.train(*settings)
-    reached = load_reached(job.out / "checkpoints")
-    assert reached is not None
-    return load_unfinished(job.out / "checkpoints", reached)
+    progress = load_language_progress(job.out / "checkpoints")
+    assert progress is not None
+    return load_unfinished(job.out / "checkpoints", progress)
 
 
 class Asked:
@@ -241,8 +237,8 @@ def test_a_response_that_waited_with_its_log_probs_keeps_them(
     tiny: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = (*UNSCORED, "--cluster.inference_workers", 1)
-    books = killed(tiny, settings, lambda found: found.looked_over)
-    kept = {one.request.name: one for one in books.waiting.looked_over}
+    books = killed(tiny, settings, lambda found: found.inferred)
+    kept = {one.request.name: one for one in books.waiting.inferred}
     assert kept
     taken: dict[str, ScoredSample] = {}
     take = Ledger.take
@@ -279,7 +275,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(job: Job, damage: str
 
 @pytest.mark.parametrize(
     ("setting", "message"),
-    [("group_size", "group_size was 2"), ("prompts", "prompts was 4")],
+    [("group_size", "group_size (2 in the run"), ("prompts", "prompts (4 in the run")],
 )
 def test_samples_under_way_are_not_mixed_with_groups_or_iterations_of_another_size(
     job: Job, setting: str, message: str
@@ -291,6 +287,6 @@ def test_samples_under_way_are_not_mixed_with_groups_or_iterations_of_another_si
             job.train(*ahead)
     ended = job.train(*ahead, "--resume", f"--training.{setting}", 8)
     assert ended.code == 2
-    assert f"training.{message} when the checkpoint was written, and is 8" in ended.err
+    assert f"training.{message}, 8 now)" in ended.err
     assert "Traceback" not in ended.err
     assert job.succeed(*ahead, "--resume").samples == 64

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import pathlib
 import re
+from collections.abc import Sequence
 
 import pytest
 
-from rlinf_async.messages.language import Request, ScoredSample
-from rlinf_async.runtime.jobs.language.collector import Collector
+from rlinf_async.messages.language import Prompt, Request, ScoredSample
+from rlinf_async.runtime.jobs.language.roles import Roles
+from rlinf_async.runtime.jobs.language.samples import Collector, Ledger
+from rlinf_async.runtime.jobs.view import LiveView
 from tests.docs.pages import ROOT
 from tests.jobs.language.kit import Job
 
@@ -137,3 +140,52 @@ def test_every_column_of_the_metrics_is_explained(tiny: Job) -> None:
     columns = set(tiny.iterations[0])
     assert len(columns) > 25
     assert columns <= explained
+
+
+def test_engine_and_trainer_are_compared_on_training_prompts_where_none_are_held_out(
+    tiny: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[str] = []
+    trained: list[str] = []
+    check, admit = Roles.check_weights, Ledger.admit
+
+    async def checking(roles: Roles, prompts: Sequence[Prompt], version: int) -> float | None:
+        compared.extend(one.text for one in prompts)
+        return await check(roles, prompts, version)
+
+    def admitting(ledger: Ledger, prompts: Sequence[Prompt]) -> list[Request]:
+        trained.extend(one.text for one in prompts)
+        return admit(ledger, prompts)
+
+    monkeypatch.setattr(Roles, "check_weights", checking)
+    monkeypatch.setattr(Ledger, "admit", admitting)
+    tiny.succeed(
+        *("--data.held_out", 0, "--evaluation.samples", 0, "--training.iterations", 1),
+        *("--data.verifier", LETTERS),
+    )
+    assert len(compared) == 4
+    assert trained == compared  # they are trained on all the same
+
+
+def test_an_evaluation_says_how_many_answers_are_there(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(
+        LiveView,
+        "note",
+        property(lambda view: notes[-1], lambda view, note: notes.append(note)),
+        raising=False,
+    )
+    job.succeed("--training.iterations", 1)
+    counted = [f"evaluating: {done} of 4 answers" for done in range(5)]
+    assert [note for note in notes if note.startswith("evaluating")] == counted * 2
+
+
+def test_a_warm_start_says_how_far_it_has_come(tiny: Job) -> None:
+    ended = tiny.train(
+        *("--warm_start.steps", 2, "--warm_start.batch_size", 4, "--training.iterations", 1),
+        *("--evaluation.samples", 0, "--data.verifier", LETTERS),
+    )
+    assert ended.code == 0
+    assert "tiny (seed 0), warm start: iteration 2/2 | loss" in ended.out

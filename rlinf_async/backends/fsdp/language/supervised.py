@@ -31,6 +31,16 @@ def fit_supervised(
 ) -> list[float]:
     """Train on shuffled examples, epoch after epoch; return the loss of every step. Collective.
 
+    Raises: as `supervised_steps`.
+    """
+    return list(supervised_steps(trainer, examples, config))
+
+
+def supervised_steps(
+    trainer: PolicyTrainer, examples: Sequence[Example], config: SupervisedConfig
+) -> Iterator[float]:
+    """Train one step for each item that is taken: its loss. Collective.
+
     Every rank is given all examples and trains on its part of each batch. Raises `ValueError` for
     fewer examples than a batch, and a batch that the ranks do not divide.
     """
@@ -43,7 +53,6 @@ def fit_supervised(
         raise ValueError(
             f"batch_size is {config.batch_size}; it must be a multiple of the {world_size} ranks"
         )
-    losses = []
     batches = _batches(len(examples), config)
     for _ in range(config.steps):
         share = [_sample(at, examples[at]) for at in next(batches)[rank::world_size]]
@@ -52,8 +61,7 @@ def fit_supervised(
         micro_batches = [
             MicroBatch(share[start : start + size], start == starts[-1]) for start in starts
         ]
-        losses.append(trainer.supervised_step(micro_batches)["loss"])
-    return losses
+        yield trainer.supervised_step(micro_batches)["loss"]
 
 
 def _batches(examples: int, config: SupervisedConfig) -> Iterator[list[int]]:

@@ -2,11 +2,12 @@
 
 ::
 
-    job.py         checks a configuration, and runs it          config.py, checks.py
-    run.py         the graph, from the first ticket to the evaluation
-    collecting.py  env and rollout workers: apart, or together in one process
-    reached.py     how far a run has come, beside its checkpoints
-    pictures.py    learning curve, timeline, video
+    job.py         checks a configuration, and runs it
+    run.py         the flow, from the first ticket to the evaluation
+    channels.py    the channels, and how much each may hold
+    collectors.py  env and rollout workers; or env workers that run the policy themselves
+    reports.py     progress, metrics, the live view, pictures
+    config.py      the configuration
 """
 
 from rlinf_async.runtime.jobs.embodied.config import (

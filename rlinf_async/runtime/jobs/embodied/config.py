@@ -9,10 +9,26 @@ import numpy as np
 
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.config import ConfigError
-from rlinf_async.runtime.jobs.host import HostConfig, check_counts
+from rlinf_async.runtime.jobs.config import HostConfig, check_counts
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.spaces import EnvSpec
 from rlinf_async.workers.rollout.config import RolloutConfig
+
+MAY_DIFFER = (
+    "name",
+    "training.total_steps",
+    "training.checkpoint_every",
+    "training.keep_checkpoints",
+    "training.return_window",
+    "training.metrics",
+    "rollout.max_batch",
+    "rollout.torch_threads",
+    "actor.bucket_bytes",
+    "actor.fsdp.device",
+    "evaluation",
+    "cluster",
+)
+"""settings and sections that a resumed run may change"""
 
 
 class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,6 +64,8 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     target_return: float | None = None
     video_episodes: int = 3
     """episodes in ``video.mp4``; 0: no video"""
+    video_seconds: float = 120.0
+    """seconds for rendering them, after which the video ends with the frames that it has"""
 
     def __post_init__(self) -> None:
         if self.episodes < 1 or self.video_episodes < 0 or self.seed < 0:
@@ -55,6 +73,8 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 f"episodes is {self.episodes}, video_episodes is {self.video_episodes}, seed is "
                 f"{self.seed}; they must be at least 1, 0 and 0"
             )
+        if not self.video_seconds > 0.0:
+            raise ValueError(f"video_seconds is {self.video_seconds}; it must be above 0")
         rate, wanted = self.target_success_rate, self.target_return
         if rate is not None and not 0.0 <= rate <= 1.0:
             raise ValueError(

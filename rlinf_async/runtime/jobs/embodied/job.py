@@ -5,15 +5,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.config import ConfigError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
-from rlinf_async.runtime.jobs.checks import check_device, check_sinks
-from rlinf_async.runtime.jobs.embodied.checks import FSDP, check_names
-from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig, check_sizes, fitted
+from rlinf_async.runtime.jobs.config import check_device, check_sinks, refuse_unknown
+from rlinf_async.runtime.jobs.embodied.config import (
+    MAY_DIFFER,
+    EmbodiedConfig,
+    check_sizes,
+    fitted,
+)
 from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun
-from rlinf_async.runtime.jobs.in_folder import run_in_folder
+from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.workers.env import EnvError, describe_env
+
+FSDP = ("actor", "fsdp")
 
 
 class EmbodiedPPO:
@@ -29,7 +36,7 @@ class EmbodiedPPO:
             UsageError: says what is wrong, and where.
         """
         check_sizes(config)
-        check_names(config)
+        _check_names(config)
         check_device(config.actor.fsdp.device, actors=config.cluster.actors, path=(*FSDP, "device"))
         check_sinks(config.training.metrics)
         self._fitted(config)
@@ -41,7 +48,7 @@ class EmbodiedPPO:
         def build(folder: RunFolder) -> EmbodiedRun:
             return EmbodiedRun(full, folder)
 
-        return run_in_folder(config.name, config, out, resume=resume, build=build)
+        return run_in_folder(config, out, resume=resume, may_differ=MAY_DIFFER, build=build)
 
     def _fitted(self, config: EmbodiedConfig) -> EmbodiedConfig:
         try:
@@ -53,3 +60,30 @@ class EmbodiedPPO:
         except EnvError as error:
             setting = "entry_point" if config.env.entry_point else "id"
             raise ConfigError(str(error), path=("env", setting)) from error
+
+
+def _check_names(config: EmbodiedConfig) -> None:
+    """Raise `ConfigError` for a policy, an advantage or a loss that nobody has registered.
+
+    The tables import torch, so they are asked only for names that are not built in.
+    """
+    actor = config.actor
+    if actor.fsdp.pretrained is not None:
+        raise ConfigError(
+            "the embodied_ppo job trains a registered policy, not a language model: leave it out",
+            path=(*FSDP, "pretrained"),
+        )
+    known = EmbodiedTrainerConfig()
+    policy, advantage, loss = actor.fsdp.policy.name, actor.advantage.name, actor.ppo.loss.name
+    if policy not in ("mlp_gaussian", "mlp_categorical"):
+        from rlinf_async.backends.policies.base import policies
+
+        refuse_unknown(policies, policy, (*FSDP, "policy", "name"))
+    if advantage != known.advantage.name:
+        from rlinf_async.algorithms.advantages import advantage_functions
+
+        refuse_unknown(advantage_functions, advantage, ("actor", "advantage", "name"))
+    if loss != known.ppo.loss.name:
+        from rlinf_async.algorithms.losses import loss_functions
+
+        refuse_unknown(loss_functions, loss, ("actor", "ppo", "loss", "name"))

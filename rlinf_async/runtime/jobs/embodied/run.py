@@ -20,122 +20,74 @@ no step can be more than ``max_staleness`` versions old when it is trained.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Literal
 
-from rlinf_async.channels import Channel, Latest
-from rlinf_async.messages.embodied import Collect, TrainReport, Trajectory
-from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.messages.embodied import Collect, TrainReport
 from rlinf_async.observe.metrics import MetricsWriter
-from rlinf_async.observe.progress import ProgressView
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary, Staleness
 from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
-from rlinf_async.runtime.jobs.books import TrainingClock, how_it_ended, restarts_of
-from rlinf_async.runtime.jobs.checkpoints import clean
-from rlinf_async.runtime.jobs.embodied.collecting import Apart, Collectors, Together
+from rlinf_async.runtime.jobs.checkpoints import clean, load_progress, make_latest
+from rlinf_async.runtime.jobs.config import HostConfig
+from rlinf_async.runtime.jobs.embodied.channels import EmbodiedChannels
+from rlinf_async.runtime.jobs.embodied.collectors import Collectors, make_collectors
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig, reseeded
-from rlinf_async.runtime.jobs.embodied.pictures import pictures
-from rlinf_async.runtime.jobs.embodied.reached import Parts, Reached, keep, load_reached, noted
-from rlinf_async.runtime.jobs.embodied.rows import headline, row
-from rlinf_async.runtime.jobs.in_folder import Draw
-from rlinf_async.runtime.jobs.live import Headline, Live
-from rlinf_async.runtime.jobs.lost import deliveries, ended_by_lost_items
+from rlinf_async.runtime.jobs.embodied.reports import (
+    EmbodiedProgress,
+    Parts,
+    headline,
+    mean_return,
+    outcome,
+    pictures,
+    row,
+    success_rate,
+    warn_of_no_success,
+)
+from rlinf_async.runtime.jobs.failures import Stopped, in_background
+from rlinf_async.runtime.jobs.run import Draw, TrainingClock
+from rlinf_async.runtime.jobs.view import Headline, LiveView
 from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
 from rlinf_async.workers.env import EnvReport, EvaluatedEpisode, EvaluationPlan
 
-Outcome = Literal["succeeded", "fell short", "finished"]
-
-
-class Graph:
-    """The channels between the collectors, the actors and this process."""
-
-    def __init__(self, cluster: Cluster, config: EmbodiedConfig) -> None:
-        ahead = config.training.max_staleness + 1
-        self.tickets: Channel[Collect] = cluster.channel(
-            Collect,
-            name="tickets",
-            capacity=ahead,
-            max_deliveries=deliveries(1, config.cluster.max_restarts),
-        )
-        self.trajectories: Channel[Trajectory] = cluster.channel(
-            Trajectory, name="trajectories", capacity=config.trajectories * ahead
-        )
-        self.weights: Latest[WeightUpdate] = cluster.latest(WeightUpdate, name="weights")
-
 
 class EmbodiedRun:
-    """Trains, evaluates, and keeps the books."""
+    """Trains, evaluates, and accounts for what was trained.
+
+    Args:
+        config: fitted to its environment.
+        folder: of the run.
+    """
 
     def __init__(self, config: EmbodiedConfig, folder: RunFolder) -> None:
         self.folder = folder
         clean(folder.checkpoints)
-        self.reached = load_reached(folder.checkpoints) or Reached()
-        self._books: dict[str, bytes] = {}
-        """of checkpoints that are being written: what had been reached"""
+        self.reached = load_progress(folder.checkpoints, EmbodiedProgress) or EmbodiedProgress()
         self.config = reseeded(config, self.reached.version)
-        self.left_out: Mapping[str, int] = {}
-        """spans that the trace does not have, by worker"""
+        self._saving: dict[str, bytes] = {}
+        """progress at the moment of each checkpoint that is being written"""
         self._env_reports: list[EnvReport] = []
         self._last: TrainReport | None = None
+        self._warned = False
+        self._episodes: list[EvaluatedEpisode] = []
+        """episodes of the evaluation"""
 
-    async def main(self) -> EmbodiedSummary:
-        """The whole run."""
-        with ProgressView() as view:
-            async with self._cluster() as cluster:
-                live = Live(self.folder, cluster, view, self._headline)
-                self.left_out = live.left_out
-                with live, ended_by_lost_items(cluster):
-                    try:
-                        return await self._run(cluster, live)
-                    finally:
-                        await live.leave_trace()
-
-    @property
-    def title(self) -> str:
-        """Of its pictures."""
-        return f"{self.config.name}: {self.config.env.name}"
-
-    def drawings(self) -> dict[str, Draw]:
-        """The pictures of a run that ended."""
-        return pictures(self.config, self.folder, self.title)
-
-    def failed_summary(self, error: BaseException) -> EmbodiedSummary:
-        """What is left of a run that did not end by itself."""
-        outcome, cause = how_it_ended(error)
-        return EmbodiedSummary(
-            run=self.config.name,
-            outcome=outcome,
-            seed=self.config.seed,
-            iterations=self.reached.version,
-            env_steps=self.reached.env_steps,
-            train_seconds=self.reached.train_seconds,
-            error=cause,
-        )
-
-    def _headline(self) -> Headline:
-        return headline(self.config, self.reached, self._last)
-
-    def _cluster(self) -> Cluster:
-        return self.config.cluster.make_cluster()
-
-    async def _run(self, cluster: Cluster, live: Live) -> EmbodiedSummary:
-        live.note = "starting workers"
-        graph = Graph(cluster, self.config)
-        apart = self.config.cluster.rollout_workers > 0
-        collectors = (Apart if apart else Together)(cluster, self.config, graph)
+    async def main(self, cluster: Cluster, view: LiveView) -> None:
+        """The flow, from the first ticket to the evaluation."""
+        view.note = "starting workers"
+        channels = EmbodiedChannels(cluster, self.config)
+        collectors = make_collectors(cluster, self.config, channels)
         actors = await self._launch(cluster, collectors)
-        live.note = ""
+        view.note = ""
         with collectors.serving(), self._metrics() as metrics:
-            await self._train(graph, collectors, actors, live, metrics)
-            live.note = "evaluating"
-            episodes = await collectors.evaluate(self._evaluation())
-            self._write_evaluation(metrics, episodes)
-        await graph.weights.sender.close()
+            await self._train(channels, collectors, actors, view, metrics)
+            with in_background(cluster, self._count_episodes(channels, view), "evaluation"):
+                self._episodes = await collectors.evaluate(self._evaluation())
+            self._write_evaluation(metrics, self._episodes)
+        await channels.weights.sender.close()
         await collectors.finish()
-        return self._summary(cluster, episodes)
+
+    # ---- training
 
     async def _launch(
         self, cluster: Cluster, collectors: Collectors
@@ -165,10 +117,10 @@ class EmbodiedRun:
 
     async def _train(
         self,
-        graph: Graph,
+        graph: EmbodiedChannels,
         collectors: Collectors,
         actors: WorkerGroup[EmbodiedFSDPActor],
-        live: Live,
+        live: LiveView,
         metrics: MetricsWriter,
     ) -> None:
         first, ahead = self.reached.version, self.config.training.max_staleness
@@ -194,7 +146,7 @@ class EmbodiedRun:
             self._env_reports = await collecting
 
     def _train_next(
-        self, graph: Graph, actors: WorkerGroup[EmbodiedFSDPActor], iteration: int
+        self, graph: EmbodiedChannels, actors: WorkerGroup[EmbodiedFSDPActor], iteration: int
     ) -> GroupCall[list[TrainReport]] | None:
         """Let the actors train this iteration, if there is one."""
         if iteration >= self.config.iterations:
@@ -216,7 +168,7 @@ class EmbodiedRun:
             checkpoints=str(self.folder.checkpoints),
         )
 
-    async def _issue(self, graph: Graph, iteration: int) -> None:
+    async def _issue(self, graph: EmbodiedChannels, iteration: int) -> None:
         """Let every env worker collect this iteration, if there is one."""
         if iteration >= self.config.iterations:
             return
@@ -229,25 +181,32 @@ class EmbodiedRun:
             await graph.tickets.sender.put(ticket, key=rank)
 
     async def _take(
-        self, report: TrainReport, metrics: MetricsWriter, live: Live, seconds: float
+        self, report: TrainReport, metrics: MetricsWriter, live: LiveView, seconds: float
     ) -> None:
         """Book one iteration."""
         reached, training = self.reached, self.config.training
         reached.take(report, seconds, training.return_window)
         self._last = report
+        self._warned = warn_of_no_success(self.config, report, warned=self._warned)
         metrics.write(reached.env_steps, row(reached, report))
         if report.saving is not None:
-            self._books[report.saving] = noted(reached, report.saving)
+            self._saving[report.saving] = reached.at(report.saving)
         if report.checkpoint is not None:
-            books = self._books.pop(report.checkpoint)
+            progress = self._saving.pop(report.checkpoint)
             count = training.keep_checkpoints
-            await keep(self.folder.checkpoints, report.checkpoint, books, count)
+            await make_latest(self.folder.checkpoints, report.checkpoint, progress, count)
         live.show()
 
-    def _metrics(self) -> MetricsWriter:
-        kept = self.reached.env_steps if self.reached.version else None
-        sinks = self.config.training.metrics
-        return MetricsWriter(self.folder.path, resume_at=kept, sinks=sinks)
+    # ---- evaluation, metrics, summary
+
+    async def _count_episodes(self, channels: EmbodiedChannels, view: LiveView) -> None:
+        """Show how far the evaluation has come."""
+        wanted = self.config.evaluation.episodes
+        view.note = f"evaluating: 0 of {wanted} episodes"
+        done = set[int]()  # an env worker that was restarted evaluates its share again
+        async for one in channels.evaluated.receiver:
+            done.add(one.episode)
+            view.note = f"evaluating: {len(done)} of {wanted} episodes"
 
     def _evaluation(self) -> EvaluationPlan:
         return EvaluationPlan(
@@ -256,60 +215,71 @@ class EmbodiedRun:
             min_version=self.config.iterations,
         )
 
+    def _metrics(self) -> MetricsWriter:
+        kept = self.reached.env_steps if self.reached.version else None
+        sinks = self.config.training.metrics
+        return MetricsWriter(self.folder.path, resume_at=kept, sinks=sinks)
+
     def _write_evaluation(self, metrics: MetricsWriter, episodes: list[EvaluatedEpisode]) -> None:
         """A row of its own, a step after the last: a resumed run drops it and evaluates again."""
         row = {
             "env_steps": float(self.reached.env_steps),
             "train_seconds": self.reached.train_seconds,
-            "eval_return": _mean_return(episodes),
+            "eval_return": mean_return(episodes),
         }
-        success_rate = _success_rate(episodes)
-        if success_rate is not None:
-            row["eval_success_rate"] = success_rate
+        rate = success_rate(episodes)
+        if rate is not None:
+            row["eval_success_rate"] = rate
         metrics.write(self.reached.env_steps + 1, row)
 
-    def _summary(self, cluster: Cluster, episodes: list[EvaluatedEpisode]) -> EmbodiedSummary:
-        success_rate, mean_return = _success_rate(episodes), _mean_return(episodes)
-        reached = self.reached
-        return EmbodiedSummary(
+    def headline(self) -> Headline:
+        """The top line of the live view."""
+        return headline(self.config, self.reached, self._last)
+
+    @property
+    def title(self) -> str:
+        """Title of its pictures."""
+        return f"{self.config.name}: {self.config.env.name}"
+
+    @property
+    def host(self) -> HostConfig:
+        """Where its workers run."""
+        return self.config.cluster
+
+    def drawings(self, *, ended: bool) -> dict[str, Draw]:
+        """The learning curve, and of a run that came to its end a video of the trained policy."""
+        if not (ended or self.reached.version):
+            return {}
+        made = pictures(self.config, self.folder, self.title, self.headline)
+        return made if ended else {"learning curve": made["learning curve"]}
+
+    def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
+        """What came of the run."""
+        reached, episodes = self.reached, self._episodes
+        summary = EmbodiedSummary(
             run=self.config.name,
-            outcome=self._outcome(success_rate, mean_return),
+            outcome=stopped.outcome if stopped else outcome(self.config, episodes),
             seed=self.config.seed,
             iterations=reached.version,
             env_steps=reached.env_steps,
             train_seconds=reached.train_seconds,
-            steps_per_second=reached.env_steps / max(reached.train_seconds, 1e-9),
-            success_rate=success_rate,
-            return_=mean_return,
-            evaluation_episodes=len(episodes),
-            staleness=Staleness(
+            error=stopped.error if stopped else None,
+        )
+        if reached.version:
+            summary.steps_per_second = reached.env_steps / max(reached.train_seconds, 1e-9)
+            summary.staleness = Staleness(
                 mean=reached.lag_mean,
                 max=reached.lag_max,
                 allowed=self.config.training.max_staleness,
-            ),
-            restarts=restarts_of(cluster),
-            dropped={
+            )
+            summary.dropped = {
                 "stale answers": sum(report.dropped_answers for report in self._env_reports),
                 "second trajectories": reached.duplicates,
-            },
-        )
-
-    def _outcome(self, success_rate: float | None, mean_return: float) -> Outcome:
-        wanted = self.config.evaluation
-        if wanted.target_success_rate is None and wanted.target_return is None:
-            return "finished"
-        reached = (
-            wanted.target_success_rate is None
-            or (success_rate or 0.0) >= wanted.target_success_rate
-        ) and (wanted.target_return is None or mean_return >= wanted.target_return)
-        return "succeeded" if reached else "fell short"
-
-
-def _success_rate(episodes: list[EvaluatedEpisode]) -> float | None:
-    """None where the environment does not say what success is."""
-    known = [episode.success for episode in episodes if episode.success is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _mean_return(episodes: list[EvaluatedEpisode]) -> float:
-    return sum(episode.episode_return for episode in episodes) / len(episodes)
+            }
+        if episodes:
+            summary.success_rate = success_rate(episodes)
+            summary.return_ = mean_return(episodes)
+            summary.evaluation_episodes = len(episodes)
+            if summary.success_rate is None and self.config.evaluation.target_success_rate:
+                summary.extra["target_success_rate"] = "not judged: no success was reported"
+        return summary

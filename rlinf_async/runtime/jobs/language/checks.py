@@ -1,12 +1,31 @@
-"""What of a language run's configuration can be held against what is installed and registered."""
+"""Whether a language run can be carried out: what would otherwise end it in its middle.
+
+::
+
+    check_backends   installed, registered                       nothing is read
+    check_sizes      numbers that have to divide one another     nothing is read
+    open_prompts     context of the model - rollout.sampling.max_tokens >= every prompt
+                     iterations x prompts of each <= records x epochs; verifiers that load
+    check_critic     a critic's own model: it reads the actor's tokens
+"""
 
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
+from typing import Any
 
-from rlinf_async.config import ConfigError, MissingExtra
-from rlinf_async.runtime.jobs.checks import refuse_unknown
+import msgspec
+
+from rlinf_async.config import ConfigError, MissingExtra, UsageError
+from rlinf_async.data import DataError, Prompts, PromptTooLong, load_tokenizer
+from rlinf_async.rewards import UnknownVerifier, load_verifier
+from rlinf_async.runtime.jobs.config import refuse_unknown
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
+from rlinf_async.runtime.jobs.language.model import check_weights, has_weights
+
+WITHOUT_VALUES = frozenset({"grpo", "rloo", "reinforce++", "reinforce++_baseline"})
+"""built-in advantages that no critic helps; a user's own may look at values"""
 
 
 def check_backends(config: LanguageConfig) -> None:
@@ -40,3 +59,259 @@ def _check_names(config: LanguageConfig) -> None:
         from rlinf_async.algorithms.language.losses import language_losses
 
         refuse_unknown(language_losses, loss, ("actor", "loss", "name"))
+
+
+def check_sizes(config: LanguageConfig) -> None:
+    """Refuse what could only fail later.
+
+    Raises:
+        ConfigError: with the numbers, and the nearest that would do.
+    """
+    _check_batches(config)
+    _check_places(config)
+    _check_evaluation(config)
+    _check_learning(config)
+    _check_critics(config)
+    _check_reference(config)
+
+
+def _check_batches(config: LanguageConfig) -> None:
+    """Prompts over actors, groups over global batches, samples over micro-batches."""
+    training, actor, ranks = config.training, config.actor, config.cluster.actors
+    if training.prompts % ranks:
+        raise ConfigError(
+            f"{training.prompts} prompts cannot be divided among {ranks} actors: use "
+            f"{_near(training.prompts, ranks)}",
+            path=("training", "prompts"),
+        )
+    groups = training.prompts // ranks
+    if groups % actor.global_batches:
+        raise ConfigError(
+            f"an actor gets {groups} groups of {training.group_size} samples in an iteration "
+            f"({training.prompts} prompts / {ranks} actors): they cannot be cut into "
+            f"{actor.global_batches} global batches of whole groups: use a divisor of {groups}",
+            path=("actor", "global_batches"),
+        )
+    size = config.iteration_samples // ranks // actor.global_batches
+    _check_micro_batches("actor", size, actor.micro_batch_size)
+    if config.has_critic:
+        _check_micro_batches("critic", size, config.critic.micro_batch_size)
+
+
+def _check_places(config: LanguageConfig) -> None:
+    training, cluster = config.training, config.cluster
+    if cluster.backend == "local" and cluster.actors > 1:
+        raise ConfigError(
+            "several actors need a process each: use backend = 'process', or actors = 1",
+            path=("cluster", "backend"),
+        )
+    if cluster.placement == "collocated" and training.max_staleness:
+        raise ConfigError(
+            f"max_staleness is {training.max_staleness}, but workers that take turns on their "
+            "devices have nothing to be ahead of: set it to 0, or placement to 'disaggregated'",
+            path=("cluster", "placement"),
+        )
+
+
+def _check_evaluation(config: LanguageConfig) -> None:
+    if config.evaluation.samples and not config.data.held_out:
+        raise ConfigError(
+            f"evaluation.samples is {config.evaluation.samples}, but no record is held out: set "
+            "data.held_out, or evaluation.samples to 0",
+            path=("data", "held_out"),
+        )
+    if config.evaluation.target_accuracy is not None and not config.evaluation.samples:
+        raise ConfigError(
+            "there is a target but no evaluation: set evaluation.samples",
+            path=("evaluation", "target_accuracy"),
+        )
+
+
+def _check_learning(config: LanguageConfig) -> None:
+    actor = config.actor
+    if actor.epochs > 1 and actor.loss.proximal == "current":
+        raise ConfigError(
+            f"with {actor.epochs} epochs the samples become older than the weights, but 'current' "
+            "compares with the weights as they are: use 'auto' or 'behaviour', or one epoch",
+            path=("actor", "loss", "proximal"),
+        )
+    if config.warm_start.steps and config.model.path:
+        raise ConfigError(
+            "a supervised phase is for a model that begins from nothing (model.config), but "
+            f"model.path names {config.model.path!r}, which has weights: set it to 0",
+            path=("warm_start", "steps"),
+        )
+    batch, ranks = config.warm_start.batch_size, config.cluster.actors
+    if config.warm_start.steps and batch % ranks:
+        raise ConfigError(
+            f"a batch of {batch} examples cannot be divided among {ranks} actors: use "
+            f"{_near(batch, ranks)}",
+            path=("warm_start", "batch_size"),
+        )
+
+
+def _check_micro_batches(whose: str, samples: int, size: int | None) -> None:
+    if size is not None and samples % size:
+        raise ConfigError(
+            f"a global batch has {samples} samples on each {whose}, which micro_batch_size = "
+            f"{size} does not divide: use {_near_divisors(samples, size)}",
+            path=(whose, "micro_batch_size"),
+        )
+
+
+def _check_critics(config: LanguageConfig) -> None:
+    critics, actors = config.cluster.critics, config.cluster.actors
+    advantage = config.actor.advantage.name
+    if advantage == "gae" and not critics:
+        raise ConfigError(
+            f"gae needs the values of a critic: set cluster.critics to {actors}, or use an "
+            "advantage without one (grpo, rloo, reinforce++, reinforce++_baseline)",
+            path=("actor", "advantage", "name"),
+        )
+    if critics and advantage in WITHOUT_VALUES:
+        raise ConfigError(
+            f"{advantage} does not look at values: set cluster.critics to 0, or "
+            "actor.advantage.name to 'gae'",
+            path=("cluster", "critics"),
+        )
+    if critics not in (0, actors):
+        raise ConfigError(
+            f"{critics} critics cannot be paired with {actors} actors, each with the one of its "
+            f"rank: set it to {actors}",
+            path=("cluster", "critics"),
+        )
+    if config.critic.warmup_iterations and not critics:
+        raise ConfigError(
+            "there is no critic to warm up: set cluster.critics, or leave it out",
+            path=("critic", "warmup_iterations"),
+        )
+
+
+def _check_reference(config: LanguageConfig) -> None:
+    if config.needs_reference and not config.cluster.inference_workers:
+        raise ConfigError(
+            "a KL to the reference needs reference log-probs: set cluster.inference_workers",
+            path=("cluster", "inference_workers"),
+        )
+
+
+def _near_divisors(number: int, wanted: int) -> str:
+    divisors = [one for one in range(1, number + 1) if number % one == 0]
+    below = [one for one in divisors if one < wanted][-1:]
+    above = [one for one in divisors if one > wanted][:1]
+    return " or ".join(str(one) for one in below + above)
+
+
+def _near(number: int, divisor: int) -> str:
+    below = number // divisor * divisor
+    above = below + divisor
+    return f"{below} or {above}" if below else str(above)
+
+
+def open_prompts(config: LanguageConfig, model: Path) -> Prompts:
+    """The run's prompts, none of which is too long for the model.
+
+    Args:
+        config: of the run.
+        model: the model's folder.
+
+    Raises:
+        ConfigError: they cannot be read, do not fit the model or do not suffice, or a verifier
+            that they name cannot be loaded.
+    """
+    room, why = _room(config, model)
+    data, narrowed = config.data, room is not None and room < config.data.max_prompt_tokens
+    if room is not None and narrowed:
+        data = msgspec.structs.replace(data, max_prompt_tokens=room)
+    try:
+        prompts = Prompts(data, load_tokenizer(model))
+    except DataError as error:
+        blamed = narrowed and isinstance(error, PromptTooLong)
+        hint = f" ({why}: lower rollout.sampling.max_tokens for longer prompts)" if blamed else ""
+        raise ConfigError(f"{error}{hint}", path=("data",)) from error
+    _check_count(config, prompts)
+    for name in prompts.verifiers:
+        try:
+            load_verifier(name)
+        except (UnknownVerifier, ConfigError) as error:
+            problem = error.problem if isinstance(error, ConfigError) else str(error)
+            raise ConfigError(problem, path=("data", "verifier")) from error
+        except UsageError:
+            raise
+        except Exception as error:  # a user's own code may raise anything
+            raise ConfigError(
+                f"{name!r} cannot be imported: {type(error).__name__}: {error}",
+                path=("data", "verifier"),
+            ) from error
+    return prompts
+
+
+def check_critic(config: LanguageConfig, model: Path) -> None:
+    """Refuse a folder for the critic that lacks something, or reads other tokens than the actor.
+
+    Raises:
+        ConfigError: with the folder, and what is the matter.
+    """
+    if not config.critic.path:
+        return
+    folder, where = Path(config.critic.path).expanduser(), ("critic", "path")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} has no config.json: give a Hugging Face checkpoint on this disk, or leave "
+            "it out for the actor's own",
+            path=where,
+        )
+    if not has_weights(folder):
+        raise ConfigError(f"{folder} has no weights (*.safetensors)", path=where)
+    own, actors = _described(folder).get("vocab_size"), _described(model).get("vocab_size")
+    if own != actors:
+        raise ConfigError(
+            f"the model in {folder} knows {own} tokens, the actor's knows {actors}: a critic reads "
+            "what the actor wrote, so it needs the same tokenizer",
+            path=where,
+        )
+    check_weights(folder, where)
+
+
+def _described(model: Path) -> dict[str, Any]:
+    """The configuration of the text model."""
+    described: dict[str, Any] = msgspec.json.decode((model / "config.json").read_bytes())
+    text: dict[str, Any] = described.get("text_config") or described
+    return text
+
+
+def _room(config: LanguageConfig, model: Path) -> tuple[int | None, str]:
+    """Tokens that a prompt may have, and why; None where the model names no limit."""
+    context, longest = _context(config, model), config.rollout.sampling.max_tokens
+    if context is None:
+        return None, ""
+    if longest >= context:
+        raise ConfigError(
+            f"max_tokens is {longest}, but prompt and response have to fit the model's context of "
+            f"{context} tokens together: lower it",
+            path=("rollout", "sampling", "max_tokens"),
+        )
+    room = context - longest
+    return room, f"a context of {context} tokens less max_tokens = {longest} leaves {room}"
+
+
+def _context(config: LanguageConfig, model: Path) -> int | None:
+    """Tokens that a prompt and its response may have together."""
+    rollout = config.rollout
+    if rollout.backend == "toy":
+        return rollout.toy.context
+    engine = rollout.vllm if rollout.backend == "vllm" else rollout.transformers
+    limits = (_described(model).get("max_position_embeddings"), engine.context)
+    return min((one for one in limits if one), default=None)
+
+
+def _check_count(config: LanguageConfig, prompts: Prompts) -> None:
+    epochs, training = config.data.epochs, config.training
+    there, wanted = len(prompts) * epochs, training.iterations * training.prompts
+    if epochs and there < wanted:
+        raise ConfigError(
+            f"{len(prompts)} records x {epochs} epochs are {there} prompts, but "
+            f"{training.iterations} iterations of {training.prompts} need {wanted}: set epochs to "
+            "0 (on and on), or fewer iterations",
+            path=("data", "epochs"),
+        )

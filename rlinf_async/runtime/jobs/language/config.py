@@ -1,22 +1,282 @@
-"""The configuration of the ``language_rl`` job: who does what, how often, for how long."""
+"""The configuration of the ``language_rl`` job: each section, and the whole."""
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import msgspec
 
+from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.backends.fsdp.config import OptimizerConfig, SchedulerConfig
+from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
+from rlinf_async.backends.transformers.config import TransformersEngineConfig
+from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.config import ConfigError
 from rlinf_async.data import DataConfig
-from rlinf_async.runtime.jobs.language.sections import (
-    ActorConfig,
-    ClusterConfig,
-    CriticConfig,
-    EvaluationConfig,
-    ModelConfig,
-    RolloutConfig,
-    TrainingConfig,
-    WarmStartConfig,
-)
+from rlinf_async.messages.language import Sampling
+from rlinf_async.runtime.jobs.config import HostConfig, check_counts
 from rlinf_async.workers.reward import RewardConfig
+from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
+
+MAY_DIFFER = (
+    "name",
+    "model.path",
+    "data.path",
+    "data.verifier",
+    "data.verifier_column",
+    "training.iterations",
+    "training.check_weights_every",
+    "training.check_weights_tolerance",
+    "training.checkpoint_every",
+    "training.keep_checkpoints",
+    "training.export",
+    "training.metrics",
+    "rollout.serving",
+    "rollout.transformers",
+    "rollout.vllm",
+    "rollout.toy",
+    "reward",
+    "actor.pipelined",
+    "actor.micro_batch_size",
+    "actor.max_tokens",
+    "actor.balance_window",
+    "actor.device",
+    "actor.activation_checkpointing",
+    "actor.publish_precision",
+    "actor.toy",
+    "critic.path",
+    "critic.micro_batch_size",
+    "critic.device",
+    "warm_start",
+    "evaluation",
+    "cluster",
+)
+"""settings and sections that a resumed run may change"""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model is trained. Either ``path``, or ``config`` for one that starts from nothing."""
+
+    path: str = ""
+    """folder of a Hugging Face checkpoint: config, tokenizer, weights"""
+    config: dict[str, Any] = {}
+    """a Hugging Face configuration with its ``model_type``; weights are then random"""
+    tokenizer: str = ""
+    """folder; the checkpoint's own when left out. ``arithmetic``: one token for each character"""
+
+    def __post_init__(self) -> None:
+        if bool(self.path) == bool(self.config):
+            given = "both were" if self.path else "neither was"
+            raise ValueError(
+                "give either path (a Hugging Face folder) or config (a table with model_type): "
+                f"{given} given"
+            )
+        if self.config and not self.tokenizer:
+            raise ValueError(
+                "a model that starts from a config needs a tokenizer: give its folder, or "
+                "tokenizer = 'arithmetic'"
+            )
+        if self.config and "model_type" not in self.config:
+            raise ValueError("config has no model_type; name an architecture, such as 'qwen3'")
+
+
+class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What generates, and how samples are drawn."""
+
+    backend: Literal["transformers", "vllm", "toy"] = "transformers"
+    sampling: Sampling = Sampling()
+    serving: LanguageRolloutConfig = LanguageRolloutConfig()
+    transformers: TransformersEngineConfig = TransformersEngineConfig()
+    vllm: VllmEngineConfig = VllmEngineConfig()
+    toy: ToyEngineConfig = ToyEngineConfig()
+
+
+class LanguageOptimizerConfig(
+    OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """AdamW with what language models start from, whether the section is given or left out."""
+
+    lr: float = 1e-6
+    eps: float = 1e-8
+    max_grad_norm: float | None = 1.0
+
+
+class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What trains."""
+
+    backend: Literal["fsdp", "toy"] = "fsdp"
+    optimizer: LanguageOptimizerConfig = LanguageOptimizerConfig()
+    advantage: LanguageAdvantageConfig = LanguageAdvantageConfig()
+    loss: LanguageLossConfig = LanguageLossConfig()
+    pipelined: bool = True
+    """train on the first micro-batch that is there; False: collect the whole iteration first"""
+    global_batches: int = 1
+    """optimizer steps of one iteration, or of one epoch where there are several"""
+    epochs: int = 1
+    """times that the samples of an iteration are gone through, shuffled from the second on"""
+    micro_batch_size: int | None = None
+    """samples of one forward and backward pass; left out: ``max_tokens`` says"""
+    max_tokens: int | None = None
+    """tokens of one forward and backward pass, balanced; 16384 where neither is given"""
+    balance_window: int | None = None
+    """samples over which ``max_tokens`` balances; the global batch when left out, and training
+    then begins when that is complete"""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    device: str = "cpu"
+    precision: Literal["float32", "bfloat16"] = "float32"
+    strategy: Literal["fsdp2", "fsdp1"] = "fsdp2"
+    activation_checkpointing: bool = False
+    publish_precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    toy: ToyTrainerConfig = ToyTrainerConfig()
+
+    def __post_init__(self) -> None:
+        check_counts(self, least=1, names=("global_batches", "epochs"))
+
+
+class CriticOptimizerConfig(
+    LanguageOptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """A critic's head begins at 0, and its model knows nothing of values: it takes larger steps."""
+
+    lr: float = 1e-5
+
+
+class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What gives values: as many workers as ``cluster.critics`` says, on the actor's terms where
+    nothing else is said here."""
+
+    path: str = ""
+    """folder of the model that it begins with; the actor's when left out"""
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    warmup_iterations: int = 0
+    """for so many iterations the critic learns alone, and the actor stays as it is"""
+    value_clip: float | None = None
+    """new values are held this near to the old ones"""
+    micro_batch_size: int | None = None
+    """samples of one forward and backward pass; the actor's, or its ``max_tokens``, when left
+    out"""
+    device: str | None = None
+    """the actor's when left out"""
+    precision: Literal["float32", "bfloat16"] | None = None
+    """the actor's when left out"""
+
+    def __post_init__(self) -> None:
+        check_counts(self, least=0, names=("warmup_iterations",))
+        if self.micro_batch_size is not None:
+            check_counts(self, least=1, names=("micro_batch_size",))
+        if self.value_clip is not None and not self.value_clip > 0.0:
+            raise ValueError(f"value_clip is {self.value_clip}; it must be above 0, or left out")
+
+
+class WarmStartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A short supervised phase before the first iteration; 0 steps: none."""
+
+    steps: int = 0
+    batch_size: int = 128
+    lr: float = 3e-3
+    warmup_steps: int = 20
+    data: DataConfig | None = None
+    """prompts and answers to imitate; the run's own when left out"""
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.batch_size < 1 or self.warmup_steps < 0:
+            raise ValueError(
+                f"steps is {self.steps}, batch_size is {self.batch_size}, warmup_steps is "
+                f"{self.warmup_steps}; they must be at least 0, 1 and 0"
+            )
+        if not self.lr > 0.0:
+            raise ValueError(f"lr is {self.lr}; it must be above 0")
+
+
+class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long, and on how much at a time."""
+
+    iterations: int
+    prompts: int
+    """of one iteration, over all actors"""
+    group_size: int = 8
+    """samples of each prompt"""
+    max_staleness: int = 0
+    """versions that the weights which made a token may be behind those it trains; 0: on-policy"""
+    check_weights_every: int = 0
+    """versions between two comparisons of the engine's log-probs with the actor's; the first one
+    is always compared; 0: only that"""
+    check_weights_tolerance: float = 1e-3
+    """largest difference of a log-prob before the run is stopped"""
+    checkpoint_every: int = 10
+    """iterations; there is always one at the end"""
+    keep_checkpoints: int = 2
+    export: bool = True
+    """at the end the model is written as a Hugging Face folder, ``trained/`` in the run's own"""
+    metrics: tuple[str, ...] = ("tensorboard",)
+    """sinks beside ``metrics.csv``; others by the entry point group ``rlinf_async.metrics``"""
+
+    def __post_init__(self) -> None:
+        positive = ("iterations", "prompts", "group_size", "keep_checkpoints")
+        check_counts(self, least=1, names=positive)
+        check_counts(
+            self, least=0, names=("max_staleness", "check_weights_every", "checkpoint_every")
+        )
+        if not self.check_weights_tolerance > 0.0:
+            raise ValueError(
+                f"check_weights_tolerance is {self.check_weights_tolerance}; it must be above 0"
+            )
+
+
+class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Greedy answers to held-out prompts (``data.held_out``), before the first iteration and after
+    the last."""
+
+    samples: int = 200
+    """at most; 0: there is no evaluation"""
+    every: int = 0
+    """iterations from one to the next in between, 0: none; the actors stand still for it, and the
+    next samples are generated beside it"""
+    target_accuracy: float | None = None
+    """the run succeeds if it is reached; None: there is no target"""
+
+    def __post_init__(self) -> None:
+        check_counts(self, least=0, names=("samples", "every"))
+        if self.every and not self.samples:
+            raise ValueError(
+                f"every is {self.every}, but samples is 0: nothing would be evaluated; leave one "
+                "of them out"
+            )
+        if self.target_accuracy is not None and not 0.0 <= self.target_accuracy <= 1.0:
+            raise ValueError(
+                f"target_accuracy is {self.target_accuracy}; it must lie between 0 and 1, or be "
+                "left out"
+            )
+
+
+class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the workers run, and how many there are of each."""
+
+    placement: Literal["disaggregated", "collocated"] = "disaggregated"
+    """collocated: rollout and actor share the devices and take turns, with offload and onload"""
+    rollout_workers: int = 1
+    reward_workers: int = 1
+    inference_workers: int = 0
+    """that recompute log-probs by the actor's forward; 0: the sampled ones are used"""
+    actors: int = 1
+    critics: int = 0
+    """that give values, for ``gae``: as many as actors; 0: there are none"""
+    deadlock_after: float | None = 60.0
+    """seconds"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, least=1, names=("rollout_workers", "reward_workers", "actors"))
+        check_counts(self, least=0, names=("inference_workers", "critics"))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of every worker's process."""
+        return super().environment | {
+            "TOKENIZERS_PARALLELISM": "false",  # it would warn of every fork
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # the run shows its own
+        }
 
 
 class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

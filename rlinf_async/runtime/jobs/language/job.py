@@ -13,16 +13,24 @@ from rlinf_async.data import DataConfig, DataError
 from rlinf_async.data.files import existing
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import LanguageSummary
-from rlinf_async.runtime.jobs.checks import check_device, check_sinks
-from rlinf_async.runtime.jobs.in_folder import run_in_folder
-from rlinf_async.runtime.jobs.language.checks import check_backends
-from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.fits import check_critic, open_prompts
-from rlinf_async.runtime.jobs.language.model_folder import checkpoint_folder, make_model_folder
+from rlinf_async.runtime.jobs.config import check_device, check_sinks
+from rlinf_async.runtime.jobs.language.checks import (
+    check_backends,
+    check_critic,
+    check_sizes,
+    open_prompts,
+)
+from rlinf_async.runtime.jobs.language.config import MAY_DIFFER, LanguageConfig
+from rlinf_async.runtime.jobs.language.model import (
+    check_weights,
+    checkpoint_folder,
+    examples,
+    has_weights,
+    make_model_folder,
+    warm_start,
+)
 from rlinf_async.runtime.jobs.language.run import LanguageRun
-from rlinf_async.runtime.jobs.language.sizes import check_sizes
-from rlinf_async.runtime.jobs.language.warm_start import examples, has_weights, warm_start
-from rlinf_async.runtime.jobs.language.weights import check_weights
+from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.runtime.loop import run
 
 WARM_START_DATA = ("warm_start", "data")
@@ -56,7 +64,7 @@ class LanguageRL:
         def build(folder: RunFolder) -> LanguageRun:
             return self._training(seeded, folder)
 
-        return run_in_folder(config.name, config, out, resume=resume, build=build)
+        return run_in_folder(config, out, resume=resume, may_differ=MAY_DIFFER, build=build)
 
     def _training(self, config: LanguageConfig, folder: RunFolder) -> LanguageRun:
         model = make_model_folder(config.model, folder.path / "model")

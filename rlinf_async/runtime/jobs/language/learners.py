@@ -1,4 +1,4 @@
-"""The workers of a language run that learn: actors, and critics where the advantage needs values.
+"""The workers of a language run that train: actors, and critics where the advantage needs values.
 
 ::
 
@@ -13,6 +13,8 @@
 
 A checkpoint holds both: the critic's shards lie in ``critic/`` inside the actor's folder. The
 death of either ends the run, which can be resumed.
+
+How their trainers and batches follow from the run's configuration stands at the end.
 """
 
 from __future__ import annotations
@@ -20,61 +22,55 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from rlinf_async.config import UsageError
+import msgspec
+
+from rlinf_async.algorithms.language.config import LanguageLossConfig
+from rlinf_async.backends.fsdp.language.config import (
+    LanguageFSDPConfig,
+    LanguageModelConfig,
+    LanguageTrainerConfig,
+)
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import LanguageTrainReport, Tokens
 from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
-from rlinf_async.runtime.jobs.checkpoints import beside
-from rlinf_async.runtime.jobs.language.backends import (
-    batches,
-    critic_batches,
-    critic_config,
-    trainer_config,
-)
+from rlinf_async.runtime.jobs.checkpoints import sibling
+from rlinf_async.runtime.jobs.language.channels import LanguageChannels
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.graph import Graph
-from rlinf_async.workers.actor import FSDPActor
+from rlinf_async.runtime.jobs.language.model import has_weights
+from rlinf_async.workers.actor import FSDPActor, LanguageBatches
 from rlinf_async.workers.critic import FSDPCritic
 
 CRITIC = "critic"
-"""of a checkpoint: the critic's folder inside it"""
+"""folder of the critic inside a checkpoint"""
 
 
 class Trained(NamedTuple):
-    """What one iteration taught: one report of each rank."""
+    """The reports of one iteration, one of each rank."""
 
     actors: Sequence[LanguageTrainReport]
     critics: Sequence[LanguageTrainReport] = ()
-
-
-def check_resumed_critic(config: LanguageConfig, checkpoint: Path) -> None:
-    """Raise `UsageError` where a run with critics would go on from a checkpoint without one."""
-    if config.has_critic and not (checkpoint / CRITIC).is_dir():
-        raise UsageError(
-            f"{checkpoint} was written by a run without a critic, so there are no values to go on "
-            f"with: start anew in another folder, or go on with the advantage it had (it is "
-            f"{config.actor.advantage.name!r} now) and cluster.critics = 0"
-        )
 
 
 class Learners:
     """The actors and their critics.
 
     Args:
-        cluster: where they are launched.
+        cluster: where to launch them.
         config: of the run.
-        graph: its channels.
+        channels: its channels.
         model: the model's folder.
     """
 
-    def __init__(self, cluster: Cluster, config: LanguageConfig, graph: Graph, model: Path) -> None:
+    def __init__(
+        self, cluster: Cluster, config: LanguageConfig, channels: LanguageChannels, model: Path
+    ) -> None:
         self._cluster = cluster
         self._config = config
-        self._graph = graph
+        self._channels = channels
         self._model = model
 
     async def launch_actors(self, resume: Path | None) -> None:
@@ -129,7 +125,7 @@ class Learners:
         method = FSDPActor.run_training_pipeline if pipelined else FSDPActor.run_training
         if iteration < self._config.critic.warmup_iterations:
             method = FSDPActor.skip_training
-        actors = await self._actors.call(method, self._graph.to_train.receiver)
+        actors = await self._actors.call(method, self._channels.to_train.receiver)
         if learning is not None and not in_turns:
             critics = await learning
         return Trained(actors, critics)
@@ -137,15 +133,15 @@ class Learners:
     def _start_critics(self) -> GroupCall[list[LanguageTrainReport]] | None:
         if not self._config.has_critic:
             return None
-        graph = self._graph
+        channels = self._channels
         return self._critics.call(
-            FSDPCritic.value_and_train, graph.groups.receiver, graph.to_train.sender
+            FSDPCritic.value_and_train, channels.groups.receiver, channels.to_train.sender
         )
 
     async def publish(self) -> int:
         """Publish the actors' weights; the version."""
         versions = await self._actors.call(
-            FSDPActor.sync_model_to_rollout, self._graph.weights.sender
+            FSDPActor.sync_model_to_rollout, self._channels.weights.sender
         )
         return versions[0]
 
@@ -159,7 +155,7 @@ class Learners:
         """Start writing a checkpoint; training may go on."""
         await self._actors.call(FSDPActor.begin_checkpoint, str(path))
         if self._config.has_critic:
-            await self._critics.call(FSDPCritic.begin_checkpoint, str(beside(path)))
+            await self._critics.call(FSDPCritic.begin_checkpoint, str(sibling(path)))
 
     async def saved(self, path: Path) -> None:
         """Wait until the checkpoint that was begun is complete."""
@@ -167,7 +163,7 @@ class Learners:
         if self._config.has_critic:
             await self._critics.call(FSDPCritic.checkpoint_written)
             # In its own place only now: the actor's folder is put together before it has a name.
-            os.replace(beside(path), path / CRITIC)
+            os.replace(sibling(path), path / CRITIC)
 
     async def export(self, path: Path) -> None:
         """Write the model as a Hugging Face folder, without its tokenizer."""
@@ -186,3 +182,81 @@ class Learners:
             FSDPActor.check_weight_update_equal, sequences, log_probs, tolerance
         )
         return max(found)
+
+
+def trainer_config(config: LanguageConfig, model: Path) -> Any:
+    """The actors' trainer's own configuration."""
+    actor = config.actor
+    if actor.backend == "toy":
+        return actor.toy
+    described = LanguageModelConfig(
+        path=str(model),
+        random=not has_weights(model),
+        activation_checkpointing=actor.activation_checkpointing,
+    )
+    return LanguageTrainerConfig(
+        fsdp=LanguageFSDPConfig(
+            model=described,
+            device=actor.device,
+            precision=actor.precision,
+            strategy=actor.strategy,
+            optimizer=actor.optimizer,
+            scheduler=actor.scheduler,
+        ),
+        advantage=actor.advantage,
+        loss=actor.loss,
+        reference=config.needs_reference,
+        publish_precision=actor.publish_precision,
+        seed=config.seed,
+    )
+
+
+def critic_config(config: LanguageConfig, model: Path) -> Any:
+    """The critics' trainer's own configuration: the actor's, but for what ``[critic]`` says."""
+    actor, critic = config.actor, config.critic
+    if actor.backend == "toy":
+        return actor.toy
+    folder = Path(critic.path).expanduser() if critic.path else model
+    described = LanguageModelConfig(
+        path=str(folder),
+        random=not has_weights(folder),
+        activation_checkpointing=actor.activation_checkpointing,
+    )
+    return LanguageTrainerConfig(
+        fsdp=LanguageFSDPConfig(
+            model=described,
+            device=critic.device or actor.device,
+            precision=critic.precision or actor.precision,
+            strategy=actor.strategy,
+            optimizer=critic.optimizer,
+            scheduler=critic.scheduler,
+        ),
+        advantage=actor.advantage,
+        loss=LanguageLossConfig(aggregation=actor.loss.aggregation),
+        value_clip=critic.value_clip,
+        seed=config.seed,
+    )
+
+
+def batches(config: LanguageConfig) -> LanguageBatches:
+    """How an iteration is cut up."""
+    actor = config.actor
+    return LanguageBatches(
+        samples=config.iteration_samples,
+        group_size=config.training.group_size,
+        optimizer_steps=actor.global_batches,
+        epochs=actor.epochs,
+        micro_batch_size=actor.micro_batch_size,
+        max_tokens_per_micro_batch=actor.max_tokens,
+        balance_window=actor.balance_window,
+    )
+
+
+def critic_batches(config: LanguageConfig) -> LanguageBatches:
+    """How a critic cuts an iteration up: as the actors do, but for its own micro-batches."""
+    size = config.critic.micro_batch_size
+    if size is None:
+        return batches(config)
+    return msgspec.structs.replace(
+        batches(config), micro_batch_size=size, max_tokens_per_micro_batch=None, balance_window=None
+    )

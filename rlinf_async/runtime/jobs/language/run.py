@@ -2,75 +2,95 @@
 
 ::
 
-    source --Request--> rollout --Sample--> [inference] --Sample--> reward --ScoredSample-+
+    Source --Request--> rollout --Sample--> [inference] --Sample--> reward --ScoredSample-+
       ^                    ^                                                              |
       | admission          | WeightUpdate, through `Latest`                               v
-      +--- this process <--+------- actors <-----SampleGroup, by DP rank------------ collector
+      +--- this process <--+------- actors <-----SampleGroup, by DP rank------------ Collector
 
                      waits for                                unblocked by
     this process     the iteration to be trained              the actors
-    source           version ``iteration - max_staleness``    this process
-    collector        a scored sample; room for a group        reward workers; the actors
-    actors           the groups of their iteration            the collector
+    Source           version ``iteration - max_staleness``    this process
+    Collector        a scored sample; room for a group        reward workers; the actors
+    actors           the groups of their iteration            the Collector
 
-`ledger.py` keeps the books: every admitted sample is trained exactly once, none more than
-``max_staleness`` versions late. The graph is the same whatever the placement: workers that share
-devices take turns (`stations.py`), others overlap.
+`samples.py` accounts for samples: every admitted sample is trained exactly once, none more than
+``max_staleness`` versions late. The flow is the same whatever the placement: roles that share
+devices take turns (`roles.py`), others overlap.
+
+The whole flow is `LanguageRun.main`; its loop over iterations is `LanguageRun._train`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from rlinf_async.data import DataState, Prompts
 from rlinf_async.messages.language import Prompt
 from rlinf_async.observe.metrics import MetricsWriter
-from rlinf_async.observe.progress import ProgressView
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import LanguageSummary
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.jobs.books import TrainingClock, restarts_of
 from rlinf_async.runtime.jobs.checkpoints import clean
-from rlinf_async.runtime.jobs.in_folder import Draw
-from rlinf_async.runtime.jobs.language.collector import Collector
-from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.evaluation import Evaluated, evaluate
-from rlinf_async.runtime.jobs.language.failures import (
-    beside,
-    look_at_failures,
-    look_at_signal,
-)
-from rlinf_async.runtime.jobs.language.fits import check_unfinished
-from rlinf_async.runtime.jobs.language.graph import Graph
-from rlinf_async.runtime.jobs.language.learners import check_resumed_critic
-from rlinf_async.runtime.jobs.language.ledger import Ledger
-from rlinf_async.runtime.jobs.language.reached import (
-    Reached,
+from rlinf_async.runtime.jobs.config import HostConfig
+from rlinf_async.runtime.jobs.failures import Stopped, in_background
+from rlinf_async.runtime.jobs.language.channels import LanguageChannels
+from rlinf_async.runtime.jobs.language.checkpoints import (
+    InFlight,
+    LanguageProgress,
+    Saving,
     Unfinished,
-    load_reached,
+    check_resumed_critic,
+    in_flight,
+    load_language_progress,
     load_unfinished,
 )
-from rlinf_async.runtime.jobs.language.results import draw_curve, failed_summary, summary
-from rlinf_async.runtime.jobs.language.rows import book, evaluation_row, headline, look, row
-from rlinf_async.runtime.jobs.language.saving import Saving
-from rlinf_async.runtime.jobs.language.source import Source, next_prompts
-from rlinf_async.runtime.jobs.language.stations import Stations
-from rlinf_async.runtime.jobs.language.trained import export
-from rlinf_async.runtime.jobs.language.under_way import Waiting, put_back, waiting
-from rlinf_async.runtime.jobs.live import Headline, Live
-from rlinf_async.runtime.jobs.lost import ended_by_lost_items
+from rlinf_async.runtime.jobs.language.config import LanguageConfig
+from rlinf_async.runtime.jobs.language.learners import Trained
+from rlinf_async.runtime.jobs.language.model import export
+from rlinf_async.runtime.jobs.language.reports import (
+    Evaluated,
+    add,
+    draw_curve,
+    evaluate,
+    evaluation_row,
+    headline,
+    row,
+    summary,
+    summed_up,
+    warn_of_failures,
+    warn_of_no_signal,
+)
+from rlinf_async.runtime.jobs.language.roles import Roles
+from rlinf_async.runtime.jobs.language.samples import Collector, Ledger, Source, next_prompts
+from rlinf_async.runtime.jobs.run import Draw, TrainingClock
+from rlinf_async.runtime.jobs.view import Headline, LiveView
+
+COMPARED_PROMPTS = 4
+"""prompts that the engine's and the actor's log-probs are compared on"""
+
+
+class Flow(NamedTuple):
+    """The parts of a run that has started."""
+
+    channels: LanguageChannels
+    roles: Roles
+    source: Source
+    collector: Collector
+    saving: Saving
+    metrics: MetricsWriter
+    view: LiveView
 
 
 class LanguageRun:
-    """Trains, evaluates, and keeps the books.
+    """Trains, evaluates, and accounts for what was trained.
 
     Args:
-        config: fitted: its model is a folder.
+        config: its model is a folder.
         prompts: of the run, opened.
         folder: of the run.
         model: the model's folder.
@@ -83,20 +103,20 @@ class LanguageRun:
         self.folder = folder
         self.model = model
         clean(folder.checkpoints)
-        self.reached = load_reached(folder.checkpoints) or Reached()
-        self.left_out: Mapping[str, int] = {}
-        """spans that the trace does not have, by worker"""
+        self.progress = load_language_progress(folder.checkpoints) or LanguageProgress()
         self._prompts = prompts
         self._last: dict[str, float] | None = None
-        self._told = config.training.group_size == 1  # groups of one have no signal of their own
-        self._waiting = Waiting()
-        unfinished = None
-        if self.reached.version:
-            unfinished = load_unfinished(folder.checkpoints, self.reached)
-            prompts.restore(msgspec.json.decode(unfinished.data, type=DataState))
-            check_unfinished(unfinished.ledger, config.training)
-            check_resumed_critic(config, folder.checkpoints / self.reached.checkpoint)
+        self._evaluated: Evaluated | None = None
+        """by the evaluation at the end"""
         training = config.training
+        self._warned = training.group_size == 1  # groups of one have no signal of their own
+        self._compared = prompts.held_out[:COMPARED_PROMPTS] or _first_of(prompts)
+        self._in_flight = InFlight()
+        unfinished = None
+        if self.progress.version:
+            unfinished = load_unfinished(folder.checkpoints, self.progress)
+            prompts.restore(msgspec.json.decode(unfinished.data, type=DataState))
+            check_resumed_critic(config, folder.checkpoints / self.progress.checkpoint)
         self._ledger = Ledger(
             prompts=training.prompts,
             group_size=training.group_size,
@@ -106,212 +126,201 @@ class LanguageRun:
             state=unfinished.ledger if unfinished else None,
         )
         if unfinished:
-            self._waiting = unfinished.waiting
-            self._waiting.book(self._ledger)
+            self._in_flight = unfinished.waiting
+            self._in_flight.enter(self._ledger)
 
-    async def main(self) -> LanguageSummary:
-        """The whole run."""
-        with ProgressView() as view:
-            async with self._cluster() as cluster:
-                live = Live(self.folder, cluster, view, self._headline)
-                self.left_out = live.left_out
-                with live, ended_by_lost_items(cluster):
-                    try:
-                        return await self._run(cluster, live)
-                    finally:
-                        await live.leave_trace()
-
-    @property
-    def title(self) -> str:
-        """Of its pictures."""
-        return f"{self.config.name}: {self.config.data.name}"
-
-    def drawings(self) -> dict[str, Draw]:
-        """The pictures of a run that ended."""
-        return {"learning curve": partial(draw_curve, self.config, self.folder, self.title)}
-
-    def failed_summary(self, error: BaseException) -> LanguageSummary:
-        """What is left of a run that did not end by itself."""
-        return failed_summary(self.config, self.reached, error)
-
-    def _headline(self) -> Headline:
-        run = f"{self.config.name} (seed {self.config.seed})"
-        return headline(run, self.config.training.iterations, self.reached, self._last)
-
-    def _cluster(self) -> Cluster:
-        return self.config.cluster.make_cluster()
-
-    async def _run(self, cluster: Cluster, live: Live) -> LanguageSummary:
-        live.note = "starting workers"
-        graph = Graph(cluster, self.config)
-        stations = Stations(cluster, self.config, graph, self.model, self._prompts.verifiers)
-        await stations.launch(self._resume_path())
-        stations.start()
+    async def main(self, cluster: Cluster, view: LiveView) -> None:
+        """The flow, from the first prompt to the evaluation."""
+        view.note = "starting workers"
+        channels = LanguageChannels(cluster, self.config)
+        roles = Roles(cluster, self.config, channels, self.model, self._prompts.verifiers)
         source = Source(
             self._ledger,
             partial(next_prompts, self._prompts, self.config.training.iterations),
-            graph.requests.sender,
-            version=self.reached.version,
+            channels.requests.sender,
+            version=self.progress.version,
             iterations=self.config.training.iterations,
-            generated=self._waiting.names,
+            generated=self._in_flight.names,
         )
         collector = Collector(
             self._ledger,
-            graph.scored.receiver,
-            graph.groups.sender,
+            channels.scored.receiver,
+            channels.groups.sender,
             ranks=self.config.cluster.actors,
-            version=self.reached.version,
+            version=self.progress.version,
         )
-        with self._held_open(graph), self._metrics() as metrics:
-            collecting = beside(cluster, collector.run(), "collector")
-            try:
-                found = await self._from_start_to_end(
-                    cluster, graph, stations, source, collector, live, metrics
-                )
-            finally:
-                collecting.cancel()
-        await graph.weights.sender.close()
-        await stations.finish()
-        return summary(self.config, self.reached, found, restarts_of(cluster))
+        kept = self.config.training.keep_checkpoints
+        saving = Saving(cluster, roles.learners, self.folder.checkpoints, kept)
+        await roles.launch(self._resume_path())
+        roles.connect()
+        with (
+            channels.held_open(),
+            self._metrics() as metrics,
+            in_background(cluster, collector.run(), "collector"),
+        ):
+            flow = Flow(channels, roles, source, collector, saving, metrics, view)
+            await roles.publish()
+            await self._compare_weights(flow)
+            if not self.progress.version:
+                await self._evaluate_first(flow)
+            await self._in_flight.put_back(channels)
+            with in_background(cluster, source.run(), "source"), saving:
+                await self._train(flow)
+                await saving.finish()
+            await self._evaluate_last(flow)
+            await self._export(flow)
+        await channels.weights.sender.close()
+        await roles.finish()
 
-    @contextmanager
-    def _held_open(self, graph: Graph) -> Iterator[None]:
-        """This process's own ends, which stay open between two calls."""
-        with ExitStack() as ends:
-            ends.enter_context(graph.scored.receiver)
-            ends.enter_context(graph.groups.sender)
-            ends.enter_context(graph.groups.receiver)
-            ends.enter_context(graph.to_train.receiver)  # the same where there is no critic
-            ends.enter_context(graph.to_train.sender)
-            with graph.requests.sender:
-                yield
-
-    async def _from_start_to_end(
-        self,
-        cluster: Cluster,
-        graph: Graph,
-        stations: Stations,
-        source: Source,
-        collector: Collector,
-        live: Live,
-        metrics: MetricsWriter,
-    ) -> Evaluated | None:
-        await stations.publish()
-        live.note = "comparing weights"
-        await stations.check_weights(self._held_out(4), self.reached.version)
-        if not self.reached.version:
-            live.note = "evaluating"
-            before = await self._evaluate(graph, collector, 0)
-            self.reached.eval_accuracy_before = before.accuracy if before else None
-            self._write_evaluation(metrics, before, 0)
-        live.note = ""
-        await put_back(graph, self._waiting)
-        admitting = beside(cluster, source.run(), "source")
-        keep = self.config.training.keep_checkpoints
-        saving = Saving(cluster, stations.learners, self.folder.checkpoints, keep)
-        try:
-            await self._train(stations, graph, source, collector, saving, live, metrics)
-            await saving.finish()
-        finally:
-            admitting.cancel()
-            saving.cancel()
-        live.note = "evaluating"
-        found = await self._evaluate(graph, collector, self.reached.version)
-        self._write_evaluation(metrics, found, self.reached.samples + 1)
-        if self.config.training.export and self.config.actor.backend != "toy":
-            live.note = "exporting"
-            await export(stations.export, self.model, self.folder.trained)
-        live.note = ""
-        return found
-
-    async def _train(
-        self,
-        stations: Stations,
-        graph: Graph,
-        source: Source,
-        collector: Collector,
-        saving: Saving,
-        live: Live,
-        metrics: MetricsWriter,
-    ) -> None:
-        clock = TrainingClock(self.reached.train_seconds)
-        every = self.config.training.check_weights_every
-        for iteration in range(self.reached.version, self.config.training.iterations):
-            trained = await stations.train(iteration, partial(collector.whole, iteration))
+    async def _train(self, flow: Flow) -> None:
+        clock = TrainingClock(self.progress.train_seconds)
+        for iteration in range(self.progress.version, self.config.training.iterations):
+            collected = partial(flow.collector.whole, iteration)
+            trained = await flow.roles.train(iteration, collected)
             version = iteration + 1
-            await stations.publish()
-            source.trained(version)
-            groups = collector.trained(iteration)
-            seen = look(iteration, groups)
-            told = bool(self.reached.outcomes.get("failed"))
-            look_at_failures(self.config.name, iteration, groups, told=told)
-            self._told = look_at_signal(self.config.name, iteration, trained, told=self._told)
-            book(self.reached, seen, version, clock())
-            self.reached.duplicates += self._ledger.take_duplicates()
-            self._last = row(self.reached, iteration, seen, trained)
-            self._last |= await self._evaluated_at(version, graph, collector, live)
-            metrics.write(self.reached.samples, self._last)
-            if every and version % every == 0:
-                await stations.check_weights(self._held_out(4), version)
-            await self._checkpoint(stations, graph, saving, version)
-            live.show()
+            await flow.roles.publish()
+            flow.source.trained(version)
+            row = self._account(flow, iteration, trained, clock())
+            row |= await self._evaluate_if_due(flow, version)
+            flow.metrics.write(self.progress.samples, row)
+            await self._compare_weights_if_due(flow, version)
+            # The step boundary: progress, ledger and weights are of this version, so a checkpoint
+            # can be written and the loop can be left.
+            if self._checkpoint_due(version):
+                await self._checkpoint(flow)
+            flow.view.show()
 
-    async def _evaluated_at(
-        self, version: int, graph: Graph, collector: Collector, live: Live
+    def _account(
+        self, flow: Flow, iteration: int, trained: Trained, seconds: float
     ) -> dict[str, float]:
-        """What the row of this version says of an evaluation, where one is due.
+        """Add the iteration to the progress; its row of the metrics."""
+        groups = flow.collector.trained(iteration)
+        seen = summed_up(iteration, groups)
+        warned = bool(self.progress.outcomes.get("failed"))
+        warn_of_failures(self.config.name, iteration, groups, warned=warned)
+        self._warned = warn_of_no_signal(self.config.name, iteration, trained, warned=self._warned)
+        add(self.progress, seen, iteration + 1, seconds)
+        self.progress.duplicates += self._ledger.take_duplicates()
+        self._last = row(self.progress, iteration, seen, trained)
+        return self._last
+
+    # ---- checkpoints
+
+    def _checkpoint_due(self, version: int) -> bool:
+        training = self.config.training
+        every = training.checkpoint_every
+        return version == training.iterations or (every > 0 and version % every == 0)
+
+    async def _checkpoint(self, flow: Flow) -> None:
+        """Start to write the checkpoint of the present version."""
+        partial_requests = await flow.roles.partial_requests()
+        unfinished = Unfinished(  # nothing else runs in this process meanwhile
+            ledger=self._ledger.state(),
+            data=msgspec.json.encode(self._prompts.state()),
+            waiting=in_flight(flow.channels, partial_requests, self._ledger.running),
+        )
+        await flow.saving.begin(self.progress, unfinished)
+
+    def _resume_path(self) -> Path | None:
+        if not self.progress.version:
+            return None
+        return self.folder.checkpoints / self.progress.checkpoint
+
+    # ---- evaluation, comparison of weights, export
+
+    async def _evaluate_first(self, flow: Flow) -> None:
+        before = await self._evaluate(flow, 0)
+        self.progress.eval_accuracy_before = before.accuracy if before else None
+        self._write_evaluation(flow.metrics, before, 0)
+
+    async def _evaluate_if_due(self, flow: Flow, version: int) -> dict[str, float]:
+        """The columns about an evaluation of this version, where one is due.
 
         Of this version exactly: none is published before the next iteration is trained.
         """
         every = self.config.evaluation.every
         if not every or version % every or version == self.config.training.iterations:
             return {}
-        live.note = "evaluating"
-        found = await self._evaluate(graph, collector, version)
-        live.note = ""
-        if found is None or found.accuracy is None:
-            return {}
-        return {"eval_accuracy": found.accuracy}
+        found = await self._evaluate(flow, version)
+        return {"eval_accuracy": found.accuracy} if found and found.accuracy is not None else {}
 
-    async def _checkpoint(
-        self, stations: Stations, graph: Graph, saving: Saving, version: int
-    ) -> None:
-        training = self.config.training
-        due = training.checkpoint_every and version % training.checkpoint_every == 0
-        if not (due or version == training.iterations):
-            return
-        begun = await stations.under_way()
-        unfinished = Unfinished(  # nothing else runs in this process meanwhile
-            ledger=self._ledger.state(),
-            data=msgspec.json.encode(self._prompts.state()),
-            waiting=waiting(graph, begun, self._ledger.running),
-        )
-        await saving.begin(self.reached, unfinished)
+    async def _evaluate_last(self, flow: Flow) -> None:
+        self._evaluated = await self._evaluate(flow, self.progress.version)
+        self._write_evaluation(flow.metrics, self._evaluated, self.progress.samples + 1)
 
-    def _resume_path(self) -> Path | None:
-        if not self.reached.version:
-            return None
-        return self.folder.checkpoints / self.reached.checkpoint
+    async def _evaluate(self, flow: Flow, version: int) -> Evaluated | None:
+        def show(done: int, wanted: int) -> None:
+            flow.view.note = f"evaluating: {done} of {wanted} answers"
 
-    def _held_out(self, count: int) -> list[Prompt]:
-        """Held-out prompts; prompts of the data where none are held out."""
-        return self._prompts.held_out[:count]
-
-    async def _evaluate(self, graph: Graph, collector: Collector, version: int) -> Evaluated | None:
-        return await evaluate(
-            self._held_out(self.config.evaluation.samples),
+        found = await evaluate(
+            self._prompts.held_out[: self.config.evaluation.samples],
             self.config.rollout.sampling.max_tokens,
             version=version,
-            requests=graph.requests.sender,
-            collector=collector,
+            requests=flow.channels.requests.sender,
+            collector=flow.collector,
+            on_answer=show,
         )
-
-    def _metrics(self) -> MetricsWriter:
-        kept = self.reached.samples if self.reached.version else None
-        sinks = self.config.training.metrics
-        return MetricsWriter(self.folder.path, resume_at=kept, sinks=sinks)
+        flow.view.note = ""
+        return found
 
     def _write_evaluation(self, metrics: MetricsWriter, found: Evaluated | None, step: int) -> None:
         """A row of its own: a resumed run drops the one after the last iteration."""
         if found is not None and found.accuracy is not None:
-            metrics.write(step, evaluation_row(self.reached, found.accuracy))
+            metrics.write(step, evaluation_row(self.progress, found.accuracy))
+
+    async def _compare_weights_if_due(self, flow: Flow, version: int) -> None:
+        every = self.config.training.check_weights_every
+        if every and version % every == 0:
+            await self._compare_weights(flow)
+
+    async def _compare_weights(self, flow: Flow) -> None:
+        """Compare the log-probs of every engine with those of the actors."""
+        note, flow.view.note = flow.view.note, "comparing weights"
+        await flow.roles.check_weights(self._compared, self.progress.version)
+        flow.view.note = note
+
+    async def _export(self, flow: Flow) -> None:
+        if self.config.training.export and self.config.actor.backend != "toy":
+            flow.view.note = "exporting"
+            await export(flow.roles.export, self.model, self.folder.trained)
+            flow.view.note = ""
+
+    # ---- what is seen of the run
+
+    def _metrics(self) -> MetricsWriter:
+        kept = self.progress.samples if self.progress.version else None
+        sinks = self.config.training.metrics
+        return MetricsWriter(self.folder.path, resume_at=kept, sinks=sinks)
+
+    def headline(self) -> Headline:
+        """The top line of the live view."""
+        run = f"{self.config.name} (seed {self.config.seed})"
+        return headline(run, self.config.training.iterations, self.progress, self._last)
+
+    @property
+    def title(self) -> str:
+        """Title of its pictures."""
+        return f"{self.config.name}: {self.config.data.name}"
+
+    @property
+    def host(self) -> HostConfig:
+        """Where its workers run."""
+        return self.config.cluster
+
+    def drawings(self, *, ended: bool) -> dict[str, Draw]:
+        """The learning curve."""
+        if not (ended or self.progress.version):
+            return {}
+        return {"learning curve": partial(draw_curve, self.config, self.folder, self.title)}
+
+    def summary(self, stopped: Stopped | None) -> LanguageSummary:
+        """What came of the run."""
+        return summary(self.config, self.progress, self._evaluated, stopped)
+
+
+def _first_of(prompts: Prompts) -> list[Prompt]:
+    """The next training prompts; they stay to be trained on."""
+    state = prompts.state()
+    found = list(islice(prompts, COMPARED_PROMPTS))
+    prompts.restore(state)
+    return found

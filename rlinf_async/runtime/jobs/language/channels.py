@@ -11,6 +11,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
 from rlinf_async.channels import Channel, Latest
 from rlinf_async.messages.language import (
     Request,
@@ -21,16 +24,16 @@ from rlinf_async.messages.language import (
 )
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.jobs.failures import max_deliveries
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.lost import deliveries
 
 
-class Graph:
+class LanguageChannels:
     """Every channel of the run.
 
     Capacities follow from admission: there are never more than ``(max_staleness + 1)`` iterations
-    of samples under way, so a sample that is done finds room and a rollout worker is not held up
-    by a slow trainer.
+    of samples under way, so there is room for every sample that is done, and a slow trainer does
+    not hold up a rollout worker.
     """
 
     def __init__(self, cluster: Cluster, config: LanguageConfig) -> None:
@@ -39,7 +42,7 @@ class Graph:
         samples = max(config.iteration_samples * ahead, config.evaluation.samples)
 
         def restarted(workers: int) -> int:
-            return deliveries(workers, counts.max_restarts)
+            return max_deliveries(workers, counts.max_restarts)
 
         self.requests: Channel[Request] = cluster.channel(
             Request,
@@ -53,12 +56,12 @@ class Graph:
             capacity=samples,
             max_deliveries=restarted(max(counts.reward_workers, 1)),
         )
-        self.looked_over: Channel[Sample] = self.generated
+        self.inferred: Channel[Sample] = self.generated
         """with log-probs of the actor's forward; the same channel where none are asked for"""
         if config.needs_inference:
-            self.looked_over = cluster.channel(
+            self.inferred = cluster.channel(
                 Sample,
-                name="looked over",
+                name="inferred",
                 capacity=samples,
                 max_deliveries=restarted(counts.reward_workers),
             )
@@ -78,3 +81,15 @@ class Graph:
         self.taken: Channel[WeightsTaken] = cluster.channel(
             WeightsTaken, name="weights taken", capacity=16 * counts.rollout_workers
         )
+
+    @contextmanager
+    def held_open(self) -> Iterator[None]:
+        """This process's own ends, which stay open between two calls of the workers."""
+        with ExitStack() as ends:
+            ends.enter_context(self.scored.receiver)
+            ends.enter_context(self.groups.sender)
+            ends.enter_context(self.groups.receiver)
+            ends.enter_context(self.to_train.receiver)  # the same where there is no critic
+            ends.enter_context(self.to_train.sender)
+            with self.requests.sender:
+                yield

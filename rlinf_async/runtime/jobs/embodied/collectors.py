@@ -1,6 +1,7 @@
-"""Who collects trajectories: env and rollout workers apart, or both in one process.
+"""Who collects trajectories: env workers and rollout workers, or env workers that run the policy
+themselves.
 
-Both ways are the same to the run: tickets go in, trajectories come out, and at the end there is an
+To the run both are the same: tickets go in, trajectories come out, and at the end there is an
 evaluation.
 """
 
@@ -10,41 +11,30 @@ import asyncio
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Protocol
 
-from rlinf_async.channels import Channel, Latest
-from rlinf_async.messages.embodied import Actions, Collect, Observations, Trajectory
-from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
+from rlinf_async.runtime.jobs.embodied.channels import EmbodiedChannels
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
-from rlinf_async.runtime.jobs.lost import deliveries
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.collocated import CollocatedEnvWorker
 from rlinf_async.workers.env import EnvReport, EnvWorker, EvaluatedEpisode, EvaluationPlan
 from rlinf_async.workers.rollout import RolloutReport, RolloutWorker
 
 
-class Ways(Protocol):
-    """What collectors take from, and give to, the rest of the run."""
-
-    tickets: Channel[Collect]
-    trajectories: Channel[Trajectory]
-    weights: Latest[WeightUpdate]
-
-
 class Collectors(Protocol):
     """The workers that turn tickets into trajectories."""
 
     async def launch(self) -> None:
-        """Start them."""
+        """Start the workers."""
         ...
 
     def serving(self) -> AbstractContextManager[object]:
-        """What has to be open until the evaluation is done."""
+        """The ends that stay open until the evaluation is done."""
         ...
 
     def collect(self) -> GroupCall[list[EnvReport]]:
-        """Work off the tickets."""
+        """Collect one iteration for each ticket, until the tickets end."""
         ...
 
     async def evaluate(self, plan: EvaluationPlan) -> list[EvaluatedEpisode]:
@@ -52,23 +42,17 @@ class Collectors(Protocol):
         ...
 
     async def finish(self) -> None:
-        """Wait for what still runs, once the weights have ended."""
+        """Wait for the workers that still serve, once the weights have ended."""
         ...
 
 
-class Apart:
-    """Env workers and rollout workers, each with a process of its own: they overlap."""
+class SeparateCollectors:
+    """Env workers and rollout workers, each in a process of its own: they overlap."""
 
-    def __init__(self, cluster: Cluster, config: EmbodiedConfig, ways: Ways) -> None:
-        self._cluster, self._config, self._ways = cluster, config, ways
-        stages, counts = config.env.stages + 1, config.cluster  # one more for the evaluation
-        self._observations: Channel[Observations] = cluster.channel(
-            Observations,
-            name="observations",
-            capacity=stages * counts.env_workers,
-            max_deliveries=deliveries(counts.rollout_workers, counts.max_restarts),
-        )
-        self._actions: Channel[Actions] = cluster.channel(Actions, name="actions", capacity=2)
+    def __init__(
+        self, cluster: Cluster, config: EmbodiedConfig, channels: EmbodiedChannels
+    ) -> None:
+        self._cluster, self._config, self._channels = cluster, config, channels
 
     async def launch(self) -> None:
         config, counts = self._config, self._config.cluster
@@ -95,29 +79,33 @@ class Apart:
         self._envs: WorkerGroup[EnvWorker] = envs
         self._serving: GroupCall[list[RolloutReport]] = rollouts.call(
             RolloutWorker.serve,
-            self._observations.receiver,
-            self._actions.sender,
-            self._ways.weights.receiver,
+            self._channels.observations.receiver,
+            self._channels.actions.sender,
+            self._channels.weights.receiver,
         )
 
     def serving(self) -> AbstractContextManager[object]:
         ends = ExitStack()
-        ends.enter_context(self._observations.sender)
-        ends.enter_context(self._actions.receiver)
+        ends.enter_context(self._channels.observations.sender)
+        ends.enter_context(self._channels.actions.receiver)
         return ends
 
     def collect(self) -> GroupCall[list[EnvReport]]:
         return self._envs.call(
             EnvWorker.collect,
-            self._ways.tickets.receiver,
-            self._observations.sender,
-            self._actions.receiver,
-            self._ways.trajectories.sender,
+            self._channels.tickets.receiver,
+            self._channels.observations.sender,
+            self._channels.actions.receiver,
+            self._channels.trajectories.sender,
         )
 
     async def evaluate(self, plan: EvaluationPlan) -> list[EvaluatedEpisode]:
         shares = await self._envs.call(
-            EnvWorker.evaluate, plan, self._observations.sender, self._actions.receiver
+            EnvWorker.evaluate,
+            plan,
+            self._channels.observations.sender,
+            self._channels.actions.receiver,
+            self._channels.evaluated.sender,
         )
         return [episode for share in shares for episode in share]
 
@@ -125,11 +113,13 @@ class Apart:
         await self._serving
 
 
-class Together:
+class CollocatedCollectors:
     """Each env worker runs the policy itself: for environments whose steps are short."""
 
-    def __init__(self, cluster: Cluster, config: EmbodiedConfig, ways: Ways) -> None:
-        self._cluster, self._config, self._ways = cluster, config, ways
+    def __init__(
+        self, cluster: Cluster, config: EmbodiedConfig, channels: EmbodiedChannels
+    ) -> None:
+        self._cluster, self._config, self._channels = cluster, config, channels
 
     async def launch(self) -> None:
         config, counts = self._config, self._config.cluster
@@ -151,16 +141,27 @@ class Together:
     def collect(self) -> GroupCall[list[EnvReport]]:
         return self._envs.call(
             CollocatedEnvWorker.collect,
-            self._ways.tickets.receiver,
-            self._ways.trajectories.sender,
-            self._ways.weights.receiver,
+            self._channels.tickets.receiver,
+            self._channels.trajectories.sender,
+            self._channels.weights.receiver,
         )
 
     async def evaluate(self, plan: EvaluationPlan) -> list[EvaluatedEpisode]:
         shares = await self._envs.call(
-            CollocatedEnvWorker.evaluate, plan, self._ways.weights.receiver
+            CollocatedEnvWorker.evaluate,
+            plan,
+            self._channels.weights.receiver,
+            self._channels.evaluated.sender,
         )
         return [episode for share in shares for episode in share]
 
     async def finish(self) -> None:
-        """Nothing runs between two calls."""
+        """No call is running: each has been awaited."""
+
+
+def make_collectors(
+    cluster: Cluster, config: EmbodiedConfig, channels: EmbodiedChannels
+) -> Collectors:
+    """The collectors that the configuration asks for."""
+    kind = SeparateCollectors if config.cluster.rollout_workers else CollocatedCollectors
+    return kind(cluster, config, channels)

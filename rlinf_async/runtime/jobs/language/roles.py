@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,47 +25,46 @@ from rlinf_async.messages.language import Prompt, Request, Tokens
 from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
-from rlinf_async.runtime.jobs.language.backends import engine_config, trainer_config
+from rlinf_async.runtime.jobs.language.channels import LanguageChannels
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.graph import Graph
-from rlinf_async.runtime.jobs.language.learners import Learners, Trained
+from rlinf_async.runtime.jobs.language.learners import Learners, Trained, trainer_config
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.inference import InferenceConfig, InferenceReport, InferenceWorker
 from rlinf_async.workers.reward import RewardReport, RewardWorker
 from rlinf_async.workers.rollout.language import LanguageRolloutReport, LanguageRolloutWorker
 
 COMPARED_TOKENS = 8
-"""of each sequence that the engine's and the actor's log-probs are compared on"""
+"""tokens of each sequence that the engine's and the actor's log-probs are compared on"""
 
 
-class Stations:
+class Roles:
     """Every worker of the run.
 
     Args:
-        cluster: where they are launched.
+        cluster: where to launch them.
         config: of the run.
-        graph: its channels.
+        channels: its channels.
         model: the model's folder.
-        verifiers: names of those that are known to be needed.
+        verifiers: names of those that the data needs.
     """
 
     def __init__(
         self,
         cluster: Cluster,
         config: LanguageConfig,
-        graph: Graph,
+        channels: LanguageChannels,
         model: Path,
         verifiers: Sequence[str] = (),
     ) -> None:
-        self.learners = Learners(cluster, config, graph, model)
+        self.learners = Learners(cluster, config, channels, model)
         self._cluster = cluster
         self._config = config
-        self._graph = graph
+        self._channels = channels
         self._model = model
         self._verifiers = verifiers
         self._shared = config.cluster.placement == "collocated"
-        self._rollouts_gave_way = False
-        self._news = asyncio.Event()
+        self._rollouts_offloaded = False
+        self._version_taken = asyncio.Event()
         self._inferring: GroupCall[list[InferenceReport]] | None = None
 
     async def launch(self, resume: Path | None) -> None:
@@ -85,38 +85,38 @@ class Stations:
         await self._launch_rollouts()
         await self._launch_others()
 
-    def start(self) -> None:
-        """Let everything that streams begin to."""
-        graph = self._graph
+    def connect(self) -> None:
+        """Give each worker that streams its channels: it runs until they end."""
+        channels = self._channels
         self._serving: GroupCall[list[LanguageRolloutReport]] = self._rollouts.call(
             LanguageRolloutWorker.serve,
-            graph.requests.receiver,
-            graph.generated.sender,
-            graph.weights.receiver,
-            graph.taken.sender,
+            channels.requests.receiver,
+            channels.generated.sender,
+            channels.weights.receiver,
+            channels.taken.sender,
         )
         if self._config.needs_inference:
             self._inferring = self._inference.call(
                 InferenceWorker.run,
-                graph.generated.receiver,
-                graph.looked_over.sender,
-                graph.weights.receiver,
+                channels.generated.receiver,
+                channels.inferred.sender,
+                channels.weights.receiver,
             )
-        self._noting = asyncio.create_task(self._note_taken(), name="weights taken")
-        self._noting.add_done_callback(_retrieve)
+        self._watching_versions = asyncio.create_task(self._watch_versions(), name="weights taken")
+        self._watching_versions.add_done_callback(_retrieve)
         self._scoring: GroupCall[list[RewardReport]] = self._rewards.call(
-            RewardWorker.run, graph.looked_over.receiver, graph.scored.sender
+            RewardWorker.run, channels.inferred.receiver, channels.scored.sender
         )
 
-    async def _note_taken(self) -> None:
-        """Take every word of a rollout worker that it serves new weights."""
-        async for _ in self._graph.taken.receiver:
-            self._news.set()
+    async def _watch_versions(self) -> None:
+        """Note that a rollout worker serves new weights, each time one does."""
+        async for _ in self._channels.taken.receiver:
+            self._version_taken.set()
 
     async def finish(self) -> None:
-        """Wait for what streams, once the requests have ended."""
+        """Wait for the workers that stream, once the requests have ended."""
         await self._serving
-        await self._noting
+        await self._watching_versions
         if self._inferring is not None:
             await self._inferring
         await self._scoring
@@ -126,13 +126,13 @@ class Stations:
 
         Args:
             iteration: which.
-            whole: waits until all of its samples are there. Roles that share devices train only
-                then, others on what is there.
+            whole: waits until all of its samples are collected. Roles that share devices train
+                only then, others on the samples that are there.
         """
         if self._shared:
             await whole()
             await self._rollouts.call(LanguageRolloutWorker.offload)
-            self._rollouts_gave_way = True
+            self._rollouts_offloaded = True
         pipelined = self._config.actor.pipelined and not self._shared
         return await self.learners.train(iteration, pipelined=pipelined, in_turns=self._shared)
 
@@ -141,9 +141,9 @@ class Stations:
         version = await self.learners.publish()
         if self._shared:
             await self.learners.offload()
-        if self._rollouts_gave_way:
+        if self._rollouts_offloaded:
             await self._rollouts.call(LanguageRolloutWorker.onload)
-            self._rollouts_gave_way = False
+            self._rollouts_offloaded = False
         return version
 
     async def export(self, path: Path) -> None:
@@ -155,8 +155,8 @@ class Stations:
             await self.learners.offload()
             await self._rollouts.call(LanguageRolloutWorker.onload)
 
-    async def under_way(self) -> list[Request]:
-        """The requests that are being answered, with the tokens that they have by now."""
+    async def partial_requests(self) -> list[Request]:
+        """The requests that are being answered, with the tokens generated so far."""
         found = await self._rollouts.call(LanguageRolloutWorker.under_way)
         return [request for one in found for request in one]
 
@@ -179,14 +179,14 @@ class Stations:
     async def _taken(self, version: int) -> None:
         """Wait until every rollout worker serves this version."""
         while min(await self._rollouts.call(LanguageRolloutWorker.version)) < version:
-            self._news.clear()
-            await self._news.wait()
+            self._version_taken.clear()
+            await self._version_taken.wait()
 
     async def _launch_rollouts(self) -> None:
         config, counts = self._config, self._config.cluster
         self._rollouts: WorkerGroup[LanguageRolloutWorker] = await self._cluster.launch(
             LanguageRolloutWorker,
-            engine_config(config, self._model),
+            _engine_config(config, self._model),
             config.rollout.serving,
             backend=config.rollout.backend,
             count=counts.rollout_workers,
@@ -219,12 +219,22 @@ class Stations:
         )
 
 
-def _retrieve(noting: asyncio.Task[None]) -> None:
-    """The failure of a rollout worker, which its own call raises."""
-    if not noting.cancelled():
-        noting.exception()
+def _retrieve(watching: asyncio.Task[None]) -> None:
+    """Mark the failure of a rollout worker as seen: its own call raises it."""
+    if not watching.cancelled():
+        watching.exception()
 
 
 def _sequence(prompt: Tokens) -> tuple[Tokens, Tokens]:
-    """A prompt and a response of its own tokens: what they say does not matter here."""
+    """A prompt, and a response made of its own tokens: any would do."""
     return prompt, np.resize(prompt, COMPARED_TOKENS).astype(np.int32)
+
+
+def _engine_config(config: LanguageConfig, model: Path) -> Any:
+    """The rollout engine's own configuration: it reads the model folder, weights come later."""
+    rollout = config.rollout
+    if rollout.backend == "toy":
+        return rollout.toy
+    if rollout.backend == "vllm":
+        return msgspec.structs.replace(rollout.vllm, model=str(model))
+    return msgspec.structs.replace(rollout.transformers, model=str(model))

@@ -1,0 +1,183 @@
+"""Settings that every kind of run has, and checks of any configuration against this host, against
+what is registered here, and against the run that is to go on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from rlinf_async.config import ConfigError, Document, MissingDevice, UsageError
+from rlinf_async.observe.errors import MetricsError
+from rlinf_async.observe.metrics import find_sink
+from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.placement import host_devices
+
+
+class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The part of ``[cluster]`` that is the same for every kind of run: how workers are started,
+    watched and restarted."""
+
+    backend: Literal["process", "local"] = "process"
+    threads: int = 1
+    """threads of the arithmetic in each process (OMP_NUM_THREADS)"""
+    max_restarts: int = 3
+    """restarts of each worker within a minute, after which its death ends the run"""
+    deadlock_after: float | None = 30.0
+    """seconds in which no worker can go on, after which the run ends; None: never"""
+    heartbeat_limit: float = 60.0
+    """seconds after which a worker that does not answer is killed"""
+
+    def __post_init__(self) -> None:
+        check_counts(self, least=1, names=("threads",))
+        check_counts(self, least=0, names=("max_restarts",))
+        if self.deadlock_after is not None and not self.deadlock_after > 0.0:
+            raise ValueError(
+                f"deadlock_after is {self.deadlock_after}; it must be above 0, or 'none' to wait "
+                "for ever"
+            )
+        if not self.heartbeat_limit > 0.0:
+            raise ValueError(f"heartbeat_limit is {self.heartbeat_limit}; it must be above 0")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of every worker's process."""
+        one = {"OMP_NUM_THREADS": str(self.threads)}
+        # A thread that spins while it waits for its neighbours keeps a core from another worker.
+        return one if self.threads == 1 else one | {"OMP_WAIT_POLICY": "passive"}
+
+    def make_cluster(self) -> Cluster:
+        """The cluster that this describes, not entered."""
+        if self.backend == "local":
+            return Cluster.local(deadlock_after=self.deadlock_after)
+        return Cluster.process(
+            heartbeat_limit=self.heartbeat_limit, deadlock_after=self.deadlock_after
+        )
+
+
+def check_counts(config: msgspec.Struct, *, least: int, names: Sequence[str]) -> None:
+    """Raise `ValueError` for the first of these fields that is below ``least``."""
+    for name in names:
+        if getattr(config, name) < least:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least {least}")
+
+
+class Table(Protocol):
+    """A registry: what is used of it here."""
+
+    kind: str
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def names(self) -> list[str]: ...
+
+
+def check_device(wanted: str, *, actors: int, path: tuple[str, ...]) -> None:
+    """Raise where the actors' device is no device's name, or is not on this host.
+
+    Args:
+        wanted: as torch names it.
+        actors: ranks that take one each.
+        path: of the setting that names it.
+
+    Raises:
+        ConfigError: it is not a device's name.
+        MissingDevice: there is none of it.
+    """
+    setting = ".".join(path)
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
+        raise ConfigError(f"{wanted!r} is no device: write 'cpu', 'cuda' or 'cuda:1'", path=path)
+    if wanted == "cpu":
+        return
+    if ":" in wanted and actors > 1:
+        raise ConfigError(
+            f"{actors} actors cannot share {wanted!r}: write 'cuda', and each takes one of its own",
+            path=path,
+        )
+    there = [device for device in host_devices() if device.kind == "cuda"]
+    if not there:
+        raise MissingDevice(
+            f"{setting}: {wanted!r} is set, but this host has no accelerator: use 'cpu'"
+        )
+    if ":" in wanted and wanted not in map(str, there):
+        raise MissingDevice(
+            f"{setting}: {wanted!r} is set, but this host has {', '.join(map(str, there))}"
+        )
+    if actors > len(there):
+        raise MissingDevice(
+            f"cluster.actors: {actors} actors need an accelerator each, but this host has "
+            f"{', '.join(map(str, there))}"
+        )
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Raise `ConfigError` for a metrics sink that is not installed."""
+    for name in names:
+        try:
+            find_sink(name)
+        except MetricsError as error:
+            raise ConfigError(str(error), path=("training", "metrics")) from error
+
+
+def refuse_unknown(table: Table, name: str, path: tuple[str, ...]) -> None:
+    """Raise `ConfigError` for a name that is not in the registry; says the nearest."""
+    from rlinf_async.algorithms.registry import UnknownName
+
+    if name not in table:
+        raise ConfigError(str(UnknownName(table.kind, name, table.names())), path=path)
+
+
+def check_resumed(config: Any, started: Path, may_differ: Sequence[str]) -> None:
+    """Refuse to go on with a run under a configuration of which too much differs.
+
+    Args:
+        config: of the command.
+        started: the file with the configuration that the run has now; nothing is checked where
+            there is none.
+        may_differ: paths of the settings, or of whole sections, that a resumed run may change.
+
+    Raises:
+        UsageError: with the settings that differ, both of their values, and those that may.
+    """
+    if not started.is_file():
+        return
+    document = Document.read(started)
+    job = document.tables.get("job")
+    if job is not None and job != getattr(config, "job", job):
+        raise UsageError(
+            f"{started.parent} holds a run of the job {job!r}, and this configuration is for "
+            f"{config.job!r}: start it in another folder"
+        )
+    before = document.to(type(config))
+    differing = [
+        f"{path} ({old} in the run, {new} now)"
+        for path, old, new in _differences(before, config)
+        if not any(path == one or path.startswith(f"{one}.") for one in may_differ)
+    ]
+    if differing:
+        raise UsageError(
+            f"the run in {started.parent} cannot go on under another configuration: "
+            f"{'; '.join(differing)}. Use the values of the run ({started}), or start in another "
+            f"folder. A resumed run may change: {', '.join(may_differ)}"
+        )
+
+
+def _differences(
+    before: msgspec.Struct, now: msgspec.Struct, prefix: str = ""
+) -> Iterator[tuple[str, object, object]]:
+    """The settings that differ: path, value before, value now."""
+    for field in msgspec.structs.fields(now):
+        old, new = getattr(before, field.name), getattr(now, field.name)
+        path = f"{prefix}{field.encode_name}"
+        if isinstance(old, msgspec.Struct) and type(old) is type(new):
+            yield from _differences(old, new, f"{path}.")
+        elif isinstance(old, dict) and isinstance(new, dict):
+            for name in sorted(old.keys() | new.keys()):
+                if old.get(name) != new.get(name):
+                    yield f"{path}.{name}", old.get(name), new.get(name)
+        elif old != new:
+            yield path, old, new

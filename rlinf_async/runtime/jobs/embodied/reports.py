@@ -1,0 +1,274 @@
+"""What an embodied run reports: progress, rows of the metrics, the top line of the live view, and
+at the end its pictures."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import numpy as np
+
+from rlinf_async.messages.embodied import TrainReport
+from rlinf_async.observe.errors import ObserveError, VideoError
+from rlinf_async.observe.learning_curve import draw_learning_curve
+from rlinf_async.observe.progress import ProgressState, ProgressView, figure
+from rlinf_async.observe.run_folder import RunFolder
+from rlinf_async.observe.video import record_video
+from rlinf_async.runtime.jobs.checkpoints import RunProgress, load_progress
+from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
+from rlinf_async.runtime.jobs.run import Draw
+from rlinf_async.runtime.jobs.view import Headline
+from rlinf_async.workers.env import EnvError, EvaluatedEpisode, describe_env, make_env
+from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
+
+if TYPE_CHECKING:
+    from rlinf_async.messages.embodied import Floats
+
+
+class EmbodiedProgress(RunProgress, kw_only=True):
+    """How far an embodied run has come."""
+
+    env_steps: int = 0
+    episodes: int = 0
+    returns: list[float] = msgspec.field(default_factory=list)
+    """returns of the last episodes"""
+    successes: list[bool] = msgspec.field(default_factory=list)
+    """whether they succeeded, of those whose environment says so"""
+
+    def take(self, report: TrainReport, seconds: float, window: int) -> None:
+        """Add one iteration."""
+        self.version = report.version
+        self.env_steps += report.env_steps
+        self.train_seconds = seconds
+        self.episodes += len(report.episode_return)
+        self.lag_sum += report.lag_mean
+        self.lag_max = max(self.lag_max, report.lag_max)
+        self.duplicates += report.duplicates
+        self.returns = list(deque([*self.returns, *report.episode_return], window))
+        self.successes = list(deque([*self.successes, *report.episode_success], window))
+
+
+class Parts:
+    """Joins the reports of all actor ranks, which have equal shares, into one for each iteration.
+
+    A checkpoint is written when every rank has written its part, which they may report with
+    different iterations.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._open: dict[int, list[TrainReport]] = {}
+        self._parts: Counter[str] = Counter()
+
+    def join(self, part: TrainReport) -> TrainReport | None:
+        """The whole report, once every rank's part is there."""
+        parts = self._open.setdefault(part.iteration, [])
+        parts.append(part)
+        if part.checkpoint is not None:
+            self._parts[part.checkpoint] += 1
+        if len(parts) < self._ranks:
+            return None
+        return msgspec.structs.replace(
+            _merged(self._open.pop(part.iteration)), checkpoint=self._written()
+        )
+
+    def _written(self) -> str | None:
+        """The newest checkpoint that is complete and was not reported yet."""
+        complete = [path for path, parts in self._parts.items() if parts == self._ranks]
+        for path in complete:
+            del self._parts[path]
+        return max(complete, default=None)
+
+
+def _merged(parts: Sequence[TrainReport]) -> TrainReport:
+    """Counts add up; metrics and staleness are means: all shares are equal."""
+    return msgspec.structs.replace(
+        parts[0],
+        metrics={
+            name: sum(one.metrics[name] for one in parts) / len(parts) for name in parts[0].metrics
+        },
+        env_steps=sum(one.env_steps for one in parts),
+        lag_mean=sum(one.lag_mean for one in parts) / len(parts),
+        lag_max=max(one.lag_max for one in parts),
+        duplicates=sum(one.duplicates for one in parts),
+        episode_return=[value for one in parts for value in one.episode_return],
+        episode_length=[value for one in parts for value in one.episode_length],
+        episode_success=[value for one in parts for value in one.episode_success],
+    )
+
+
+def row(progress: EmbodiedProgress, report: TrainReport) -> dict[str, float]:
+    """One row of the metrics. What was not measured stays out."""
+    row = {
+        "iteration": float(report.iteration),
+        "version": float(report.version),
+        "env_steps": float(progress.env_steps),
+        "train_seconds": progress.train_seconds,
+        "steps_per_second": progress.env_steps / max(progress.train_seconds, 1e-9),
+        "episodes": float(progress.episodes),
+        "staleness_mean": report.lag_mean,
+        "staleness_max": float(report.lag_max),
+        "second_trajectories": float(report.duplicates),
+        **report.metrics,
+    }
+    if progress.returns:
+        row["return"] = sum(progress.returns) / len(progress.returns)
+    if progress.successes:
+        row["success_rate"] = sum(progress.successes) / len(progress.successes)
+    return row
+
+
+def headline(
+    config: EmbodiedConfig, progress: EmbodiedProgress, last: TrainReport | None
+) -> Headline:
+    """The top line of the live view."""
+    rate = progress.env_steps / max(progress.train_seconds, 1e-9) if progress.version else None
+    figures = (
+        ("steps", f"{progress.env_steps:,}"),
+        ("steps/s", figure(rate, ",.0f")),
+        ("seconds", f"{progress.train_seconds:.0f}"),
+        ("return", figure(_mean(progress.returns), ".2f")),
+        ("success", figure(_mean(progress.successes), ".0%")),
+        ("staleness", figure(last.lag_mean if last else None, ".1f")),
+    )
+    run = f"{config.name} (seed {config.seed})"
+    return Headline(run, progress.version, config.iterations, figures)
+
+
+def _mean(values: list[float] | list[bool]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def warn_of_no_success(config: EmbodiedConfig, report: TrainReport, *, warned: bool) -> bool:
+    """Warn where there is a target for the success rate, and the environment reports no success.
+
+    It shows with the first episodes that end. Returns whether the run has been warned, now or
+    before.
+    """
+    target = config.evaluation.target_success_rate
+    if warned or target is None or report.episode_success or not report.episode_return:
+        return warned
+    print(
+        f"{config.name}: evaluation.target_success_rate is {target}, but {config.env.name} reports "
+        "no success (is_success or success in the info of an episode's last step): this target "
+        "cannot be judged. Leave it out, or set evaluation.target_return",
+        file=sys.stderr,
+    )
+    return True
+
+
+def outcome(
+    config: EmbodiedConfig, episodes: Sequence[EvaluatedEpisode]
+) -> Literal["succeeded", "fell short", "finished"]:
+    """How the evaluation stands to the targets; one that cannot be judged is no target."""
+    wanted, rate = config.evaluation, success_rate(episodes)
+    judged = []
+    if wanted.target_success_rate is not None and rate is not None:
+        judged.append(rate >= wanted.target_success_rate)
+    if wanted.target_return is not None:
+        judged.append(mean_return(episodes) >= wanted.target_return)
+    if not judged:
+        return "finished"
+    return "succeeded" if all(judged) else "fell short"
+
+
+def success_rate(episodes: Sequence[EvaluatedEpisode]) -> float | None:
+    """The share of successes; None where the environment reports no success."""
+    known = [episode.success for episode in episodes if episode.success is not None]
+    return sum(known) / len(known) if known else None
+
+
+def mean_return(episodes: Sequence[EvaluatedEpisode]) -> float:
+    """The mean return of the episodes."""
+    return sum(episode.episode_return for episode in episodes) / len(episodes)
+
+
+def pictures(
+    config: EmbodiedConfig, folder: RunFolder, title: str, headline: Callable[[], Headline]
+) -> dict[str, Draw]:
+    """The learning curve, and a video of the trained policy where one is configured.
+
+    ``headline`` is the top line of the view that shows how far the video has come.
+    """
+
+    def curve() -> None:
+        draw_learning_curve(
+            folder.metrics,
+            folder.learning_curve,
+            title=title,
+            target=config.evaluation.target_success_rate,
+        )
+
+    found: dict[str, Draw] = {"learning curve": curve}
+    if config.evaluation.video_episodes:
+        found["video"] = lambda: draw_video(config, folder, headline())
+    return found
+
+
+def draw_video(config: EmbodiedConfig, folder: RunFolder, headline: Headline) -> None:
+    """Record the trained policy, for ``evaluation.video_seconds`` at most.
+
+    Raises:
+        VideoError: the environment does not render, or fails while it is filmed.
+        UsageError: it cannot be made any more.
+    """
+    try:
+        _record(config, folder, headline)
+    except EnvError as error:
+        raise VideoError(str(error)) from error
+
+
+def _record(config: EmbodiedConfig, folder: RunFolder, headline: Headline) -> None:
+    policy = _trained_policy(config, folder.checkpoints)
+    env = make_env(config.env)
+    try:
+        writer = ObservationWriter(env.observation_space, config.env.name)
+        reader = ActionReader(env.action_space, config.env.name, config.env.actions)
+    finally:
+        env.close()
+    row = np.zeros((1, describe_env(config.env).observation_size), np.float32)
+
+    def act(observation: Any) -> Any:
+        writer.write(observation, row[0])
+        return reader.read(policy(row.copy()), 1)[0]
+
+    wanted = config.evaluation
+    with ProgressView() as view:
+
+        def show(episode: int, frames: int) -> None:
+            note = f"video: episode {episode + 1} of {wanted.video_episodes}, {frames} frames"
+            view.update(ProgressState(**headline._asdict(), note=note))
+
+        made = record_video(
+            lambda: make_env(config.env, render_mode="rgb_array"),
+            act,
+            folder.video,
+            episodes=wanted.video_episodes,
+            seed=wanted.seed,
+            time_limit=wanted.video_seconds,
+            on_frame=show,
+        )
+    if made.cut:
+        print(
+            f"{config.name}: the video was ended after evaluation.video_seconds = "
+            f"{wanted.video_seconds:g}, in episode {len(made.returns)} of {wanted.video_episodes}",
+            file=sys.stderr,
+        )
+
+
+def _trained_policy(config: EmbodiedConfig, checkpoints: Path) -> Callable[[Floats], Any]:
+    """The deterministic policy of the newest checkpoint."""
+    from rlinf_async.backends.registry import load_policy_backend, load_trainer_backend
+
+    progress = load_progress(checkpoints, EmbodiedProgress)
+    if progress is None:
+        raise ObserveError(f"there is no checkpoint in {checkpoints}")
+    trainer = load_trainer_backend("fsdp")(config.actor, 1, 0)
+    trainer.load_checkpoint(checkpoints / progress.checkpoint)
+    policy = load_policy_backend("torch")(config.actor.fsdp.policy, 0, "cpu")
+    policy.load(trainer.publish())
+    return policy.mode

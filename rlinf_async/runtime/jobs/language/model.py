@@ -1,0 +1,399 @@
+"""The model of a language run as a folder: what engines and actors read, and what the run leaves.
+
+A checkpoint's folder is used as it is. A model that starts from a configuration gets a folder
+without weights inside the run's own: the actor draws them, and publishes them before anything is
+generated; or a short supervised phase, the warm start, puts them there first. It happens once: a
+run that is resumed, or started again in its folder, finds the weights there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from rlinf_async.algorithms.language.config import LanguageLossConfig
+from rlinf_async.backends.fsdp.config import OptimizerConfig, SchedulerConfig
+from rlinf_async.backends.fsdp.language.config import (
+    LanguageFSDPConfig,
+    LanguageModelConfig,
+    LanguageTrainerConfig,
+    SupervisedConfig,
+)
+from rlinf_async.config import ConfigError, MissingExtra
+from rlinf_async.data import DataError, Prompts, load_tokenizer
+from rlinf_async.data.arithmetic import save_arithmetic_tokenizer
+from rlinf_async.data.tokenizer import FILES as TOKENIZER_FILES
+from rlinf_async.messages.language import Tokens
+from rlinf_async.observe.files import atomic_write, explaining
+from rlinf_async.observe.progress import ProgressState, ProgressView
+from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.jobs.language.config import LanguageConfig, ModelConfig
+from rlinf_async.workers.actor.supervised import SupervisedWorker
+
+T = TypeVar("T")
+Shape = tuple[int, ...]
+Examples = list[tuple[Tokens, Tokens]]
+"""prompts, and what is to be answered"""
+
+ARITHMETIC = "arithmetic"
+BESIDE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "merges.txt")
+"""files that belong to some tokenizers"""
+
+
+class _Index(msgspec.Struct):
+    """What is read of ``model.safetensors.index.json``: tensor -> file."""
+
+    weight_map: dict[str, str]
+
+
+def checkpoint_folder(model: ModelConfig) -> Path | None:
+    """The folder of a checkpoint, looked at; None for a model that starts from a configuration.
+
+    Raises:
+        ConfigError: it is not there, lacks config, weights or tokenizer, or one is damaged.
+    """
+    if not model.path:
+        return None
+    path = Path(model.path).expanduser()
+    if not path.is_dir():
+        raise ConfigError(
+            f"the folder {model.path!r} is not there: give a Hugging Face checkpoint on this "
+            "disk (nothing is downloaded)",
+            path=("model", "path"),
+        )
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"{path} has no config.json: it is not a Hugging Face checkpoint",
+            path=("model", "path"),
+        )
+    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+        raise ConfigError(
+            f"{path} has no weights (*.safetensors): copy them into it, or give model.config "
+            "instead to start from random ones",
+            path=("model", "path"),
+        )
+    if not model.tokenizer and not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(
+            f"{path} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}): copy "
+            "tokenizer.json and tokenizer_config.json into it, or name a folder that has them "
+            "by model.tokenizer",
+            path=("model", "path"),
+        )
+    _check_whole(path)
+    return path
+
+
+def _check_whole(folder: Path) -> None:
+    """Refuse a config that is no JSON, and weights of which a part is missing (a cut download)."""
+    _read_json(folder / "config.json", dict[str, Any])
+    for path in folder.glob("*.safetensors.index.json"):
+        shards = set(_read_json(path, _Index).weight_map.values())
+        missing = sorted(name for name in shards if not (folder / name).is_file())
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ConfigError(
+                f"{folder} lacks {missing[0]}{more}, which {path.name} names: copy it into it",
+                path=("model", "path"),
+            )
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(str(file), framework="numpy"):
+                pass
+        except SafetensorError as error:
+            raise ConfigError(
+                f"{file} is damaged ({error}): copy it anew", path=("model", "path")
+            ) from error
+
+
+def _read_json(file: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file} is damaged: {error}", path=("model", "path")) from error
+
+
+def make_model_folder(model: ModelConfig, into: Path) -> Path:
+    """The folder that engines read: config and tokenizer, weights where the checkpoint has some.
+
+    Raises:
+        ConfigError: the architecture is unknown or its settings do not fit, or a folder lacks
+            something.
+        MissingExtra: transformers is not installed.
+    """
+    source = checkpoint_folder(model)
+    if source is not None and not model.tokenizer:
+        return source
+    into.mkdir(parents=True, exist_ok=True)
+    if model.tokenizer == ARITHMETIC:
+        save_arithmetic_tokenizer(into)
+    else:
+        folder = Path(model.tokenizer).expanduser()
+        if not copy_tokenizer(folder, into):
+            raise ConfigError(
+                f"{folder} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there",
+                path=("model", "tokenizer"),
+            )
+    if source is not None:
+        for path in source.iterdir():
+            if path.is_file() and not (into / path.name).exists():
+                (into / path.name).symlink_to(path.resolve())
+        return into
+    atomic_write(into / "config.json", msgspec.json.format(_config_json(model, into)) + b"\n")
+    return into
+
+
+def copy_tokenizer(folder: Path, into: Path) -> bool:
+    """Copy the tokenizer's files; whether there were any."""
+    found = [folder / name for name in (*TOKENIZER_FILES, *BESIDE) if (folder / name).is_file()]
+    for path in found:
+        shutil.copy2(path, into / path.name)
+    return any(path.name in TOKENIZER_FILES for path in found)
+
+
+def _config_json(model: ModelConfig, folder: Path) -> bytes:
+    """The whole configuration: what was given, the architecture's defaults, the tokenizer's ids."""
+    try:
+        from transformers import AutoConfig, AutoTokenizer
+    except ModuleNotFoundError as error:
+        missing = error.name or "transformers"
+        raise MissingExtra(missing, extra="llm", needed_for="a language model") from error
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    given = dict(model.config)
+    kind = given.pop("model_type")
+    ids = {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+    }
+    if given.get("vocab_size", len(tokenizer)) < len(tokenizer):
+        raise ConfigError(
+            f"vocab_size is {given['vocab_size']}, but the tokenizer has {len(tokenizer)} tokens: "
+            "leave it out",
+            path=("model", "config", "vocab_size"),
+        )
+    _check_kind(kind)
+    try:
+        made = AutoConfig.for_model(kind, **(ids | given))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(str(error), path=("model", "config")) from error
+    architecture = _architecture(made)
+    if architecture is not None:  # vLLM finds the model's class by it
+        made.architectures = [architecture]
+    text: bytes = made.to_json_string(use_diff=False).encode()
+    return text
+
+
+def _check_kind(kind: str) -> None:
+    """transformers itself would answer with all of its hundreds of names."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+
+    if kind in KNOWN:
+        return
+    near = difflib.get_close_matches(kind, list(KNOWN), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(
+        f"transformers has no causal language model of model_type {kind!r}{hint}",
+        path=("model", "config", "model_type"),
+    )
+
+
+def _architecture(config: Any) -> str | None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name: str | None = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    return name
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a model folder has weights."""
+    return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+
+
+class _Found(NamedTuple):
+    """A tensor of another size than the configuration makes it."""
+
+    name: str
+    there: Shape
+    wanted: Shape
+    file: str
+
+
+def check_weights(folder: Path, where: tuple[str, ...]) -> None:
+    """Refuse safetensors of other sizes than config.json says; only their headers are read.
+
+    Tensors that transformers renames while it loads, quantised weights and other files are left
+    to whoever loads them.
+
+    Args:
+        folder: of the checkpoint.
+        where: the setting that names it.
+
+    Raises:
+        ConfigError: with the first tensor, and both of its shapes.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    wanted = _described_shapes(folder) if files else {}
+    found = [one for file in files for one in _differing(file, wanted)]
+    if not found:
+        return
+    first = min(found)
+    raise ConfigError(
+        f"{folder}: {len(found)} tensors are not of the size that config.json makes them: "
+        f"{first.name} is {list(first.there)} in {first.file} and {list(first.wanted)} by "
+        "config.json: copy the config.json that belongs to the weights",
+        path=where,
+    )
+
+
+def _differing(file: Path, wanted: dict[str, Shape]) -> list[_Found]:
+    with safe_open(str(file), framework="numpy") as opened:
+        names: list[str] = opened.keys()
+        shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+    return [
+        _Found(name, there, wanted[name], file.name)
+        for name, there in shapes.items()
+        # Some are transposed while they are loaded.
+        if name in wanted and math.prod(there) != math.prod(wanted[name])
+    ]
+
+
+def _described_shapes(folder: Path) -> dict[str, Shape]:
+    """The shapes of the model that config.json describes; none where transformers alone cannot
+    build it, or stores its weights in another form."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    described = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
+    if "quantization_config" in described:
+        return {}
+    factory: Any = AutoModelForCausalLM
+    try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        with torch.device("meta"):
+            model = factory.from_config(config)
+    except (ValueError, TypeError, KeyError, OSError, ImportError):
+        return {}  # the engine and the trainer say it, each in its own way
+    return {name: tuple(one.shape) for name, one in model.state_dict().items()}
+
+
+def examples(config: LanguageConfig, model: Path) -> Examples:
+    """Every prompt of the phase's data, held-out ones left out, with its answer and the end token.
+
+    Raises:
+        ConfigError: the data cannot be read, or do not fill a batch; the tokenizer has no
+            end-of-sequence token.
+    """
+    tokenizer = load_tokenizer(model)
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "the tokenizer has no end-of-sequence token, so the model could not learn to stop",
+            path=("model", "tokenizer"),
+        )
+    try:
+        prompts = Prompts(config.warm_start.data or config.data, tokenizer)
+    except DataError as error:
+        section = ("warm_start", "data") if config.warm_start.data else ("data",)
+        raise ConfigError(str(error), path=section) from error
+    found = []
+    while prompts.epoch == 0:
+        prompt = next(prompts)
+        ids = tokenizer(prompt.reference, add_special_tokens=False)["input_ids"]
+        found.append((prompt.token_ids, np.asarray([*ids, tokenizer.eos_token_id], np.int32)))
+    if len(found) < config.warm_start.batch_size:
+        raise ConfigError(
+            f"there are {len(found)} examples, which do not fill a batch of "
+            f"{config.warm_start.batch_size}: set it to at most {len(found)}, or give more data",
+            path=("warm_start", "batch_size"),
+        )
+    return found
+
+
+async def warm_start(config: LanguageConfig, model: Path, learnt: Examples) -> list[float]:
+    """Fit the model of this folder, and put its weights there; the loss of every step.
+
+    Shows how far it has come.
+    """
+    phase, actor = config.warm_start, config.actor
+    optimizer = OptimizerConfig(lr=phase.lr, eps=1e-8, max_grad_norm=1.0)
+    scheduler = SchedulerConfig(
+        kind="cosine",
+        warmup_steps=min(phase.warmup_steps, phase.steps - 1),
+        total_steps=phase.steps,
+        min_factor=0.1,
+    )
+    trainer = LanguageTrainerConfig(
+        fsdp=LanguageFSDPConfig(
+            model=LanguageModelConfig(path=str(model), random=not has_weights(model)),
+            device=actor.device,
+            precision=actor.precision,
+            strategy=actor.strategy,
+            optimizer=optimizer,
+            scheduler=scheduler,
+        ),
+        loss=LanguageLossConfig(name="supervised"),
+        seed=config.seed,
+    )
+    supervised = SupervisedConfig(steps=phase.steps, batch_size=phase.batch_size, seed=config.seed)
+    counts = config.cluster
+    cluster = Cluster.local() if counts.backend == "local" else Cluster.process()
+    async with cluster:
+        workers = await cluster.launch(
+            SupervisedWorker,
+            trainer,
+            supervised,
+            count=counts.actors,
+            name="WarmStart",
+            collective=config.collective,
+            env_vars=counts.environment,
+        )
+        channel = cluster.channel(float, name="losses")
+        losses: list[float] = []
+        fitting = workers.call(SupervisedWorker.fit, learnt, str(model), channel.sender)
+        with ProgressView() as view, channel.receiver as steps:
+            async for loss in steps:
+                losses.append(loss)
+                view.update(
+                    ProgressState(
+                        run=f"{config.name} (seed {config.seed}), warm start",
+                        iteration=len(losses),
+                        iterations=phase.steps,
+                        figures=(("loss", f"{loss:.3f}"),),
+                    )
+                )
+        await fitting
+    return losses
+
+
+async def export(write: Callable[[Path], Awaitable[None]], model: Path, into: Path) -> None:
+    """Write the trained model with the tokenizer that it began with, as transformers and vLLM load
+    it.
+
+    The folder is whole at any time: it is written under another name, and then takes the place of
+    an earlier one.
+
+    Args:
+        write: writes configuration and weights.
+        model: the folder that the run began with.
+        into: where the new one goes.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
+    staging = into.with_name(f".{into.name}")
+    with explaining("write the trained model", into):
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+    await write(staging)
+    with explaining("write the trained model", into):
+        copy_tokenizer(model, staging)
+        shutil.rmtree(into, ignore_errors=True)
+        staging.rename(into)

@@ -1,0 +1,227 @@
+"""A run in its folder, of whatever job: opened, carried out, drawn, and what is left of one that
+did not come to its end.
+
+::
+
+    folder --build--> Run --main--> summary --draw--> pictures --> one line of results
+                       |
+                       +--failure--> summary, trace and pictures of what there is; the error raised
+
+A job supplies a `Run`: its dataflow, its summary, its pictures. All else is here: the cluster, the
+live view, the trace.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from rlinf_async.config import UsageError, to_toml
+from rlinf_async.observe.errors import ObserveError
+from rlinf_async.observe.perfetto import read_perfetto
+from rlinf_async.observe.progress import ProgressView
+from rlinf_async.observe.run_folder import RunFolder
+from rlinf_async.observe.summary import Detail, Summary, last_line, write_summary
+from rlinf_async.observe.timeline import draw_timeline
+from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.jobs.config import HostConfig, check_resumed
+from rlinf_async.runtime.jobs.failures import Stopped, abort_on_lost_items
+from rlinf_async.runtime.jobs.view import Headline, LiveView
+from rlinf_async.runtime.loop import run
+
+S = TypeVar("S", bound=Summary)
+S_co = TypeVar("S_co", bound=Summary, covariant=True)
+
+Draw = Callable[[], object]
+
+
+class TrainingClock:
+    """Seconds of training, those before a resume included."""
+
+    def __init__(self, before: float) -> None:
+        self._start = time.monotonic() - before
+
+    def __call__(self) -> float:
+        return time.monotonic() - self._start
+
+
+class Run(Protocol[S_co]):
+    """One run of a job. Called in this order; `summary` in any case."""
+
+    @property
+    def title(self) -> str:
+        """Title of its pictures."""
+        ...
+
+    @property
+    def host(self) -> HostConfig:
+        """Where its workers run."""
+        ...
+
+    def headline(self) -> Headline:
+        """The top line of the live view, now."""
+        ...
+
+    async def main(self, cluster: Cluster, view: LiveView) -> None:
+        """Launch the workers, train, evaluate, and wait for the workers to end."""
+        ...
+
+    def summary(self, stopped: Stopped | None) -> S_co:
+        """What came of it; ``stopped`` says how it ended where it did not come to its end."""
+        ...
+
+    def drawings(self, *, ended: bool) -> dict[str, Draw]:
+        """Its pictures, by name, in the order in which they are drawn; ``ended``: the run came to
+        its end."""
+        ...
+
+
+def run_in_folder(
+    config: Any,
+    out: Path | None,
+    *,
+    resume: bool,
+    may_differ: Sequence[str],
+    build: Callable[[RunFolder], Run[S]],
+) -> S:
+    """Carry out a run, and leave everything in its folder.
+
+    Args:
+        config: a Struct, as the user gave it: its ``name`` names the folder where ``out`` is left
+            out, and a copy of it lies in the folder.
+        out: the run folder.
+        resume: go on with the run in ``out``.
+        may_differ: settings that a resumed run may change, see `check_resumed`.
+        build: makes the run; raises where its input is wrong.
+
+    Raises:
+        UsageError: the folder cannot be used, or what is to be resumed cannot be.
+    """
+    path = out or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if resume:
+        check_resumed(config, path / "config.toml", may_differ)
+    try:
+        folder = RunFolder.create(path, config_text=to_toml(config), resume=resume)
+    except ObserveError as error:
+        raise UsageError(str(error)) from error
+    with folder:
+        built = _build(build, folder)
+        for note in folder.notes:
+            print(note, file=sys.stderr)
+        return _Execution(built, folder).carry_out()
+
+
+def _build(build: Callable[[RunFolder], Run[S]], folder: RunFolder) -> Run[S]:
+    """The run; one that is refused leaves nothing that stands in the way of the next try."""
+    try:
+        return build(folder)
+    except ObserveError as error:  # what is to be resumed cannot be
+        folder.discard()
+        raise UsageError(str(error)) from error
+    except UsageError:
+        folder.discard()
+        raise
+
+
+class _Execution(Generic[S]):
+    """A run from the first worker to the last picture."""
+
+    def __init__(self, one: Run[S], folder: RunFolder) -> None:
+        self._run = one
+        self._folder = folder
+        self._restarts: dict[str, int] = {}
+        """restarts of each worker that had some"""
+        self._spans_left_out: Mapping[str, int] = {}
+        """spans that the trace does not have, by worker"""
+
+    def carry_out(self) -> S:
+        """The whole run. A picture that cannot be made does not undo the training."""
+        folder = self._folder
+        try:
+            run(self._main())
+        except BaseException as error:
+            self._leave_what_there_is(error)
+            raise
+        summary = self._summary(None)
+        write_summary(folder.summary, summary)  # now: the pictures take seconds
+        interrupt: KeyboardInterrupt | None = None
+        try:
+            self._draw(self._timeline | self._run.drawings(ended=True), summary.extra)
+        except KeyboardInterrupt as error:
+            interrupt = error
+        if summary.extra:
+            write_summary(folder.summary, summary)
+        print(last_line(folder, summary), flush=True)
+        if interrupt is not None:
+            raise interrupt
+        return summary
+
+    async def _main(self) -> None:
+        with ProgressView() as progress:
+            async with self._run.host.make_cluster() as cluster:
+                view = LiveView(self._folder, cluster, progress, self._run.headline)
+                self._spans_left_out = view.left_out
+                with view, abort_on_lost_items(cluster):
+                    try:
+                        await self._run.main(cluster, view)
+                    finally:
+                        self._restarts = _restarts(cluster)
+                        await view.write_trace()
+
+    def _summary(self, stopped: Stopped | None) -> S:
+        summary = self._run.summary(stopped)
+        summary.restarts = self._restarts
+        return summary
+
+    def _leave_what_there_is(self, cause: BaseException) -> None:
+        """Write the summary and draw the pictures of a run that did not come to its end; on a full
+        disk the error that ended it is still the one raised."""
+        try:
+            write_summary(self._folder.summary, self._summary(Stopped.by(cause)))
+        except ObserveError as error:
+            print(f"the summary was not written: {error}", file=sys.stderr)
+        timeline = self._timeline if self._folder.trace.exists() else {}
+        self._draw(timeline | self._run.drawings(ended=False), {})
+
+    def _draw(self, drawings: Mapping[str, Draw], problems: dict[str, Detail]) -> None:
+        """Draw pictures; what cannot be drawn is printed, and noted in ``problems``.
+
+        A Ctrl-C costs the picture that is being drawn and those after it.
+        """
+        for name, draw in drawings.items():
+            try:
+                draw()
+            except (ObserveError, UsageError) as error:
+                problems[name] = f"not made: {error}"
+            except KeyboardInterrupt:
+                problems[name] = "not made: interrupted"
+                raise
+            finally:
+                if name in problems:
+                    print(f"the {name} was {problems[name]}", file=sys.stderr)
+
+    @property
+    def _timeline(self) -> dict[str, Draw]:
+        return {"timeline": self._draw_timeline}
+
+    def _draw_timeline(self) -> None:
+        """Draw who was busy when, from the trace."""
+        draw_timeline(
+            read_perfetto(self._folder.trace),
+            self._folder.timeline,
+            title=self._run.title,
+            left_out=self._spans_left_out,
+        )
+
+
+def _restarts(cluster: Cluster) -> dict[str, int]:
+    """Restarts of each worker, of those that were restarted."""
+    return {
+        supervisor.name: supervisor.restarts
+        for group in cluster.groups.values()
+        for supervisor in group.supervisors
+        if supervisor.restarts
+    }

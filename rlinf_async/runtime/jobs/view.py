@@ -1,0 +1,256 @@
+"""What is seen of a run of any kind: the live view in the terminal, and the trace it leaves.
+
+`ChannelRates` compares counts of channels, edges and connections with those of the look before;
+workers are not asked for them. `LiveView` asks workers for their spans, and waits for none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections import Counter as Counts
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Final, NamedTuple, Self
+
+from rlinf_async import patient
+from rlinf_async.channels import Channel, Edge, Statistics
+from rlinf_async.channels.wire import Traffic
+from rlinf_async.observe.counters import Counter, Rates
+from rlinf_async.observe.errors import ObserveError
+from rlinf_async.observe.perfetto import write_perfetto
+from rlinf_async.observe.progress import (
+    ChannelView,
+    EdgeView,
+    ProgressState,
+    ProgressView,
+    WorkerView,
+)
+from rlinf_async.observe.run_folder import RunFolder
+from rlinf_async.observe.trace import Span
+from rlinf_async.runtime.backend import WorkerHandle
+from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.stall import internal
+
+PERIOD: Final = 0.25
+"""seconds between two drawings"""
+RATES_EVERY_NS: Final = 200_000_000
+"""nanoseconds between two looks at the counts, at least: rates of shorter times jump"""
+COUNTERS_KEPT: Final = 200_000
+"""values in the trace; the oldest go first"""
+SPANS_EVERY = 10.0
+"""seconds between two collections of the workers' spans"""
+SPANS_LIMIT = 2.0
+"""seconds that a worker has to hand its spans over; it may be stopped, or dying"""
+SPANS_KEPT = 400_000
+
+
+class ChannelRates:
+    """The channels, edges and connections of a cluster, as they were last looked at."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._rates = Rates()
+        self._counters: deque[Counter] = deque(maxlen=COUNTERS_KEPT)
+        self._looked = 0
+        self.channels: Sequence[ChannelView] = ()
+        self.edges: Sequence[EdgeView] = ()
+
+    @property
+    def counters(self) -> Sequence[Counter]:
+        """For the trace."""
+        return self._counters
+
+    def look(self) -> None:
+        """See what is new, if the last look was long enough ago."""
+        now = time.monotonic_ns()
+        if now - self._looked < RATES_EVERY_NS:
+            return
+        self._looked = now
+        every = [one for one in self._cluster.channels.values() if isinstance(one, Channel)]
+        seen = [one.statistics() for one in every]
+        self.channels = [self._channel(one, now) for one in seen]
+        self.edges = [self._edge(one.name, edge, now) for one in seen for edge in one.edges]
+        for traffic in self._cluster.traffic():
+            self._connection(traffic, now)
+
+    # ---- inside
+
+    def _channel(self, seen: Statistics, now: int) -> ChannelView:
+        counts = {"items/s": float(seen.gets), "put waits/s": float(seen.put_waits)}
+        rates = self._rates.per_second(seen.name, now, counts)
+        self._keep(f"channel {seen.name}", now, {"depth": float(seen.depth), **rates})
+        return ChannelView(
+            name=seen.name,
+            depth=seen.depth,
+            capacity=seen.capacity,
+            items_per_second=rates["items/s"],
+        )
+
+    def _edge(self, channel: str, edge: Edge, now: int) -> EdgeView:
+        worker = edge.party.partition(".")[0]
+        sends = edge.end == "sender"
+        name = f"{worker} -> {channel}" if sends else f"{channel} -> {worker}"
+        counts = {
+            "items/s": float(edge.items),
+            "MB/s": edge.nbytes / 1e6,
+            "credit waits/s": float(edge.credit_waits),
+            "shared/s": float(edge.shared),
+            "copied/s": float(edge.copied),
+        }
+        rates = self._rates.per_second(f"{edge.end} {edge.party} {channel}", now, counts)
+        self._keep(name, now, rates if sends else {key: rates[key] for key in ("items/s", "MB/s")})
+        return EdgeView(
+            name=name,
+            items_per_second=rates["items/s"],
+            bytes_per_second=rates["MB/s"] * 1e6,
+            shared=edge.shared,
+            copied=edge.copied,
+            credit_waits=edge.credit_waits,
+        )
+
+    def _connection(self, traffic: Traffic, now: int) -> None:
+        counts = {
+            "sent MB/s": traffic.sent_bytes / 1e6,
+            "received MB/s": traffic.received_bytes / 1e6,
+            "shared/s": float(traffic.sent_shared + traffic.received_shared),
+            "copied/s": float(traffic.sent_copied + traffic.received_copied),
+        }
+        rates = self._rates.per_second(f"connection {traffic.peer}", now, counts)
+        self._keep(f"connection {traffic.peer}", now, {**rates, "unsent": float(traffic.unsent)})
+
+    def _keep(self, track: str, now: int, values: dict[str, float]) -> None:
+        self._counters.append(Counter(track, now, values))
+
+
+class Headline(NamedTuple):
+    """The top line of the live view."""
+
+    run: str
+    iteration: int
+    iterations: int
+    figures: Sequence[tuple[str, str]]
+
+
+class LiveView:
+    """Shows a run while it goes on, and collects what its trace is made of."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        cluster: Cluster,
+        view: ProgressView,
+        headline: Callable[[], Headline],
+    ) -> None:
+        self._folder = folder
+        self._cluster = cluster
+        self._view = view
+        self._headline = headline
+        self._tasks: list[asyncio.Task[None]] = []
+        self.note = ""
+        self._spans: list[Span] = []
+        self._rates = ChannelRates(cluster)
+        self._collecting = asyncio.Lock()
+        self.left_out: Counts[str] = Counts()
+        """spans left out of the trace, by worker"""
+
+    def show(self) -> None:
+        """Draw the present state."""
+        run, iteration, iterations, figures = self._headline()
+        self._rates.look()
+        self._view.update(
+            ProgressState(
+                run=run,
+                iteration=iteration,
+                iterations=iterations,
+                figures=figures,
+                channels=self._rates.channels,
+                edges=self._rates.edges,
+                workers=self._workers(),
+                note=self.note,
+            )
+        )
+
+    async def write_trace(self) -> None:
+        """Collect the last spans and write the trace, however the run ends."""
+        try:
+            await self._collect()
+        finally:
+            try:
+                write_perfetto(
+                    self._spans,
+                    self._folder.trace,
+                    left_out=self.left_out,
+                    counters=self._rates.counters,
+                )
+            except ObserveError as error:
+                print(f"the trace was not written: {error}", file=sys.stderr)
+
+    def _workers(self) -> list[WorkerView]:
+        waiting = {wait.party.partition(".")[0]: wait for wait in self._cluster.waits()[::-1]}
+        views = []
+        for group in self._cluster.groups.values():
+            for supervisor in group.supervisors:
+                wait = waiting.get(supervisor.name)
+                views.append(
+                    WorkerView(
+                        name=supervisor.name,
+                        doing="" if wait else "busy",
+                        waiting_for=wait.channel if wait else None,
+                        waiting_seconds=wait.seconds if wait else 0.0,
+                        restarts=supervisor.restarts,
+                    )
+                )
+        return views
+
+    async def _draw(self) -> None:
+        while True:
+            self.show()
+            await asyncio.sleep(PERIOD)
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(SPANS_EVERY)
+            await self._collect()
+
+    async def _collect(self) -> None:
+        """Take the spans of every worker that answers in time; the others keep theirs."""
+        async with self._collecting:
+            supervisors = [
+                one for group in self._cluster.groups.values() for one in group.supervisors
+            ]
+            handles = [one.handle_nowait() for one in supervisors]
+            taken = (self._take(handle) for handle in handles if handle is not None)
+            await asyncio.gather(*taken)
+
+    async def _take(self, handle: WorkerHandle) -> None:
+        with suppress(TimeoutError):
+            async with patient.timeout(SPANS_LIMIT):
+                self.keep(await handle.spans())
+
+    def keep(self, spans: list[Span]) -> None:
+        """Add spans to the trace, which keeps the newest ones."""
+        self._spans += spans
+        surplus = len(self._spans) - SPANS_KEPT
+        if surplus > 0:
+            self.left_out.update(span.worker for span in self._spans[:surplus])
+            del self._spans[:surplus]
+
+    def __enter__(self) -> Self:
+        self._tasks = [
+            internal(asyncio.create_task(self._draw(), name="live view")),
+            internal(asyncio.create_task(self._follow(), name="collect spans")),
+        ]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
