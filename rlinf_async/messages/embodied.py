@@ -131,9 +131,5 @@ class TrainReport(msgspec.Struct, kw_only=True):
     episode_return: list[float] = []
     episode_length: list[int] = []
     episode_success: list[bool] = []
-    saving: str | None = None
-    """folder of this version's checkpoint, while it is being written"""
-    checkpoint: str | None = None
-    """folder of a checkpoint of which this rank has written its part since its last report"""
     ranks: int = 1
     """number of ranks that train the next iteration and share its data"""

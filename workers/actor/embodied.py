@@ -10,7 +10,6 @@
     recv_rollout_batch    its share of one iteration       env workers' trajectories
     training              the compute thread               itself
     publishing            nothing: `Latest` never waits
-    a checkpoint          the one before; the last one itself
 
 Exactly once: a trajectory of (iteration, env rank, stage) is trained once. A restarted env worker
 may send one again; the second is left out and counted.
@@ -19,7 +18,7 @@ may send one again; the second is left out and counted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -32,25 +31,12 @@ from rlinf_async.workers.actor.training_worker import TrainingWorker
 
 
 class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What an iteration is made of, and what is kept."""
+    """What an iteration is made of."""
 
-    iterations: int
-    """number in all, those before a resume included"""
     trajectories: int
     """number in each iteration, over all ranks"""
     max_staleness: int = 0
     """versions that the weights of a step may be behind those that are trained"""
-    checkpoint_every: int = 0
-    """iterations between two checkpoints; 0: only after the last iteration"""
-    checkpoints: str | None = None
-    """folder of the checkpoints; None: none are written"""
-
-
-class _Saves(NamedTuple):
-    """Folders of checkpoints, for the report."""
-
-    begun: str | None = None
-    written: str | None = None
 
 
 class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
@@ -94,8 +80,7 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
             batch, metrics, lags = await self._train(trajectories, iteration, plan)
             await self.scheduler_scale_sync()
             await self.sync_model_to_rollout(weights)
-            saves = await self._save(plan)
-        return self._report(iteration, batch, metrics, lags, saves)
+        return self._report(iteration, batch, metrics, lags)
 
     async def _train(
         self, trajectories: Receiver[Trajectory], iteration: int, plan: TrainingPlan
@@ -156,23 +141,6 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
                 await weights.publish(update)
         return update.version
 
-    async def _save(self, plan: TrainingPlan) -> _Saves:
-        """Begin a checkpoint where one is due; say which one was written meanwhile.
-
-        The last one is waited for.
-        """
-        version = self._trainer.version
-        last = version == plan.iterations
-        due = plan.checkpoint_every > 0 and version % plan.checkpoint_every == 0
-        begun, written = None, None
-        if plan.checkpoints is not None and (due or last):
-            written = await self._checkpoint.wait()
-            begun = f"{plan.checkpoints}/version-{version:06d}"
-            await self.begin_checkpoint(begun)
-        if last or self._checkpoint.done:
-            written = await self._checkpoint.wait() or written
-        return _Saves(begun, None if written is None else str(written))
-
     # -- the number of ranks that train -------------------------------------------------------
 
     def check_share(self, dp: int) -> None:
@@ -203,7 +171,6 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
         batch: list[Trajectory],
         metrics: Mapping[str, float],
         lags: tuple[float, int],
-        saves: _Saves,
     ) -> TrainReport:
         duplicates = self.duplicates - self._reported_duplicates
         self._reported_duplicates = self.duplicates
@@ -218,7 +185,5 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
             episode_return=[value for one in batch for value in one.episode_return],
             episode_length=[value for one in batch for value in one.episode_length],
             episode_success=[value for one in batch for value in one.episode_success],
-            saving=saves.begun,
-            checkpoint=saves.written,
             ranks=self.active_world_size,
         )

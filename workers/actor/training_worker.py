@@ -189,11 +189,6 @@ class PendingCheckpoint:
         self._written: Future[Path] | None = None
         self._path = Path()
 
-    @property
-    def done(self) -> bool:
-        """Whether one was begun and is written, or has failed, but `wait` has not returned it."""
-        return self._written is not None and self._written.done()
-
     async def begin(self, begin: Callable[[Path], Future[Path]], path: Path) -> None:
         """Call ``begin`` in the compute thread; it waits for the checkpoint before.
 

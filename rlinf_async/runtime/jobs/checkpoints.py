@@ -1,4 +1,4 @@
-"""How far a run has come, and the folder of checkpoints that it goes on from.
+"""How far a run has come, and the checkpoints that it goes on from.
 
 ::
 
@@ -15,12 +15,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, Self, TypeVar
 
 import msgspec
 
 from rlinf_async.observe.errors import RunFolderError
 from rlinf_async.observe.files import atomic_write
+from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.jobs.failures import start_background
 
 PROGRESS = "latest.json"
 
@@ -114,6 +116,78 @@ async def make_latest(
         _keep_newest(checkpoints, name, count)
 
     await asyncio.to_thread(write)  # it waits for the disk, and removes gigabytes
+
+
+class ShardWriters(Protocol):
+    """The workers that hold the weights."""
+
+    async def begin_save(self, path: Path) -> None:
+        """Start writing a checkpoint; training may go on."""
+
+    async def saved(self, path: Path) -> None:
+        """Wait until the checkpoint that was begun is complete."""
+
+
+class Checkpointer:
+    """Writes checkpoints while the run goes on, one at a time.
+
+    ::
+
+        begin       progress and files as they are now; the workers copy their weights
+        meanwhile   the workers write ----> the job's files -> latest.json -> old ones go
+        finish      waits for that
+
+    Invariant: ``latest.json`` names a checkpoint only when all of it is on the disk. A run that is
+    killed before goes on from the one before.
+
+    Args:
+        cluster: ends with the first checkpoint that fails.
+        writers: the workers that hold the weights.
+        checkpoints: folder of the checkpoints.
+        count: checkpoints to keep.
+    """
+
+    def __init__(
+        self, cluster: Cluster, writers: ShardWriters, checkpoints: Path, count: int
+    ) -> None:
+        self._cluster = cluster
+        self._writers = writers
+        self._checkpoints = checkpoints
+        self._count = count
+        self._writing: asyncio.Task[None] | None = None
+
+    async def begin(self, progress: RunProgress, files: Mapping[str, bytes] | None = None) -> None:
+        """Start the checkpoint of this version; waits for the one before.
+
+        Args:
+            progress: of the run, now.
+            files: what the job adds to the checkpoint, by name.
+        """
+        name = folder_of(progress.version)
+        latest = progress.at(name)
+        await self.finish()
+        await self._writers.begin_save(self._checkpoints / name)
+        self._writing = start_background(
+            self._cluster, self._write(name, latest, files or {}), f"checkpoint {name}"
+        )
+
+    async def _write(self, name: str, latest: bytes, files: Mapping[str, bytes]) -> None:
+        await self._writers.saved(self._checkpoints / name)
+        await make_latest(self._checkpoints, name, latest, self._count, files=files)
+
+    async def finish(self) -> None:
+        """Wait until the checkpoint that was begun is on the disk. Raises its error."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Abandon what is being written, if anything is: the run has failed, and ends."""
+        if self._writing is not None:
+            self._writing.cancel()
 
 
 def folder_of(version: int) -> str:

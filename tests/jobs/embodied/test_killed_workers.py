@@ -25,13 +25,13 @@ class Killer(killing.Killer):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
-        take = EmbodiedRun._take
+        write_row = EmbodiedRun._write_row
 
-        async def taking(run: EmbodiedRun, report: TrainReport, *rest: Any) -> None:
-            await take(run, report, *rest)
+        def writing(run: EmbodiedRun, report: TrainReport, *rest: Any) -> None:
+            write_row(run, report, *rest)
             self._kill(self.victims.pop(report.iteration, None))
 
-        monkeypatch.setattr(EmbodiedRun, "_take", taking)
+        monkeypatch.setattr(EmbodiedRun, "_write_row", writing)
 
 
 @pytest.fixture

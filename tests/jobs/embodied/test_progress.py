@@ -14,7 +14,7 @@ from rlinf_async.backends.checkpoint import folders
 from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.observe.errors import RunFolderError
 from rlinf_async.runtime.jobs.checkpoints import load_progress, make_latest
-from rlinf_async.runtime.jobs.embodied.reports import EmbodiedProgress, Parts
+from rlinf_async.runtime.jobs.embodied.reports import EmbodiedProgress, merged
 
 
 def report(iteration: int, **fields: Any) -> TrainReport:
@@ -29,25 +29,21 @@ def report(iteration: int, **fields: Any) -> TrainReport:
     return TrainReport(iteration=iteration, version=iteration + 1, **values)
 
 
-def test_the_parts_of_all_ranks_make_one_report_in_whatever_order_they_come() -> None:
-    parts = Parts(2)
-    assert parts.join(report(0, lag_mean=1.0, lag_max=1, episode_return=[1.0])) is None
-    assert parts.join(report(1, duplicates=1)) is None
-    first = parts.join(report(0, lag_mean=2.0, lag_max=3, episode_return=[2.0, 3.0]))
-    assert first is not None
+def test_the_reports_of_all_ranks_make_one() -> None:
+    first = merged(
+        [
+            report(0, lag_mean=1.0, lag_max=1, episode_return=[1.0], duplicates=1),
+            report(0, lag_mean=2.0, lag_max=3, episode_return=[2.0, 3.0], duplicates=2),
+        ]
+    )
     assert (first.iteration, first.env_steps, first.lag_mean, first.lag_max) == (0, 20, 1.5, 3)
     assert first.episode_return == [1.0, 2.0, 3.0]
-    second = parts.join(report(1, duplicates=2))
-    assert second is not None
-    assert (second.iteration, second.duplicates) == (1, 3)
+    assert first.duplicates == 3
 
 
 def test_the_metrics_of_all_ranks_are_averaged() -> None:
-    parts = Parts(2)
-    assert parts.join(report(0, metrics={"loss": 1.0, "lr": 0.1})) is None
-    whole = parts.join(report(0, metrics={"loss": 2.0, "lr": 0.1}))
-    assert whole is not None
-    assert whole.metrics == {"loss": 1.5, "lr": 0.1}
+    parts = [report(0, metrics={"loss": loss, "lr": 0.1}) for loss in (1.0, 2.0)]
+    assert merged(parts).metrics == {"loss": 1.5, "lr": 0.1}
 
 
 def test_every_second_trajectory_is_counted_once() -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
 
 from rlinf_async.backends.toy.engine import ToyEngine
 from rlinf_async.messages.language import Generated, Outcome, Request, Sample, ScoredSample
+from rlinf_async.runtime.jobs.checkpoints import Checkpointer
 from rlinf_async.runtime.jobs.language.checkpoints import (
     InFlight,
-    LanguageProgress,
-    Saving,
     Unfinished,
     in_flight,
     load_language_progress,
@@ -37,13 +37,13 @@ def die_after(monkeypatch: pytest.MonkeyPatch, iteration: int) -> None:
 
     Checkpoints that were begun before are complete.
     """
-    begin = Saving.begin
+    begin = Checkpointer.begin
 
-    async def beginning(saving: Saving, progress: LanguageProgress, unfinished: Unfinished) -> None:
-        await begin(saving, progress, unfinished)
-        await saving.finish()
+    async def beginning(checkpointer: Checkpointer, *of_run: Any) -> None:
+        await begin(checkpointer, *of_run)
+        await checkpointer.finish()
 
-    monkeypatch.setattr(Saving, "begin", beginning)
+    monkeypatch.setattr(Checkpointer, "begin", beginning)
     trained = Ledger.trained
 
     def dying(ledger: Ledger, done: int) -> None:

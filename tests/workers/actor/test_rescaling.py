@@ -16,7 +16,6 @@ from rlinf_async.workers.actor import (
     EmbodiedFSDPActor,
     FSDPActor,
     LanguageBatches,
-    TrainingPlan,
 )
 from tests.backends.rescale.kit import (
     RING,
@@ -28,7 +27,7 @@ from tests.backends.rescale.kit import (
 )
 from tests.workers.actor.language.kit import Channels as LanguageChannels
 from tests.workers.actor.language.kit import groups
-from tests.workers.actor.toy import Channels
+from tests.workers.actor.toy import Channels, Plan
 
 pytestmark = pytest.mark.timeout(400)  # processes that import torch, on a busy machine
 
@@ -160,7 +159,7 @@ async def embodied(ranks: int, ring: tuple[int, ...]) -> tuple[list[Row], list[i
         )
         size = ring[0]
         await actors.call(EmbodiedFSDPActor.init_trainer_resharding, size)
-        plan = TrainingPlan(iterations=ITERATIONS, trajectories=TRAJECTORIES)
+        plan = Plan(ITERATIONS, trajectories=TRAJECTORIES)
         kept = channels.trajectories.receiver.clone()
         wanted = list(ring[1:])
         rows, sizes = [], []

@@ -13,12 +13,12 @@ import rlinf_async as ra
 from rlinf_async.backends import registry
 from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.testing import explore, run
-from rlinf_async.workers.actor import TrainingPlan
 from tests.workers.actor.toy import (
     ENVS,
     STEPS,
     Channels,
     Place,
+    Plan,
     ToyActor,
     ToyTrainer,
     env_worker,
@@ -35,14 +35,12 @@ def toy_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ToyTrainer.made.clear()
 
 
-def plan_of(iterations: int, env_workers: int, staleness: int = 0) -> TrainingPlan:
-    return TrainingPlan(
-        iterations=iterations, trajectories=env_workers * STAGES, max_staleness=staleness
-    )
+def plan_of(iterations: int, env_workers: int, staleness: int = 0) -> Plan:
+    return Plan(iterations, trajectories=env_workers * STAGES, max_staleness=staleness)
 
 
 async def run_workers(
-    plan: TrainingPlan, *, env_workers: int, actors: int = 1, twice: bool = False
+    plan: Plan, *, env_workers: int, actors: int = 1, twice: bool = False
 ) -> list[TrainReport]:
     """Env workers and actors, to the end; trainers are found in ``ToyTrainer.made``."""
     ToyTrainer.made.clear()
@@ -63,7 +61,7 @@ async def run_workers(
     return reports
 
 
-def share(plan: TrainingPlan, env_workers: int, actors: int, rank: int) -> list[list[Place]]:
+def share(plan: Plan, env_workers: int, actors: int, rank: int) -> list[list[Place]]:
     """What a rank has to train, iteration by iteration."""
     return [
         [
@@ -151,7 +149,6 @@ def test_a_report_tells_of_the_iteration_and_its_episodes() -> None:
     assert first.episode_return == [0.0, 0.0, 1.0, 1.0]
     assert first.episode_length == [STEPS] * 4
     assert first.episode_success == [True] * 4
-    assert first.checkpoint is None
 
 
 @pytest.mark.parametrize("version", [0, 2])
@@ -169,23 +166,6 @@ def test_steps_older_than_allowed_or_newer_than_the_actor_are_an_error(version: 
 
     with pytest.raises(ra.WorkerError, match=r"trained at version 1 .* max_staleness is 0"):
         run(main())
-
-
-@pytest.mark.parametrize(
-    ("every", "saved"), [(2, [2, 4, 5]), (0, [5]), (5, [5]), (1, [1, 2, 3, 4, 5])]
-)
-def test_checkpoints_are_written_when_due_and_after_the_last_iteration(
-    tmp_path: Path, every: int, saved: list[int]
-) -> None:
-    names = [f"version-{version:06d}" for version in saved]
-    plan = TrainingPlan(
-        iterations=5, trajectories=STAGES, checkpoint_every=every, checkpoints=str(tmp_path)
-    )
-    reports = run(run_workers(plan, env_workers=1))
-    [trainer] = ToyTrainer.made
-    assert trainer.saved == names
-    told = [report.checkpoint for report in reports if report.checkpoint is not None]
-    assert told == [str(tmp_path / name) for name in names]
 
 
 def test_a_resumed_actor_publishes_where_it_was_and_trains_only_the_rest(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import rlinf_async as ra
 from rlinf_async.weights import unpack
-from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
+from rlinf_async.workers.actor import EmbodiedFSDPActor
 from tests.backends.rescale.kit import TRAJECTORIES, embodied_config, trajectory
-from tests.workers.actor.toy import Channels
+from tests.workers.actor.toy import Channels, Plan
 
 ITERATIONS = 2
 
@@ -29,7 +29,7 @@ async def trained(world_size: int) -> dict[str, Tensor]:
             collective="gloo" if world_size > 1 else None,
             env_vars={"OMP_NUM_THREADS": "1"},
         )
-        plan = TrainingPlan(iterations=ITERATIONS, trajectories=TRAJECTORIES)
+        plan = Plan(ITERATIONS, trajectories=TRAJECTORIES)
         training = asyncio.create_task(channels.train(actors, plan))
         for iteration in range(ITERATIONS):
             for stage in range(TRAJECTORIES):

@@ -10,10 +10,9 @@ import rlinf_async as ra
 from rlinf_async.backends import registry
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.parallel import Strategy
-from rlinf_async.workers.actor import TrainingPlan
-from tests.workers.actor.toy import Channels, ToyActor, ToyTrainer, nothing_moved
+from tests.workers.actor.toy import Channels, Plan, ToyActor, ToyTrainer, nothing_moved
 
-THREE = TrainingPlan(iterations=1, trajectories=3)
+THREE = Plan(1, trajectories=3)
 
 
 class RescalableToy(ToyTrainer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -80,6 +80,19 @@ class ToyActor(EmbodiedFSDPActor):
         """Nothing: there is no group whose store says which strategies are due."""
 
 
+class Plan(NamedTuple):
+    """What a run is made of."""
+
+    iterations: int
+    trajectories: int
+    max_staleness: int = 0
+
+    @property
+    def each(self) -> TrainingPlan:
+        """Of one iteration."""
+        return TrainingPlan(trajectories=self.trajectories, max_staleness=self.max_staleness)
+
+
 class Channels:
     """The channels around the actors."""
 
@@ -87,15 +100,16 @@ class Channels:
         self.trajectories = cluster.channel(Trajectory, name="trajectories", capacity=4)
         self.weights = cluster.latest(WeightUpdate, name="weights")
 
-    def iteration(
-        self, actors: ra.WorkerGroup[Any], plan: TrainingPlan
-    ) -> ra.GroupCall[list[TrainReport]]:
+    def iteration(self, actors: ra.WorkerGroup[Any], plan: Plan) -> ra.GroupCall[list[TrainReport]]:
         """Train the next iteration; one report of each rank."""
         return actors.call(
-            EmbodiedFSDPActor.run_training, plan, self.trajectories.receiver, self.weights.sender
+            EmbodiedFSDPActor.run_training,
+            plan.each,
+            self.trajectories.receiver,
+            self.weights.sender,
         )
 
-    async def train(self, actors: ra.WorkerGroup[Any], plan: TrainingPlan) -> list[TrainReport]:
+    async def train(self, actors: ra.WorkerGroup[Any], plan: Plan) -> list[TrainReport]:
         """Publish, then train one iteration after the other; the reports of all ranks."""
         reports: list[TrainReport] = []
         # A call closes its ends: this one keeps the channel from ending between two of them.
@@ -133,7 +147,7 @@ def trajectory(iteration: int, env_rank: int = 0, stage: int = 0, version: int =
 
 async def env_worker(
     rank: int,
-    plan: TrainingPlan,
+    plan: Plan,
     stages: int,
     actors: int,
     trajectories: ra.Sender[Trajectory],

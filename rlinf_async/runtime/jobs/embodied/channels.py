@@ -15,7 +15,7 @@ policy itself, it takes the weights.
 from __future__ import annotations
 
 from rlinf_async.channels import Channel, Latest
-from rlinf_async.messages.embodied import Actions, Collect, Observations, TrainReport, Trajectory
+from rlinf_async.messages.embodied import Actions, Collect, Observations, Trajectory
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
@@ -45,7 +45,6 @@ class EmbodiedChannels:
         self.evaluated: Channel[EvaluatedEpisode] = cluster.channel(
             EvaluatedEpisode, name="evaluated"
         )
-        self.reports: Channel[TrainReport] = cluster.channel(TrainReport, name="reports")
         self.weights: Latest[WeightUpdate] = cluster.latest(WeightUpdate, name="weights")
         if counts.rollout_workers:
             stages = config.env.stages + 1  # one more for the evaluation

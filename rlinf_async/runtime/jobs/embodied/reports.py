@@ -4,7 +4,7 @@ at the end its pictures."""
 from __future__ import annotations
 
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -52,40 +52,11 @@ class EmbodiedProgress(RunProgress, kw_only=True):
         self.successes = list(deque([*self.successes, *report.episode_success], window))
 
 
-class Parts:
-    """Joins the reports of all actor ranks, which have equal shares, into one for each iteration.
+def merged(parts: Sequence[TrainReport]) -> TrainReport:
+    """The report of an iteration, from those of all ranks.
 
-    A checkpoint is written when every rank has written its part, which they may report with
-    different iterations.
+    Counts add up; metrics and staleness are means: all shares are equal.
     """
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        self._open: dict[int, list[TrainReport]] = {}
-        self._parts: Counter[str] = Counter()
-
-    def join(self, part: TrainReport) -> TrainReport | None:
-        """The whole report, once every rank's part is there."""
-        parts = self._open.setdefault(part.iteration, [])
-        parts.append(part)
-        if part.checkpoint is not None:
-            self._parts[part.checkpoint] += 1
-        if len(parts) < self._ranks:
-            return None
-        return msgspec.structs.replace(
-            _merged(self._open.pop(part.iteration)), checkpoint=self._written()
-        )
-
-    def _written(self) -> str | None:
-        """The newest checkpoint that is complete and was not reported yet."""
-        complete = [path for path, parts in self._parts.items() if parts == self._ranks]
-        for path in complete:
-            del self._parts[path]
-        return max(complete, default=None)
-
-
-def _merged(parts: Sequence[TrainReport]) -> TrainReport:
-    """Counts add up; metrics and staleness are means: all shares are equal."""
     return msgspec.structs.replace(
         parts[0],
         metrics={

@@ -20,6 +20,7 @@ no step can be more than ``max_staleness`` versions old when it is trained.
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from rlinf_async.messages.embodied import Collect, TrainReport
 from rlinf_async.observe.metrics import MetricsWriter
@@ -28,16 +29,16 @@ from rlinf_async.observe.summary import EmbodiedSummary, Staleness
 from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
-from rlinf_async.runtime.jobs.checkpoints import clean, load_progress, make_latest
+from rlinf_async.runtime.jobs.checkpoints import Checkpointer, clean, load_progress
 from rlinf_async.runtime.jobs.config import HostConfig
 from rlinf_async.runtime.jobs.embodied.channels import EmbodiedChannels
 from rlinf_async.runtime.jobs.embodied.collectors import Collectors, make_collectors
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig, reseeded
 from rlinf_async.runtime.jobs.embodied.reports import (
     EmbodiedProgress,
-    Parts,
     headline,
     mean_return,
+    merged,
     outcome,
     pictures,
     row,
@@ -49,6 +50,21 @@ from rlinf_async.runtime.jobs.run import Draw, TrainingClock
 from rlinf_async.runtime.jobs.view import Headline, LiveView
 from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
 from rlinf_async.workers.env import EnvReport, EvaluatedEpisode, EvaluationPlan
+
+
+class ActorShards:
+    """The actors, as the workers that a `Checkpointer` asks to write."""
+
+    def __init__(self, actors: WorkerGroup[EmbodiedFSDPActor]) -> None:
+        self._actors = actors
+
+    async def begin_save(self, path: Path) -> None:
+        """Start writing a checkpoint; training may go on."""
+        await self._actors.call(EmbodiedFSDPActor.begin_checkpoint, str(path))
+
+    async def saved(self, path: Path) -> None:
+        """Wait until the checkpoint that was begun is complete."""
+        await self._actors.call(EmbodiedFSDPActor.checkpoint_written)
 
 
 class EmbodiedRun:
@@ -64,8 +80,6 @@ class EmbodiedRun:
         clean(folder.checkpoints)
         self.reached = load_progress(folder.checkpoints, EmbodiedProgress) or EmbodiedProgress()
         self.config = reseeded(config, self.reached.version)
-        self._saving: dict[str, bytes] = {}
-        """progress at the moment of each checkpoint that is being written"""
         self._env_reports: list[EnvReport] = []
         self._last: TrainReport | None = None
         self._warned = False
@@ -80,7 +94,10 @@ class EmbodiedRun:
         actors = await self._launch(cluster, collectors)
         view.note = ""
         with collectors.serving(), self._metrics() as metrics:
-            await self._train(channels, collectors, actors, view, metrics)
+            kept = self.config.training.keep_checkpoints
+            writers = ActorShards(actors)
+            checkpointer = Checkpointer(cluster, writers, self.folder.checkpoints, kept)
+            await self._train(channels, collectors, actors, checkpointer, metrics, view)
             with in_background(cluster, self._count_episodes(channels, view), "evaluation"):
                 self._episodes = await collectors.evaluate(self._evaluation())
             self._write_evaluation(metrics, self._episodes)
@@ -117,58 +134,57 @@ class EmbodiedRun:
 
     async def _train(
         self,
-        graph: EmbodiedChannels,
+        channels: EmbodiedChannels,
         collectors: Collectors,
         actors: WorkerGroup[EmbodiedFSDPActor],
-        live: LiveView,
+        checkpointer: Checkpointer,
         metrics: MetricsWriter,
+        view: LiveView,
     ) -> None:
         first, ahead = self.reached.version, self.config.training.max_staleness
-        await actors.call(EmbodiedFSDPActor.sync_model_to_rollout, graph.weights.sender)
+        await actors.call(EmbodiedFSDPActor.sync_model_to_rollout, channels.weights.sender)
         collecting = collectors.collect()
-        parts = Parts(self.config.cluster.actors)
         clock = TrainingClock(self.reached.train_seconds)
         # A restarted env worker may send a trajectory again when the actors are done already.
-        with graph.trajectories.receiver:
-            with graph.tickets.sender:
+        with channels.trajectories.receiver, checkpointer:
+            with channels.tickets.sender:
                 for iteration in range(first, first + ahead + 1):
-                    await self._issue(graph, iteration)
-                training = self._train_next(graph, actors, first)
+                    await self._issue(channels, iteration)
+                training = self._train_iteration(channels, actors)
                 for iteration in range(first, self.config.iterations):
-                    assert training is not None  # of this iteration
-                    reports = await training
-                    # Under way while this process books the one before.
-                    training = self._train_next(graph, actors, iteration + 1)
-                    for part in reports:
-                        if (report := parts.join(part)) is not None:
-                            await self._issue(graph, report.version + ahead)
-                            await self._take(report, metrics, live, clock())
+                    report = merged(await training)
+                    await self._issue(channels, report.version + ahead)
+                    self.reached.take(report, clock(), self.config.training.return_window)
+                    # The step boundary: progress and weights are of this version, so a checkpoint
+                    # can be written and the loop can be left.
+                    if self._checkpoint_due(report.version):
+                        await checkpointer.begin(self.reached)
+                    if iteration + 1 < self.config.iterations:
+                        training = self._train_iteration(channels, actors)
+                    self._write_row(report, metrics)
+                    view.show()
+            await checkpointer.finish()
             self._env_reports = await collecting
 
-    def _train_next(
-        self, graph: EmbodiedChannels, actors: WorkerGroup[EmbodiedFSDPActor], iteration: int
-    ) -> GroupCall[list[TrainReport]] | None:
-        """Let the actors train this iteration, if there is one."""
-        if iteration >= self.config.iterations:
-            return None
+    def _train_iteration(
+        self, channels: EmbodiedChannels, actors: WorkerGroup[EmbodiedFSDPActor]
+    ) -> GroupCall[list[TrainReport]]:
+        """Let the actors train the next iteration."""
+        training = self.config.training
         return actors.call(
             EmbodiedFSDPActor.run_training,
-            self._plan(),
-            graph.trajectories.receiver,
-            graph.weights.sender,
+            TrainingPlan(
+                trajectories=self.config.trajectories, max_staleness=training.max_staleness
+            ),
+            channels.trajectories.receiver,
+            channels.weights.sender,
         )
 
-    def _plan(self) -> TrainingPlan:
-        training = self.config.training
-        return TrainingPlan(
-            iterations=self.config.iterations,
-            trajectories=self.config.trajectories,
-            max_staleness=training.max_staleness,
-            checkpoint_every=training.checkpoint_every,
-            checkpoints=str(self.folder.checkpoints),
-        )
+    def _checkpoint_due(self, version: int) -> bool:
+        every = self.config.training.checkpoint_every
+        return version == self.config.iterations or (every > 0 and version % every == 0)
 
-    async def _issue(self, graph: EmbodiedChannels, iteration: int) -> None:
+    async def _issue(self, channels: EmbodiedChannels, iteration: int) -> None:
         """Let every env worker collect this iteration, if there is one."""
         if iteration >= self.config.iterations:
             return
@@ -178,24 +194,12 @@ class EmbodiedRun:
             min_version=max(0, iteration - self.config.training.max_staleness),
         )
         for rank in range(self.config.cluster.env_workers):
-            await graph.tickets.sender.put(ticket, key=rank)
+            await channels.tickets.sender.put(ticket, key=rank)
 
-    async def _take(
-        self, report: TrainReport, metrics: MetricsWriter, live: LiveView, seconds: float
-    ) -> None:
-        """Book one iteration."""
-        reached, training = self.reached, self.config.training
-        reached.take(report, seconds, training.return_window)
+    def _write_row(self, report: TrainReport, metrics: MetricsWriter) -> None:
         self._last = report
         self._warned = warn_of_no_success(self.config, report, warned=self._warned)
-        metrics.write(reached.env_steps, row(reached, report))
-        if report.saving is not None:
-            self._saving[report.saving] = reached.at(report.saving)
-        if report.checkpoint is not None:
-            progress = self._saving.pop(report.checkpoint)
-            count = training.keep_checkpoints
-            await make_latest(self.folder.checkpoints, report.checkpoint, progress, count)
-        live.show()
+        metrics.write(self.reached.env_steps, row(self.reached, report))
 
     # ---- evaluation, metrics, summary
 

@@ -1,5 +1,4 @@
-"""The checkpoints of a language run: what they hold beside the actors' shards, and how they are
-written while the run goes on.
+"""The checkpoints of a language run: what they hold beside the actors' shards.
 
 ::
 
@@ -21,10 +20,9 @@ wrong: whatever the ledger does not know to be running is left out.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -35,12 +33,10 @@ from rlinf_async.config import UsageError
 from rlinf_async.messages.language import Request, Sample, ScoredSample
 from rlinf_async.observe.errors import RunFolderError
 from rlinf_async.observe.files import explaining
-from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.jobs.checkpoints import RunProgress, folder_of, load_progress, make_latest
-from rlinf_async.runtime.jobs.failures import start_background
+from rlinf_async.runtime.jobs.checkpoints import RunProgress, load_progress
 from rlinf_async.runtime.jobs.language.channels import LanguageChannels
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.learners import CRITIC, Learners
+from rlinf_async.runtime.jobs.language.learners import CRITIC
 from rlinf_async.runtime.jobs.language.samples import Ledger, LedgerState
 
 T = TypeVar("T")
@@ -138,12 +134,11 @@ class Unfinished(msgspec.Struct, kw_only=True):
     """position in the prompts: the data's own state, as JSON"""
     waiting: InFlight = msgspec.field(default_factory=InFlight)
 
-    def encoded(self) -> bytes:
-        """The content of the file in the checkpoint."""
+    def files(self) -> dict[str, bytes]:
+        """The file that it is in the checkpoint, by name."""
         encoded = encode(self)
-        return msgspec.msgpack.encode(
-            _Stored(encoded.data, [bytes(buffer) for buffer in encoded.buffers])
-        )
+        stored = _Stored(encoded.data, [bytes(buffer) for buffer in encoded.buffers])
+        return {RUN: msgspec.msgpack.encode(stored)}
 
 
 class _Stored(msgspec.Struct, frozen=True):
@@ -186,59 +181,3 @@ def check_resumed_critic(config: LanguageConfig, checkpoint: Path) -> None:
             f"{config.actor.advantage.name!r} needs its values: restore that folder, or start in "
             "another one"
         )
-
-
-class Saving:
-    """Writes checkpoints while the run goes on, one at a time.
-
-    ::
-
-        begin       progress and samples as they are now -> bytes; the learners copy their weights
-        meanwhile   the learners write -----------> run.msgpack -> latest.json -> old ones go
-        finish      waits for that
-
-    Invariant: ``latest.json`` names a checkpoint only when all of it is on the disk. A run that is
-    killed before goes on from the one before.
-
-
-    Args:
-        cluster: ends with the first checkpoint that fails.
-        learners: the workers that hold the weights.
-        checkpoints: their folder.
-        count: checkpoints to keep.
-    """
-
-    def __init__(self, cluster: Cluster, learners: Learners, checkpoints: Path, count: int) -> None:
-        self._cluster = cluster
-        self._learners = learners
-        self._checkpoints = checkpoints
-        self._count = count
-        self._writing: asyncio.Task[None] | None = None
-
-    async def begin(self, progress: LanguageProgress, unfinished: Unfinished) -> None:
-        """Start the checkpoint of this version; waits for the one before."""
-        name = folder_of(progress.version)
-        latest, run = progress.at(name), unfinished.encoded()
-        await self.finish()
-        await self._learners.begin_save(self._checkpoints / name)
-        self._writing = start_background(
-            self._cluster, self._write(name, latest, run), f"checkpoint {name}"
-        )
-
-    async def _write(self, name: str, latest: bytes, run: bytes) -> None:
-        await self._learners.saved(self._checkpoints / name)
-        await make_latest(self._checkpoints, name, latest, self._count, files={RUN: run})
-
-    async def finish(self) -> None:
-        """Wait until the checkpoint that was begun is on the disk. Raises its error."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            await writing
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        """Abandon what is being written, if anything is: the run has failed, and ends."""
-        if self._writing is not None:
-            self._writing.cancel()

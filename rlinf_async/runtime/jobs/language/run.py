@@ -35,14 +35,13 @@ from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import LanguageSummary
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.jobs.checkpoints import clean
+from rlinf_async.runtime.jobs.checkpoints import Checkpointer, clean
 from rlinf_async.runtime.jobs.config import HostConfig
 from rlinf_async.runtime.jobs.failures import Stopped, in_background
 from rlinf_async.runtime.jobs.language.channels import LanguageChannels
 from rlinf_async.runtime.jobs.language.checkpoints import (
     InFlight,
     LanguageProgress,
-    Saving,
     Unfinished,
     check_resumed_critic,
     in_flight,
@@ -81,7 +80,7 @@ class Flow(NamedTuple):
     roles: Roles
     source: Source
     collector: Collector
-    saving: Saving
+    checkpointer: Checkpointer
     metrics: MetricsWriter
     view: LiveView
 
@@ -150,7 +149,7 @@ class LanguageRun:
             version=self.progress.version,
         )
         kept = self.config.training.keep_checkpoints
-        saving = Saving(cluster, roles.learners, self.folder.checkpoints, kept)
+        checkpointer = Checkpointer(cluster, roles.learners, self.folder.checkpoints, kept)
         await roles.launch(self._resume_path())
         roles.connect()
         with (
@@ -158,15 +157,15 @@ class LanguageRun:
             self._metrics() as metrics,
             in_background(cluster, collector.run(), "collector"),
         ):
-            flow = Flow(channels, roles, source, collector, saving, metrics, view)
+            flow = Flow(channels, roles, source, collector, checkpointer, metrics, view)
             await roles.publish()
             await self._compare_weights(flow)
             if not self.progress.version:
                 await self._evaluate_first(flow)
             await self._in_flight.put_back(channels)
-            with in_background(cluster, source.run(), "source"), saving:
+            with in_background(cluster, source.run(), "source"), checkpointer:
                 await self._train(flow)
-                await saving.finish()
+                await checkpointer.finish()
             await self._evaluate_last(flow)
             await self._export(flow)
         await channels.weights.sender.close()
@@ -219,7 +218,7 @@ class LanguageRun:
             data=msgspec.json.encode(self._prompts.state()),
             waiting=in_flight(flow.channels, partial_requests, self._ledger.running),
         )
-        await flow.saving.begin(self.progress, unfinished)
+        await flow.checkpointer.begin(self.progress, unfinished.files())
 
     def _resume_path(self) -> Path | None:
         if not self.progress.version:
