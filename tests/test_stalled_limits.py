@@ -46,7 +46,7 @@ _running = set[asyncio.Task[None]]()
 
 
 def cancelled_call(blame: Blame) -> Heard:
-    call: Any = SimpleNamespace(unheard=lambda: blame("unheard"), cancelled=lambda: None)
+    call: Any = SimpleNamespace(cancel_timed_out=lambda: blame("timed out"), cancelled=lambda: None)
     told: Any = _Cancelled(call)
     return partial(told.set_result, None)
 

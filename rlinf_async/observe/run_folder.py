@@ -9,7 +9,8 @@
       tensorboard/        the same for TensorBoard
       checkpoints/        what --resume goes on from
       trained/            the trained model, of a run that came to its end
-      learning_curve.png  video.mp4  trace.json  timeline.png  summary.json      written at the end
+      workers.log         what the workers printed, each line with its time and worker
+      learning_curve.png  video.mp4  trace.json.gz  timeline.png  summary.json   written at the end
 
 Invariant: a folder belongs to one run, and to one process at a time. A fresh run never writes into
 somebody's files, and two processes never write into one folder.
@@ -106,11 +107,16 @@ class RunFolder:
 
     @property
     def trace(self) -> Path:
-        return self.path / "trace.json"
+        return self.path / "trace.json.gz"
 
     @property
     def timeline(self) -> Path:
         return self.path / "timeline.png"
+
+    @property
+    def workers_log(self) -> Path:
+        """The output of the workers; not there while they have printed nothing."""
+        return self.path / "workers.log"
 
     @property
     def checkpoints(self) -> Path:

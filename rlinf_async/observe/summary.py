@@ -30,8 +30,9 @@ class Summary(msgspec.Struct, kw_only=True, rename={"return_": "return"}):
     """
 
     run: str
-    outcome: Literal["succeeded", "fell short", "finished", "stopped", "failed"]
-    """``succeeded`` and ``fell short`` where the run had a target, ``finished`` where not."""
+    outcome: Literal["succeeded", "fell short", "finished", "stopped", "terminated", "failed"]
+    """``succeeded`` and ``fell short`` where the run had a target, ``finished`` where not;
+    ``stopped`` by Ctrl-C, ``terminated`` by SIGTERM."""
     seed: int
     iterations: int
     train_seconds: float
@@ -135,6 +136,7 @@ def last_line(folder: RunFolder, summary: Summary) -> str:
     left = (
         folder.summary,
         folder.metrics,
+        folder.workers_log,
         folder.learning_curve,
         folder.video,
         folder.trace,
