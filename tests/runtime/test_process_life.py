@@ -209,6 +209,32 @@ async def test_a_worker_that_a_signal_without_a_name_ends_is_seen_to_die(
             await running
 
 
+class Steps(ra.Worker):
+    """Takes a step of an optimizer."""
+
+    async def step(self) -> str | None:
+        return await self.compute(_step)
+
+
+def _step() -> str | None:
+    import torch
+
+    torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1).step()
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+
+
+async def test_torch_leaves_no_empty_folder_behind(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", tempfile.gettempdir())  # of this test; the worker has it, too
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    async with new_cluster() as cluster:
+        made = await (await cluster.launch_one(Steps)).call(Steps.step)
+        assert made is not None
+        assert os.path.dirname(made) == tempfile.gettempdir()
+    assert os.listdir(tempfile.gettempdir()) == []
+
+
 async def test_a_worker_that_stops_ends_what_it_started(new_cluster: NewCluster) -> None:
     async with new_cluster() as cluster:
         parent = (await cluster.launch(Parent))[0]
