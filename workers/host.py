@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class State(enum.Enum):
-    """Where a worker is in its life. See the module's table."""
+    """The state of a worker. See the module's table."""
 
     CREATED = "created"
     STARTING = "starting"

@@ -18,7 +18,7 @@ NOT_MEASURED = "not measured"
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one bar."""
+    """The verdict on one bar."""
 
     bar: str
     outcome: str

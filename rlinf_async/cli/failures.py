@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and one clear message for whatever went wrong."""
+"""How a command ends: its exit code, and one message for an error."""
 
 from __future__ import annotations
 

@@ -187,16 +187,16 @@ def _check_folder(out: pathlib.Path | None, resume: bool) -> None:
 
 
 def _check_unused(out: pathlib.Path) -> None:
-    from rlinf_async.observe.run_folder import MARKER, strangers_in  # the job has loaded it
+    from rlinf_async.observe.run_folder import MARKER, foreign_entries  # the job has loaded it
 
     if (out / MARKER).exists():
         raise UsageError(
             f"--out {out}: holds a run already; add --resume to go on with it, or name another"
         )
-    strangers = strangers_in(out) if out.is_dir() else []
-    if strangers:
-        more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
+    foreign = foreign_entries(out) if out.is_dir() else []
+    if foreign:
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
         raise UsageError(
-            f"--out {out}: is no run's folder and holds {strangers[0]!r}{more}; "
+            f"--out {out}: is no run's folder and holds {foreign[0]!r}{more}; "
             "name an empty or a new folder"
         )

@@ -46,7 +46,7 @@ class WorkerGroup(Generic[W_co]):
 
     @property
     def restarts(self) -> int:
-        """How often ranks were restarted, in total."""
+        """Number of restarts of all ranks."""
         return sum(supervisor.restarts for supervisor in self.supervisors)
 
     def call(
