@@ -38,6 +38,7 @@ from types import FrameType
 from typing import Any, Final, TypeVar
 
 from rlinf_async.runtime.forced_exit import exit_at_once
+from rlinf_async.runtime.stall import WorkFuture
 
 T = TypeVar("T")
 
@@ -94,7 +95,7 @@ class RunSignals:
         self._cancelled = False
         self._steps = 0  # blocks of `checked_each_step` that are entered
         self._task: asyncio.Task[Any] | None = None
-        self._request = asyncio.Event()
+        self._waiters: list[WorkFuture] = []
         self._over = threading.Event()
 
     # ---- for the job
@@ -109,12 +110,14 @@ class RunSignals:
     def take_checkpoint_request(self) -> bool:
         """Whether a checkpoint is requested; the caller saves it now."""
         requested, self.checkpoint_requested = self.checkpoint_requested, False
-        self._request.clear()
         return requested
 
     async def checkpoint_request(self) -> None:
-        """Wait until a checkpoint is requested."""
-        await self._request.wait()
+        """Wait until a checkpoint is requested. Does not hide a deadlock."""
+        while not self.checkpoint_requested:
+            waiter = WorkFuture()
+            self._waiters.append(waiter)
+            await waiter
 
     @contextmanager
     def checked_each_step(self) -> Iterator[None]:
@@ -129,10 +132,13 @@ class RunSignals:
             self._cancel_once()
 
     async def leave_if_terminating(self) -> None:
-        """End the run, by cancellation, if a SIGTERM came."""
-        if self.terminating:
+        """End the run, by cancellation, if a SIGTERM came and its request has been taken.
+
+        One that came since `take_checkpoint_request` was asked waits for the next step.
+        """
+        if self.terminating and not self.checkpoint_requested:
             self._cancel_once()
-            await asyncio.Event().wait()
+            await WorkFuture()
 
     # ---- for those who start the run
 
@@ -176,11 +182,8 @@ class RunSignals:
     async def cancelling(self, main: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine, which signals cancel. SIGINT and SIGTERM may have come before."""
         self._task = asyncio.current_task()
-        self._request = asyncio.Event()
         if self._task is not None and (self.interrupts or self.terminating):
             self._task.cancel()
-        if self.checkpoint_requested:
-            self._request.set()
         try:
             return await main
         finally:
@@ -200,7 +203,7 @@ class RunSignals:
     def _on_checkpoint(self, number: int, frame: FrameType | None) -> None:
         self.checkpoint_requested = True
         if self._task is not None:
-            self._task.get_loop().call_soon_threadsafe(self._request.set)
+            self._task.get_loop().call_soon_threadsafe(self._report_request)
 
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -218,9 +221,15 @@ class RunSignals:
 
     # ---- inside
 
+    def _report_request(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
     def _begin_end(self) -> None:
         """Begin the end of the run, in its loop."""
-        self._request.set()
+        self._report_request()
         if not self._steps:
             self._cancel_once()
         loop = asyncio.get_running_loop()

@@ -49,7 +49,7 @@ def lines_of(log: Path) -> list[str]:
 
 
 async def test_lines_stand_in_the_log_with_time_and_worker(
-    new_cluster: NewCluster, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, new_cluster: NewCluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "workers.log"
     async with new_cluster(log=log) as cluster:
@@ -65,7 +65,7 @@ async def test_lines_stand_in_the_log_with_time_and_worker(
 
 
 async def test_whatever_writes_in_a_workers_process_is_heard(
-    new_cluster: NewCluster, tmp_path: Path
+    tmp_path: Path, new_cluster: NewCluster
 ) -> None:
     async with new_cluster(log=tmp_path / "log") as cluster:
         printer = await cluster.launch_one(Printer)
@@ -76,7 +76,7 @@ async def test_whatever_writes_in_a_workers_process_is_heard(
 
 
 async def test_the_last_words_of_a_worker_that_is_killed_are_kept(
-    new_cluster: NewCluster, tmp_path: Path
+    tmp_path: Path, new_cluster: NewCluster
 ) -> None:
     async with new_cluster(log=tmp_path / "log") as cluster:
         printer = await cluster.launch_one(Printer)
@@ -86,7 +86,7 @@ async def test_the_last_words_of_a_worker_that_is_killed_are_kept(
 
 
 async def test_more_than_the_pipe_holds_is_written_while_it_is_printed(
-    new_cluster: NewCluster, tmp_path: Path
+    tmp_path: Path, new_cluster: NewCluster
 ) -> None:
     count = 2 * PIPE_BYTES // 100
     async with new_cluster(log=tmp_path / "log") as cluster:
