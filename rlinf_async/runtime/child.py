@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 from functools import partial
 from pathlib import Path
@@ -87,7 +86,7 @@ def child_main(output: None, boot: Boot) -> None:
     gc.freeze()  # what was imported stays: the collector need not look at it again and again
     asked_to_stop = run(Child(boot).serve())
     _end_children()
-    _remove_unused_torch_cache()
+    _remove_unused_torch_cache(folder.parent)
     if not asked_to_stop:  # a connection breaks some moments before its process is seen to be gone
         _go_with_parent(folder, ORPHAN_SECONDS)
     sys.stdout.flush()
@@ -107,14 +106,14 @@ def _pin(boot: Boot) -> None:
         os.sched_setaffinity(0, cores)
 
 
-def _remove_unused_torch_cache() -> None:
+def _remove_unused_torch_cache(temporary: Path) -> None:
     """Remove torch's folder for compiled code from the temporary folder, if it is empty.
 
     The first step of an optimizer imports ``torch._dynamo``, which makes it, and notes it in the
     environment.
     """
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
-    if folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith("torchinductor_"):
+    if folder.parent == temporary and folder.name.startswith("torchinductor_"):
         with contextlib.suppress(OSError):
             folder.rmdir()
 

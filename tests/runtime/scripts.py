@@ -59,6 +59,24 @@ class Script:
         lines = sorted(("".join(self._read) + out).splitlines())
         return self.process.returncode, lines, "".join(self._read_errors) + err
 
+    def gone(self) -> bool:
+        """Whether nothing of it runs any more, workers included, or will soon."""
+        until = time.monotonic() + PATIENCE
+        while (left := self._processes()) and time.monotonic() < until:
+            time.sleep(0.01)
+        return not left
+
+    def _processes(self) -> list[str]:
+        """The processes with its environment; one that has ended and waits for its parent has
+        none."""
+        mine = f"TMPDIR={self.folder / 't'}".encode()
+        found = []
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                if mine in file.read_bytes().split(b"\0"):
+                    found.append(file.parent.name)
+        return found
+
     @property
     def left(self) -> list[str]:
         """What is in its temporary folder now."""

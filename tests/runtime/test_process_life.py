@@ -85,7 +85,7 @@ def test_ctrl_c_ends_script_and_workers_with_one_message() -> None:
         script.wait_for("ready")
         os.killpg(script.process.pid, signal.SIGINT)
         code, out, err = script.end()
-        assert gone(script.process.pid)
+        assert script.gone()
         assert script.left == []
     assert code == -signal.SIGINT
     assert err.count("Traceback") == 2  # the cancellation, and the KeyboardInterrupt it became
@@ -100,7 +100,7 @@ def test_workers_go_with_a_driver_that_is_killed() -> None:
         script.wait_for("ready")
         script.process.kill()
         code, _, err = script.end()
-        assert gone(script.process.pid)
+        assert script.gone()
         assert script.left == []
     assert code == -signal.SIGKILL
     assert "Traceback" not in err
@@ -110,7 +110,7 @@ def test_a_script_without_a_main_guard_is_told_so() -> None:
     source = SCRIPT.replace("BODY", SAYING).replace('if __name__ == "__main__":', "if True:")
     with running(source) as script:
         code, _, err = script.end()
-        assert gone(script.process.pid)
+        assert script.gone()
         assert script.left == []
     assert code == 1
     assert "a script must start its cluster under" in err.splitlines()[-1]

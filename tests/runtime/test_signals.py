@@ -11,7 +11,7 @@ import pytest
 import rlinf_async as ra
 from rlinf_async.runtime.signals import RunSignals, Terminated, run_signals
 from tests.runtime.kit import NewCluster, Parent, Waiter, kill, waiting
-from tests.runtime.scripts import gone, process_runs, running
+from tests.runtime.scripts import process_runs, running
 
 SCRIPT = """
 import asyncio, os, signal, time
@@ -101,7 +101,7 @@ def test_after_sigterm_a_step_is_finished_and_saved_and_the_script_leaves_with_1
         run.wait_for("step")
         run.process.terminate()
         code, out, err = run.end()
-        assert gone(run.process.pid)
+        assert run.gone()
         assert run.left == []
     assert code == 143
     assert out.count("saved") == 1
@@ -142,7 +142,7 @@ def test_sigterm_ends_a_script_at_once_where_no_step_is_finished_first(
         run.wait_for(seen)
         os.killpg(run.process.pid, signal.SIGTERM)
         code, _, err = run.end()
-        assert gone(run.process.pid)
+        assert run.gone()
         assert run.left == []
     assert code == 143
     assert "Traceback" not in err
@@ -164,7 +164,7 @@ def test_at_the_end_of_the_grace_everything_is_killed_whatever_the_script_does()
         run.wait_for("step")
         run.process.terminate()
         code, _, err = run.end()
-        assert gone(run.process.pid)
+        assert run.gone()
         assert run.left == []
     assert code == 143
     assert "not done 0.5 s after SIGTERM: all processes of the run are killed\n" in err
@@ -177,7 +177,7 @@ def test_a_second_sigterm_kills_everything_at_once() -> None:
         run.wait_for("requested")
         run.terminate_until_ended()
         code, _, err = run.end()
-        assert gone(run.process.pid)
+        assert run.gone()
         assert run.left == []
     assert (code, err) == (143, "a second SIGTERM: all processes of the run are killed\n")
 
