@@ -1,4 +1,4 @@
-"""The run folder: where a run keeps everything that it leaves.
+"""The run folder: where a run keeps all its files.
 
 ::
 
@@ -9,10 +9,11 @@
       tensorboard/        the same for TensorBoard
       checkpoints/        what --resume goes on from
       trained/            the trained model, of a run that came to its end
-      learning_curve.png  video.mp4  trace.json  timeline.png  summary.json      written at the end
+      workers.log         what the workers printed, each line with its time and worker
+      learning_curve.png  video.mp4  trace.json.gz  timeline.png  summary.json   written at the end
 
 Invariant: a folder belongs to one run, and to one process at a time. A fresh run never writes into
-somebody's files, and two processes never write into one folder.
+a folder with other files, and two processes never write into one folder.
 """
 
 from __future__ import annotations
@@ -63,16 +64,16 @@ class RunFolder:
         self._replaced = replaced
         """Where the configuration of the start before is kept, if this one has another."""
         self.resumed = resumed
-        """Whether an earlier start of this run left its files here."""
+        """Whether the folder has files of an earlier start of this run."""
         self.notes = tuple(notes)
-        """What the user should be told about how the folder was opened."""
+        """Messages for the user about how the folder was opened."""
         self._lock: int | None = lock
 
     @classmethod
     def create(
         cls, path: str | os.PathLike[str], *, config_text: str, resume: bool = False
     ) -> RunFolder:
-        """Make the folder, or with ``resume`` take up the run in it, and record the configuration.
+        """Make the folder, or with ``resume`` open an existing one; record the configuration.
 
         With ``resume``, a folder that is absent or empty starts a fresh run and a note says so: a
         run that was killed before it had written anything is started again by the same command.
@@ -117,11 +118,16 @@ class RunFolder:
 
     @property
     def trace(self) -> Path:
-        return self.path / "trace.json"
+        return self.path / "trace.json.gz"
 
     @property
     def timeline(self) -> Path:
         return self.path / "timeline.png"
+
+    @property
+    def workers_log(self) -> Path:
+        """The output of the workers; not there while they have printed nothing."""
+        return self.path / "workers.log"
 
     @property
     def checkpoints(self) -> Path:
@@ -129,7 +135,7 @@ class RunFolder:
 
     @property
     def trained(self) -> Path:
-        """The trained model, where the job leaves one."""
+        """The trained model, of jobs that export one."""
         return self.path / "trained"
 
     @property
@@ -137,16 +143,16 @@ class RunFolder:
         return self.path / "summary.json"
 
     def close(self) -> None:
-        """Let another process take the folder; a second close does nothing."""
+        """Release the folder for other processes; a second close has no effect."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def discard(self) -> None:
-        """Leave nothing of a run that could not begin, and `close`.
+        """Remove the files of a run that could not begin, and `close`.
 
-        A run that is resumed stays, and gets back the configuration that it had. Any other folder
-        was empty, or not there, when it was created: all that is in it is ours.
+        A resumed run's files stay, with the configuration that it had. Any other folder was empty,
+        or not there, when it was created: all files in it are ours.
         """
         if self._replaced is not None:
             with contextlib.suppress(OSError):
@@ -175,11 +181,11 @@ class RunFolder:
 
 
 def _read_marker(folder: Path, *, resume: bool) -> _Marker | None:
-    """The marker of the run in the folder, None where it is empty; refuses what is not ours."""
+    """The marker of the run in the folder, None where it is empty; refuses other folders."""
     with explaining("read the run folder", folder):
         marker = folder / MARKER
         if not marker.exists():
-            _refuse_strangers(folder)
+            _refuse_foreign(folder)
             return None
         content = marker.read_bytes()
     try:
@@ -196,10 +202,10 @@ def _read_marker(folder: Path, *, resume: bool) -> _Marker | None:
     return known
 
 
-def strangers_in(folder: Path) -> list[str]:
-    """What a folder without our marker may not hold: somebody's files.
+def foreign_entries(folder: Path) -> list[str]:
+    """Names in a folder without our marker that are not of a run.
 
-    What a killed start left behind is not, and neither is an empty folder: such as ``checkpoints``,
+    Left out are the files of a start that was killed, and empty folders: such as ``checkpoints``,
     linked to a larger disk before the run begins.
     """
     return sorted(
@@ -213,18 +219,18 @@ def _is_empty_folder(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
-def _refuse_strangers(folder: Path) -> None:
-    strangers = strangers_in(folder)
-    if strangers:
+def _refuse_foreign(folder: Path) -> None:
+    foreign = foreign_entries(folder)
+    if foreign:
         raise RunFolderError(
-            f"{folder} is not empty and not a run folder (it holds {strangers[0]!r}"
-            f"{f' and {len(strangers) - 1} more' if len(strangers) > 1 else ''}); "
+            f"{folder} is not empty and not a run folder (it holds {foreign[0]!r}"
+            f"{f' and {len(foreign) - 1} more' if len(foreign) > 1 else ''}); "
             "choose an empty or a new folder (--out DIR)"
         )
 
 
 def _take_lock(folder: Path) -> int:
-    """Hold the folder for this process; the kernel lets go of it however the process ends."""
+    """Lock the folder for this process; the kernel releases it however the process ends."""
     path = folder / _LOCK
     with explaining("write", path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -261,7 +267,7 @@ def _record_start(
             notes.append(f"nothing to resume in {folder}: starting from the beginning")
         marker = _Marker(starts=[])
     marker.starts.append(time.time())
-    # The marker first: a start killed right after it has left a folder that we know as ours.
+    # The marker first: a start that is killed right after it leaves a folder marked as ours.
     atomic_write(folder / MARKER, msgspec.json.format(msgspec.json.encode(marker)))
     replaced = _record_config(folder, config_text)
     if replaced is not None:

@@ -172,7 +172,7 @@ def test_a_missing_file_is_named(command_line: CommandLine) -> None:
     assert "absent.toml: cannot be read: No such file or directory" in err
 
 
-def test_no_file_at_all_is_said(command_line: CommandLine) -> None:
+def test_a_missing_file_argument_is_reported(command_line: CommandLine) -> None:
     code, _, err = command_line.run("train")
     assert code == 2
     assert "Give a FILE.toml" in err

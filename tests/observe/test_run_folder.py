@@ -81,14 +81,16 @@ def test_the_layout_has_the_documented_names(tmp_path: Path) -> None:
             folder.trace,
             folder.timeline,
             folder.summary,
+            folder.workers_log,
         )
         assert [path.name for path in named] == [
             "metrics.csv",
             "learning_curve.png",
             "video.mp4",
-            "trace.json",
+            "trace.json.gz",
             "timeline.png",
             "summary.json",
+            "workers.log",
         ]
         assert all(path.parent == folder.path for path in named)
 
@@ -111,7 +113,7 @@ def test_a_folder_in_which_only_an_empty_folder_is_is_taken(tmp_path: Path) -> N
         RunFolder.create(out, config_text=CONFIG)
 
 
-def test_a_folder_with_somebodys_files_is_refused_and_untouched(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_refused_and_untouched(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     for resume in (False, True):
         with pytest.raises(RunFolderError, match=r"not a run folder \(it holds 'thesis\.tex'\)"):
