@@ -35,7 +35,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from rlinf_async.runtime.forced_exit import exit_at_once
 from rlinf_async.runtime.stall import WorkFuture
@@ -131,14 +131,24 @@ class RunSignals:
         if self.terminating and not self._steps:
             self._cancel_once()
 
-    async def leave_if_terminating(self) -> None:
-        """End the run, by cancellation, if a SIGTERM came and its request has been taken.
+    @property
+    def leaving(self) -> bool:
+        """Whether a SIGTERM came and its checkpoint request has been taken.
 
         One that came since `take_checkpoint_request` was asked waits for the next step.
         """
-        if self.terminating and not self.checkpoint_requested:
-            self._cancel_once()
+        return self.terminating and not self.checkpoint_requested
+
+    async def leave(self) -> NoReturn:
+        """End the run, by cancellation."""
+        self._cancel_once()
+        while True:
             await WorkFuture()
+
+    async def leave_if_terminating(self) -> None:
+        """`leave` if a SIGTERM came and its request has been taken."""
+        if self.leaving:
+            await self.leave()
 
     # ---- for those who start the run
 

@@ -115,6 +115,14 @@ class Driver:
         """Ctrl-C: SIGINT to everybody in the driver's group."""
         os.killpg(self._process.pid, signal.SIGINT)
 
+    def terminate(self) -> None:
+        """SIGTERM to everybody in the driver's group, as SLURM and ``timeout`` send it."""
+        os.killpg(self._process.pid, signal.SIGTERM)
+
+    def request_checkpoint(self) -> None:
+        """SIGUSR1 to the driver."""
+        self._process.send_signal(signal.SIGUSR1)
+
     def wait(self, seconds: float = PATIENCE) -> int:
         """Its exit code, once neither it nor a worker of it is left."""
         code = self._process.wait(seconds)

@@ -31,6 +31,8 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """seconds in which no worker can go on, after which the run ends; None: never"""
     heartbeat_limit: float = 60.0
     """seconds after which a worker that does not answer is killed"""
+    grace_seconds: float = 25.0
+    """seconds from a SIGTERM to the end of the run, at most"""
 
     def __post_init__(self) -> None:
         check_counts(self, least=1, names=("threads",))
@@ -42,6 +44,8 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         if not self.heartbeat_limit > 0.0:
             raise ValueError(f"heartbeat_limit is {self.heartbeat_limit}; it must be above 0")
+        if not self.grace_seconds > 0.0:
+            raise ValueError(f"grace_seconds is {self.grace_seconds}; it must be above 0")
 
     @property
     def environment(self) -> dict[str, str]:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from rlinf_async.channels import Channel
 from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.signals import Terminated
 from rlinf_async.runtime.stall import internal
 
 PERIOD = 0.25
@@ -90,13 +91,15 @@ def in_background(cluster: Cluster, work: Coroutine[Any, Any, None], name: str) 
 class Stopped(NamedTuple):
     """How a run ended that did not come to its end."""
 
-    outcome: Literal["stopped", "failed"]
+    outcome: Literal["stopped", "terminated", "failed"]
     error: str | None
     """the first cause, of a run that failed"""
 
     @classmethod
     def by(cls, error: BaseException) -> Stopped:
         """The outcome of a run that this error ended."""
+        if isinstance(error, Terminated):
+            return cls("terminated", None)
         if isinstance(error, (KeyboardInterrupt, asyncio.CancelledError)):
             return cls("stopped", None)
         return cls("failed", f"{type(error).__name__}: {error}")

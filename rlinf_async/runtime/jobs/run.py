@@ -31,6 +31,7 @@ from rlinf_async.runtime.jobs.config import HostConfig, check_resumed
 from rlinf_async.runtime.jobs.failures import Stopped, abort_on_lost_items
 from rlinf_async.runtime.jobs.view import Headline, LiveView
 from rlinf_async.runtime.loop import run
+from rlinf_async.runtime.signals import Terminated, run_signals
 
 S = TypeVar("S", bound=Summary)
 S_co = TypeVar("S_co", bound=Summary, covariant=True)
@@ -121,7 +122,7 @@ def _build(build: Callable[[RunFolder], Run[S]], folder: RunFolder) -> Run[S]:
     except ObserveError as error:  # what is to be resumed cannot be
         folder.discard()
         raise UsageError(str(error)) from error
-    except UsageError:
+    except (UsageError, KeyboardInterrupt, Terminated):
         folder.discard()
         raise
 
@@ -140,6 +141,7 @@ class _Execution(Generic[S]):
     def carry_out(self) -> S:
         """The whole run. A picture that cannot be made does not undo the training."""
         folder = self._folder
+        run_signals().grace_seconds = self._run.host.grace_seconds
         try:
             run(self._main())
         except BaseException as error:

@@ -14,6 +14,8 @@ from tests.jobs.processes import Start
 PROCESS = ("--cluster.backend", "process")
 STEPS = 64
 """of an iteration"""
+GRACE = 600
+"""seconds: no machine is so slow that a run is killed for it"""
 ENDLESS = ("--training.total_steps", 10**6 * STEPS)
 """No run comes to its end before this process, however long held up, has killed it."""
 
@@ -85,3 +87,54 @@ def test_ctrl_c_stops_the_run_leaves_nothing_and_the_run_can_be_resumed(
     job.succeed("--resume", *PROCESS, "--cluster.backend", "local", *end)
     job.check_books(iterations, STEPS, resumed=True)
     assert job.trained_in_trace()[0] == noted
+
+
+NEVER = ("--training.checkpoint_every", 0)
+"""Checkpoints after the last iteration, and when they are requested."""
+
+
+def test_sigterm_writes_a_checkpoint_of_the_last_step_and_the_run_can_be_resumed(
+    job: Job, start: Start, temporary: pathlib.Path
+) -> None:
+    driver = start(*ENDLESS, *NEVER, "--cluster.grace_seconds", GRACE)
+    driver.until(lambda: booked(job) >= 5, "five iterations")
+    driver.terminate()
+    assert driver.wait() == 143
+    assert "Traceback" not in driver.said
+    assert [*temporary.glob("rlinf-async-*")] == []
+    assert (job.summary.outcome, job.summary.error) == ("terminated", None)
+    done = job.summary.iterations
+    assert done == booked(job) >= 5
+    assert job.note["version"] == done
+    assert checkpoints(job) == {f"version-{done:06d}"}
+    assert (job.out / "timeline.png").exists()
+    iterations, end = a_few_more(job)
+    assert start(*NEVER, *end).wait() == 0
+    job.check_books(iterations, STEPS, resumed=True)
+    assert job.trained_in_trace()[0] == done
+
+
+def test_sigusr1_writes_a_checkpoint_and_the_run_goes_on(job: Job, start: Start) -> None:
+    driver = start(*ENDLESS, *NEVER)
+    driver.until(lambda: booked(job) >= 3, "three iterations")
+    driver.request_checkpoint()
+    driver.until(lambda: (job.out / "checkpoints" / "latest.json").exists(), "a checkpoint")
+    done = booked(job)
+    driver.until(lambda: booked(job) > done + 3, "further iterations")
+    driver.kill()
+    assert driver.wait() == -9
+    assert job.note["version"] >= 3
+    assert checkpoints(job) == {f"version-{job.note['version']:06d}"}
+
+
+def test_sigterm_while_the_workers_start_leaves_nothing_running_and_the_run_can_be_started_again(
+    job: Job, start: Start, temporary: pathlib.Path
+) -> None:
+    driver = start(*ENDLESS, "--cluster.grace_seconds", GRACE)
+    driver.until(lambda: any(temporary.glob("rlinf-async-*/driver.sock")), "starting")
+    driver.terminate()
+    assert driver.wait() == 143
+    assert [*temporary.glob("rlinf-async-*")] == []
+    iterations, end = a_few_more(job)
+    assert start(*end).wait() == 0
+    job.check_books(iterations, STEPS, resumed=True)

@@ -48,6 +48,7 @@ from rlinf_async.runtime.jobs.embodied.reports import (
 from rlinf_async.runtime.jobs.failures import Stopped, in_background
 from rlinf_async.runtime.jobs.run import Draw, TrainingClock
 from rlinf_async.runtime.jobs.view import Headline, LiveView
+from rlinf_async.runtime.signals import run_signals
 from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
 from rlinf_async.workers.env import EnvReport, EvaluatedEpisode, EvaluationPlan
 
@@ -144,9 +145,9 @@ class EmbodiedRun:
         first, ahead = self.reached.version, self.config.training.max_staleness
         await actors.call(EmbodiedFSDPActor.sync_model_to_rollout, channels.weights.sender)
         collecting = collectors.collect()
-        clock = TrainingClock(self.reached.train_seconds)
+        clock, signals = TrainingClock(self.reached.train_seconds), run_signals()
         # A restarted env worker may send a trajectory again when the actors are done already.
-        with channels.trajectories.receiver, checkpointer:
+        with channels.trajectories.receiver, checkpointer, signals.checked_each_step():
             with channels.tickets.sender:
                 for iteration in range(first, first + ahead + 1):
                     await self._issue(channels, iteration)
@@ -157,12 +158,16 @@ class EmbodiedRun:
                     self.reached.take(report, clock(), self.config.training.return_window)
                     # The step boundary: progress and weights are of this version, so a checkpoint
                     # can be written and the loop can be left.
-                    if self._checkpoint_due(report.version):
+                    if signals.take_checkpoint_request() or self._checkpoint_due(report.version):
                         await checkpointer.begin(self.reached)
-                    if iteration + 1 < self.config.iterations:
+                    leaving = signals.leaving
+                    if iteration + 1 < self.config.iterations and not leaving:
                         training = self._train_iteration(channels, actors)
                     self._write_row(report, metrics)
                     view.show()
+                    if leaving:
+                        await checkpointer.finish()
+                        await signals.leave()
             await checkpointer.finish()
             self._env_reports = await collecting
 

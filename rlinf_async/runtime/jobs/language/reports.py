@@ -268,7 +268,7 @@ def warn_of_no_signal(run: str, iteration: int, trained: Trained, *, warned: boo
     return True
 
 
-Outcome = Literal["succeeded", "fell short", "finished", "stopped", "failed"]
+Outcome = Literal["succeeded", "fell short", "finished", "stopped", "terminated", "failed"]
 
 
 def summary(

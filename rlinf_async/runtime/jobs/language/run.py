@@ -68,6 +68,7 @@ from rlinf_async.runtime.jobs.language.roles import Roles
 from rlinf_async.runtime.jobs.language.samples import Collector, Ledger, Source, next_prompts
 from rlinf_async.runtime.jobs.run import Draw, TrainingClock
 from rlinf_async.runtime.jobs.view import Headline, LiveView
+from rlinf_async.runtime.signals import run_signals
 
 COMPARED_PROMPTS = 4
 """prompts that the engine's and the actor's log-probs are compared on"""
@@ -164,7 +165,8 @@ class LanguageRun:
                 await self._evaluate_first(flow)
             await self._in_flight.put_back(channels)
             with in_background(cluster, source.run(), "source"), checkpointer:
-                await self._train(flow)
+                with run_signals().checked_each_step():
+                    await self._train(flow)
                 await checkpointer.finish()
             await self._evaluate_last(flow)
             await self._export(flow)
@@ -173,6 +175,7 @@ class LanguageRun:
 
     async def _train(self, flow: Flow) -> None:
         clock = TrainingClock(self.progress.train_seconds)
+        signals = run_signals()
         for iteration in range(self.progress.version, self.config.training.iterations):
             collected = partial(flow.collector.whole, iteration)
             trained = await flow.roles.train(iteration, collected)
@@ -185,9 +188,12 @@ class LanguageRun:
             await self._compare_weights_if_due(flow, version)
             # The step boundary: progress, ledger and weights are of this version, so a checkpoint
             # can be written and the loop can be left.
-            if self._checkpoint_due(version):
+            if signals.take_checkpoint_request() or self._checkpoint_due(version):
                 await self._checkpoint(flow)
             flow.view.show()
+            if signals.leaving:
+                await flow.checkpointer.finish()
+                await signals.leave()
 
     def _account(
         self, flow: Flow, iteration: int, trained: Trained, seconds: float
