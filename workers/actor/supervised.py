@@ -1,4 +1,4 @@
-"""`SupervisedWorker`: teaches a model to answer at all, and writes it as a Hugging Face folder."""
+"""`SupervisedWorker`: trains a model on given responses, and writes it as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SupervisedWorker(Worker):
 
     Args:
         trainer: configuration of the FSDP language trainer, with the loss ``supervised``.
-        phase: how long, and on how much at a time: its `SupervisedConfig`.
+        phase: its `SupervisedConfig`.
     """
 
     def __init__(self, trainer: Any, phase: Any) -> None:
@@ -26,11 +26,11 @@ class SupervisedWorker(Worker):
             await self.join_collective()
 
     async def fit(self, examples: list[tuple[Tokens, Tokens]], folder: str) -> list[float]:
-        """Imitate ``(prompt [P], response [R])`` and write the model; the loss of every step.
+        """Train on ``(prompt [P], response [R])``, write the model, return the loss of every step.
 
         Args:
-            examples: all of them, on every rank.
-            folder: gets the weights.
+            examples: the same on every rank.
+            folder: where the model is written.
         """
         with self.span("supervised"):
             return await self.compute(self._fit, examples, Path(folder))
