@@ -181,24 +181,22 @@ class EmbodiedRun:
             with graph.tickets.sender:
                 for iteration in range(first, first + ahead + 1):
                     await self._issue(graph, iteration)
-                training = self._train_next(graph, actors, first)
-                for iteration in range(first, self.config.iterations):
-                    assert training is not None  # of this iteration
+                left = range(first, self.config.iterations)
+                calls = (self._train_next(graph, actors) for _ in left)
+                training = next(calls, None)
+                while training is not None:
                     reports = await training
-                    # Under way while this process books the one before.
-                    training = self._train_next(graph, actors, iteration + 1)
+                    await self._issue(graph, reports[0].version + ahead)
+                    training = next(calls, None)  # trains while this process books the iteration
                     for part in reports:
                         if (report := parts.join(part)) is not None:
-                            await self._issue(graph, report.version + ahead)
                             await self._take(report, metrics, live, clock())
             self._env_reports = await collecting
 
     def _train_next(
-        self, graph: Graph, actors: WorkerGroup[EmbodiedFSDPActor], iteration: int
-    ) -> GroupCall[list[TrainReport]] | None:
-        """Let the actors train this iteration, if there is one."""
-        if iteration >= self.config.iterations:
-            return None
+        self, graph: Graph, actors: WorkerGroup[EmbodiedFSDPActor]
+    ) -> GroupCall[list[TrainReport]]:
+        """Let the actors train the next iteration."""
         return actors.call(
             EmbodiedFSDPActor.run_training,
             self._plan(),
