@@ -80,7 +80,7 @@ class Trainer(Protocol):
         """Start writing a checkpoint folder, and return. Collective over ranks.
 
         Waits for the checkpoint before. The future ends when this rank's part is on the disk, or
-        has its error; when all ranks' parts are, the folder is there.
+        has its error; when all ranks' parts are, the folder exists.
         """
         ...
 

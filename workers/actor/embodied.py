@@ -157,7 +157,7 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
         return update.version
 
     async def _save(self, plan: TrainingPlan) -> _Saves:
-        """Begin a checkpoint where one is due; say which one was written meanwhile.
+        """Begin a checkpoint where one is due; return which one was written meanwhile.
 
         The last one is waited for.
         """

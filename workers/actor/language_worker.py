@@ -66,7 +66,7 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
     async def run_training(self, input_channel: Receiver[SampleGroup]) -> LanguageTrainReport:
         """Collect this rank's whole share of one iteration, then train on it.
 
-        The model is onloaded only after the data is there; an idle rank takes none. Raises:
+        The model is onloaded only after the data has arrived; an idle rank takes none. Raises:
 
             TrainingDiverged: the loss was not finite, or no step's gradient was.
             RuntimeError: a token is older than ``max_staleness``.

@@ -29,9 +29,7 @@ class ToyTrainer:
 
     def __init__(self, config: ToyTrainerConfig, world_size: int, rank: int) -> None:
         if world_size > 1:
-            raise ValueError(
-                f"world_size is {world_size}; the toy trainer has one rank: use 1"
-            )
+            raise ValueError(f"world_size is {world_size}; the toy trainer has one rank: use 1")
         self.config = config
         self._version = 0
 

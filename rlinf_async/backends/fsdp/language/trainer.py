@@ -144,7 +144,7 @@ class LanguageTrainerBase(ABC):
     ) -> RescaleReport:
         """Let the first ``world_size`` ranks train from now on; see `fsdp.rescale`.
 
-        Reference weights go along. Collective over all launched ranks.
+        Reference weights move too. Collective over all launched ranks.
         """
         report = rescale(
             self.manager,
