@@ -12,7 +12,7 @@ JOIN_LIMIT = timedelta(minutes=5)
 
 
 def join(context: WorkerContext) -> None:
-    """Join this worker's process group; blocks until every rank is there.
+    """Join this worker's process group; blocks until every rank has joined.
 
     Raises:
         BuildError: the group was launched without ``collective=...``.

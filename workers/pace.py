@@ -1,14 +1,13 @@
-"""Where a worker's blocking work runs: on the event loop while it is short, else in its thread.
+"""`Pace`: runs a worker's blocking work on the event loop while it is short, else in its thread.
 
-A hop to the compute thread and back costs more than a step of a light environment, or the forward
-pass of a small network; and while a thread computes, it and the loop take the interpreter from one
-another. But work that takes much longer than a hop must not keep the event loop from answering.
-Which of the two a piece of work is only shows when it runs, and may change. So each kind of work is
-measured, and goes::
+A switch to the compute thread and back costs more than a step of a light environment, or the
+forward pass of a small network; and while a thread computes, it and the loop contend for the
+interpreter. But work that takes much longer than a switch must not block the event loop. How long
+it takes is only known when it runs, and may change. So each kind of work is measured, and runs::
 
-    first, and while it is long  ->  compute thread
-    once it computed little      ->  event loop, on trial
-    too long there               ->  compute thread; the next trial comes later each time
+    first, and while it is long  ->  in the compute thread
+    once it computed little      ->  on the event loop, on trial
+    too long there               ->  in the compute thread; each trial comes later than the last
 
 Invariant: no two pieces of one `Pace` run at the same time, however often callers are cancelled.
 """
@@ -29,13 +28,13 @@ R = TypeVar("R")
 Clock = Callable[[], float]
 
 SHORT: Final = 0.001
-"""seconds; some ten times what a hop costs, and far below what anybody notices of a busy loop"""
+"""seconds; some ten times the cost of a switch, and far below a noticeable block of the loop"""
 
 NEVER_TRIED: Final = 20
-"""times ``SHORT``: work that took this long in the thread, if only by waiting, gets no trial"""
+"""times ``SHORT``: work that took longer in the thread, waits included, gets no trial"""
 
-MOST_PATIENCE: Final = 4096
-"""runs in the thread between two trials, at most"""
+LONGEST_INTERVAL: Final = 4096
+"""largest number of runs in the thread between two trials"""
 
 
 class Pace:
@@ -50,9 +49,9 @@ class Pace:
         self._clocks: tuple[Clock, Clock] | None = None
 
     async def run(self, kind: str, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run ``fn`` where work of this kind belongs, as a span named ``kind`` of the trace."""
+        """Run ``fn`` on the loop or in the thread, as a span named ``kind`` of the trace."""
         found = self._kinds.get(kind)
-        # A thread has the turn if a caller was cancelled and left its work running there.
+        # The thread holds the lock where a caller was cancelled and left its work running there.
         if found is None or not found.on_loop or not self._turn.acquire(blocking=False):
             work: Callable[[], R] = partial(self._in_thread, kind, fn, *args, **kwargs)
             self._clocks = self._clocks or _clocks()
@@ -83,19 +82,19 @@ class Pace:
 
 
 class _Kind:
-    """What is known of one kind of work."""
+    """Measurements of one kind of work."""
 
-    __slots__ = ("_patience", "_until_trial", "on_loop")
+    __slots__ = ("_interval", "_until_trial", "on_loop")
 
     def __init__(self) -> None:
         self.on_loop = False
-        self._patience = 1
+        self._interval = 1
         self._until_trial = 1
 
     def ran_in_thread(self, seconds: float, computed: float, short: float) -> None:
         """Count a run towards the next trial if it computed for less than ``short`` seconds.
 
-        What it took in all says less: the loop's thread may have held the interpreter meanwhile.
+        Its wall time says less: the loop's thread may have held the interpreter meanwhile.
         """
         if computed < short and seconds < short * NEVER_TRIED:
             self._until_trial -= 1
@@ -104,20 +103,20 @@ class _Kind:
     def ran_on_loop(self, seconds: float, short: float) -> None:
         """Stay on the loop if it took less than ``short`` seconds."""
         if seconds < short:
-            self._patience = max(1, self._patience - 1)
+            self._interval = max(1, self._interval - 1)
             return
         self.on_loop = False
-        self._patience = min(2 * self._patience, MOST_PATIENCE)
-        self._until_trial = self._patience
+        self._interval = min(2 * self._interval, LONGEST_INTERVAL)
+        self._until_trial = self._interval
 
 
 _REAL: Final[tuple[Clock, Clock]] = (time.perf_counter, time.thread_time)
 
 
 def _clocks() -> tuple[Clock, Clock]:
-    """Clocks for work in the thread: all seconds, and those it computed.
+    """Return clocks for work in the thread: of wall time, and of CPU time.
 
-    In virtual time work takes none, so that every run of a seed decides alike.
+    In virtual time work takes none, so that every run with a seed is the same.
     """
     loop = asyncio.get_running_loop()
     return (loop.time, loop.time) if getattr(loop, "virtual", False) else _REAL

@@ -1,4 +1,4 @@
-"""A span of work that begins and ends in several places: see `Worker.span` for one in one block."""
+"""A span of work that is done in several places; `Worker.span` is one in a single block."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rlinf_async.workers.context import OpenSpan
 
 
 class Together:
-    """Pieces of work as one span, from the first of those that run beside each other to the last.
+    """Concurrent pieces of work as one span, from the begin of the first to the end of the last.
 
-    It ends where it is cut, and what goes on then is another one: a wait inside a span of work
-    would count as work, and a span that goes on for ever is never seen. ::
+    A cut ends the span, and work after it is another one: a wait inside a span would count as work,
+    and a span that never ends is never recorded. ::
 
         training = Together(self.span, "train")
         with training.piece():
@@ -29,11 +29,11 @@ class Together:
         self._open: AbstractContextManager[Any] | None = None
 
     def piece(self) -> AbstractContextManager[None]:
-        """One piece of the work is done in the block."""
+        """Return the context of one piece of the work."""
         return self._while(pieces=1)
 
     def cut(self) -> AbstractContextManager[None]:
-        """Nothing of it is done in the block."""
+        """Return a context in which no work is done."""
         return self._while(cuts=1)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What the workers ask of a backend. numpy in, numpy out: nothing here needs torch.
+"""The interfaces of backends. numpy in, numpy out: nothing here needs torch.
 
 ::
 
@@ -21,7 +21,7 @@ from rlinf_async.messages.weights import WeightUpdate
 
 
 class PolicyAnswer(NamedTuple):
-    """What the policy does for ``N`` observations."""
+    """Output of the policy for ``N`` observations."""
 
     action: Floats | Ints
     """``[N, A]``, or int64 ``[N]``"""
@@ -40,11 +40,11 @@ class TrainingDiverged(RuntimeError):
 
 
 class StrategyUnknown(RuntimeError):
-    """Nobody can tell this rank under which strategy the others train: it has to be ended."""
+    """The strategy of the other ranks cannot be known on this rank: it has to be ended."""
 
 
 class PolicyBackend(Protocol):
-    """A policy that answers. Not thread-safe: one compute thread calls it."""
+    """A policy that acts. Not thread-safe: one compute thread calls it."""
 
     @property
     def version(self) -> int:
@@ -52,7 +52,7 @@ class PolicyBackend(Protocol):
         ...
 
     def load(self, update: WeightUpdate) -> None:
-        """Take the weights of ``update``. Raises before anything changed if they do not fit."""
+        """Load the weights of ``update``. Raises, before anything changed, if they do not fit."""
         ...
 
     def act(self, observation: Floats) -> PolicyAnswer:
@@ -80,7 +80,7 @@ class Trainer(Protocol):
         """Start writing a checkpoint folder, and return. Collective over ranks.
 
         Waits for the checkpoint before. The future ends when this rank's part is on the disk, or
-        has its error; when all ranks' parts are, the folder is there.
+        has its error; when all ranks' parts are, the folder exists.
         """
         ...
 
@@ -102,22 +102,22 @@ class TrainerBackend(Trainer, Protocol):
 
 
 class RescaleReport(NamedTuple):
-    """What came of it on this rank."""
+    """Result of a change of the number of ranks, on one rank."""
 
     old_world_size: int
     new_world_size: int
     active: bool
-    """this rank trains now"""
+    """whether this rank trains now"""
     seconds: float
     """from the call to the commit, waiting for other ranks included"""
     sent_bytes: int
     received_bytes: int
     peak_bytes: int
-    """the most that buckets took at one time, beside old and new shards"""
+    """largest size of all buckets at one time, beside old and new shards"""
     kept_bytes: int
-    """of the new shards: what was neither copied nor there twice"""
+    """bytes of the new shards that stayed in place"""
     extras: tuple[bytes, ...]
-    """what each of the old active ranks gave as ``extra``"""
+    """``extra`` of each of the old active ranks"""
 
 
 @runtime_checkable
@@ -135,10 +135,10 @@ class Rescalable(Protocol):
 
         Args:
             timeout: seconds, waiting for other ranks included.
-            bucket_bytes: memory for what travels.
-            objection: a reason of this rank's own not to; no rank changes then.
+            bucket_bytes: memory for buckets.
+            objection: why this rank cannot change; no rank changes then.
 
-        Raises when it failed; then every rank is as it was. Raises `StrategyUnknown` when this rank
+        Raises when it failed; then every rank is as before. Raises `StrategyUnknown` when this rank
         cannot know that.
         """
         ...

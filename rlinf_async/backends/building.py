@@ -1,7 +1,7 @@
 """Building a model from a seed, one at a time in a process.
 
-Workers of a local cluster live in threads of one process, and what building goes by is global to
-it: torch's random numbers, and the default dtype that transformers sets meanwhile.
+Workers of a local cluster are threads of one process, and building depends on what is global to it:
+torch's random numbers, and the default dtype that transformers sets meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _one_at_a_time = Lock()
 
 @contextmanager
 def building(seed: int) -> Iterator[None]:
-    """Torch's random numbers on the CPU come from the seed, and go on afterwards as they were."""
+    """Draw torch's random numbers on the CPU from the seed in the block; restore them after it."""
     with _one_at_a_time, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

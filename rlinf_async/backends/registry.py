@@ -17,7 +17,7 @@ class TrainerFactory(Protocol):
 
 
 class PolicyFactory(Protocol):
-    """Builds a policy that answers, from the backend's own configuration."""
+    """Builds a policy that acts, from the backend's own configuration."""
 
     def __call__(self, config: Any, seed: int, device: str, /) -> PolicyBackend: ...
 
@@ -25,7 +25,7 @@ class PolicyFactory(Protocol):
 class EngineFactory(Protocol):
     """Makes an engine that generates, from the backend's own configuration. Cheap: `start` builds.
 
-    ``seed`` is of what a request's own seed does not reach; ``device`` is as torch names it.
+    ``seed``: for random numbers that a request's own seed does not set; ``device``: torch's name.
     """
 
     def __call__(self, config: Any, seed: int, device: str, /) -> GenerationEngine: ...
@@ -38,7 +38,7 @@ class LanguageTrainerFactory(Protocol):
 
 
 TRAINERS = {"fsdp": "rlinf_async.backends.fsdp.embodied:EmbodiedTrainer"}
-"""name -> ``module:factory``; each factory's module says what its configuration is"""
+"""name -> ``module:factory``; the factory's module documents its configuration"""
 
 LANGUAGE_TRAINERS = {
     "toy": "rlinf_async.backends.toy.trainer:ToyTrainer",
@@ -56,29 +56,29 @@ ENGINES = {
 
 
 class UnknownBackend(LookupError):
-    """The message lists what there is."""
+    """The message lists the known names."""
 
 
 def load_trainer_backend(name: str) -> TrainerFactory:
-    """Return what builds the trainer ``name``; raises `UnknownBackend`."""
+    """Return the factory of the trainer ``name``; raises `UnknownBackend`."""
     factory: TrainerFactory = _load("trainer", TRAINERS, name)
     return factory
 
 
 def load_language_trainer(name: str) -> LanguageTrainerFactory:
-    """Return what builds the language trainer ``name``; raises `UnknownBackend`."""
+    """Return the factory of the language trainer ``name``; raises `UnknownBackend`."""
     factory: LanguageTrainerFactory = _load("language trainer", LANGUAGE_TRAINERS, name)
     return factory
 
 
 def load_policy_backend(name: str) -> PolicyFactory:
-    """Return what builds the policy backend ``name``; raises `UnknownBackend`."""
+    """Return the factory of the policy backend ``name``; raises `UnknownBackend`."""
     factory: PolicyFactory = _load("policy", POLICIES, name)
     return factory
 
 
 def load_generation_engine(name: str) -> EngineFactory:
-    """Return what makes the generation engine ``name``; raises `UnknownBackend`."""
+    """Return the factory of the generation engine ``name``; raises `UnknownBackend`."""
     factory: EngineFactory = _load("generation", ENGINES, name)
     return factory
 

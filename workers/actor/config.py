@@ -1,4 +1,4 @@
-"""How the samples of one iteration of a language actor are cut up. No torch."""
+"""Batch sizes of one iteration of a language actor. No torch."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ class LanguageBatches(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Sizes of one iteration; ``docs/batching.md`` explains the terms."""
 
     samples: int
-    """of one iteration, over all ranks"""
+    """samples of one iteration, over all ranks"""
     group_size: int = 1
     """samples of one prompt, which stay on one rank"""
     optimizer_steps: int = 1
-    """global batches of an iteration"""
+    """global batches of one epoch"""
     epochs: int = 1
-    """times that an iteration is gone through; ``optimizer_steps`` are of each"""
+    """passes over the samples of an iteration"""
     micro_batch_size: int | None = None
     """samples of one forward and backward pass"""
     max_tokens_per_micro_batch: int | None = None
-    """instead: its tokens; 16384 where neither is given"""
+    """tokens of one forward and backward pass, instead; 16384 where neither is given"""
     balance_window: int | None = None
-    """samples over which token-limited micro-batches are balanced: the global batch if left out,
-    and training then begins when that is complete"""
+    """samples over which token-limited micro-batches are balanced: the global batch where left out,
+    which must then be complete before training begins"""
 
     def __post_init__(self) -> None:
         if self.epochs < 1:
             raise ValueError(f"epochs is {self.epochs}; it must be at least 1")
 
     def of_rank(self, world_size: int) -> BatchSizes:
-        """The sizes of one rank; raises `BatchSizeError` where they do not divide."""
+        """Return the sizes of one rank; raises `BatchSizeError` where they do not divide."""
         tokens = self.max_tokens_per_micro_batch
         if tokens is None and self.micro_batch_size is None:
             tokens = DEFAULT_MICRO_BATCH_TOKENS

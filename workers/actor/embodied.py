@@ -66,8 +66,8 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
         """Train one iteration, and publish the version that comes out.
 
         Every active rank trains on its own share, taken under its rank as the key; rank 0
-        publishes. Call `sync_model_to_rollout` before the first iteration, and hold other ends of
-        both channels open between two calls.
+        publishes. One call at a time. Call `sync_model_to_rollout` before the first, and hold other
+        ends of both channels open between two calls.
 
         Raises:
             RuntimeError: a trajectory is more than ``plan.max_staleness`` versions old.

@@ -49,16 +49,16 @@ class ArrivalStatistics:
 
     @property
     def lag_mean(self) -> float:
-        """Over response tokens."""
+        """Mean over response tokens, in versions."""
         return self._lag_total / max(self.response_tokens, 1)
 
     @property
     def reward_mean(self) -> float:
-        """Over scored samples; NaN without any."""
+        """Mean over scored samples; NaN without any."""
         return float(np.mean(self._rewards)) if self._rewards else float("nan")
 
     def add(self, group: SampleGroup) -> None:
-        """Count a group."""
+        """Add a group."""
         rewards = [sample.reward for sample in group.samples if sample.scored]
         for sample in group.samples:
             lags = self._version - sample.version

@@ -74,7 +74,7 @@ class Iteration:
         self.arrived = ArrivalStatistics(trainer.version, max_staleness)
 
     async def collect(self, groups: Receiver[SampleGroup]) -> list[SampleGroup]:
-        """Take this rank's whole share, in the order of arrival."""
+        """Receive this rank's whole share, in the order of arrival."""
         began = asyncio.get_running_loop().time()
         collected: list[SampleGroup] = []
         missing = self._sizes.total_batch_size
@@ -183,7 +183,10 @@ class Iteration:
         )
 
     def _shuffled(self, batch: SampleGroup, epoch: int) -> Batches:
-        """The same samples, with their advantages, in an order that the numbers alone decide."""
+        """Return the same samples, with their advantages, in a random order.
+
+        It depends on version, epoch and rank alone.
+        """
         seed = (self._trainer.version, epoch, self._worker.rank)
         order = np.random.default_rng(seed).permutation(len(batch.samples))
         shuffled = msgspec.structs.replace(batch, samples=[batch.samples[at] for at in order])
@@ -235,14 +238,16 @@ class Iteration:
 
 
 def with_advantages(trainer: LanguageTrainer, group: SampleGroup) -> SampleGroup:
-    """Return the same samples with advantages and returns; those that have them are left alone."""
+    """Return the same samples with advantages and returns; existing ones are kept."""
     samples = trainer.compute_advantages(group.samples)
     return msgspec.structs.replace(group, samples=samples)
 
 
 def _is_spent(steps: Sequence[Mapping[str, float]]) -> bool:
-    """Whether the early stop by ratio (``early_stop_ratio``) held every sample of an epoch back:
-    another one would teach nothing."""
+    """Whether the early stop (``early_stop_ratio``) stopped every sample of an epoch.
+
+    Another epoch would then have no gradient.
+    """
     return all(step.get("early_stopped", 0.0) >= 1.0 for step in steps)
 
 

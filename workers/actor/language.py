@@ -38,7 +38,7 @@ class FSDPActor(LanguageTrainingWorker):
     ) -> int:
         """Add previous (and reference) log-probs to this rank's share of one iteration.
 
-        Each is sent on at once. Returns how many there were, 0 on an idle rank; see
+        Each is sent on at once. Returns the number of samples, 0 on an idle rank; see
         `pass_through`.
         """
         if not self.active:
@@ -62,9 +62,9 @@ class FSDPActor(LanguageTrainingWorker):
         return path
 
     async def get_model_state_and_offload(self) -> WeightUpdate:
-        """Return the weights (in buckets, on rank 0) and give all of the device's memory back.
+        """Return the weights (in buckets, on rank 0) and free all of the device's memory.
 
-        Optimizer and gradients go first, so that the weights' copy finds room; the weights last.
+        Optimizer and gradients go first, which makes room for the copy of the weights.
         """
         await self.compute(self._trainer.offload, keep_weights=True)
         update = await self.compute(self._trainer.publish, shared_bytes)
@@ -72,9 +72,9 @@ class FSDPActor(LanguageTrainingWorker):
         return update
 
     async def log_probs(self, sequences: list[tuple[Tokens, Tokens]]) -> list[Floats]:
-        """Log-probs at temperature 1 of ``(prompt [P], response [R])``: ``[R]`` each.
+        """Return log-probs at temperature 1 of ``(prompt [P], response [R])``: ``[R]`` each.
 
-        Every rank of a sharded model takes part, with sequences of its own or the same.
+        Every rank of a sharded model takes part, with the same sequences or other ones.
         """
         await self.onload()
         samples = [bare_sample(*one, index=at) for at, one in enumerate(sequences)]
@@ -86,12 +86,12 @@ class FSDPActor(LanguageTrainingWorker):
         log_probs: list[Floats],
         tolerance: float = 1e-3,
     ) -> float:
-        """Compare an engine's log-probs with this model's; the largest difference.
+        """Compare an engine's log-probs with this model's; return the largest difference.
 
         Args:
             sequences: ``(prompt [P], response [R])``.
-            log_probs: what the engine says of them under the present version, at temperature 1.
-            tolerance: the difference that is allowed.
+            log_probs: the engine's, under the present version, at temperature 1.
+            tolerance: the largest difference that is allowed.
 
         Raises:
             WeightsDisagree: a token differs by more, or is NaN on either side.
@@ -101,8 +101,8 @@ class FSDPActor(LanguageTrainingWorker):
         for at, (ours, theirs) in enumerate(zip(own, log_probs, strict=True)):
             if len(ours) != len(theirs):
                 raise WeightsDisagree(
-                    f"sequence {at} has {len(ours)} response tokens, the engine answered for "
-                    f"{len(theirs)}"
+                    f"sequence {at} has {len(ours)} response tokens, but the engine returned "
+                    f"log-probs of {len(theirs)}"
                 )
             difference = np.abs(ours.astype(np.float64) - theirs)
             if len(difference) and not difference.max() <= tolerance:

@@ -66,7 +66,7 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
     async def run_training(self, input_channel: Receiver[SampleGroup]) -> LanguageTrainReport:
         """Collect this rank's whole share of one iteration, then train on it.
 
-        The model is onloaded only after the data is there; an idle rank takes none. Raises:
+        The model is onloaded only after the data has arrived; an idle rank takes none. Raises:
 
             TrainingDiverged: the loss was not finite, or no step's gradient was.
             RuntimeError: a token is older than ``max_staleness``.
@@ -128,7 +128,7 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
             return report
 
     def compute_advantages_and_returns(self, batch: SampleGroup) -> SampleGroup:
-        """The same samples with advantages and returns; those that have them are left alone."""
+        """Return the same samples with advantages and returns; existing ones are kept."""
         return with_advantages(self._trainer, batch)
 
     # -- inference ----------------------------------------------------------------------------
@@ -139,11 +139,11 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         output_channel: Sender[Sample],
         answer: Callable[[list[Sample]], list[Sample]],
     ) -> int:
-        """Send this rank's share of one iteration on, answered batch by batch; their number.
+        """Send this rank's share of one iteration on, with answers; return its number of samples.
 
-        One rank alone takes what is ready. The ranks of a sharded model compute together: each
-        takes equally many samples, and waits for the others'. Samples are leased until they were
-        sent on. Raises `IncompleteShare` when the channel ends before.
+        One rank alone takes the samples that are ready. The ranks of a sharded model compute
+        together: each takes equally many, and waits for the others. Samples are leased until they
+        are sent on. Raises `IncompleteShare` when the channel ends before.
         """
         await self.onload()
         left = self._sizes.total_batch_size
@@ -167,14 +167,14 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
     # -- the device's memory ------------------------------------------------------------------
 
     async def offload(self) -> None:
-        """Give the device's memory back."""
+        """Free the device's memory."""
         if not self._offloaded:
             with self.span("offload"):
                 await self.compute(self._trainer.offload)
             self._offloaded = True
 
     async def onload(self) -> None:
-        """Take weights and optimizer back to the device, if they are not there."""
+        """Move weights and optimizer back to the device, where they were offloaded."""
         if self._offloaded:
             with self.span("onload"):
                 await self.compute(self._trainer.onload)
@@ -193,5 +193,5 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         self._sizes = self._batches.of_rank(dp)
 
     async def make_ready(self) -> None:
-        """Take the model back to the device."""
+        """Move the model back to the device."""
         await self.onload()

@@ -1,4 +1,4 @@
-"""`SupervisedWorker`: teaches a model to answer at all, and writes it as a Hugging Face folder."""
+"""`SupervisedWorker`: trains a model on given responses, and writes it as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SupervisedWorker(Worker):
 
     Args:
         trainer: configuration of the FSDP language trainer, with the loss ``supervised``.
-        phase: how long, and on how much at a time: its `SupervisedConfig`.
+        phase: its `SupervisedConfig`.
     """
 
     def __init__(self, trainer: Any, phase: Any) -> None:
@@ -30,12 +30,12 @@ class SupervisedWorker(Worker):
     async def fit(
         self, examples: list[tuple[Tokens, Tokens]], folder: str, losses: Sender[float]
     ) -> None:
-        """Imitate ``(prompt [P], response [R])`` and write the model.
+        """Train on ``(prompt [P], response [R])`` and write the model.
 
         Args:
-            examples: all of them, on every rank.
-            folder: gets the weights.
-            losses: gets the loss of every step, from rank 0.
+            examples: the same on every rank.
+            folder: where the model is written.
+            losses: the loss of every step is put here, by rank 0.
         """
         with self.span("supervised"):
             trainer, steps = await self.compute(self._begin, examples)

@@ -89,7 +89,7 @@ class TrainingWorker(Worker, ABC, Generic[TrainerT]):
     async def checkpoint_written(self) -> None:
         """Wait until this rank's part of the checkpoint is on the disk; raises its error.
 
-        When every rank has returned, the folder is there. Does not hold the training up.
+        When every rank has returned, the folder exists. Training goes on meanwhile.
         """
         await self._checkpoint.wait()
 

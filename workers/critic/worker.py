@@ -1,4 +1,4 @@
-"""`FSDPCritic`: gives samples their values, and learns from what became of them.
+"""`FSDPCritic`: adds values to samples, and learns from their returns.
 
 ::
 
@@ -11,9 +11,9 @@
                       room for the group                   the actor of its rank
                       the other ranks, group by group      they value equally many
 
-Actor and critic are paired rank by rank: what an actor trains has come through the critic of its
-number, and both find the same advantages and returns from the values in it. Values are always of
-the version that the iteration begins with: only when its whole share has them does a critic learn.
+Actor and critic are paired rank by rank: the groups of an actor come from the critic of the same
+rank, and both compute the same advantages and returns from the values in them. Values are always of
+the version that the iteration begins with: a critic learns only when its whole share has them.
 
 The number of ranks changes as an actor's does: ask both groups for the same strategy,
 and send the next iteration to the ranks that the reports of both name.
@@ -40,10 +40,10 @@ class FSDPCritic(LanguageTrainingWorker):
     Args:
         trainer: configuration of the trainer backend, as its own Struct.
         batches: sizes of an iteration, the actor's own.
-        actor_ranks: of the actor group, each of which is paired with a rank here.
+        actor_ranks: number of ranks of the actor group, which are paired with those of the critic.
         backend: its registered name.
         resume: folder of the checkpoint to go on from.
-        max_staleness: as the actor's.
+        max_staleness: the actor's.
 
     Raises:
         BuildError: there are not as many critics as actors.
@@ -71,7 +71,7 @@ class FSDPCritic(LanguageTrainingWorker):
     async def value_and_train(
         self, input_channel: Receiver[SampleGroup], output_channel: Sender[SampleGroup]
     ) -> LanguageTrainReport:
-        """Give this rank's share of one iteration its values, then learn from it.
+        """Add values to this rank's share of one iteration, then learn from it.
 
         Each group goes on to the actor of this rank as soon as it has its values. An idle rank
         takes none. Raises what `run_training` does.
@@ -107,8 +107,10 @@ class FSDPCritic(LanguageTrainingWorker):
         return await iteration.train(valued)
 
     async def _next_groups(self, channel: Receiver[SampleGroup], missing: int) -> list[SampleGroup]:
-        """What is ready, of the samples that are missing. The ranks of a sharded model compute
-        together: there it is one group each time."""
+        """Receive the groups that are ready, up to the missing samples.
+
+        The ranks of a sharded model compute together, one group at a time.
+        """
         most = 1 if self.active_world_size > 1 else -(-missing // self._batches.group_size)
         return await channel.get_batch(weight=most, at_least=1, key=self.rank)
 
@@ -117,7 +119,7 @@ class FSDPCritic(LanguageTrainingWorker):
     ) -> int:
         """Add values to this rank's share of one iteration; see `pass_through`.
 
-        Returns how many there were, 0 on an idle rank.
+        Returns the number of samples, 0 on an idle rank.
         """
         if not self.active:
             return 0

@@ -368,7 +368,7 @@ class FSDPModelManager:
 
         Waits for the checkpoint before, if it is still being written, and raises its error. The
         future ends, or has the error, when this rank's part is on the disk; when all ranks' are,
-        the folder is there. Optimizer steps wait for the copy by themselves; before changing
+        the folder exists. Optimizer steps wait for the copy automatically; before changing
         parameters in another way, call `settle_checkpoint`.
         """
         if self.active:

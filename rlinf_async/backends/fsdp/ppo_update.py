@@ -1,6 +1,6 @@
 """PPO's inner loop: epochs x shuffled minibatches over one flat batch.
 
-Waits for nobody: the batch is complete, and all that crosses ranks are gradients. A minibatch is
+It waits for no other worker: the batch is complete, and only gradients cross ranks. A minibatch is
 one optimizer step; micro-batches split it to save memory, and do not change the numbers.
 """
 

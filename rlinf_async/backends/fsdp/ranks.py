@@ -97,7 +97,7 @@ def fail_together(member: Rank, doing: str) -> Iterator[None]:
     """Leave normally only if every rank did.
 
     A rank that failed raises its own error, the others `CheckpointError` naming it, so that no rank
-    waits in the next collective for one that has left. The error says where a rank has died.
+    waits in the next collective for one that has left. If a rank has died, the error names that.
     """
     failed = torch.ones(1, dtype=torch.int64)
     try:

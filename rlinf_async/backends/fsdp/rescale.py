@@ -325,7 +325,7 @@ class Rescale:
             self.connect()
             return transaction.abort(error)
         except RuntimeError as gone:  # the store, or a rank
-            if self._ready is None:  # nobody can commit without this rank's result of `verify`
+            if self._ready is None:  # no rank can commit without this rank's result of `verify`
                 return True
             raise RescaleUndecided(
                 f"rank {self._manager.rank} was ready for {self._new} ranks when it lost the store "

@@ -77,7 +77,7 @@ def allocate(
 
     ``dtype`` replaces that of the layout (float32 moments of bfloat16 weights). Buffers on the CPU
     that are a range of one tensor lie in its place among ``reserved``, as ``kind``; what they share
-    with those of ``held``, this rank's present ones, is there already.
+    with those of ``held``, this rank's present ones, keeps its content.
     """
     found: dict[str, Tensor] = {}
     shapes = {one.name: one.shape for one in layout.tensors}

@@ -95,7 +95,7 @@ class Reservations:
     ) -> Tensor:
         """Return memory for the elements of the tensor ``whole`` from ``first`` on, row-major.
 
-        What it shares with ``held``, the shard that this rank has now, is there; the rest is
+        What it shares with ``held``, this rank's present shard, keeps its content; the rest is
         uninitialised. It lies elsewhere where a tensor still refers to the memory in its place.
         """
         size = math.prod(whole) * dtype.itemsize
@@ -131,7 +131,7 @@ class _Reserved:
             return
         begin = int(np.frombuffer(self._memory, np.uint8).__array_interface__["data"][0])
         self._base = -begin % LARGE_PAGE
-        # Where the system makes all pages large by itself, those at a shard's edges too.
+        # Where the system makes all pages large by default, it would also do so at a shard's edges.
         _advise(self._memory, mmap.MADV_NOHUGEPAGE, 0, len(self._memory))
         self._address = begin + self._base
 

@@ -1,1 +1,1 @@
-"""A backend that computes nothing: its time passes on the event loop's clock. No torch."""
+"""A backend that computes nothing: a cost model in seconds. No torch."""

@@ -1,4 +1,4 @@
-"""What the toy engine can be told."""
+"""Settings of the toy engine and the toy trainer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ToyEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """sequences that run at a time; more wait, by priority"""
     seconds_per_step: float = 0.01
     seconds_per_sequence: float = 0.0
-    """that each running sequence adds to a step"""
+    """seconds that each running sequence adds to a step"""
     load_seconds: float = 0.0
-    """that new weights take; nothing runs meanwhile"""
+    """seconds that loading weights takes; nothing runs meanwhile"""
     mean_tokens: float = 32.0
-    """of a response; ``max_tokens`` of the request cuts it"""
+    """mean tokens of a response, before ``max_tokens`` of the request cuts it"""
     tail: float = 0.0
     """sigma of the log-normal lengths: 0 makes all equally long, 1 a few very long"""
     context: int = 32768
@@ -29,8 +29,9 @@ class ToyEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def __post_init__(self) -> None:
         for name in ("slots", "context", "vocabulary"):
-            if getattr(self, name) < (2 if name == "vocabulary" else 1):
-                raise ValueError(f"{name} is {getattr(self, name)}; that is too small")
+            least = 2 if name == "vocabulary" else 1
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         for name in ("seconds_per_step", "seconds_per_sequence", "load_seconds", "tail"):
             if not getattr(self, name) >= 0.0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
@@ -42,11 +43,11 @@ class ToyTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """A cost model of a trainer."""
 
     seconds_per_token: float = 1e-4
-    """of a forward and backward pass, prompts included"""
+    """seconds of a forward and backward pass, prompts included"""
     seconds_per_step: float = 0.01
-    """of an optimizer step"""
+    """seconds of an optimizer step"""
     seconds_to_move: float = 0.0
-    """of offload, and of onload"""
+    """seconds of an offload, and of an onload"""
     weight_bytes: int = 4096
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@
                   load(): between two steps; nothing runs meanwhile, then all go on
 
 Under a virtual clock it is a cost model: seconds of a thousand engines pass in no time. On a real
-loop it occupies a device that is not there, for benches of what overlaps with what.
+loop it stands for a device, in benches of what overlaps with what.
 
 Invariant: time advances in whole steps. However long nothing changes, that is one timer.
 """
@@ -50,15 +50,15 @@ class _Row:
         self.versions: list[int] = [] if partial is None else partial.version.tolist()
         self.answer: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
         self.ending = False
-        """it was aborted, or nobody waits for it"""
+        """whether it was aborted or its call cancelled"""
 
 
 class ToyEngine:
     """Lets time pass for every token. See the module.
 
     Args:
-        config: how long things take, and how long responses are.
-        seed: not used: a response follows from its request alone.
+        config: of the cost model.
+        seed: not used: a response depends on its request alone.
         device: not used.
     """
 
@@ -91,7 +91,7 @@ class ToyEngine:
         """Do nothing: there is nothing to build."""
 
     async def close(self) -> None:
-        """End what runs."""
+        """End all requests."""
         self.die("was closed")
         if self._work is not None:
             await asyncio.gather(self._work, return_exceptions=True)
@@ -145,7 +145,7 @@ class ToyEngine:
             return {one.request.name: self._made(one, "abort") for one in rows}
 
     async def load(self, update: WeightUpdate) -> int:
-        """Take the version of the update; its tensors, if any, are not looked at."""
+        """Take the version of the update; its tensors, if any, are ignored."""
         self._check_alive()
         self._changed.set()
         async with self._turn:
@@ -177,18 +177,18 @@ class ToyEngine:
         while self._running or self._waiting:
             async with self._turn:
                 self._changed.clear()
-                self._settle()
+                self._answer_ended()
                 self._admit()
                 if self._running:
                     await self._advance()
-                    self._settle()
+                    self._answer_ended()
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._config.slots:
             self._running.append(heapq.heappop(self._waiting)[2])
 
-    def _settle(self) -> None:
-        """Answer whoever is done or has to end."""
+    def _answer_ended(self) -> None:
+        """Answer the requests that are done or have to end."""
         for row in self._running:
             if row.made >= row.end:
                 self._answer(row, "stop" if row.stops else "length")

@@ -1,7 +1,7 @@
-"""What the toy engine answers: formulas of the request's seed, the position and the version.
+"""Responses of the toy engine: formulas of the request's seed, the position and the version.
 
 So a response is the same wherever, and in however many pieces, it was made; only the versions of
-its tokens, and with them their log-probs, tell which weights were there.
+its tokens, and with them their log-probs, depend on the weights.
 """
 
 from __future__ import annotations

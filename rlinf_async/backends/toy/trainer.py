@@ -1,6 +1,6 @@
-"""A trainer whose time is that of a device: seconds by tokens, while this process's CPU is free.
+"""A trainer that only takes time, by a cost model: seconds by tokens, while the CPU is free.
 
-It has no model. Its weights are bytes that tell their version, so every check on their way holds.
+It has no model. Its weights are bytes that depend on their version, with valid checksums.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class ToyTrainer:
 
     def __init__(self, config: ToyTrainerConfig, world_size: int, rank: int) -> None:
         if world_size > 1:
-            raise ValueError(f"world_size is {world_size}; the toy trainer is alone: use 1")
+            raise ValueError(f"world_size is {world_size}; the toy trainer has one rank: use 1")
         self.config = config
         self._version = 0
 
     @property
     def version(self) -> int:
-        """How many iterations were trained."""
+        """Number of iterations that were trained."""
         return self._version
 
     def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
@@ -127,12 +127,12 @@ class ToyTrainer:
         return done
 
     def load_checkpoint(self, path: Path) -> list[dict[str, object]]:
-        """Go on at the version that was written."""
+        """Take the version that was written."""
         self._version = msgspec.json.decode((path / "toy.json").read_bytes())["version"]
         return [{}]
 
 
 def _pass(seconds: float) -> None:
-    """Let a device's time pass: this thread waits, the CPU is free."""
+    """Wait as long as a device would compute."""
     if seconds > 0.0:
         time.sleep(seconds)

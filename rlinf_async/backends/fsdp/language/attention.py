@@ -16,7 +16,7 @@ NAME = "rlinf_async_packed"
 
 
 def register() -> None:
-    """Make ``attn_implementation=NAME`` known to transformers. Again is harmless."""
+    """Register ``attn_implementation=NAME`` with transformers. Idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, packed_attention)
@@ -39,7 +39,7 @@ def packed_attention(
     """Return ``[1, T, heads, D]`` from query ``[1, heads, T, D]``, key and value with fewer heads.
 
     ``sample_lengths`` sum to ``T``; without them the row is one sample. Raises
-    `NotImplementedError` for what some models add to attention and this does not do.
+    `NotImplementedError` for parts of some models' attention that are not implemented here.
     """
     _check_plain(others)
     lengths = sample_lengths or [query.shape[2]]
@@ -75,9 +75,9 @@ def _check_plain(others: dict[str, Any]) -> None:
     for name in ("softcap", "s_aux", "position_bias"):
         if others.get(name) is not None:
             raise NotImplementedError(
-                f"this model's attention uses {name!r}, which packed attention does not do"
+                f"this model's attention uses {name!r}, which packed attention does not implement"
             )
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The mask is the packing."""
+    """Return None: samples are separated by their lengths, not by a mask."""

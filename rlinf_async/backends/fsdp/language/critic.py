@@ -1,7 +1,7 @@
 """`CriticTrainer`: the `LanguageTrainer` of a critic, over FSDP.
 
-Its targets are the ``returns`` that `compute_advantages` finds from rewards and from the values
-that this critic gave when the samples were collected.
+Its targets are the ``returns`` that `compute_advantages` computes from rewards and from the values
+of this critic when the samples were collected.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CriticTrainer(LanguageTrainerBase):
         return Part(total, units, len(packed.rows), metrics)
 
     def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
-        """Values ``[R]`` before each response token. Collective."""
+        """Return values ``[R]`` before each response token. Collective."""
 
         def answer(packed: Packed) -> Tensor:
             value: Tensor = self.manager.model(packed)
@@ -85,7 +85,7 @@ class CriticTrainer(LanguageTrainerBase):
 
     def load(self, update: WeightUpdate) -> None:
         """Raise `FSDPError`."""
-        raise FSDPError(NOT_A_POLICY.format(what="place for published weights"))
+        raise FSDPError(NOT_A_POLICY.format(what="use for published weights"))
 
     def save_pretrained(self, folder: Path) -> None:
         """Raise `FSDPError`: a value head has no place in a Hugging Face folder."""

@@ -1,7 +1,7 @@
 """Log-probs and values of any number of samples, without gradients.
 
-Samples are cut into forward passes by tokens. Every rank of a sharded model takes part in every
-forward pass, so the ranks agree on their number; one that has no samples left passes a token.
+Samples are divided into forward passes by tokens. Every rank of a sharded model takes part in
+every forward pass, so the ranks agree on their number; one without samples passes a single token.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ written out::
     d log p_t / d l_j = [j = t] - p_j          d H / d l_j = -p_j (log p_j + H)
 
 Logits that fit ``chunk_bytes`` are kept for the backward pass; more are computed chunk by chunk,
-and once more in the backward pass, so that memory does not grow with tokens x vocabulary.
+and again in the backward pass, so that memory does not grow with tokens x vocabulary.
 """
 
 from __future__ import annotations

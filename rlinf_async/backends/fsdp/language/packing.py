@@ -6,7 +6,7 @@
     sample 1   p p | r r r r r      pos   0 1 2 3 4  0 1 2 3 4 5     only ever a target
                                     rows      * * *    * * * * *     where responses are predicted
 
-Positions begin at 0 in every sample, and attention does not look across (`attention`): the numbers
+Positions begin at 0 in every sample, and attention does not cross samples (`attention`): results
 are those of the samples one by one.
 """
 
@@ -24,7 +24,7 @@ from rlinf_async.messages.language import Tokens
 
 
 class Tokenized(Protocol):
-    """What packing looks at of a sample."""
+    """What packing needs of a sample."""
 
     group: int
     index: int
@@ -53,7 +53,7 @@ class Packed(NamedTuple):
 def pack_samples(
     samples: Sequence[Tokenized], masks: Sequence[NDArray[np.bool_]], device: torch.device
 ) -> Packed:
-    """Pack samples; of each response those tokens that its mask ``[R]`` says.
+    """Pack samples; of each response, the tokens in its mask ``[R]`` are predicted.
 
     Raises `ValueError`, naming the sample, for a prompt without tokens.
     """
@@ -71,7 +71,7 @@ def pack_samples(
                 f"sample {sample.group}/{sample.index} has a prompt without tokens: there is "
                 "nothing to predict its first token from"
             )
-        # An empty response leaves the prompt alone, whose last token then stays.
+        # With an empty response the row is the prompt, whose last token then stays.
         whole = np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64)
         length = max(len(whole) - 1, 1)
         chosen = np.flatnonzero(mask)

@@ -15,7 +15,7 @@ REFERENCE = "reference"
 
 
 class KeptWeights:
-    """A copy of a model's weights as they are now, this rank's part of them.
+    """This rank's part of a copy of a model's present weights.
 
     The manager holds it, so that it moves when the number of ranks changes.
     """
@@ -26,7 +26,7 @@ class KeptWeights:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The model has the kept weights while the block runs, and its own again after it."""
+        """Put the kept weights into the model for the block, and its own back after it."""
         live = self._live()
         own = _copies(live)
         _copy(self._manager.kept[REFERENCE], live)

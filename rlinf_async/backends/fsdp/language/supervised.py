@@ -1,7 +1,7 @@
-"""A short supervised phase: a model learns to answer at all, so that reinforcement can begin.
+"""A short supervised phase: a model learns to respond at all, before reinforcement learning.
 
-The same trainer as for reinforcement, with the loss ``supervised``: the mean cross-entropy of the
-response tokens.
+It uses the trainer of reinforcement learning, with the loss ``supervised``: the mean cross-entropy
+of the response tokens.
 """
 
 from __future__ import annotations

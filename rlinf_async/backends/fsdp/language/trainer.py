@@ -144,7 +144,7 @@ class LanguageTrainerBase(ABC):
     ) -> RescaleReport:
         """Let the first ``world_size`` ranks train from now on; see `fsdp.rescale`.
 
-        Reference weights go along. Collective over all launched ranks.
+        Reference weights move too. Collective over all launched ranks.
         """
         report = rescale(
             self.manager,
@@ -201,7 +201,7 @@ class LanguageTrainerBase(ABC):
             if mask.any() and not quiet
         ]
         if not forwarded and self.manager.world_size > 1:
-            # Every rank takes part in every forward and backward pass; this one trains nothing.
+            # Every rank takes part in every forward and backward pass, be it for no gradient.
             forwarded = [samples[0]]
         return forwarded, units
 
@@ -294,7 +294,7 @@ class PolicyTrainer(LanguageTrainerBase):
     def log_probs(
         self, samples: Sequence[TrainingSample], *, reference: bool = False
     ) -> list[Floats]:
-        """Log-probs ``[R]`` of each response, by this model or the reference weights. Collective.
+        """Return log-probs ``[R]`` of each response, by this model or the reference. Collective.
 
         Raises `FSDPError` for the reference where none is kept.
         """

@@ -151,8 +151,10 @@ class EmbodiedRun:
             with channels.tickets.sender:
                 for iteration in range(first, first + ahead + 1):
                     await self._issue(channels, iteration)
-                training = self._train_iteration(channels, actors)
-                for iteration in range(first, self.config.iterations):
+                iterations = range(first, self.config.iterations)
+                calls = (self._train_iteration(channels, actors) for _ in iterations)
+                training = next(calls, None)
+                while training is not None:
                     report = merged(await training)
                     await self._issue(channels, report.version + ahead)
                     self.reached.take(report, clock(), self.config.training.return_window)
@@ -161,8 +163,8 @@ class EmbodiedRun:
                     if signals.take_checkpoint_request() or self._checkpoint_due(report.version):
                         await checkpointer.begin(self.reached)
                     leaving = signals.leaving
-                    if iteration + 1 < self.config.iterations and not leaving:
-                        training = self._train_iteration(channels, actors)
+                    # The next one is trained while this process accounts for this one.
+                    training = None if leaving else next(calls, None)
                     self._write_row(report, metrics)
                     view.show()
                     if leaving:
