@@ -91,7 +91,7 @@ class EmbodiedRun:
     async def _launch(
         self, cluster: Cluster, collectors: Collectors
     ) -> WorkerGroup[EmbodiedFSDPActor]:
-        """Start all workers: at the same time where each has a process of its own."""
+        """Start all workers: at the same time where each has its own process."""
         if self.config.cluster.backend == "process":
             actors, _ = await asyncio.gather(self._launch_actors(cluster), collectors.launch())
             return actors
@@ -170,7 +170,7 @@ class EmbodiedRun:
     async def _take(
         self, report: TrainReport, metrics: MetricsWriter, live: LiveView, seconds: float
     ) -> None:
-        """Book one iteration."""
+        """Account for one iteration."""
         reached, training = self.reached, self.config.training
         reached.take(report, seconds, training.return_window)
         self._last = report
