@@ -199,7 +199,7 @@ def test_a_checkpoint_whose_config_is_that_of_another_size_is_told_with_a_tensor
     )
 
 
-def test_too_few_examples_for_a_batch_of_the_warm_start_are_told_with_both_numbers(
+def test_too_few_examples_for_a_batch_of_the_warm_start_are_refused_with_both_numbers(
     tiny: Job,
 ) -> None:
     line = said(tiny, "--warm_start.steps", 2, "--warm_start.batch_size", 21)
