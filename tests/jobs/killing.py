@@ -19,7 +19,7 @@ from tests.jobs.processes import children
 
 
 class Killer:
-    """Kills workers as soon as a certain iteration is over, which a subclass tells `_kill`."""
+    """Kills workers as soon as a certain iteration is over, which a subclass passes to `_kill`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.victims: dict[int, str] = {}

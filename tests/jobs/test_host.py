@@ -1,4 +1,4 @@
-"""What every run is told of its host."""
+"""The settings of the host that every run has."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_the_job_of_the_page_runs_and_is_resumed(page: pathlib.Path) -> None:
     assert (summary["iterations"], summary["tasks"]) == (5, 5 * 4)
     with (page / "run" / "metrics.csv").open(newline="") as file:
         assert [row["iteration"] for row in csv.DictReader(file)] == ["0", "1", "2", "3", "4"]
-    for name in ("trace.json", "timeline.png", "config.1.toml", "checkpoints/version-000005"):
+    for name in ("timeline.png", "config.1.toml", "checkpoints/version-000005"):
         assert (page / "run" / name).exists()
 
 

@@ -39,8 +39,8 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         check_counts(self, least=0, names=("max_restarts",))
         if self.deadlock_after is not None and not self.deadlock_after > 0.0:
             raise ValueError(
-                f"deadlock_after is {self.deadlock_after}; it must be above 0, or 'none' to wait "
-                "for ever"
+                f"deadlock_after is {self.deadlock_after}; it must be above 0, or 'none' for no "
+                "limit"
             )
         if not self.heartbeat_limit > 0.0:
             raise ValueError(f"heartbeat_limit is {self.heartbeat_limit}; it must be above 0")
@@ -55,7 +55,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return one if self.threads == 1 else one | {"OMP_WAIT_POLICY": "passive"}
 
     def make_cluster(self) -> Cluster:
-        """The cluster that this describes, not entered."""
+        """A cluster of this configuration, not entered."""
         if self.backend == "local":
             return Cluster.local(deadlock_after=self.deadlock_after)
         return Cluster.process(
@@ -70,8 +70,8 @@ def check_counts(config: msgspec.Struct, *, least: int, names: Sequence[str]) ->
             raise ValueError(f"{name} is {getattr(config, name)}; it must be at least {least}")
 
 
-class Table(Protocol):
-    """A registry: what is used of it here."""
+class Registry(Protocol):
+    """What is used of a registry here."""
 
     kind: str
 
@@ -81,20 +81,20 @@ class Table(Protocol):
 
 
 def check_device(wanted: str, *, actors: int, path: tuple[str, ...]) -> None:
-    """Raise where the actors' device is no device's name, or is not on this host.
+    """Raise where the actors' device is not on this host.
 
     Args:
-        wanted: as torch names it.
-        actors: ranks that take one each.
-        path: of the setting that names it.
+        wanted: the device, as torch names it.
+        actors: ranks, which take one device each.
+        path: setting that names the device.
 
     Raises:
-        ConfigError: it is not a device's name.
-        MissingDevice: there is none of it.
+        ConfigError: torch has no device of this name, or the ranks cannot share it.
+        MissingDevice: this host has none, or too few.
     """
     setting = ".".join(path)
     if not re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
-        raise ConfigError(f"{wanted!r} is no device: write 'cpu', 'cuda' or 'cuda:1'", path=path)
+        raise ConfigError(f"{wanted!r} is not a device: write 'cpu', 'cuda' or 'cuda:1'", path=path)
     if wanted == "cpu":
         return
     if ":" in wanted and actors > 1:
@@ -127,12 +127,12 @@ def check_sinks(names: Sequence[str]) -> None:
             raise ConfigError(str(error), path=("training", "metrics")) from error
 
 
-def refuse_unknown(table: Table, name: str, path: tuple[str, ...]) -> None:
+def refuse_unknown(registry: Registry, name: str, path: tuple[str, ...]) -> None:
     """Raise `ConfigError` for a name that is not in the registry; says the nearest."""
     from rlinf_async.algorithms.registry import UnknownName
 
-    if name not in table:
-        raise ConfigError(str(UnknownName(table.kind, name, table.names())), path=path)
+    if name not in registry:
+        raise ConfigError(str(UnknownName(registry.kind, name, registry.names())), path=path)
 
 
 def check_resumed(config: Any, started: Path, may_differ: Sequence[str]) -> None:

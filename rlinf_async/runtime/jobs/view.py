@@ -49,7 +49,7 @@ SPANS_KEPT = 400_000
 
 
 class ChannelRates:
-    """The channels, edges and connections of a cluster, as they were last looked at."""
+    """What goes through the channels, edges and connections of a cluster, per second."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -61,11 +61,11 @@ class ChannelRates:
 
     @property
     def counters(self) -> Sequence[Counter]:
-        """For the trace."""
+        """Values of all looks, for the trace."""
         return self._counters
 
     def look(self) -> None:
-        """See what is new, if the last look was long enough ago."""
+        """Take the counts, if the last look was long enough ago."""
         now = time.monotonic_ns()
         if now - self._looked < RATES_EVERY_NS:
             return
@@ -76,8 +76,6 @@ class ChannelRates:
         self.edges = [self._edge(one.name, edge, now) for one in seen for edge in one.edges]
         for traffic in self._cluster.traffic():
             self._connection(traffic, now)
-
-    # ---- inside
 
     def _channel(self, seen: Statistics, now: int) -> ChannelView:
         counts = {"items/s": float(seen.gets), "put waits/s": float(seen.put_waits)}
@@ -136,7 +134,14 @@ class Headline(NamedTuple):
 
 
 class LiveView:
-    """Shows a run while it goes on, and collects what its trace is made of."""
+    """Shows a run while it goes on, and collects spans and counters for its trace.
+
+    Args:
+        folder: of the run.
+        cluster: of the run.
+        view: where to show it.
+        headline: returns the top line, now.
+    """
 
     def __init__(
         self,
@@ -151,6 +156,7 @@ class LiveView:
         self._headline = headline
         self._tasks: list[asyncio.Task[None]] = []
         self.note = ""
+        """what the run does now, beside training: one sentence, or nothing"""
         self._spans: list[Span] = []
         self._rates = ChannelRates(cluster)
         self._collecting = asyncio.Lock()
@@ -175,7 +181,7 @@ class LiveView:
         )
 
     async def write_trace(self) -> None:
-        """Collect the last spans and write the trace, however the run ends."""
+        """Collect the last spans and write the trace."""
         try:
             await self._collect()
         finally:
@@ -217,7 +223,7 @@ class LiveView:
             await self._collect()
 
     async def _collect(self) -> None:
-        """Take the spans of every worker that answers in time; the others keep theirs."""
+        """Collect the spans of every worker that answers in time; the others keep theirs."""
         async with self._collecting:
             supervisors = [
                 one for group in self._cluster.groups.values() for one in group.supervisors

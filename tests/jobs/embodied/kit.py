@@ -59,8 +59,8 @@ class Job(jobs.Job[EmbodiedSummary]):
         found: dict[str, Any] = json.loads((self.out / "checkpoints/latest.json").read_bytes())
         return found
 
-    def check_books(self, iterations: int, steps: int, *, resumed: bool = False) -> None:
-        """Everything that a run leaves is there, and says the same."""
+    def check_records(self, iterations: int, steps: int, *, resumed: bool = False) -> None:
+        """Everything that a run leaves is there, and consistent."""
         summary, rows = self.summary, self.iterations
         assert summary.iterations == iterations
         assert summary.env_steps == iterations * steps

@@ -79,18 +79,18 @@ def test_a_policy_that_returns_nan_is_named_with_its_version(
 def test_an_env_whose_reset_takes_longer_than_the_deadlock_limit_is_waited_for(job: Job) -> None:
     one = ("--env.envs", 1, "--env.stages", 1, "--training.total_steps", 32)
     job.succeed(*WALK, "{reset_seconds = 2.5}", *one, "--cluster.deadlock_after", 1)
-    job.check_books(2, 16)
+    job.check_records(2, 16)
 
 
 def test_an_env_that_cannot_be_filmed_costs_the_video_and_nothing_else(job: Job) -> None:
     summary = job.succeed(*WALK, "{}", "--evaluation.video_episodes", 1)
     assert summary.outcome == "finished"
     assert "render_mode" in str(summary.extra["video"])
-    job.check_books(6, 64)
+    job.check_records(6, 64)
 
 
 class Repeating(EnvWorker):
-    """Sends a trajectory again when all is done, as one does that died before it was told."""
+    """Sends a trajectory again at the end, like a worker that died before its call returned."""
 
     async def collect(
         self,
@@ -109,7 +109,7 @@ def test_a_trajectory_that_comes_again_after_the_last_iteration_does_no_harm(
 ) -> None:
     monkeypatch.setattr(collectors, "EnvWorker", Repeating)
     job.succeed()
-    job.check_books(6, 64)
+    job.check_records(6, 64)
 
 
 def test_checkpoints_on_a_full_disk_are_the_error_that_is_shown(

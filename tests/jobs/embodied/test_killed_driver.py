@@ -63,7 +63,7 @@ def test_killed_while_starting_training_and_saving_a_run_still_comes_to_its_end(
             assert set(temporary.glob("rlinf-async-*")) == left, moment
     iterations, end = a_few_more(job)
     assert start(*every_fourth, *end).wait() == 0
-    job.check_books(iterations, STEPS, resumed=True)
+    job.check_records(iterations, STEPS, resumed=True)
     assert job.summary.outcome == "finished"
 
 
@@ -85,7 +85,7 @@ def test_ctrl_c_stops_the_run_leaves_nothing_and_the_run_can_be_resumed(
     assert noted in (last - 2, last)  # the last one may not have been complete yet
     iterations, end = a_few_more(job)
     job.succeed("--resume", *PROCESS, "--cluster.backend", "local", *end)
-    job.check_books(iterations, STEPS, resumed=True)
+    job.check_records(iterations, STEPS, resumed=True)
     assert job.trained_in_trace()[0] == noted
 
 

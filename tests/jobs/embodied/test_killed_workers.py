@@ -52,7 +52,7 @@ def test_killed_env_and_rollout_workers_are_replaced_and_nothing_is_lost_or_trai
     two = ("--cluster.env_workers", 2, "--training.total_steps", 1280)
     summary = job.succeed(*PROCESS, *two, "--training.max_staleness", 1)
     assert summary.restarts == {"Env[0]": 1, "Rollout[0]": 1, "Env[1]": 1}
-    job.check_books(10, 128)
+    job.check_records(10, 128)
     assert killer.dead_letters == []
 
 
@@ -60,7 +60,7 @@ def test_a_killed_collocated_worker_is_replaced(job: Job, killer: Killer) -> Non
     killer.victims = {1: "Env[0]"}
     summary = job.succeed(*PROCESS, "--cluster.rollout_workers", 0)
     assert summary.restarts == {"Env[0]": 1}
-    job.check_books(6, 64)
+    job.check_records(6, 64)
     assert killer.dead_letters == []
 
 
@@ -79,7 +79,7 @@ def test_a_killed_actor_ends_the_run_with_its_name_and_the_run_can_be_resumed(
     noted = job.note["version"]
     assert noted in (2, 4)  # the second one is being written, the first one is complete before
     job.succeed("--resume", "--cluster.backend", "local")
-    job.check_books(6, 64, resumed=True)
+    job.check_records(6, 64, resumed=True)
     assert job.trained_in_trace() == [*range(noted, 6)]
 
 

@@ -18,9 +18,9 @@ TOGETHER = ("--cluster.rollout_workers", 0)
 
 @pytest.mark.parametrize("form", [(), TOGETHER], ids=["apart", "together"])
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
-def test_a_run_leaves_books_that_agree(job: Job, form: tuple[object, ...], env: str) -> None:
+def test_a_run_leaves_records_that_agree(job: Job, form: tuple[object, ...], env: str) -> None:
     summary = job.succeed("--env.id", env, *form)
-    job.check_books(6, 64)
+    job.check_records(6, 64)
     assert summary.outcome == "finished"
     assert summary.evaluation_episodes == 3
     assert summary.restarts == {}
@@ -54,7 +54,7 @@ def test_every_step_is_acted_by_a_version_that_is_allowed(
         assert lags <= set(range(min(version, staleness) + 1))  # 0: exactly on-policy
     assert summary.staleness is not None
     assert summary.staleness.max <= summary.staleness.allowed == staleness
-    job.check_books(6, 128)
+    job.check_records(6, 128)
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(
@@ -83,7 +83,7 @@ def test_a_run_that_missed_its_target_says_so(job: Job) -> None:
 def test_a_finished_run_that_is_resumed_only_evaluates_again(job: Job) -> None:
     before = job.succeed()
     summary = job.succeed("--resume")
-    job.check_books(6, 64, resumed=True)
+    job.check_records(6, 64, resumed=True)
     assert summary.return_ == before.return_
     assert job.trained_in_trace() == []
 
@@ -91,7 +91,7 @@ def test_a_finished_run_that_is_resumed_only_evaluates_again(job: Job) -> None:
 def test_a_resumed_run_goes_on_to_a_later_end(job: Job) -> None:
     job.succeed("--training.total_steps", 256)
     job.succeed("--training.total_steps", 512, "--resume")
-    job.check_books(8, 64, resumed=True)
+    job.check_records(8, 64, resumed=True)
     assert job.trained_in_trace() == [4, 5, 6, 7]
 
 
@@ -101,7 +101,7 @@ def test_a_resumed_run_goes_on_to_a_later_end(job: Job) -> None:
 def test_workers_in_processes_share_the_work(job: Job, form: tuple[object, ...]) -> None:
     many = ("--cluster.env_workers", 2, "--cluster.actors", 2, "--training.total_steps", 512)
     job.succeed(*PROCESS, *many, *form)
-    job.check_books(4, 128)
+    job.check_records(4, 128)
     assert float(job.iterations[-1]["episodes"]) > 0
 
 

@@ -68,7 +68,7 @@ def said(job: Job, *arguments: object) -> str:
         ("cluster.actors", "2", "use backend = 'process', or actors = 1"),
         ("cluster.actors", "3", "2 trajectories cannot be divided among 3 actors"),
         ("actor.fsdp.device", "cuda:99", "'cuda:99' is set, but this host has"),
-        ("actor.fsdp.device", "gpu", "'gpu' is no device: write 'cpu', 'cuda' or 'cuda:1'"),
+        ("actor.fsdp.device", "gpu", "'gpu' is not a device: write 'cpu', 'cuda' or 'cuda:1'"),
         ("actor.fsdp.policy.name", "mpl", "no policy is called 'mpl'"),
         ("actor.fsdp.policy.action_size", "3", "3 was given, but CartPole-v1 has 2: leave it out"),
         ("actor.fsdp.pretrained", "model", "trains a registered policy, not a language model"),

@@ -96,7 +96,7 @@ def test_a_critic_may_begin_with_another_model_of_the_same_tokens(
     run.out.rename(tmp_path / "first")
     ended = run.train(*ONE, *gae, "--critic.path", wrong)
     assert ended.code == 2
-    assert "knows 99 tokens, the actor's knows" in ended.err
+    assert "has 99 tokens, the actor's has" in ended.err
 
 
 def test_an_export_that_fails_leaves_the_one_before_and_can_be_done_again(

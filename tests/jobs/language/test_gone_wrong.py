@@ -12,7 +12,7 @@ from tests.jobs.language.kit import Job
 VERIFIERS = "tests.jobs.language.verifiers"
 
 
-def test_samples_that_their_verifier_fails_on_are_counted_told_once_and_train_nothing(
+def test_samples_that_their_verifier_fails_on_are_counted_reported_once_and_train_nothing(
     job: Job,
 ) -> None:
     ended = job.train("--data.verifier", f"{VERIFIERS}:sometimes", "--data.shuffle", "false")
@@ -45,7 +45,7 @@ def test_a_verifier_that_fails_on_everything_ends_the_run_with_its_error(
     assert "go on with --resume" in str(job.summary.error)
 
 
-def test_a_run_whose_verifier_was_mended_goes_on_from_where_it_was(job: Job) -> None:
+def test_a_run_whose_verifier_was_corrected_goes_on_from_where_it_was(job: Job) -> None:
     job.succeed("--training.iterations", 2)
     more = ("--resume", "--training.iterations", 4, "--data.verifier")
     broken = job.train(*more, f"{VERIFIERS}:text")
@@ -117,7 +117,7 @@ def test_a_resumed_run_refuses_other_data_and_loses_nothing(job: Job) -> None:
 
 
 @pytest.mark.parametrize("shown", [False, True])
-def test_a_disk_that_fills_up_at_a_checkpoint_is_told_in_one_line_unless_more_is_asked_for(
+def test_a_disk_that_fills_up_at_a_checkpoint_is_reported_in_one_line_unless_more_is_wanted(
     tiny: Job, full_disk: pathlib.Path, shown: bool
 ) -> None:
     tiny.keep_checkpoints_on(full_disk)

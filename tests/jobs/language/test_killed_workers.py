@@ -24,7 +24,7 @@ def nothing_left(job: Job) -> Iterator[None]:
         yield
 
 
-def check_books(job: Job, iterations: int) -> None:
+def check_records(job: Job, iterations: int) -> None:
     """Every sample was trained once, whatever died."""
     assert job.summary.outcome == "finished"
     assert job.summary.iterations == iterations
@@ -45,7 +45,7 @@ def test_killed_rollout_reward_and_inference_workers_are_replaced_and_nothing_is
         *("--training.max_staleness", 1),  # so that there is something under way to lose
     )
     assert summary.restarts == {"Rollout[0]": 1, "Reward[0]": 1, "Inference[0]": 1}
-    check_books(job, 8)
+    check_records(job, 8)
     assert killer.dead_letters == []
 
 
@@ -63,7 +63,7 @@ def test_a_killed_rollout_worker_of_a_real_model_comes_back_with_the_newest_weig
     assert summary.restarts == {"Rollout[0]": 1}
     assert summary.staleness is not None
     assert summary.staleness.max == 0
-    check_books(tiny, 4)
+    check_records(tiny, 4)
 
 
 @pytest.mark.parametrize("victim", ["Actor[0]", "Critic[0]"])
@@ -81,4 +81,4 @@ def test_a_killed_learner_ends_the_run_with_its_name_and_the_run_can_be_resumed(
     assert job.summary.outcome == "failed"
     assert victim in str(job.summary.error)
     job.succeed("--resume", "--cluster.backend", "local", *gae)
-    check_books(job, 4)
+    check_records(job, 4)

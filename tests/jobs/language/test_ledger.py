@@ -64,24 +64,24 @@ def scored(request: Request, outcome: Scored | Rejected | Failed | None = None) 
 
 
 def test_a_group_leaves_once_it_is_whole_and_in_order() -> None:
-    books = ledger(count=1)
-    first, second, third = books.admit(prompts(1))
-    assert books.take(scored(third)) is None
-    assert books.take(scored(first)) is None
-    group = books.take(scored(second))
+    records = ledger(count=1)
+    first, second, third = records.admit(prompts(1))
+    assert records.take(scored(third)) is None
+    assert records.take(scored(first)) is None
+    group = records.take(scored(second))
     assert group is not None
     assert [one.sample.request.index for one in group] == [0, 1, 2]
 
 
 def test_a_sample_that_comes_twice_is_left_out_and_counted() -> None:
-    books = ledger(count=1, group_size=2)
-    first, second = books.admit(prompts(1))
-    books.take(scored(first))
-    assert books.take(scored(first)) is None
-    assert books.take(scored(second)) is not None
-    assert books.take(scored(second)) is None
-    assert books.take_duplicates() == 2
-    assert books.take_duplicates() == 0
+    records = ledger(count=1, group_size=2)
+    first, second = records.admit(prompts(1))
+    records.take(scored(first))
+    assert records.take(scored(first)) is None
+    assert records.take(scored(second)) is not None
+    assert records.take(scored(second)) is None
+    assert records.take_duplicates() == 2
+    assert records.take_duplicates() == 0
 
 
 def test_samples_draw_from_streams_of_their_own_that_a_resumed_run_has_too() -> None:
@@ -96,11 +96,11 @@ def test_another_number_of_prompts_is_refused() -> None:
 
 
 def test_a_sample_that_was_not_scored_trains_nothing_and_has_no_reward() -> None:
-    books = ledger(count=1)
-    first, second, third = books.admit(prompts(1))
-    books.take(scored(first, Scored(reward=0.25)))
-    books.take(scored(second, Failed(error="TimeoutError")))
-    group = books.take(scored(third, Rejected(reason="no answer")))
+    records = ledger(count=1)
+    first, second, third = records.admit(prompts(1))
+    records.take(scored(first, Scored(reward=0.25)))
+    records.take(scored(second, Failed(error="TimeoutError")))
+    group = records.take(scored(third, Rejected(reason="no answer")))
     assert group is not None
     samples = to_train(group).samples
     assert [one.scored for one in samples] == [True, False, False]
@@ -123,35 +123,35 @@ def test_whatever_the_order_and_a_kill_every_sample_is_trained_once_and_none_too
 ) -> None:
     chance = random.Random(seed)
     iterations, version, trained_groups = 5, 0, list[int]()
-    books = ledger(count, group_size, max_staleness)
-    kept, kept_trained, kept_version = books.state(), list[int](), 0
+    records = ledger(count, group_size, max_staleness)
+    kept, kept_trained, kept_version = records.state(), list[int](), 0
     whole: dict[int, list[int]] = {}
     flying: list[Request] = []
     for step in range(1000):
         if step == kill_at:  # go on from what was written, with everything on its way lost
             state = msgspec.structs.replace(kept)
-            books = ledger(count, group_size, max_staleness, state)
+            records = ledger(count, group_size, max_staleness, state)
             version, trained_groups, whole = kept_version, list(kept_trained), {}
-            flying = books.running
-            for group in books.complete():
+            flying = records.running
+            for group in records.complete():
                 request = group[0].sample.request
                 whole.setdefault(request.iteration, []).append(request.group)
-        while books.next_iteration < iterations and books.may_admit(version):
-            assert books.next_iteration - version <= max_staleness
-            flying += books.admit(prompts(count, books.next_iteration * count))
+        while records.next_iteration < iterations and records.may_admit(version):
+            assert records.next_iteration - version <= max_staleness
+            flying += records.admit(prompts(count, records.next_iteration * count))
         if flying:
             request = flying.pop(chance.randrange(len(flying)))
             assert version - request.min_version <= max_staleness
-            done = books.take(scored(request))
+            done = records.take(scored(request))
             if done is not None:
                 whole.setdefault(request.iteration, []).append(request.group)
         if len(whole.get(version, [])) == count:
             trained_groups += sorted(whole.pop(version))
-            books.trained(version)
+            records.trained(version)
             version += 1
-            kept, kept_trained, kept_version = books.state(), list(trained_groups), version
+            kept, kept_trained, kept_version = records.state(), list(trained_groups), version
         if version == iterations:
             break
     assert trained_groups == list(range(iterations * count))
-    assert books.state().running == []
-    assert books.state().finished == []
+    assert records.state().running == []
+    assert records.state().finished == []

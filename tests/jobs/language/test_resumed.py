@@ -33,7 +33,7 @@ class Killed(BaseException):
 
 
 def die_after(monkeypatch: pytest.MonkeyPatch, iteration: int) -> None:
-    """End the run in the middle of its work after this iteration, books not written.
+    """End the run in the middle of its work after this iteration, before its checkpoint.
 
     Checkpoints that were begun before are complete.
     """
@@ -94,8 +94,8 @@ def test_samples_that_were_under_way_are_kept_and_trained_once(
     checkpoints = job.out / "checkpoints"
     progress = load_language_progress(checkpoints)
     assert progress is not None
-    books = load_unfinished(checkpoints, progress).ledger
-    kept = [one.sample.request for one in books.finished] + books.running
+    kept_state = load_unfinished(checkpoints, progress).ledger
+    kept = [one.sample.request for one in kept_state.finished] + kept_state.running
     assert {one.iteration for one in kept} <= {4, 5, 6}  # three iterations may be under way
     assert 5 in {one.iteration for one in kept}
     taken: list[ScoredSample] = []
@@ -113,8 +113,8 @@ def test_samples_that_were_under_way_are_kept_and_trained_once(
     monkeypatch.setattr(Ledger, "take", noted)
     monkeypatch.setattr(Source, "run", running)
     summary = job.succeed(*settings, "--resume")
-    assert [one.name for one in asked] == [one.name for one in books.running]
-    kept_done = {one.sample.request.name for one in books.finished}
+    assert [one.name for one in asked] == [one.name for one in kept_state.running]
+    kept_done = {one.sample.request.name for one in kept_state.finished}
     assert not kept_done & {one.sample.request.name for one in taken}
     assert summary.samples == 8 * 8
     assert summary.dropped == {"second samples": 0}
@@ -203,10 +203,10 @@ class Asked:
 def test_a_response_that_was_half_made_is_gone_on_with_under_its_own_versions(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    books = killed(job, LONG, lambda found: found.partial)
-    partial = {one.name: one.partial for one in books.waiting.partial}
+    kept_state = killed(job, LONG, lambda found: found.partial)
+    partial = {one.name: one.partial for one in kept_state.waiting.partial}
     assert partial
-    assert set(partial) <= {one.name for one in books.ledger.running}
+    assert set(partial) <= {one.name for one in kept_state.ledger.running}
     asked = Asked(monkeypatch)
     summary = job.succeed(*LONG, "--resume")
     assert summary.samples == 8 * 8
@@ -222,10 +222,10 @@ def test_a_response_that_was_half_made_is_gone_on_with_under_its_own_versions(
 def test_a_response_that_waited_for_its_score_is_not_made_again(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    books = killed(job, UNSCORED, lambda found: found.names)
-    waited = books.waiting.names
+    kept_state = killed(job, UNSCORED, lambda found: found.names)
+    waited = kept_state.waiting.names
     assert waited
-    assert waited <= {one.name for one in books.ledger.running}
+    assert waited <= {one.name for one in kept_state.ledger.running}
     asked = Asked(monkeypatch)
     summary = job.succeed(*UNSCORED, "--resume")
     assert waited.isdisjoint(asked.requests)
@@ -237,8 +237,8 @@ def test_a_response_that_waited_with_its_log_probs_keeps_them(
     tiny: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = (*UNSCORED, "--cluster.inference_workers", 1)
-    books = killed(tiny, settings, lambda found: found.inferred)
-    kept = {one.request.name: one for one in books.waiting.inferred}
+    kept_state = killed(tiny, settings, lambda found: found.inferred)
+    kept = {one.request.name: one for one in kept_state.waiting.inferred}
     assert kept
     taken: dict[str, ScoredSample] = {}
     take = Ledger.take

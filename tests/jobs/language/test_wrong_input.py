@@ -34,7 +34,7 @@ def said(job: Job, *arguments: object) -> str:
         ("actor.loss.name", "pppo", "no loss of a language model is called 'pppo'; did you mean"),
         ("actor.advantage.name", "grop", "no advantage of a language model is called 'grop'; did"),
         ("actor.advantage.name", "gae", "gae needs the values of a critic: set cluster.critics to"),
-        ("cluster.critics", "1", "grpo does not look at values: set cluster.critics to 0"),
+        ("cluster.critics", "1", "grpo does not use values: set cluster.critics to 0"),
         ("critic.warmup_iterations", "2", "there is no critic to warm up"),
         ("actor.epochs", "0", "epochs is 0; it must be at least 1"),
         ("actor.global_batches", "3", "an actor gets 4 groups of 2 samples in an iteration (4 "),
@@ -42,7 +42,7 @@ def said(job: Job, *arguments: object) -> str:
         ("actor.micro_batch_size", "3", "does not divide: use 2 or 4"),
         ("actor.micro_batch_size", "64", "does not divide: use 8"),
         ("actor.global_batches", "3", "of whole groups: use a divisor of 4"),
-        ("actor.backend", "fsdp", "toys have no weights, so both are 'toy' or none is"),
+        ("actor.backend", "fsdp", "a toy has no weights: set both to 'toy', or neither"),
         ("training.group_size", "0", "group_size is 0; it must be at least 1"),
         ("data.verifier", "numerc", "no verifier is called 'numerc'; did you mean 'numeric'?"),
         ("data.verifier", "no_such_module:score", "data.verifier: 'no_such_module:score': 'no"),
@@ -199,11 +199,11 @@ def test_a_checkpoint_whose_config_is_that_of_another_size_is_told_with_a_tensor
     )
 
 
-def test_too_few_examples_for_a_batch_of_the_warm_start_are_told_with_both_numbers(
+def test_too_few_examples_for_a_batch_of_the_warm_start_are_refused_with_both_numbers(
     tiny: Job,
 ) -> None:
     line = said(tiny, "--warm_start.steps", 2, "--warm_start.batch_size", 21)
-    assert "warm_start.batch_size: there are 20 examples, which do not fill a batch of 21" in line
+    assert "warm_start.batch_size: there are 20 examples, fewer than a batch of 21" in line
 
 
 def test_a_batch_of_the_warm_start_that_actors_cannot_share_is_told_with_what_would_do(
@@ -228,7 +228,7 @@ def test_a_missing_shard_of_a_checkpoint_is_named(job: Job, tmp_path: pathlib.Pa
     save_file({"a": np.zeros((8, 8), np.float32)}, folder / shards[0])
     rest = job.file.read_text().partition("[data]")[2]
     job.file.write_text(CHECKPOINT.format(model=folder) + rest)
-    assert f"lacks {shards[1]}, which model.safetensors.index.json names" in said(job)
+    assert f"lacks {shards[1]}, which model.safetensors.index.json lists" in said(job)
 
 
 def test_a_supervised_phase_of_a_checkpoint_is_refused_and_not_left_out_in_silence(
@@ -236,7 +236,7 @@ def test_a_supervised_phase_of_a_checkpoint_is_refused_and_not_left_out_in_silen
 ) -> None:
     rest = job.file.read_text().partition("[data]")[2]
     job.file.write_text(CHECKPOINT.format(model=tmp_path / "checkpoint") + rest)
-    assert "warm_start.steps: a supervised phase is for" in said(job, "--warm_start.steps", 5)
+    assert "warm_start.steps: a warm start is for" in said(job, "--warm_start.steps", 5)
 
 
 def test_a_checkpoint_and_a_config_together_are_refused(job: Job) -> None:

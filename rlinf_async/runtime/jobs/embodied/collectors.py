@@ -1,8 +1,7 @@
-"""Who collects trajectories: env workers and rollout workers, or env workers that run the policy
-themselves.
+"""The workers that collect trajectories: env and rollout workers, or env workers that run the
+policy themselves.
 
-To the run both are the same: tickets go in, trajectories come out, and at the end there is an
-evaluation.
+The run uses both in the same way: it puts tickets, trajectories come, and at the end it evaluates.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Collectors(Protocol):
         ...
 
     async def evaluate(self, plan: EvaluationPlan) -> list[EvaluatedEpisode]:
-        """Run the plan's episodes."""
+        """Run the plan's episodes. Each also goes into the channel ``evaluated`` when it ends."""
         ...
 
     async def finish(self) -> None:

@@ -32,17 +32,18 @@ MAY_DIFFER = (
 
 
 class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long, and on how much at a time."""
+    """Length of the training, and sizes of its steps."""
 
     total_steps: int
     """environment steps, over all environments; rounded up to whole iterations"""
     steps_per_iteration: int
     """steps of each environment in one iteration"""
     max_staleness: int = 0
-    """versions that the weights which act may be behind those that are trained; 0 is on-policy"""
+    """versions that the acting weights may be behind the trained ones; 0 is on-policy"""
     checkpoint_every: int = 10
-    """iterations; there is always one at the end"""
+    """iterations between two checkpoints; one is always written at the end"""
     keep_checkpoints: int = 2
+    """newest checkpoints that are kept"""
     return_window: int = 100
     """episodes over which the return and the success rate are averaged while training"""
     metrics: tuple[str, ...] = ("tensorboard",)
@@ -55,7 +56,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is measured at the end, with the deterministic policy."""
+    """The evaluation at the end, with the deterministic policy."""
 
     episodes: int = 100
     seed: int = 10_000
@@ -87,11 +88,11 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the workers run, and how many there are of each."""
+    """How many workers there are of each kind, and where they run."""
 
     env_workers: int = 1
     rollout_workers: int = 1
-    """0: each env worker runs the policy itself, which suits environments of short steps"""
+    """0: each env worker runs the policy itself, for environments of short steps"""
     actors: int = 1
 
     def __post_init__(self) -> None:
@@ -105,9 +106,9 @@ class EmbodiedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     job: str = "embodied_ppo"
     name: str = "embodied"
-    """of the run, in reports and in the default run folder"""
+    """name of the run, in reports and in the default run folder"""
     seed: int = 0
-    """of everything; ``env.seed``, ``rollout.seed`` and ``actor.seed`` are added to it"""
+    """seed of everything; ``env.seed``, ``rollout.seed`` and ``actor.seed`` are added to it"""
     env: EnvConfig
     training: TrainingConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -128,7 +129,7 @@ class EmbodiedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def trajectories(self) -> int:
-        """Of one iteration: one for each stage of each env worker."""
+        """Trajectories of one iteration: one for each stage of each env worker."""
         return self.cluster.env_workers * self.env.stages
 
     @property
@@ -138,14 +139,15 @@ class EmbodiedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def iterations(self) -> int:
+        """Iterations of the whole run."""
         return -(-self.training.total_steps // self.iteration_steps)
 
 
 def check_sizes(config: EmbodiedConfig) -> None:
-    """Refuse what could only fail later: shares, minibatches, devices.
+    """Refuse sizes that do not divide, or do not fit: shares of the actors, minibatches.
 
     Raises:
-        ConfigError: with the numbers, and the nearest that would do.
+        ConfigError: with the sizes, and the nearest valid ones.
     """
     cluster = config.cluster
     if config.trajectories % cluster.actors:
@@ -205,10 +207,10 @@ def fitted(config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
 
 
 def reseeded(config: EmbodiedConfig, version: int) -> EmbodiedConfig:
-    """The configuration for a start at this version, whose random numbers are all its own.
+    """The configuration for a start at this version: other seeds than at any other version.
 
-    A run that is resumed would otherwise meet the episodes, and draw the noise, of its first
-    iterations again. Nothing changes at version 0; evaluations keep their episodes.
+    With the same seeds a resumed run would repeat the episodes, and the noise, of its first
+    iterations. At version 0 nothing changes; evaluations keep their episodes.
     """
     if version == 0:
         return config

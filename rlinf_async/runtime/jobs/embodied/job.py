@@ -1,5 +1,4 @@
-"""The ``embodied_ppo`` job: checks a configuration, and runs it from the first ticket to the
-video."""
+"""The ``embodied_ppo`` job, as the command line uses it: checks a configuration, and runs it."""
 
 from __future__ import annotations
 
@@ -30,10 +29,10 @@ class EmbodiedPPO:
     config_type = EmbodiedConfig
 
     def check(self, config: EmbodiedConfig) -> None:
-        """Everything that can be known before a worker starts; makes one environment to ask it.
+        """Check all that can be checked before a worker starts; asks an environment.
 
         Raises:
-            UsageError: says what is wrong, and where.
+            UsageError: with the setting, and what is wrong with it.
         """
         check_sizes(config)
         _check_names(config)
@@ -63,9 +62,9 @@ class EmbodiedPPO:
 
 
 def _check_names(config: EmbodiedConfig) -> None:
-    """Raise `ConfigError` for a policy, an advantage or a loss that nobody has registered.
+    """Raise `ConfigError` for a policy, an advantage or a loss that is not registered.
 
-    The tables import torch, so they are asked only for names that are not built in.
+    The registries import torch: they are loaded only for names that are not built in.
     """
     actor = config.actor
     if actor.fsdp.pretrained is not None:

@@ -184,8 +184,8 @@ def draw_video(config: EmbodiedConfig, folder: RunFolder, headline: Headline) ->
     """Record the trained policy, for ``evaluation.video_seconds`` at most.
 
     Raises:
-        VideoError: the environment does not render, or fails while it is filmed.
-        UsageError: it cannot be made any more.
+        VideoError: the environment does not render, or fails meanwhile.
+        UsageError: the environment cannot be made any more.
     """
     try:
         _record(config, folder, headline)

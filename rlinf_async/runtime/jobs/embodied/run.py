@@ -110,7 +110,7 @@ class EmbodiedRun:
     async def _launch(
         self, cluster: Cluster, collectors: Collectors
     ) -> WorkerGroup[EmbodiedFSDPActor]:
-        """Start all workers: at the same time where each has a process of its own."""
+        """Start all workers: at the same time where each has its own process."""
         if self.config.cluster.backend == "process":
             actors, _ = await asyncio.gather(self._launch_actors(cluster), collectors.launch())
             return actors

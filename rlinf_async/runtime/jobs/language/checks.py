@@ -25,7 +25,7 @@ from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.model import check_weights, has_weights
 
 WITHOUT_VALUES = frozenset({"grpo", "rloo", "reinforce++", "reinforce++_baseline"})
-"""built-in advantages that no critic helps; a user's own may look at values"""
+"""built-in advantages that use no values; a user's own may"""
 
 
 def check_backends(config: LanguageConfig) -> None:
@@ -38,7 +38,7 @@ def check_backends(config: LanguageConfig) -> None:
     if (config.rollout.backend == "toy") != (config.actor.backend == "toy"):
         raise ConfigError(
             f"rollout.backend is {config.rollout.backend!r} and actor.backend is "
-            f"{config.actor.backend!r}: toys have no weights, so both are 'toy' or none is",
+            f"{config.actor.backend!r}: a toy has no weights: set both to 'toy', or neither",
             path=("actor", "backend"),
         )
     for module, extra in (("transformers", "llm"), ("vllm", "vllm")):
@@ -49,7 +49,7 @@ def check_backends(config: LanguageConfig) -> None:
 
 
 def _check_names(config: LanguageConfig) -> None:
-    """The tables import torch, so they are asked only for names that are not built in."""
+    """The registries import torch: they are loaded only for names that are not built in."""
     advantage, loss = config.actor.advantage.name, config.actor.loss.name
     if advantage not in ("grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae"):
         from rlinf_async.algorithms.language.advantages import group_advantages
@@ -62,10 +62,10 @@ def _check_names(config: LanguageConfig) -> None:
 
 
 def check_sizes(config: LanguageConfig) -> None:
-    """Refuse what could only fail later.
+    """Refuse sizes that do not divide or do not fit, and settings that exclude each other.
 
     Raises:
-        ConfigError: with the numbers, and the nearest that would do.
+        ConfigError: with the values, and the nearest valid ones.
     """
     _check_batches(config)
     _check_places(config)
@@ -108,7 +108,7 @@ def _check_places(config: LanguageConfig) -> None:
     if cluster.placement == "collocated" and training.max_staleness:
         raise ConfigError(
             f"max_staleness is {training.max_staleness}, but workers that take turns on their "
-            "devices have nothing to be ahead of: set it to 0, or placement to 'disaggregated'",
+            "devices cannot run ahead: set it to 0, or placement to 'disaggregated'",
             path=("cluster", "placement"),
         )
 
@@ -131,14 +131,14 @@ def _check_learning(config: LanguageConfig) -> None:
     actor = config.actor
     if actor.epochs > 1 and actor.loss.proximal == "current":
         raise ConfigError(
-            f"with {actor.epochs} epochs the samples become older than the weights, but 'current' "
-            "compares with the weights as they are: use 'auto' or 'behaviour', or one epoch",
+            f"with {actor.epochs} epochs the weights change between passes, but 'current' takes "
+            "those of each pass as the proximal policy: use 'auto' or 'behaviour', or one epoch",
             path=("actor", "loss", "proximal"),
         )
     if config.warm_start.steps and config.model.path:
         raise ConfigError(
-            "a supervised phase is for a model that begins from nothing (model.config), but "
-            f"model.path names {config.model.path!r}, which has weights: set it to 0",
+            "a warm start is for a model with random weights (model.config), but model.path is "
+            f"{config.model.path!r}, which has weights: set it to 0",
             path=("warm_start", "steps"),
         )
     batch, ranks = config.warm_start.batch_size, config.cluster.actors
@@ -170,7 +170,7 @@ def _check_critics(config: LanguageConfig) -> None:
         )
     if critics and advantage in WITHOUT_VALUES:
         raise ConfigError(
-            f"{advantage} does not look at values: set cluster.critics to 0, or "
+            f"{advantage} does not use values: set cluster.critics to 0, or "
             "actor.advantage.name to 'gae'",
             path=("cluster", "critics"),
         )
@@ -182,7 +182,7 @@ def _check_critics(config: LanguageConfig) -> None:
         )
     if config.critic.warmup_iterations and not critics:
         raise ConfigError(
-            "there is no critic to warm up: set cluster.critics, or leave it out",
+            "there is no critic to warm up: set cluster.critics, or leave this setting out",
             path=("critic", "warmup_iterations"),
         )
 
@@ -209,15 +209,15 @@ def _near(number: int, divisor: int) -> str:
 
 
 def open_prompts(config: LanguageConfig, model: Path) -> Prompts:
-    """The run's prompts, none of which is too long for the model.
+    """The run's prompts; each fits the context of the model.
 
     Args:
         config: of the run.
         model: the model's folder.
 
     Raises:
-        ConfigError: they cannot be read, do not fit the model or do not suffice, or a verifier
-            that they name cannot be loaded.
+        ConfigError: they cannot be read, do not fit the model or are too few, or a verifier that
+            they name cannot be loaded.
     """
     room, why = _room(config, model)
     data, narrowed = config.data, room is not None and room < config.data.max_prompt_tokens
@@ -247,10 +247,10 @@ def open_prompts(config: LanguageConfig, model: Path) -> Prompts:
 
 
 def check_critic(config: LanguageConfig, model: Path) -> None:
-    """Refuse a folder for the critic that lacks something, or reads other tokens than the actor.
+    """Refuse a folder for the critic that is incomplete, or whose tokens are not the actor's.
 
     Raises:
-        ConfigError: with the folder, and what is the matter.
+        ConfigError: with the folder, and what is wrong with it.
     """
     if not config.critic.path:
         return
@@ -266,22 +266,22 @@ def check_critic(config: LanguageConfig, model: Path) -> None:
     own, actors = _described(folder).get("vocab_size"), _described(model).get("vocab_size")
     if own != actors:
         raise ConfigError(
-            f"the model in {folder} knows {own} tokens, the actor's knows {actors}: a critic reads "
-            "what the actor wrote, so it needs the same tokenizer",
+            f"the model in {folder} has {own} tokens, the actor's has {actors}: a critic needs the "
+            "actor's tokenizer",
             path=where,
         )
     check_weights(folder, where)
 
 
 def _described(model: Path) -> dict[str, Any]:
-    """The configuration of the text model."""
+    """The Hugging Face configuration of the text model."""
     described: dict[str, Any] = msgspec.json.decode((model / "config.json").read_bytes())
     text: dict[str, Any] = described.get("text_config") or described
     return text
 
 
 def _room(config: LanguageConfig, model: Path) -> tuple[int | None, str]:
-    """Tokens that a prompt may have, and why; None where the model names no limit."""
+    """Largest number of tokens of a prompt, and the reason; None: the model has no limit."""
     context, longest = _context(config, model), config.rollout.sampling.max_tokens
     if context is None:
         return None, ""
@@ -296,7 +296,7 @@ def _room(config: LanguageConfig, model: Path) -> tuple[int | None, str]:
 
 
 def _context(config: LanguageConfig, model: Path) -> int | None:
-    """Tokens that a prompt and its response may have together."""
+    """Largest number of tokens of a prompt with its response; None: no limit."""
     rollout = config.rollout
     if rollout.backend == "toy":
         return rollout.toy.context

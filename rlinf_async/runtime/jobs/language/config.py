@@ -55,7 +55,7 @@ MAY_DIFFER = (
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which model is trained. Either ``path``, or ``config`` for one that starts from nothing."""
+    """The model to train: either ``path``, or ``config`` for random weights."""
 
     path: str = ""
     """folder of a Hugging Face checkpoint: config, tokenizer, weights"""
@@ -81,7 +81,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What generates, and how samples are drawn."""
+    """The engine that generates, and how samples are drawn."""
 
     backend: Literal["transformers", "vllm", "toy"] = "transformers"
     sampling: Sampling = Sampling()
@@ -94,7 +94,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class LanguageOptimizerConfig(
     OptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """AdamW with what language models start from, whether the section is given or left out."""
+    """AdamW, with the defaults of language models."""
 
     lr: float = 1e-6
     eps: float = 1e-8
@@ -102,20 +102,20 @@ class LanguageOptimizerConfig(
 
 
 class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What trains."""
+    """The training of the policy."""
 
     backend: Literal["fsdp", "toy"] = "fsdp"
     optimizer: LanguageOptimizerConfig = LanguageOptimizerConfig()
     advantage: LanguageAdvantageConfig = LanguageAdvantageConfig()
     loss: LanguageLossConfig = LanguageLossConfig()
     pipelined: bool = True
-    """train on the first micro-batch that is there; False: collect the whole iteration first"""
+    """train on the first complete micro-batch; False: collect the whole iteration first"""
     global_batches: int = 1
     """optimizer steps of one iteration, or of one epoch where there are several"""
     epochs: int = 1
-    """times that the samples of an iteration are gone through, shuffled from the second on"""
+    """passes over the samples of an iteration, shuffled from the second on"""
     micro_batch_size: int | None = None
-    """samples of one forward and backward pass; left out: ``max_tokens`` says"""
+    """samples of one forward and backward pass; when left out, ``max_tokens`` decides"""
     max_tokens: int | None = None
     """tokens of one forward and backward pass, balanced; 16384 where neither is given"""
     balance_window: int | None = None
@@ -136,23 +136,22 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class CriticOptimizerConfig(
     LanguageOptimizerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """A critic's head begins at 0, and its model knows nothing of values: it takes larger steps."""
+    """AdamW with larger steps: the critic's head begins at 0."""
 
     lr: float = 1e-5
 
 
 class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What gives values: as many workers as ``cluster.critics`` says, on the actor's terms where
-    nothing else is said here."""
+    """The critics, ``cluster.critics`` of them; what is left out here is as ``[actor]`` has it."""
 
     path: str = ""
     """folder of the model that it begins with; the actor's when left out"""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     warmup_iterations: int = 0
-    """for so many iterations the critic learns alone, and the actor stays as it is"""
+    """iterations at the start in which only the critic is trained"""
     value_clip: float | None = None
-    """new values are held this near to the old ones"""
+    """largest difference between new and old values; None: no clipping"""
     micro_batch_size: int | None = None
     """samples of one forward and backward pass; the actor's, or its ``max_tokens``, when left
     out"""
@@ -190,23 +189,25 @@ class WarmStartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long, and on how much at a time."""
+    """Length of the training, and sizes of its steps."""
 
     iterations: int
     prompts: int
-    """of one iteration, over all actors"""
+    """prompts of one iteration, over all actors"""
     group_size: int = 8
     """samples of each prompt"""
     max_staleness: int = 0
-    """versions that the weights which made a token may be behind those it trains; 0: on-policy"""
+    """versions that the weights which generated a token may be behind the trained ones; 0 is
+    on-policy"""
     check_weights_every: int = 0
-    """versions between two comparisons of the engine's log-probs with the actor's; the first one
-    is always compared; 0: only that"""
+    """versions between two comparisons of the engine's log-probs with the actor's; 0: only the
+    first version, which is always compared"""
     check_weights_tolerance: float = 1e-3
-    """largest difference of a log-prob before the run is stopped"""
+    """largest difference of a log-prob with which the run goes on"""
     checkpoint_every: int = 10
-    """iterations; there is always one at the end"""
+    """iterations between two checkpoints; one is always written at the end"""
     keep_checkpoints: int = 2
+    """newest checkpoints that are kept"""
     export: bool = True
     """at the end the model is written as a Hugging Face folder, ``trained/`` in the run's own"""
     metrics: tuple[str, ...] = ("tensorboard",)
@@ -231,8 +232,8 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     samples: int = 200
     """at most; 0: there is no evaluation"""
     every: int = 0
-    """iterations from one to the next in between, 0: none; the actors stand still for it, and the
-    next samples are generated beside it"""
+    """iterations between two evaluations before the last one, 0: none; the actors wait meanwhile,
+    and the next samples are generated"""
     target_accuracy: float | None = None
     """the run succeeds if it is reached; None: there is no target"""
 
@@ -251,17 +252,17 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the workers run, and how many there are of each."""
+    """How many workers there are of each role, and where they run."""
 
     placement: Literal["disaggregated", "collocated"] = "disaggregated"
     """collocated: rollout and actor share the devices and take turns, with offload and onload"""
     rollout_workers: int = 1
     reward_workers: int = 1
     inference_workers: int = 0
-    """that recompute log-probs by the actor's forward; 0: the sampled ones are used"""
+    """workers that recompute log-probs by the actor's forward; 0: the sampled ones are used"""
     actors: int = 1
     critics: int = 0
-    """that give values, for ``gae``: as many as actors; 0: there are none"""
+    """workers that compute values, for ``gae``: as many as actors, or 0"""
     deadlock_after: float | None = 60.0
     """seconds"""
 
@@ -284,9 +285,9 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     job: str = "language_rl"
     name: str = "language"
-    """of the run, in reports and in the default run folder"""
+    """name of the run, in reports and in the default run folder"""
     seed: int = 0
-    """of everything; ``data.seed`` is added to it"""
+    """seed of everything; ``data.seed`` is added to it"""
     model: ModelConfig
     data: DataConfig
     training: TrainingConfig
@@ -309,17 +310,17 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def needs_reference(self) -> bool:
-        """The KL to the first weights is asked for."""
+        """Whether the loss or the advantage has a KL to the first weights."""
         return self.actor.loss.kl_coefficient > 0.0 or self.actor.advantage.kl_coefficient > 0.0
 
     @property
     def needs_inference(self) -> bool:
-        """Samples pass through inference workers on their way to the reward."""
+        """Whether samples pass through inference workers before they are scored."""
         return self.cluster.inference_workers > 0
 
     @property
     def has_critic(self) -> bool:
-        """Sample groups pass through critics on their way to the actors."""
+        """Whether sample groups pass through critics before the actors."""
         return self.cluster.critics > 0
 
     @property

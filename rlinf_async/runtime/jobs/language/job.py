@@ -1,5 +1,4 @@
-"""The ``language_rl`` job: checks a configuration, and runs it from the first prompt to the
-pictures."""
+"""The ``language_rl`` job, as the command line uses it: checks a configuration, and runs it."""
 
 from __future__ import annotations
 
@@ -43,10 +42,10 @@ class LanguageRL:
     config_type = LanguageConfig
 
     def check(self, config: LanguageConfig) -> None:
-        """Everything that can be known before a worker starts, short of opening the data.
+        """Check all that can be checked before a worker starts, without opening the data.
 
         Raises:
-            UsageError: says what is wrong, and where.
+            UsageError: with the setting, and what is wrong with it.
         """
         check_sizes(config)
         check_backends(config)
@@ -98,6 +97,6 @@ def _warm_start(config: LanguageConfig, model: Path) -> None:
 
 
 def _seeded(config: LanguageConfig) -> LanguageConfig:
-    """One seed, spread over all."""
+    """The configuration with the run's seed added to that of the data."""
     replace = msgspec.structs.replace
     return replace(config, data=replace(config.data, seed=config.data.seed + config.seed))

@@ -41,7 +41,7 @@ from rlinf_async.workers.actor.supervised import SupervisedWorker
 T = TypeVar("T")
 Shape = tuple[int, ...]
 Examples = list[tuple[Tokens, Tokens]]
-"""prompts, and what is to be answered"""
+"""prompts and answers"""
 
 ARITHMETIC = "arithmetic"
 BESIDE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "merges.txt")
@@ -49,16 +49,16 @@ BESIDE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
 
 
 class _Index(msgspec.Struct):
-    """What is read of ``model.safetensors.index.json``: tensor -> file."""
+    """The part of ``model.safetensors.index.json`` that is read: tensor -> file."""
 
     weight_map: dict[str, str]
 
 
 def checkpoint_folder(model: ModelConfig) -> Path | None:
-    """The folder of a checkpoint, looked at; None for a model that starts from a configuration.
+    """The folder of a checkpoint, checked; None for a model with random weights.
 
     Raises:
-        ConfigError: it is not there, lacks config, weights or tokenizer, or one is damaged.
+        ConfigError: it is not there, has no config, weights or tokenizer, or one is damaged.
     """
     if not model.path:
         return None
@@ -92,7 +92,7 @@ def checkpoint_folder(model: ModelConfig) -> Path | None:
 
 
 def _check_whole(folder: Path) -> None:
-    """Refuse a config that is no JSON, and weights of which a part is missing (a cut download)."""
+    """Refuse a config that is not JSON, and incomplete weights (an interrupted download)."""
     _read_json(folder / "config.json", dict[str, Any])
     for path in folder.glob("*.safetensors.index.json"):
         shards = set(_read_json(path, _Index).weight_map.values())
@@ -100,7 +100,7 @@ def _check_whole(folder: Path) -> None:
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ConfigError(
-                f"{folder} lacks {missing[0]}{more}, which {path.name} names: copy it into it",
+                f"{folder} lacks {missing[0]}{more}, which {path.name} lists: copy it there",
                 path=("model", "path"),
             )
     for file in sorted(folder.glob("*.safetensors")):
@@ -109,7 +109,7 @@ def _check_whole(folder: Path) -> None:
                 pass
         except SafetensorError as error:
             raise ConfigError(
-                f"{file} is damaged ({error}): copy it anew", path=("model", "path")
+                f"{file} is damaged ({error}): copy it again", path=("model", "path")
             ) from error
 
 
@@ -121,11 +121,10 @@ def _read_json(file: Path, kind: type[T]) -> T:
 
 
 def make_model_folder(model: ModelConfig, into: Path) -> Path:
-    """The folder that engines read: config and tokenizer, weights where the checkpoint has some.
+    """The folder that engines read: config, tokenizer, and the weights of a checkpoint.
 
     Raises:
-        ConfigError: the architecture is unknown or its settings do not fit, or a folder lacks
-            something.
+        ConfigError: the architecture is unknown, its settings are wrong, or a folder is incomplete.
         MissingExtra: transformers is not installed.
     """
     source = checkpoint_folder(model)
@@ -151,7 +150,7 @@ def make_model_folder(model: ModelConfig, into: Path) -> Path:
 
 
 def copy_tokenizer(folder: Path, into: Path) -> bool:
-    """Copy the tokenizer's files; whether there were any."""
+    """Copy the tokenizer's files. Returns whether there are any."""
     found = [folder / name for name in (*TOKENIZER_FILES, *BESIDE) if (folder / name).is_file()]
     for path in found:
         shutil.copy2(path, into / path.name)
@@ -159,7 +158,7 @@ def copy_tokenizer(folder: Path, into: Path) -> bool:
 
 
 def _config_json(model: ModelConfig, folder: Path) -> bytes:
-    """The whole configuration: what was given, the architecture's defaults, the tokenizer's ids."""
+    """The configuration: the given settings, the architecture's defaults, the tokenizer's ids."""
     try:
         from transformers import AutoConfig, AutoTokenizer
     except ModuleNotFoundError as error:
@@ -193,7 +192,7 @@ def _config_json(model: ModelConfig, folder: Path) -> bytes:
 
 
 def _check_kind(kind: str) -> None:
-    """transformers itself would answer with all of its hundreds of names."""
+    """Refuse an unknown architecture. The error of transformers lists all of its names."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
     if kind in KNOWN:
@@ -219,19 +218,19 @@ def has_weights(folder: Path) -> bool:
 
 
 class _Found(NamedTuple):
-    """A tensor of another size than the configuration makes it."""
+    """A tensor whose size is not that of the configuration."""
 
     name: str
-    there: Shape
-    wanted: Shape
+    actual: Shape
+    expected: Shape
     file: str
 
 
 def check_weights(folder: Path, where: tuple[str, ...]) -> None:
-    """Refuse safetensors of other sizes than config.json says; only their headers are read.
+    """Refuse safetensors whose sizes are not those of config.json. Reads only their headers.
 
-    Tensors that transformers renames while it loads, quantised weights and other files are left
-    to whoever loads them.
+    Tensors that transformers renames while it loads, quantised weights and other files are not
+    checked: engine and trainer refuse them.
 
     Args:
         folder: of the checkpoint.
@@ -247,8 +246,8 @@ def check_weights(folder: Path, where: tuple[str, ...]) -> None:
         return
     first = min(found)
     raise ConfigError(
-        f"{folder}: {len(found)} tensors are not of the size that config.json makes them: "
-        f"{first.name} is {list(first.there)} in {first.file} and {list(first.wanted)} by "
+        f"{folder}: {len(found)} tensors do not have the sizes of config.json: "
+        f"{first.name} is {list(first.actual)} in {first.file} and {list(first.expected)} in "
         "config.json: copy the config.json that belongs to the weights",
         path=where,
     )
@@ -267,8 +266,8 @@ def _differing(file: Path, wanted: dict[str, Shape]) -> list[_Found]:
 
 
 def _described_shapes(folder: Path) -> dict[str, Shape]:
-    """The shapes of the model that config.json describes; none where transformers alone cannot
-    build it, or stores its weights in another form."""
+    """The shapes of the model in config.json; none where transformers cannot build it, or stores
+    its weights in another form."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -281,21 +280,21 @@ def _described_shapes(folder: Path) -> dict[str, Shape]:
         with torch.device("meta"):
             model = factory.from_config(config)
     except (ValueError, TypeError, KeyError, OSError, ImportError):
-        return {}  # the engine and the trainer say it, each in its own way
+        return {}  # engine and trainer report it
     return {name: tuple(one.shape) for name, one in model.state_dict().items()}
 
 
 def examples(config: LanguageConfig, model: Path) -> Examples:
-    """Every prompt of the phase's data, held-out ones left out, with its answer and the end token.
+    """Every training prompt of the warm start, with its answer and the end-of-sequence token.
 
     Raises:
-        ConfigError: the data cannot be read, or do not fill a batch; the tokenizer has no
+        ConfigError: the data cannot be read, or are fewer than a batch; the tokenizer has no
             end-of-sequence token.
     """
     tokenizer = load_tokenizer(model)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            "the tokenizer has no end-of-sequence token, so the model could not learn to stop",
+            "the tokenizer has no end-of-sequence token: the model would never end an answer",
             path=("model", "tokenizer"),
         )
     try:
@@ -310,17 +309,17 @@ def examples(config: LanguageConfig, model: Path) -> Examples:
         found.append((prompt.token_ids, np.asarray([*ids, tokenizer.eos_token_id], np.int32)))
     if len(found) < config.warm_start.batch_size:
         raise ConfigError(
-            f"there are {len(found)} examples, which do not fill a batch of "
+            f"there are {len(found)} examples, fewer than a batch of "
             f"{config.warm_start.batch_size}: set it to at most {len(found)}, or give more data",
             path=("warm_start", "batch_size"),
         )
     return found
 
 
-async def warm_start(config: LanguageConfig, model: Path, learnt: Examples) -> list[float]:
-    """Fit the model of this folder, and put its weights there; the loss of every step.
+async def warm_start(config: LanguageConfig, model: Path, learned: Examples) -> list[float]:
+    """Train the model of this folder on examples, and write its weights there.
 
-    Shows how far it has come.
+    Shows its progress, and returns the loss of every step.
     """
     phase, actor = config.warm_start, config.actor
     optimizer = OptimizerConfig(lr=phase.lr, eps=1e-8, max_grad_norm=1.0)
@@ -357,7 +356,7 @@ async def warm_start(config: LanguageConfig, model: Path, learnt: Examples) -> l
         )
         channel = cluster.channel(float, name="losses")
         losses: list[float] = []
-        fitting = workers.call(SupervisedWorker.fit, learnt, str(model), channel.sender)
+        fitting = workers.call(SupervisedWorker.fit, learned, str(model), channel.sender)
         with ProgressView() as view, channel.receiver as steps:
             async for loss in steps:
                 losses.append(loss)

@@ -31,7 +31,7 @@ from rlinf_async.runtime.jobs.language.samples import Collector
 from rlinf_async.runtime.jobs.view import Headline
 
 OF_THE_CRITIC = ("loss", "value", "value_error", "grad_norm", "lr")
-"""what a critic reports that becomes a column, ``critic_loss`` and so on"""
+"""metrics of a critic that become columns, ``critic_loss`` and so on"""
 
 Groups = Sequence[Sequence[ScoredSample]]
 
@@ -237,7 +237,7 @@ def warn_of_failures(run: str, iteration: int, groups: Groups, *, warned: bool) 
     if len(errors) == len(outcomes):
         raise NothingScored(
             f"all {len(errors)} samples of iteration {iteration} failed to be scored, the first "
-            f"with: {errors[0]}. There is nothing to learn from: mend the verifier (or "
+            f"with: {errors[0]}. There is nothing to learn from: correct the verifier (or "
             "reward.time_limit), and go on with --resume"
         )
     if not warned:
@@ -261,8 +261,8 @@ def warn_of_no_signal(run: str, iteration: int, trained: Trained, *, warned: boo
         return warned
     print(
         f"{run}: in each of the {groups} groups of iteration {iteration} all rewards are equal: "
-        "there was nothing to learn from. Are the tasks too hard, too easy, or is the verifier "
-        "always of one opinion? (said once; see the column groups_without_signal)",
+        "there was nothing to learn from. Are the tasks too hard or too easy, or does the verifier "
+        "return the same for every answer? (said once; see the column groups_without_signal)",
         file=sys.stderr,
     )
     return True
@@ -320,7 +320,7 @@ def _outcome(config: LanguageConfig, accuracy: float | None) -> Outcome:
 
 
 def draw_curve(config: LanguageConfig, folder: RunFolder, title: str) -> None:
-    """Draw what the run learnt."""
+    """Draw the learning curve."""
     draw_learning_curve(
         folder.metrics,
         folder.learning_curve,

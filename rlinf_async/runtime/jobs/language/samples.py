@@ -65,7 +65,8 @@ class Ledger:
         group_size: samples of each prompt.
         max_staleness: versions that a token may be older than the weights it trains.
         sampling: how samples are drawn.
-        seed: of the run; every sample draws from a stream of its own.
+        seed: of the run; each sample gets a seed of its own from it.
+        state: of a resumed run.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Ledger:
         state = state or LedgerState()
         self._next_group = state.next_group
         self.next_iteration = state.next_iteration
-        """the first iteration that was not admitted yet"""
+        """first iteration that was not admitted yet"""
         self._running: dict[tuple[int, int], Request] = {
             (one.group, one.index): one for one in state.running
         }
@@ -119,7 +120,7 @@ class Ledger:
             ValueError: not the number of prompts that an iteration has.
         """
         if len(prompts) != self.prompts:
-            raise ValueError(f"{len(prompts)} prompts were given; an iteration has {self.prompts}")
+            raise ValueError(f"{len(prompts)} prompts, but an iteration has {self.prompts}")
         requests = [
             self._request(prompt, self._next_group + position, index)
             for position, prompt in enumerate(prompts)
@@ -141,7 +142,7 @@ class Ledger:
             prompt=prompt,
             sampling=self._sampling,
             seed=int(np.random.SeedSequence(parts).generate_state(1)[0]),
-            priority=self.next_iteration,  # the oldest iteration is waited for first
+            priority=self.next_iteration,  # the actors wait for the oldest iteration first
         )
 
     def take(self, scored: ScoredSample) -> list[ScoredSample] | None:
@@ -344,20 +345,20 @@ class Collector:
                 await self._take(group)
 
     async def whole(self, iteration: int) -> None:
-        """Wait until every group of this iteration, and of those before, is here."""
+        """Wait until every group of this iteration, and of those before, is complete."""
         while self._sending <= iteration:
             self._complete.clear()
             await self._complete.wait()
 
     def expect(self, requests: Sequence[Request]) -> list[asyncio.Future[ScoredSample]]:
-        """The outcomes of requests of an evaluation, which are about to be put."""
+        """Futures of the outcomes of an evaluation's requests, which are about to be put."""
         loop = asyncio.get_running_loop()
         expected = {one.name: loop.create_future() for one in requests}
         self._expected.update(expected)
         return list(expected.values())
 
     def trained(self, iteration: int) -> list[list[ScoredSample]]:
-        """The groups of an iteration that was trained; they are forgotten here."""
+        """Forget the groups of an iteration that was trained, and return them."""
         self._ledger.trained(iteration)
         groups = self._whole.pop(iteration)
         return sorted(groups, key=lambda group: group[0].sample.request.group)
