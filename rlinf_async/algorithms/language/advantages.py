@@ -159,7 +159,10 @@ def _kl(sample: TrainingSample, config: LanguageAdvantageConfig) -> Floats:
         )
     policy = sample.log_prob if sample.prev_log_prob is None else sample.prev_log_prob
     estimate = kl_estimate(
-        torch.from_numpy(policy), torch.from_numpy(sample.ref_log_prob), config.kl_estimator
+        torch.from_numpy(policy),
+        torch.from_numpy(sample.ref_log_prob),
+        config.kl_estimator,
+        config.k3_limit,
     )
     return estimate.numpy()
 

@@ -5,6 +5,7 @@ Comparisons are written so that NaN fails them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -12,6 +13,12 @@ import msgspec
 KLEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"]
 
+LOG_RATIO_LIMIT = 20.0
+"""default limit of log-ratios, as in verl: ``exp(20)`` is 4.9e8"""
+LARGEST_LOG_RATIO = 80.0
+"""highest limit that can be set; ``exp(88.8)`` is infinite in float32"""
+K3_LIMIT = 10.0
+"""default limit of ``k3``, as in verl"""
 WHITENED = frozenset({"gae", "reinforce++", "reinforce++_baseline"})
 """advantages that are normalised over the global batch unless told otherwise"""
 
@@ -34,6 +41,8 @@ class LanguageAdvantageConfig(
     kl_coefficient: float = 0.0
     """of the KL to the reference that is taken off each token's reward; 0: none is"""
     kl_estimator: KLEstimator = "k1"
+    k3_limit: float = K3_LIMIT
+    """upper limit of ``k3`` of one token"""
 
     def __post_init__(self) -> None:
         for field in ("gamma", "gae_lambda"):
@@ -41,6 +50,7 @@ class LanguageAdvantageConfig(
             if not 0.0 <= number <= 1.0:
                 raise ValueError(f"{field} is {number}; it must lie between 0 and 1")
         _check_not_negative(kl_coefficient=self.kl_coefficient)
+        _check_above({"k3_limit": (self.k3_limit, 0.0)})
 
     @property
     def whitens(self) -> bool:
@@ -71,6 +81,11 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     kl_coefficient: float = 0.0
     """of the KL to the reference that is added to the loss; 0: none is"""
     kl_estimator: KLEstimator = "k3"
+    k3_limit: float = K3_LIMIT
+    """upper limit of ``k3`` of one token; the KL has no gradient beyond"""
+    log_ratio_limit: float = LOG_RATIO_LIMIT
+    """log-ratios are clamped to plus or minus this before `exp`; the ratio has no gradient beyond.
+    At most 80: ratios stay finite in float32"""
     entropy_coefficient: float = 0.0
     """of the entropy that is taken off the loss"""
     aggregation: Aggregation = "token-mean"
@@ -81,18 +96,30 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     def __post_init__(self) -> None:
         if not 0.0 < self.clip_low < 1.0:
             raise ValueError(f"clip_low is {self.clip_low}; it must lie between 0 and 1")
-        above = {
-            "clip_high": (self.clip_high, 0.0),
-            "off_policy_cap": (self.off_policy_cap, 0.0),
-            "dual_clip": (self.dual_clip, 1.0),
-            "early_stop_ratio": (self.early_stop_ratio, 0.0),
-        }
-        for name, (number, limit) in above.items():
-            if number is not None and not number > limit:
-                raise ValueError(f"{name} is {number}; it must be above {limit:g}")
+        _check_above(
+            {
+                "clip_high": (self.clip_high, 0.0),
+                "off_policy_cap": (self.off_policy_cap, 0.0),
+                "dual_clip": (self.dual_clip, 1.0),
+                "early_stop_ratio": (self.early_stop_ratio, 0.0),
+                "k3_limit": (self.k3_limit, 0.0),
+                "log_ratio_limit": (self.log_ratio_limit, 0.0),
+            }
+        )
+        if self.log_ratio_limit > LARGEST_LOG_RATIO:
+            raise ValueError(
+                f"log_ratio_limit is {self.log_ratio_limit}; it must be at most "
+                f"{LARGEST_LOG_RATIO:g}, so that ratios stay finite"
+            )
         _check_not_negative(
             kl_coefficient=self.kl_coefficient, entropy_coefficient=self.entropy_coefficient
         )
+
+
+def _check_above(limits: Mapping[str, tuple[float | None, float]]) -> None:
+    for name, (number, limit) in limits.items():
+        if number is not None and not number > limit:
+            raise ValueError(f"{name} is {number}; it must be above {limit:g}")
 
 
 def _check_not_negative(**numbers: float) -> None:

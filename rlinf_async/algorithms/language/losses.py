@@ -64,8 +64,7 @@ def ppo(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
     ``clip_high`` above ``clip_low`` is DAPO's clip-higher (Yu et al. 2025, equation 10);
     ``dual_clip`` bounds it for negative advantages (Ye et al. 2020, equation 5).
     """
-    ratio = (inputs.log_prob - inputs.proximal_log_prob).exp()
-    return _clipped(ratio, inputs.advantage, config)
+    return _clipped(_log_ratio(inputs, config).exp(), inputs.advantage, config)
 
 
 @register_language_loss("gspo")
@@ -74,6 +73,7 @@ def gspo(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
     tokens' ratios, whose gradient each token gets its part of (Zheng et al. 2025, equation 13)."""
     mean = _sample_mean(inputs.log_prob.detach() - inputs.proximal_log_prob, inputs)
     log_ratio = mean + inputs.log_prob - inputs.log_prob.detach()
+    log_ratio = log_ratio.clamp(-config.log_ratio_limit, config.log_ratio_limit)
     return _clipped(log_ratio.exp(), inputs.advantage, config)
 
 
@@ -97,7 +97,7 @@ def token_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss
     metrics = _ratio_metrics(inputs, config)
     going = None
     if config.early_stop_ratio is not None:
-        going = _still_training(inputs, config.early_stop_ratio)
+        going = _still_training(inputs, config, config.early_stop_ratio)
         inputs = _with_ratio_1(inputs, going)
         metrics["early_stopped"] = 1.0 - going
     loss = policy = language_losses[config.name](inputs, config)
@@ -112,7 +112,7 @@ def token_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss
                 "ref_log_prob: run an inference worker that computes reference log-probs, or set "
                 "it to 0"
             )
-        kl = kl_estimate(inputs.log_prob, inputs.ref_log_prob, config.kl_estimator)
+        kl = kl_estimate(inputs.log_prob, inputs.ref_log_prob, config.kl_estimator, config.k3_limit)
         loss = loss + config.kl_coefficient * kl
         metrics["ref_kl"] = kl.detach()
     if config.entropy_coefficient:
@@ -138,6 +138,12 @@ def token_value_loss(
     return 0.5 * error
 
 
+def _log_ratio(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
+    """Return ``log_prob - proximal_log_prob``, clamped so that its exponential stays finite."""
+    log_ratio = inputs.log_prob - inputs.proximal_log_prob
+    return log_ratio.clamp(-config.log_ratio_limit, config.log_ratio_limit)
+
+
 def _clipped(ratio: Tensor, advantage: Tensor, config: LanguageLossConfig) -> Tensor:
     held = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
     loss = torch.maximum(-advantage * ratio, -advantage * held)
@@ -155,21 +161,23 @@ def _sample_mean(tokens: Tensor, inputs: TokenLossInputs) -> Tensor:
     return (totals / counts.clamp(min=1.0))[inputs.sample]
 
 
-def _still_training(inputs: TokenLossInputs, limit: float) -> Tensor:
+def _still_training(inputs: TokenLossInputs, config: LanguageLossConfig, limit: float) -> Tensor:
+    """Return ``[N]``: 0 for the tokens of samples whose mean ratio is above the limit, else 1."""
     with torch.no_grad():
-        ratio = (inputs.log_prob - inputs.proximal_log_prob).exp()
-        return 1.0 - (_sample_mean(ratio, inputs) > limit).to(ratio.dtype)  # NaN is not held back
+        ratio = _log_ratio(inputs, config).exp()
+        stopped = _sample_mean(ratio, inputs) > limit  # False for NaN
+        return 1.0 - stopped.to(ratio.dtype)
 
 
 def _with_ratio_1(inputs: TokenLossInputs, going: Tensor) -> TokenLossInputs:
-    """Without the log-probs of those that stop: 0 times a ratio that is infinite would be NaN."""
+    """Replace the log-probs of stopped samples, so that metrics do not show their large ratios."""
     log_prob = torch.where(going > 0.0, inputs.log_prob, inputs.proximal_log_prob)
     return inputs._replace(log_prob=log_prob)
 
 
 def _ratio_metrics(inputs: TokenLossInputs, config: LanguageLossConfig) -> dict[str, Tensor]:
     with torch.no_grad():
-        log_ratio = inputs.log_prob - inputs.proximal_log_prob
+        log_ratio = _log_ratio(inputs, config)
         ratio = log_ratio.exp()
         outside = (ratio < 1.0 - config.clip_low) | (ratio > 1.0 + config.clip_high)
         return {

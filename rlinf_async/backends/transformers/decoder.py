@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from rlinf_async.backends.transformers.cache import RowCache
 from rlinf_async.backends.transformers.masks import layer_kinds, make_masks
-from rlinf_async.backends.transformers.model import ModelShapes, load_weights
+from rlinf_async.backends.transformers.model import load_weights
 from rlinf_async.backends.transformers.row import Row
 from rlinf_async.backends.transformers.sampling import Rules, draw
+from rlinf_async.backends.transformers.tensors import ModelTensors
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Tokens
 from rlinf_async.messages.weights import WeightUpdate
@@ -42,7 +43,7 @@ class Decoder:
         self, model: nn.Module, stop_token_ids: frozenset[int], prefill_tokens: int
     ) -> None:
         self.model = model
-        self.shapes = ModelShapes(model)
+        self.tensors = ModelTensors(model)
         self.version = -1
         self._config = model.config.get_text_config(decoder=True)  # type: ignore[operator,union-attr]
         self._kinds = layer_kinds(self._config)
@@ -168,7 +169,7 @@ class Decoder:
 def load(decoder: Decoder, update: WeightUpdate) -> int:
     """Take new weights between two steps; running rows keep their tokens. See `load_weights`."""
     refuse_older(update.version, decoder.version)
-    checksum = load_weights(update, decoder.model, decoder.shapes)
+    checksum = load_weights(update, decoder.model, decoder.tensors)
     decoder.version = update.version
     if decoder.rows:
         decoder.recompute()

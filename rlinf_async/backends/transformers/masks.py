@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Masks = Tensor | dict[str, Tensor]
+from rlinf_async.backends.families import LAYER_KINDS
 
-KINDS = ("full_attention", "sliding_attention")
+Masks = Tensor | dict[str, Tensor]
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -23,11 +23,11 @@ def layer_kinds(config: Any) -> list[str]:
         ValueError: it has layers that do not attend to keys and values (recurrent ones).
     """
     kinds: list[str] = sorted(set(getattr(config, "layer_types", None) or ()))
-    strange = [kind for kind in kinds if kind not in KINDS]
+    strange = [kind for kind in kinds if kind not in LAYER_KINDS]
     if strange:
         raise ValueError(
             f"the model ({config.model_type}) has layers of kind {strange}; the transformers "
-            f"engine decodes {list(KINDS)} only: take the vllm engine for it"
+            f"engine decodes {list(LAYER_KINDS)} only: take the vllm engine for it"
         )
     if kinds:
         return kinds

@@ -25,7 +25,8 @@ import numpy as np
 
 from rlinf_async.backends.language import EngineDied
 from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
-from rlinf_async.backends.transformers.model import ModelShapes
+from rlinf_async.backends.transformers.model import check_fit
+from rlinf_async.backends.transformers.tensors import ModelTensors
 from rlinf_async.backends.unbroken import Unbroken
 from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.backends.vllm.library import dead_error, make_sampling, start_llm
@@ -56,7 +57,7 @@ class VllmEngine:
         self._seed = seed
         self._device = device
         self._folder: ModelFolder | None = None
-        self._shapes: ModelShapes | None = None
+        self._tensors: ModelTensors | None = None
         self._llm: Any = None
         self._version = -1
         self._known: Known = {}
@@ -104,7 +105,7 @@ class VllmEngine:
         folder = self._folder = await asyncio.to_thread(
             open_folder, config.model, context=config.context, needs_weights=needs_weights
         )
-        self._shapes = await asyncio.to_thread(ModelShapes, folder.config)
+        self._tensors = await asyncio.to_thread(ModelTensors, folder.config)
         self._llm = await asyncio.to_thread(start_llm, config, folder, self._seed, self._device)
         self._check_alive()  # it may have been closed meanwhile
         await self._warm_up()
@@ -160,8 +161,8 @@ class VllmEngine:
         return await self._unbroken.run(self._load(update))
 
     async def _load(self, update: WeightUpdate) -> int:
-        assert self._shapes is not None
-        self._shapes.check_fit(update)
+        assert self._tensors is not None
+        check_fit(update, self._tensors)
         async with self._changing:
             self._check_alive()
             refuse_older(update.version, self._version)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlinf_async.backends.families import check_family
 from rlinf_async.backends.fsdp.language import attention
 from rlinf_async.backends.fsdp.language.config import LanguageModelConfig
 
@@ -25,11 +26,12 @@ def build_language_model(config: LanguageModelConfig) -> tuple[nn.Module, bool]:
     """Return the model, and whether its attention is `packed_attention`.
 
     Random weights come from torch's present random numbers. Raises `ValueError`, naming the folder
-    and what is missing in it, and `ModuleNotFoundError` without transformers.
+    and what is missing in it, `UnsupportedModel`, and `ModuleNotFoundError` without transformers.
     """
     transformers = _transformers()
     attention.register()
     described = _described(transformers, config)
+    check_family(described.to_dict())
     text = described.get_text_config()
     # No dropout: the ratio of two forward passes over the same weights must be 1.
     for name in vars(text):

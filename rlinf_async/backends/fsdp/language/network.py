@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rlinf_async.backends.fsdp.language.head import TokenStatistics, token_statistics
 from rlinf_async.backends.fsdp.language.packing import Packed
+from rlinf_async.backends.transformers.tensors import ModelTensors
 
 
 class LanguageNetwork(nn.Module):
@@ -46,6 +47,8 @@ class PolicyNetwork(LanguageNetwork):
 
     def __init__(self, language: nn.Module, *, packs: bool, logit_chunk_bytes: int) -> None:
         super().__init__(language, packs=packs)
+        self.published = ModelTensors(language).published()
+        """tensors of its checkpoints, by name: where each lies in ``language``"""
         self._chunk_bytes = logit_chunk_bytes
         config = cast(Any, language).config
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)

@@ -15,7 +15,7 @@ from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import LanguageSummary
 from rlinf_async.runtime.jobs.checks import check_device, check_sinks
 from rlinf_async.runtime.jobs.in_folder import run_in_folder
-from rlinf_async.runtime.jobs.language.checks import check_backends
+from rlinf_async.runtime.jobs.language.checks import check_backends, check_families
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.fits import check_critic, open_prompts
 from rlinf_async.runtime.jobs.language.model_folder import checkpoint_folder, make_model_folder
@@ -45,6 +45,7 @@ class LanguageRL:
         check_device(config.actor.device, actors=config.cluster.actors, path=("actor", "device"))
         check_sinks(config.training.metrics)
         checkpoint_folder(config.model)
+        check_families(config)
         for data, path in ((config.data, ("data",)), (config.warm_start.data, WARM_START_DATA)):
             if data is not None and data.path:
                 _check_there(data, (*path, "path"))
