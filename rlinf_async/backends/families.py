@@ -28,8 +28,52 @@ class Family(NamedTuple):
     """why another engine is missing"""
 
 
-FAMILIES: Final[Mapping[str, Family]] = {}
+FAMILIES: Final[Mapping[str, Family]] = {
+    "arcee": Family(ENGINES),
+    "cohere": Family(ENGINES),
+    "cohere2": Family(ENGINES),
+    "deepseek_v2": Family(ENGINES),
+    "deepseek_v3": Family(ENGINES),
+    "dots1": Family(ENGINES),
+    "ernie4_5": Family(ENGINES),
+    "exaone4": Family(ENGINES),
+    "gemma": Family(ENGINES),
+    "gemma2": Family(ENGINES),
+    "gemma3_text": Family(ENGINES),
+    "glm": Family(ENGINES),
+    "glm4": Family(ENGINES),
+    "glm4_moe": Family(ENGINES),
+    "gpt2": Family(ENGINES),
+    "gpt_neox": Family(ENGINES),
+    "granite": Family(ENGINES),
+    "granitemoe": Family(ENGINES),
+    "helium": Family(ENGINES),
+    "llama": Family(ENGINES),
+    "mistral": Family(ENGINES),
+    "mixtral": Family(ENGINES),
+    "olmo": Family(ENGINES),
+    "olmo2": Family(ENGINES),
+    "olmo3": Family(ENGINES),
+    "olmoe": Family(ENGINES),
+    "opt": Family(ENGINES),
+    "phi": Family(ENGINES),
+    "phi3": Family(ENGINES),
+    "qwen2": Family(ENGINES),
+    "qwen2_moe": Family(ENGINES),
+    "qwen3": Family(ENGINES),
+    "qwen3_moe": Family(ENGINES),
+    "seed_oss": Family(ENGINES),
+    "smollm3": Family(ENGINES),
+    "starcoder2": Family(ENGINES),
+}
 """by ``model_type``"""
+
+REFUSED: Final[Mapping[str, str]] = {
+    "gpt_oss": "its attention has sinks, which packed attention does not compute",
+    "nemotron": "its log-probs in packed samples differ from its own forward pass",
+    "phimoe": "its router draws random numbers in training",
+}
+"""reasons that do not follow from a model's structure, by ``model_type``"""
 
 
 def check_family(config: Mapping[str, Any], engine: str | None = None) -> None:
@@ -45,7 +89,7 @@ def check_family(config: Mapping[str, Any], engine: str | None = None) -> None:
     kind = str(config.get("model_type"))
     family = FAMILIES.get(kind)
     if family is None:
-        reason = _structural_fault(config)
+        reason = REFUSED.get(kind) or _structural_fault(config)
         if reason:
             raise UnsupportedModel(
                 f"models of the family {kind!r} cannot be trained: {reason}. {_supported(engine)}"

@@ -104,7 +104,6 @@ TINY: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 8},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "nemotron": {},
     "olmo": {},
     "olmo2": {},
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
@@ -124,14 +123,12 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "phi": {"num_key_value_heads": 2},
     "phi3": {},
-    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2": {},
     "qwen2_moe": {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
     "qwen3": {},
     "qwen3_moe": {**EXPERTS, "num_experts": 4},
     "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 0]},
-    "stablelm": {},
     "starcoder2": TIED,
 }
 """Configurations, by ``model_type``; a small window shows that windows are the same."""
