@@ -92,22 +92,24 @@ def check_family(config: Mapping[str, Any], engine: str | None = None) -> None:
         reason = REFUSED.get(kind) or _structural_fault(config)
         if reason:
             raise UnsupportedModel(
-                f"models of the family {kind!r} cannot be trained: {reason}. {_supported(engine)}"
+                f"models of the family {kind!r} cannot be trained: {reason}. "
+                f"{supported_families(engine)}"
             )
     elif engine in ENGINES and engine not in family.engines:
         others = " or ".join(repr(one) for one in family.engines)
         instead = f"; set rollout.backend to {others}" if others else ""
         raise UnsupportedModel(
             f"models of the family {kind!r} cannot be served by the {engine} engine: "
-            f"{family.note}{instead}. {_supported(engine)}"
+            f"{family.note}{instead}. {supported_families(engine)}"
         )
 
 
-def _supported(engine: str | None) -> str:
+def supported_families(engine: str | None = None) -> str:
+    """Return a sentence with the families that were tried: with the engine, or with the trainer."""
     names = sorted(
         name for name, family in FAMILIES.items() if engine is None or engine in family.engines
     )
-    return f"Supported are {', '.join(names)}; see docs/language.md"
+    return f"Supported are {', '.join(names)}; see 'Model families' in docs/language.md"
 
 
 def _structural_fault(config: Mapping[str, Any]) -> str | None:

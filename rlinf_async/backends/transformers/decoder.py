@@ -2,9 +2,9 @@
 
 ::
 
-    join(rows) --prefill--> rows 0 .. n-1 --step--> one token each --> those that are done leave
+    join(rows) --prefill--> rows 0 .. n-1 --step--> one token each --> finished rows leave
                                  ^
-              load(update): new weights; the cache is computed anew from each row's tokens
+              load(update): new weights; the cache is recomputed from each row's tokens
 
 Runs in one thread. Invariant: the cache holds, for each row, all of its tokens but the last one,
 under the weights that are loaded; the next step feeds that last one.
@@ -52,16 +52,16 @@ class Decoder:
         self._cache = RowCache()
         self.rows: list[Row] = []
         self._rules: Rules | None = None
-        self._look()
+        self._read_device()
 
     def move(self, device: str) -> None:
-        """Move the model there, and give the cache's memory back. No row is here."""
+        """Move the model to the device, and release the cache. There are no rows."""
         self._cache.clear()
         self.model.to(device)
-        self._look()
+        self._read_device()
 
-    def _look(self) -> None:
-        """Remember what is asked for in every step."""
+    def _read_device(self) -> None:
+        """Keep device and dtype, which every step needs."""
         first: Tensor = next(self.model.parameters())
         self.device, self._dtype = first.device, first.dtype
 
@@ -82,7 +82,7 @@ class Decoder:
 
     @torch.inference_mode()
     def leave(self, rows: Sequence[Row]) -> None:
-        """Take rows out."""
+        """Remove rows."""
         for row in rows:
             place, last = self.rows.index(row), self.rows.pop()
             if last is not row:
@@ -92,7 +92,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
-        """Add a token to each row; take out, and return, those that are done."""
+        """Add a token to each row; remove and return the finished rows."""
         if self._rules is None:
             self._rules = Rules.of([row.sampling for row in self.rows], self.device)
         last = torch.tensor([row.tokens[-1] for row in self.rows], device=self.device)
@@ -115,7 +115,7 @@ class Decoder:
 
     @torch.inference_mode()
     def recompute(self) -> None:
-        """Compute the cache of all rows anew: the weights have changed."""
+        """Recompute the cache of all rows, after the weights have changed."""
         rows, self.rows = self.rows, []
         self.join(rows)
 

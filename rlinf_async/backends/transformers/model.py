@@ -23,7 +23,7 @@ def build_model(folder: ModelFolder, config: TransformersEngineConfig, device: s
     factory: Any = AutoModelForCausalLM
     options = {
         "dtype": getattr(torch, config.dtype),
-        # the others leave out the soft cap that some models were trained with
+        # other implementations ignore the soft cap that some models were trained with
         "attn_implementation": "eager" if _caps(folder.config) else attention.register(),
     }
     if config.weights == "folder":

@@ -51,7 +51,7 @@ class WeightsExtension:
             return
         for module in self.model_runner.get_model().modules():
             method = getattr(module, "quant_method", None)
-            if getattr(method, "moe_kernel", None) is not None:
+            if method is not None and getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None  # built anew from the next weights
 
     def _pack_heads_again(self) -> None:

@@ -79,7 +79,7 @@ def load_hugging_face_state(manager: LanguageModelManager, update: WeightUpdate)
     """
     if manager.world_size != 1:
         raise ValueError(
-            f"published weights can be loaded by a rank on its own only, not by one of "
+            f"published weights can be loaded by a single rank only, not by one of "
             f"{manager.world_size}: launch inference workers without collective="
         )
     verify(update)
