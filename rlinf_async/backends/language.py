@@ -29,7 +29,7 @@ class PromptTooLong(ValueError):
 
 
 class ModelOutputError(RuntimeError):
-    """The model returned NaN or infinity; the message names the request and the weights' version."""
+    """The model returned NaN or infinity; the message names request and weight version."""
 
 
 class GenerationEngine(Protocol):

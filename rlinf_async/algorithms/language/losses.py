@@ -4,8 +4,8 @@
 
     named loss [N] x off-policy weight + KL to the reference - entropy bonus = token loss [N]
 
-A named loss is of single tokens (`aggregation` makes one number of them), so that samples can be
-cut into micro-batches anywhere; what it needs of a whole sample it gets through ``sample``.
+A named loss is defined token by token (`aggregation` reduces it), so that samples can be divided
+into micro-batches anywhere; means over a whole sample are taken through ``sample``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class TokenLossInputs(NamedTuple):
     """The trained tokens of a micro-batch, sample after sample; all ``[N]``."""
 
     log_prob: Tensor
-    """now, with its gradient"""
+    """under the current weights, with its gradient"""
     entropy: Tensor
-    """of the distribution each token was drawn from, as it is now"""
+    """of the current distribution of each token"""
     proximal_log_prob: Tensor
-    """what the ratio compares with"""
+    """denominator of the ratio"""
     behaviour_log_prob: Tensor
-    """when it was sampled"""
+    """of the engine, when the token was sampled"""
     ref_log_prob: Tensor | None
     advantage: Tensor
     sample: Tensor
@@ -48,7 +48,7 @@ class TokenLoss(NamedTuple):
 
 
 class LanguageLoss(Protocol):
-    """The shape of a registered loss: ``[N]`` from the micro-batch."""
+    """The signature of a registered loss: ``[N]`` from the micro-batch."""
 
     def __call__(self, inputs: TokenLossInputs, config: LanguageLossConfig, /) -> Tensor: ...
 
@@ -70,7 +70,7 @@ def ppo(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
 @register_language_loss("gspo")
 def gspo(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
     """Return the clipped surrogate with the ratio of the whole sample: the geometric mean of its
-    tokens' ratios, whose gradient each token gets its part of (Zheng et al. 2025, equation 13)."""
+    tokens' ratios. Each token gets its part of the gradient (Zheng et al. 2025, equation 13)."""
     mean = _sample_mean(inputs.log_prob.detach() - inputs.proximal_log_prob, inputs)
     log_ratio = mean + inputs.log_prob - inputs.log_prob.detach()
     log_ratio = log_ratio.clamp(-config.log_ratio_limit, config.log_ratio_limit)
@@ -85,14 +85,14 @@ def reinforce(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
 
 @register_language_loss("supervised")
 def supervised(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
-    """Return the cross-entropy ``-log-prob`` of each token; advantages are not looked at."""
+    """Return the cross-entropy ``-log-prob`` of each token; advantages are ignored."""
     return -inputs.log_prob
 
 
 def token_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss:
-    """Return the whole loss of each token, and what is worth looking at.
+    """Return the whole loss of each token, and its metrics.
 
-    Raises `ValueError` where ``kl_coefficient`` is set and there are no reference log-probs.
+    Raises `ValueError` if ``kl_coefficient`` is set and there are no reference log-probs.
     """
     metrics = _ratio_metrics(inputs, config)
     going = None
@@ -128,8 +128,8 @@ def token_value_loss(
 ) -> Tensor:
     """Return half the squared error of each token's value, all ``[N]``.
 
-    With ``clip`` it is the larger of that and the error of the value held within ``clip`` of the
-    old one (Schulman et al. 2016; Engstrom et al. 2020, section 3).
+    With ``clip`` it is the larger of that and the error of the value clipped to within ``clip`` of
+    the old one (Schulman et al. 2016; Engstrom et al. 2020, section 3).
     """
     error = (value - returns).square()
     if clip is not None:
@@ -154,7 +154,7 @@ def _clipped(ratio: Tensor, advantage: Tensor, config: LanguageLossConfig) -> Te
 
 
 def _sample_mean(tokens: Tensor, inputs: TokenLossInputs) -> Tensor:
-    """Replace each token's number by the mean over its sample's tokens."""
+    """Replace each token's value by the mean over its sample's tokens."""
     zeros = tokens.new_zeros(inputs.samples)
     totals = zeros.index_add(0, inputs.sample, tokens)
     counts = zeros.index_add(0, inputs.sample, torch.ones_like(tokens))

@@ -2,8 +2,9 @@
 
 ::
 
-    model-00001-of-00003.safetensors, ...   weights by their own names, in the dtype asked for
-    model.safetensors.index.json            which is where; a small model is one model.safetensors
+    model-00001-of-00003.safetensors, ...   weights, in the requested dtype
+    model.safetensors.index.json            file of each tensor; a small model is one file without
+                                            index, model.safetensors
     config.json, generation_config.json, tokenizer files
 
 Tied weights are stored once. Weights get the names and shapes that checkpoints of their
@@ -46,7 +47,7 @@ NO_WEIGHTS = ("*.safetensors", "*.bin", "*.index.json", "*.pt", "*.pth", "*.gguf
 
 
 class Exported(NamedTuple):
-    """What was written."""
+    """The result of an export."""
 
     folder: Path
     tensors: int
@@ -54,11 +55,11 @@ class Exported(NamedTuple):
 
 
 class Export:
-    """One export. `run` writes it; ``total_bytes`` is known before.
+    """One export. `run` writes it; ``total_bytes`` is its size.
 
     Args:
         checkpoint: a checkpoint's folder, or that of a run: its newest.
-        dtype: of floating-point weights; as they are when left out.
+        dtype: of floating-point weights; unchanged when left out.
         model: folder with configuration and tokenizer; those of the checkpoint when left out.
         shard_bytes: of one file, at most (but for a single tensor).
 
@@ -85,7 +86,7 @@ class Export:
         self.total_bytes = sum(one.nbytes for shard in self._shards for one in shard)
 
     def run(self, out: Path, advance: Advance = lambda _: None) -> Exported:
-        """Write the folder ``out``, which must not be there yet."""
+        """Write the folder ``out``, which must not exist yet."""
         with being_read(self._folder), new_folder(out) as folder:
             places: dict[str, str] = {}
             for number, shard in enumerate(self._shards, start=1):
@@ -137,7 +138,7 @@ class Export:
 
 
 def _files(saved: Saved, model: Path | None) -> dict[str, Path]:
-    """Configuration and tokenizer: what lies in ``model``, else in the checkpoint."""
+    """Return configuration and tokenizer: of ``model``, else of the checkpoint."""
     if model is not None:
         weights = {path for pattern in NO_WEIGHTS for path in model.glob(pattern)}
         found = {one.name: one for one in sorted(model.glob("*")) if one.is_file()}
@@ -148,7 +149,7 @@ def _files(saved: Saved, model: Path | None) -> dict[str, Path]:
     found = model_files(saved)
     if CONFIG not in found:
         raise CheckpointError(
-            f"{saved.folder} does not say of which language model it is (no model/{CONFIG}): name "
+            f"{saved.folder} does not say which language model it holds (no model/{CONFIG}): name "
             "the folder that the training began with by --model, if it is of one"
         )
     return found

@@ -1,6 +1,6 @@
-"""The language model in a checkpoint: its configuration, and its tensors by their own names.
+"""The language model in a checkpoint: its configuration, and its tensors by their names in memory.
 
-A trainer calls them ``model.language.NAME``; moments are ``optimizer.language.NAME.exp_avg``.
+Weights are stored as ``model.language.NAME``, moments as ``optimizer.language.NAME.exp_avg``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONFIG = "config.json"
 
 
 class Kind(NamedTuple):
-    """Weights, or one kind of moments: what stands before and behind a parameter's name."""
+    """Weights, or one kind of moments: prefix and suffix of a parameter's name."""
 
     prefix: str
     suffix: str = ""
@@ -76,7 +76,7 @@ def decoder_of(config: Mapping[str, Any]) -> Decoder | None:
 
 
 def foreign(names: Iterable[str]) -> list[str]:
-    """Return the weights that are no part of a causal language model: a critic's, a policy's."""
+    """Return weights that belong to no causal language model, but to a critic or a policy."""
     return [
         name.removeprefix(WEIGHTS)
         for name in names

@@ -1,9 +1,9 @@
-"""How tensor-parallel ranks cut a trainer's tensors: the name map of the decoder that they are of.
+"""How tensor-parallel ranks cut a trainer's tensors: by the name map of their decoder.
 
 ::
 
-    config.json -> decoder -> its parameters, and as many of their moments as there are
-    what is no part of the decoder (a critic's value head)  -> whole on every tensor rank
+    config.json -> decoder -> its parameters, and their moments
+    tensors outside the decoder (a critic's value head)  -> whole on every tensor rank
 
 The map knows experts one by one; transformers 5 keeps them fused, ``[experts, ...]``, and so does a
 checkpoint. `Named.places` says where in a fused tensor each of them lies.
@@ -85,7 +85,7 @@ def by_name_map(saved: Saved, files: Mapping[str, Path]) -> Named:
     base = huggingface(decoder)
     names = {name for name, one in saved.tensors.items() if one.shape}
     critic = bool(foreign(names))
-    aliases = dict(_said_twice(decoder, names))
+    aliases = dict(_stored_twice(decoder, names))
     names -= aliases.keys()
     _check_shapes(saved, base, names, without={HEAD} if critic else set())
     parameters: list[Parameter] = []
@@ -108,8 +108,7 @@ def by_name_map(saved: Saved, files: Mapping[str, Path]) -> Named:
         name = min(unknown)
         near = nearest_names(name, [one.name for one in parameters])
         raise CheckpointError(
-            f"{saved.folder} holds {name!r}, of which the name map of {kind} knows nothing{near}: "
-            "use tp=1"
+            f"{saved.folder} holds {name!r}, which is not in the name map of {kind}{near}: use tp=1"
         )
     return Named(Model(tuple(parameters), base.layers), places, aliases)
 
@@ -117,7 +116,7 @@ def by_name_map(saved: Saved, files: Mapping[str, Path]) -> Named:
 def _decoder(saved: Saved, files: Mapping[str, Path]) -> tuple[Decoder, str]:
     if CONFIG not in files:
         raise CheckpointError(
-            f"{saved.folder} does not say of which language model it is (no {MODEL_FOLDER}/"
+            f"{saved.folder} does not say which language model it holds (no {MODEL_FOLDER}/"
             f"{CONFIG}), and only the name map of a decoder says how tensor-parallel ranks cut it: "
             "use tp=1"
         )
@@ -132,8 +131,8 @@ def _decoder(saved: Saved, files: Mapping[str, Path]) -> tuple[Decoder, str]:
     return decoder, kind
 
 
-def _said_twice(decoder: Decoder, names: set[str]) -> Iterator[tuple[str, str]]:
-    """Output layers that are the embedding and were stored nevertheless."""
+def _stored_twice(decoder: Decoder, names: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield output layers that are tied to the embedding but stored as well."""
     if decoder.tied:
         for kind in KINDS:
             if kind.outer(HEAD) in names:
@@ -141,7 +140,7 @@ def _said_twice(decoder: Decoder, names: set[str]) -> Iterator[tuple[str, str]]:
 
 
 def _check_shapes(saved: Saved, base: Model, names: set[str], without: set[str]) -> None:
-    """Compare the weights with what is stored of such a decoder, experts fused."""
+    """Compare the shapes of the weights with those of the decoder, experts fused."""
     stored = {one.name: one.shape for one in layout(base, Strategy()).of_rank(0)}
     expected = {name: shape for name, shape in stored.items() if name not in without}
     held = {inner for name in names if (inner := OF_WEIGHTS.inner(name)) is not None}
@@ -151,7 +150,7 @@ def _check_shapes(saved: Saved, base: Model, names: set[str], without: set[str])
 
 
 def _fused(model: Model) -> dict[str, Place]:
-    """Where the tensors lie that share a parameter with others."""
+    """Return the places of tensors that share a parameter with others."""
     found: dict[str, Place] = {}
     for buffer in layout(model, Strategy()).of_rank(0):
         for piece in buffer.pieces:
