@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from rlinf_async.backends.families import UnsupportedModel, check_family
 from rlinf_async.config import ConfigError, MissingExtra
 from rlinf_async.runtime.jobs.checks import refuse_unknown
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
@@ -62,6 +61,8 @@ def _check_folder(folder: str, engine: str | None, where: tuple[str, ...]) -> No
 
 
 def _check_family(described: dict[str, Any], engine: str | None, where: tuple[str, ...]) -> None:
+    from rlinf_async.backends.families import UnsupportedModel, check_family
+
     try:
         check_family(described, engine)
     except UnsupportedModel as error:
