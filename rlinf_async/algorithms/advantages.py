@@ -1,7 +1,7 @@
 """Advantages by name. Shapes: ``T`` steps, ``E`` envs; arrays are float32 unless said otherwise.
 
-An advantage function never normalises: the trainer does, over a batch or a minibatch, whichever its
-configuration asks for.
+An advantage function never normalises: the trainer does, over a batch or a minibatch, as
+configured.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rlinf_async.messages.embodied import Bools, Floats
 
 
 class AdvantageInputs(NamedTuple):
-    """What was collected, in the order it happened."""
+    """Collected steps, in the order of time."""
 
     reward: Floats
     """``[T, E]``"""
@@ -25,7 +25,7 @@ class AdvantageInputs(NamedTuple):
     truncated: Bools
     """``[T, E]``: the episode was cut"""
     final_value: Floats
-    """``[T, E]``: value of the observation an episode was cut at; read at truncated steps only"""
+    """``[T, E]``: value of the last observation of a truncated episode; read at those steps only"""
 
 
 class Advantages(NamedTuple):
@@ -37,7 +37,7 @@ class Advantages(NamedTuple):
 
 
 class AdvantageFunction(Protocol):
-    """The shape of a registered advantage."""
+    """The signature of a registered advantage."""
 
     def __call__(self, inputs: AdvantageInputs, config: AdvantageConfig, /) -> Advantages: ...
 

@@ -1,4 +1,4 @@
-"""Which advantage and which loss, and their coefficients. No torch: configuration reads this."""
+"""Which advantage and which loss, and their coefficients. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class LossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     name: str = "ppo"
     clip_low: float = 0.2
-    """the ratio is held above ``1 - clip_low``"""
+    """the ratio is clipped at ``1 - clip_low`` from below"""
     clip_high: float = 0.2
-    """the ratio is held below ``1 + clip_high``"""
+    """the ratio is clipped at ``1 + clip_high`` from above"""
     dual_clip: float | None = None
-    """with a negative advantage the loss is held below ``-dual_clip * advantage``; above 1"""
+    """with a negative advantage the loss is at most ``-dual_clip * advantage``; above 1"""
     value_clip: float | None = None
-    """new values are held this near to the old ones"""
+    """largest change of a value from the old one, for the clipped value loss"""
     value_coefficient: float = 1.0
-    """times half the mean squared error"""
+    """of half the mean squared error"""
     entropy_coefficient: float = 0.0
 
     def __post_init__(self) -> None:

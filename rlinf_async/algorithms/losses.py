@@ -1,4 +1,4 @@
-"""Losses by name, and the small formulas they are made of. ``B`` is the (micro-)batch."""
+"""Losses by name, and the formulas they are made of. ``B`` is the size of the (micro-)batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlinf_async.algorithms.registry import Registry
 
 
 class LossInputs(NamedTuple):
-    """One micro-batch: what the policy says now, and what it said when it acted. All ``[B]``."""
+    """One micro-batch: outputs of the current policy, and of the one that acted. All ``[B]``."""
 
     log_prob: Tensor
     entropy: Tensor
@@ -24,14 +24,14 @@ class LossInputs(NamedTuple):
 
 
 class LossOutput(NamedTuple):
-    """A scalar to differentiate, and detached scalars to look at."""
+    """A scalar to differentiate, and detached scalars as metrics."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
 
 
 class LossFunction(Protocol):
-    """The shape of a registered loss."""
+    """The signature of a registered loss."""
 
     def __call__(self, inputs: LossInputs, config: LossConfig, /) -> LossOutput: ...
 
@@ -83,8 +83,8 @@ def value_loss(
 ) -> Tensor:
     """Return half the mean squared error of ``value``; inputs ``[B]``.
 
-    With ``clip`` it is the larger of that and the error of the value held within ``clip`` of the
-    old one, element by element.
+    With ``clip`` it is the larger of that and the error of the value clipped to within ``clip`` of
+    the old one, element by element.
     """
     error = (value - returns).square()
     if clip is not None:

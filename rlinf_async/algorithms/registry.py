@@ -1,4 +1,4 @@
-"""A table of named functions, and an error that helps when the name is wrong."""
+"""A registry of named functions, with an error that suggests the nearest name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class UnknownName(LookupError):
-    """Nothing is registered under this name; the message lists what is, nearest first."""
+    """Nothing is registered under this name; the message has the nearest one and all others."""
 
     def __init__(self, kind: str, name: str, known: list[str]) -> None:
         nearest = difflib.get_close_matches(name, known, n=1)
@@ -26,8 +26,8 @@ class UnknownName(LookupError):
 class Registry(Generic[T]):
     """Names to functions of one kind.
 
-    ``built_in`` are modules that register when they are imported: that happens at the first look.
-    Raises `UnknownName` for a name that is not there and `ValueError` for one given twice.
+    ``built_in`` are modules that register when they are imported, which the first look-up does.
+    Raises `UnknownName` for an unregistered name and `ValueError` for one registered twice.
     """
 
     def __init__(self, kind: str, built_in: tuple[str, ...] = ()) -> None:

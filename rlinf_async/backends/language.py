@@ -1,4 +1,4 @@
-"""What the workers of a language-model run ask of a backend. Nothing here needs torch.
+"""Protocols between the workers of a language-model run and their backends. No torch.
 
 ::
 
@@ -21,7 +21,7 @@ from rlinf_async.messages.weights import Allocate, WeightUpdate
 
 
 class EngineDied(RuntimeError):
-    """The engine cannot serve any more; what it was generating must be asked for again."""
+    """The engine cannot serve any more; its running requests have to be issued again."""
 
 
 class PromptTooLong(ValueError):
@@ -29,7 +29,7 @@ class PromptTooLong(ValueError):
 
 
 class ModelOutputError(RuntimeError):
-    """The model gave NaN or infinity; the message names the request and the weights' version."""
+    """The model returned NaN or infinity; the message names request and weight version."""
 
 
 class GenerationEngine(Protocol):
@@ -42,7 +42,7 @@ class GenerationEngine(Protocol):
 
     @property
     def max_concurrent(self) -> int:
-        """How many requests it works on at a time; more would only queue inside it."""
+        """The number of requests decoded together; further ones would wait inside the engine."""
         ...
 
     def decode(self, token_ids: Tokens) -> str:
@@ -54,9 +54,9 @@ class GenerationEngine(Protocol):
         ...
 
     async def generate(self, request: Request) -> Generated:
-        """Generate, after the tokens of ``request.partial`` where there are some.
+        """Generate a response, or the rest of ``request.partial``.
 
-        The answer holds the partial's tokens too, with their own versions and log-probs. A
+        The result includes the partial's tokens, with their own versions and log-probs. A
         cancelled call aborts the request inside the engine.
 
         Raises:
@@ -66,39 +66,39 @@ class GenerationEngine(Protocol):
         ...
 
     async def abort(self, names: Sequence[str] | None = None) -> None:
-        """End these requests (None: all) with what they have: ``finish == "abort"``.
+        """End these requests (None: all) with the tokens they have: ``finish == "abort"``.
 
-        Every one whose `generate` has been called is ended. Returns when they are.
+        Every one whose `generate` has been called is ended. Returns when they have ended.
         """
         ...
 
     async def so_far(self) -> dict[str, Generated]:
-        """What each request under way has by now, by its name; none is interrupted.
+        """Return the tokens of each running request, by its name; none is interrupted.
 
-        ``finish`` is ``"abort"``: it can be gone on with, as the ``partial`` of a request.
+        ``finish`` is ``"abort"``: the request can be continued with it as its ``partial``.
         """
         ...
 
     async def load(self, update: WeightUpdate) -> int:
-        """Take new weights in flight: running requests pause, keep their tokens, and go on.
+        """Load new weights in flight: running requests pause, keep their tokens, and go on.
 
-        Returns the update's checksum, which its bytes were compared with. Raises
-        `WeightsError` before anything changed if they are damaged, do not fit, or are older than
-        those served. A failure after that is the engine's end (`EngineDied`): it serves no model
-        that is half loaded. A cancelled call changes nothing, or its load goes on to the end.
+        Returns the update's checksum, after its bytes were verified. Raises `WeightsError` before
+        anything is changed if the weights are damaged, do not fit, or are older than those served.
+        A failure after that ends the engine (`EngineDied`): it never serves a half-loaded model.
+        A cancelled call changes nothing, or its load goes on to the end.
         """
         ...
 
     async def log_probs(self, sequences: Sequence[tuple[Tokens, Tokens]]) -> list[Floats]:
-        """Log-probs at temperature 1 of ``(prompt [P], response [R])``: one ``[R]`` each."""
+        """Return log-probs ``[R]`` at temperature 1 of each ``(prompt [P], response [R])``."""
         ...
 
     async def offload(self) -> None:
-        """Give the device's memory back. The engine is idle."""
+        """Release the device's memory. The engine is idle."""
         ...
 
     async def onload(self) -> None:
-        """Take it again; weights must be loaded anew where the engine dropped them."""
+        """Allocate it again; weights that the engine dropped have to be loaded again."""
         ...
 
     async def close(self) -> None:
@@ -111,7 +111,7 @@ class MicroBatch(NamedTuple):
 
     samples: Sequence[TrainingSample]
     is_last: bool
-    """of its global batch: sharded gradients then cross the ranks"""
+    """last of its global batch: sharded gradients are then reduced over the ranks"""
 
 
 class LanguageTrainer(Protocol):
@@ -122,14 +122,14 @@ class LanguageTrainer(Protocol):
 
     @property
     def version(self) -> int:
-        """How many iterations were trained, or the version that `load` took."""
+        """The number of trained iterations, or the version that `load` loaded."""
         ...
 
     def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return the samples of whole groups with advantages and returns, never normalised.
 
-        Those that have an advantage already are left alone; those that were not scored get none,
-        train nothing and enter no baseline.
+        Samples that have an advantage already are unchanged; samples that were not scored get none,
+        train nothing and are in no baseline.
         """
         ...
 
@@ -143,21 +143,21 @@ class LanguageTrainer(Protocol):
         ...
 
     def agree(self, count: int, /) -> int:
-        """Return the largest of what the ranks gave. Collective."""
+        """Return the largest ``count`` of all ranks. Collective."""
         ...
 
     def training_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
         """Make one optimizer step from the micro-batches of one global batch. Collective.
 
-        Pulled one by one, so it may block until the next one arrives; every rank yields the same
-        number of them. Gradients are the same however the samples are cut into micro-batches.
+        The iterable may block until the next micro-batch arrives; it has the same length on every
+        rank. Gradients do not depend on how the samples are divided into micro-batches.
         Metrics are those of the global batch, equal on every rank. Raises `TrainingDiverged` for a
         loss that is not finite; a gradient that is not skips the step (``skipped`` is then 1).
         """
         ...
 
     def end_iteration(self) -> None:
-        """Count the version up: the next weights that are published are the next version's."""
+        """Increase the version: the next published weights are the next version."""
         ...
 
     def log_probs(
@@ -174,17 +174,16 @@ class LanguageTrainer(Protocol):
         ...
 
     def publish(self, allocate: Allocate | None = None) -> WeightUpdate:
-        """Return the weights of the present version, Hugging Face names. Collective.
+        """Return the weights of the current version, named as in checkpoints. Collective.
 
         Tied weights come once. Ranks other than 0 return an update without buckets. ``allocate``
-        gives the memory they travel from; all ranks may write into it where it is shared, and only
-        that of rank 0 counts. A bucket in which nothing changed since the last time is that of the
-        last time.
+        of rank 0 gives the memory of the buckets; all ranks write into it if it is shared. A bucket
+        that has not changed since the last call is reused.
         """
         ...
 
     def load(self, update: WeightUpdate) -> None:
-        """Take published weights and their version; only where ``world_size`` is 1.
+        """Load published weights and their version; only if ``world_size`` is 1.
 
         Raises `WeightsError` before anything changed if they are damaged or do not fit.
         """
@@ -195,11 +194,11 @@ class LanguageTrainer(Protocol):
         ...
 
     def onload(self) -> None:
-        """Take them back to the device."""
+        """Move them back to the device."""
         ...
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write the model as Hugging Face does: config, weights, tokenizer if known. Collective."""
+        """Write a Hugging Face folder: config, weights, tokenizer if known. Collective."""
         ...
 
     def save_checkpoint(self, path: Path, extra: Mapping[str, object] | None = None) -> None:
@@ -209,13 +208,13 @@ class LanguageTrainer(Protocol):
     def begin_checkpoint(
         self, path: Path, extra: Mapping[str, object] | None = None
     ) -> Future[Path]:
-        """Start writing what `save_checkpoint` writes, and go on. Collective.
+        """Start writing what `save_checkpoint` writes, and return. Collective.
 
-        Waits for the one before. The future ends when this rank's part is on the disk, or has its
-        error; when all ranks' parts are, the folder is there.
+        Waits for the previous checkpoint. The future is done when this rank's part is on the disk,
+        or has its error; the folder appears when the parts of all ranks are.
         """
         ...
 
     def load_checkpoint(self, path: Path) -> list[dict[str, object]]:
-        """Go on where the checkpoint was written, under any world size; the extras. Collective."""
+        """Restore a checkpoint written under any world size; return the extras. Collective."""
         ...

@@ -5,8 +5,8 @@
     reward, KL per token --> token rewards [R] --named function--> advantage, returns [R]
                                           --whitened over the global batch--> advantage
 
-A function sees one group: all samples of one prompt that were *scored*. Those that were not have
-no reward; they get no advantage, no token of theirs is trained, and no baseline knows of them.
+A function gets one group: all samples of one prompt that were *scored*. Samples that were not
+scored have no reward and get no advantage; they train no token and are in no baseline.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class ScoredTokens(NamedTuple):
     reward: Floats
     """of each token: the sample's reward at the last one, less the KL of each where asked for"""
     value: Floats | None
-    """of the state before each token, where a critic gave it"""
+    """of the state before each token, with a critic"""
     total: float
-    """the sample's reward, the KL of its tokens taken off; also where no token of it is trained"""
+    """the sample's reward less the KL of its tokens; also set if none of its tokens is trained"""
 
 
 class TokenAdvantages(NamedTuple):
@@ -45,7 +45,7 @@ class TokenAdvantages(NamedTuple):
 
 
 class GroupAdvantage(Protocol):
-    """The shape of a registered advantage: one answer for each sample of a group."""
+    """The signature of a registered advantage: one result for each sample of a group."""
 
     def __call__(
         self, group: Sequence[ScoredTokens], config: LanguageAdvantageConfig, /
@@ -75,9 +75,9 @@ def compute_group_advantages(
 ) -> list[TrainingSample]:
     """Return the samples of one or several groups with ``advantage`` and ``returns``, in order.
 
-    A sample that has an advantage already is left alone, and is in nobody's baseline. Raises
-    `ValueError`, naming the sample, where log-probs or values are missing that the configuration
-    needs, or a scored sample has a reward that is not finite.
+    A sample that has an advantage already is unchanged, and is in no baseline. Raises
+    `ValueError`, naming the sample, if log-probs or values that the configuration needs are
+    missing, or the reward of a scored sample is not finite.
     """
     function = group_advantages[config.name]
     answers: dict[int, TrainingSample] = {}
@@ -100,14 +100,17 @@ def advantage_moments(samples: Sequence[TrainingSample]) -> AdvantageMoments:
 def whitened(
     samples: Sequence[TrainingSample], moments: AdvantageMoments, eps: float = 1e-8
 ) -> list[TrainingSample]:
-    """Return the samples with advantages of mean 0 and standard deviation 1 over all tokens that
-    ``moments`` were taken of; tokens that are not trained stay at 0."""
+    """Return the samples with advantages normalised to mean 0 and standard deviation 1.
+
+    ``moments`` are those of all trained tokens of the batch; other tokens stay at 0. The deviation
+    is unbiased, and ``eps`` is added to it. (verl adds 1e-8 to the variance.)
+    """
     if moments.tokens < 2:
         return list(samples)
     mean = moments.total / moments.tokens
     variance = max(moments.squares / moments.tokens - mean * mean, 0.0)
     deviation = math.sqrt(variance * moments.tokens / (moments.tokens - 1)) + eps
-    # Equal advantages differ from their mean by rounding only: that is no signal to blow up.
+    # Equal advantages differ from their mean by rounding only, which must not be scaled up.
     scale = 0.0 if math.sqrt(variance) <= 1e-6 * abs(mean) else 1.0 / deviation
 
     def white(one: TrainingSample) -> TrainingSample:
@@ -159,7 +162,10 @@ def _kl(sample: TrainingSample, config: LanguageAdvantageConfig) -> Floats:
         )
     policy = sample.log_prob if sample.prev_log_prob is None else sample.prev_log_prob
     estimate = kl_estimate(
-        torch.from_numpy(policy), torch.from_numpy(sample.ref_log_prob), config.kl_estimator
+        torch.from_numpy(policy),
+        torch.from_numpy(sample.ref_log_prob),
+        config.kl_estimator,
+        config.k3_limit,
     )
     return estimate.numpy()
 

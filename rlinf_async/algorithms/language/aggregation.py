@@ -5,8 +5,8 @@
     loss = sum over trained tokens of (weight x token loss)  /  sum over samples of units
 
 Weights and units are known sample by sample; only the denominator needs the whole global batch. So
-gradients are added up undivided, and divided once at the end: the result does not depend on how
-samples were cut into micro-batches or dealt to ranks.
+gradients are summed undivided, and divided once at the end: the result does not depend on how
+samples are divided into micro-batches or among ranks.
 
 ================================  ====================  ==========================================
 ``token-mean``                    weight 1, units R     every token counts alike (DAPO, Yu et al.
@@ -28,12 +28,12 @@ from rlinf_async.algorithms.language.config import Aggregation
 
 
 class Share(NamedTuple):
-    """How much one sample counts."""
+    """The weight of one sample."""
 
     weight: float
     """of each of its trained tokens"""
     units: float
-    """what it adds to the denominator"""
+    """its part of the denominator"""
 
 
 def share_of(trained_tokens: int, aggregation: Aggregation) -> Share:

@@ -5,6 +5,7 @@ Comparisons are written so that NaN fails them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -12,14 +13,20 @@ import msgspec
 KLEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"]
 
+LOG_RATIO_LIMIT = 20.0
+"""default limit of log-ratios, as in verl: ``exp(20)`` is 4.9e8"""
+LARGEST_LOG_RATIO = 80.0
+"""highest limit that can be set; ``exp(88.8)`` is infinite in float32"""
+K3_LIMIT = 10.0
+"""default limit of ``k3``, as in verl"""
 WHITENED = frozenset({"gae", "reinforce++", "reinforce++_baseline"})
-"""advantages that are normalised over the global batch unless told otherwise"""
+"""advantages that are normalised over the global batch by default"""
 
 
 class LanguageAdvantageConfig(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """Which advantage, and what the rewards are made of."""
+    """Which advantage, and the KL in its rewards."""
 
     name: str = "grpo"
     """``grpo``, ``rloo``, ``reinforce++``, ``reinforce++_baseline``, ``gae``, or a user's own"""
@@ -32,8 +39,10 @@ class LanguageAdvantageConfig(
     """over the tokens of the global batch, all ranks together; auto: where the named advantage is
     defined that way (gae, reinforce++ and its baseline form)"""
     kl_coefficient: float = 0.0
-    """of the KL to the reference that is taken off each token's reward; 0: none is"""
+    """of the KL to the reference that is subtracted from each token's reward; 0: none"""
     kl_estimator: KLEstimator = "k1"
+    k3_limit: float = K3_LIMIT
+    """upper limit of ``k3`` of one token"""
 
     def __post_init__(self) -> None:
         for field in ("gamma", "gae_lambda"):
@@ -41,6 +50,7 @@ class LanguageAdvantageConfig(
             if not 0.0 <= number <= 1.0:
                 raise ValueError(f"{field} is {number}; it must lie between 0 and 1")
         _check_not_negative(kl_coefficient=self.kl_coefficient)
+        _check_above({"k3_limit": (self.k3_limit, 0.0)})
 
     @property
     def whitens(self) -> bool:
@@ -54,45 +64,61 @@ class LanguageLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     name: str = "ppo"
     """``ppo``, ``gspo``, ``reinforce``, ``supervised``, or a user's own"""
     clip_low: float = 0.2
-    """the ratio is held above ``1 - clip_low``"""
+    """the ratio is clipped at ``1 - clip_low`` from below"""
     clip_high: float = 0.2
-    """the ratio is held below ``1 + clip_high``; larger than ``clip_low``: clip-higher (DAPO)"""
+    """the ratio is clipped at ``1 + clip_high`` from above; DAPO: larger than ``clip_low``"""
     dual_clip: float | None = None
-    """with a negative advantage the loss is held below ``-dual_clip * advantage``; above 1"""
+    """with a negative advantage the loss is at most ``-dual_clip * advantage``; above 1"""
     proximal: Literal["auto", "behaviour", "current"] = "auto"
-    """what the ratio compares with. ``auto``: the log-probs recomputed by the actor where the
-    sample has them, under the version of the time, else those it was sampled with; ``behaviour``:
-    always the latter; ``current``: the weights as they are, which are those that training begins
-    with where an iteration is one optimizer step"""
+    """denominator of the ratio. ``auto``: the recomputed log-probs if the sample has them, else
+    those of the engine; ``behaviour``: those of the engine; ``current``: those of the current
+    weights, which are the initial ones of the iteration if that is one optimizer step"""
     off_policy: Literal["none", "truncated", "decoupled"] = "none"
-    """weight of each token for having been sampled by another policy than the proximal one"""
+    """correction for tokens that another policy than the proximal one sampled"""
     off_policy_cap: float = 2.0
-    """``truncated``: weights are held below it; ``decoupled``: tokens above it are left out"""
+    """``truncated``: upper limit of the weight; ``decoupled``: tokens above it are left out"""
     kl_coefficient: float = 0.0
-    """of the KL to the reference that is added to the loss; 0: none is"""
+    """of the KL to the reference that is added to the loss; 0: none"""
     kl_estimator: KLEstimator = "k3"
+    k3_limit: float = K3_LIMIT
+    """upper limit of ``k3`` of one token; the KL has no gradient beyond"""
+    log_ratio_limit: float = LOG_RATIO_LIMIT
+    """log-ratios are clamped to plus or minus this before `exp`; the ratio has no gradient beyond.
+    At most 80: ratios stay finite in float32"""
     entropy_coefficient: float = 0.0
-    """of the entropy that is taken off the loss"""
+    """of the entropy bonus"""
     aggregation: Aggregation = "token-mean"
     early_stop_ratio: float | None = None
-    """a sample whose mean ratio is above it is multiplied by 0: it trains no more, and every rank
-    goes on through the same collectives"""
+    """the loss of a sample whose mean ratio is above it is multiplied by 0; every rank still takes
+    part in the same collectives"""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.clip_low < 1.0:
             raise ValueError(f"clip_low is {self.clip_low}; it must lie between 0 and 1")
-        above = {
-            "clip_high": (self.clip_high, 0.0),
-            "off_policy_cap": (self.off_policy_cap, 0.0),
-            "dual_clip": (self.dual_clip, 1.0),
-            "early_stop_ratio": (self.early_stop_ratio, 0.0),
-        }
-        for name, (number, limit) in above.items():
-            if number is not None and not number > limit:
-                raise ValueError(f"{name} is {number}; it must be above {limit:g}")
+        _check_above(
+            {
+                "clip_high": (self.clip_high, 0.0),
+                "off_policy_cap": (self.off_policy_cap, 0.0),
+                "dual_clip": (self.dual_clip, 1.0),
+                "early_stop_ratio": (self.early_stop_ratio, 0.0),
+                "k3_limit": (self.k3_limit, 0.0),
+                "log_ratio_limit": (self.log_ratio_limit, 0.0),
+            }
+        )
+        if self.log_ratio_limit > LARGEST_LOG_RATIO:
+            raise ValueError(
+                f"log_ratio_limit is {self.log_ratio_limit}; it must be at most "
+                f"{LARGEST_LOG_RATIO:g}, so that ratios stay finite"
+            )
         _check_not_negative(
             kl_coefficient=self.kl_coefficient, entropy_coefficient=self.entropy_coefficient
         )
+
+
+def _check_above(limits: Mapping[str, tuple[float | None, float]]) -> None:
+    for name, (number, limit) in limits.items():
+        if number is not None and not number > limit:
+            raise ValueError(f"{name} is {number}; it must be above {limit:g}")
 
 
 def _check_not_negative(**numbers: float) -> None:

@@ -1,7 +1,8 @@
 """Advantages without a critic: a sample is compared with the others of its group.
 
-``r_i`` is the reward of sample ``i`` of a group of ``G`` that were scored, the KL in its reward
-taken off. Every token of a sample gets the sample's advantage, but for ``reinforce++``.
+``r_i`` is the reward of sample ``i`` of a group of ``G`` scored samples, less the KL of its tokens.
+Every token of a sample gets the sample's advantage, except with ``reinforce++``. In a group of one
+the advantage is 0, as nothing is left to compare with (verl: the raw reward).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ EPS = 1e-6
 def grpo(group: Sequence[ScoredTokens], config: LanguageAdvantageConfig) -> list[TokenAdvantages]:
     """``(r_i - mean(r)) / (std(r) + 1e-6)``, std unbiased (Shao et al. 2024, equation 4.1.1).
 
-    Without ``divide_by_std`` only the mean is taken off (Liu et al. 2025, Dr. GRPO). Equal rewards
+    Without ``divide_by_std`` only the mean is subtracted (Liu et al. 2025, Dr. GRPO). Equal rewards
     give exactly 0.
     """
     centred = _centred(_totals(group))
@@ -41,7 +42,7 @@ def grpo(group: Sequence[ScoredTokens], config: LanguageAdvantageConfig) -> list
 def rloo(group: Sequence[ScoredTokens], config: LanguageAdvantageConfig) -> list[TokenAdvantages]:
     """``r_i`` less the mean of the *others* (Ahmadian et al. 2024, equation 7).
 
-    A sample without others has no baseline, and gets 0.
+    A sample without others has no baseline and gets 0.
     """
     size = len(group)
     centred = _centred(_totals(group))

@@ -4,8 +4,8 @@
 
     named loss [N] x off-policy weight + KL to the reference - entropy bonus = token loss [N]
 
-A named loss is of single tokens (`aggregation` makes one number of them), so that samples can be
-cut into micro-batches anywhere; what it needs of a whole sample it gets through ``sample``.
+A named loss is defined token by token (`aggregation` reduces it), so that samples can be divided
+into micro-batches anywhere; means over a whole sample are taken through ``sample``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class TokenLossInputs(NamedTuple):
     """The trained tokens of a micro-batch, sample after sample; all ``[N]``."""
 
     log_prob: Tensor
-    """now, with its gradient"""
+    """under the current weights, with its gradient"""
     entropy: Tensor
-    """of the distribution each token was drawn from, as it is now"""
+    """of the current distribution of each token"""
     proximal_log_prob: Tensor
-    """what the ratio compares with"""
+    """denominator of the ratio"""
     behaviour_log_prob: Tensor
-    """when it was sampled"""
+    """of the engine, when the token was sampled"""
     ref_log_prob: Tensor | None
     advantage: Tensor
     sample: Tensor
@@ -48,7 +48,7 @@ class TokenLoss(NamedTuple):
 
 
 class LanguageLoss(Protocol):
-    """The shape of a registered loss: ``[N]`` from the micro-batch."""
+    """The signature of a registered loss: ``[N]`` from the micro-batch."""
 
     def __call__(self, inputs: TokenLossInputs, config: LanguageLossConfig, /) -> Tensor: ...
 
@@ -64,16 +64,16 @@ def ppo(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
     ``clip_high`` above ``clip_low`` is DAPO's clip-higher (Yu et al. 2025, equation 10);
     ``dual_clip`` bounds it for negative advantages (Ye et al. 2020, equation 5).
     """
-    ratio = (inputs.log_prob - inputs.proximal_log_prob).exp()
-    return _clipped(ratio, inputs.advantage, config)
+    return _clipped(_log_ratio(inputs, config).exp(), inputs.advantage, config)
 
 
 @register_language_loss("gspo")
 def gspo(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
     """Return the clipped surrogate with the ratio of the whole sample: the geometric mean of its
-    tokens' ratios, whose gradient each token gets its part of (Zheng et al. 2025, equation 13)."""
+    tokens' ratios. Each token gets its part of the gradient (Zheng et al. 2025, equation 13)."""
     mean = _sample_mean(inputs.log_prob.detach() - inputs.proximal_log_prob, inputs)
     log_ratio = mean + inputs.log_prob - inputs.log_prob.detach()
+    log_ratio = log_ratio.clamp(-config.log_ratio_limit, config.log_ratio_limit)
     return _clipped(log_ratio.exp(), inputs.advantage, config)
 
 
@@ -85,19 +85,19 @@ def reinforce(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
 
 @register_language_loss("supervised")
 def supervised(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
-    """Return the cross-entropy ``-log-prob`` of each token; advantages are not looked at."""
+    """Return the cross-entropy ``-log-prob`` of each token; advantages are ignored."""
     return -inputs.log_prob
 
 
 def token_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss:
-    """Return the whole loss of each token, and what is worth looking at.
+    """Return the whole loss of each token, and its metrics.
 
-    Raises `ValueError` where ``kl_coefficient`` is set and there are no reference log-probs.
+    Raises `ValueError` if ``kl_coefficient`` is set and there are no reference log-probs.
     """
     metrics = _ratio_metrics(inputs, config)
     going = None
     if config.early_stop_ratio is not None:
-        going = _still_training(inputs, config.early_stop_ratio)
+        going = _still_training(inputs, config, config.early_stop_ratio)
         inputs = _with_ratio_1(inputs, going)
         metrics["early_stopped"] = 1.0 - going
     loss = policy = language_losses[config.name](inputs, config)
@@ -112,7 +112,7 @@ def token_loss(inputs: TokenLossInputs, config: LanguageLossConfig) -> TokenLoss
                 "ref_log_prob: run an inference worker that computes reference log-probs, or set "
                 "it to 0"
             )
-        kl = kl_estimate(inputs.log_prob, inputs.ref_log_prob, config.kl_estimator)
+        kl = kl_estimate(inputs.log_prob, inputs.ref_log_prob, config.kl_estimator, config.k3_limit)
         loss = loss + config.kl_coefficient * kl
         metrics["ref_kl"] = kl.detach()
     if config.entropy_coefficient:
@@ -128,14 +128,20 @@ def token_value_loss(
 ) -> Tensor:
     """Return half the squared error of each token's value, all ``[N]``.
 
-    With ``clip`` it is the larger of that and the error of the value held within ``clip`` of the
-    old one (Schulman et al. 2016; Engstrom et al. 2020, section 3).
+    With ``clip`` it is the larger of that and the error of the value clipped to within ``clip`` of
+    the old one (Schulman et al. 2016; Engstrom et al. 2020, section 3).
     """
     error = (value - returns).square()
     if clip is not None:
         near = old_value + (value - old_value).clamp(-clip, clip)
         error = torch.maximum(error, (near - returns).square())
     return 0.5 * error
+
+
+def _log_ratio(inputs: TokenLossInputs, config: LanguageLossConfig) -> Tensor:
+    """Return ``log_prob - proximal_log_prob``, clamped so that its exponential stays finite."""
+    log_ratio = inputs.log_prob - inputs.proximal_log_prob
+    return log_ratio.clamp(-config.log_ratio_limit, config.log_ratio_limit)
 
 
 def _clipped(ratio: Tensor, advantage: Tensor, config: LanguageLossConfig) -> Tensor:
@@ -148,28 +154,30 @@ def _clipped(ratio: Tensor, advantage: Tensor, config: LanguageLossConfig) -> Te
 
 
 def _sample_mean(tokens: Tensor, inputs: TokenLossInputs) -> Tensor:
-    """Replace each token's number by the mean over its sample's tokens."""
+    """Replace each token's value by the mean over its sample's tokens."""
     zeros = tokens.new_zeros(inputs.samples)
     totals = zeros.index_add(0, inputs.sample, tokens)
     counts = zeros.index_add(0, inputs.sample, torch.ones_like(tokens))
     return (totals / counts.clamp(min=1.0))[inputs.sample]
 
 
-def _still_training(inputs: TokenLossInputs, limit: float) -> Tensor:
+def _still_training(inputs: TokenLossInputs, config: LanguageLossConfig, limit: float) -> Tensor:
+    """Return ``[N]``: 0 for the tokens of samples whose mean ratio is above the limit, else 1."""
     with torch.no_grad():
-        ratio = (inputs.log_prob - inputs.proximal_log_prob).exp()
-        return 1.0 - (_sample_mean(ratio, inputs) > limit).to(ratio.dtype)  # NaN is not held back
+        ratio = _log_ratio(inputs, config).exp()
+        stopped = _sample_mean(ratio, inputs) > limit  # False for NaN
+        return 1.0 - stopped.to(ratio.dtype)
 
 
 def _with_ratio_1(inputs: TokenLossInputs, going: Tensor) -> TokenLossInputs:
-    """Without the log-probs of those that stop: 0 times a ratio that is infinite would be NaN."""
+    """Replace the log-probs of stopped samples, so that metrics do not show their large ratios."""
     log_prob = torch.where(going > 0.0, inputs.log_prob, inputs.proximal_log_prob)
     return inputs._replace(log_prob=log_prob)
 
 
 def _ratio_metrics(inputs: TokenLossInputs, config: LanguageLossConfig) -> dict[str, Tensor]:
     with torch.no_grad():
-        log_ratio = inputs.log_prob - inputs.proximal_log_prob
+        log_ratio = _log_ratio(inputs, config)
         ratio = log_ratio.exp()
         outside = (ratio < 1.0 - config.clip_low) | (ratio > 1.0 + config.clip_high)
         return {

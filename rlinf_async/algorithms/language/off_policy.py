@@ -1,9 +1,9 @@
-"""Weights for tokens that another policy sampled than the one the ratio compares with.
+"""Weights for tokens that were sampled by another policy than the denominator of the ratio.
 
 The ratio's denominator is the *proximal* policy: the actor's weights when the sample's log-probs
-were recomputed. On-policy these are the weights that training begins with; where samples may be
-stale they lie between those that sampled and those. Tokens were sampled by the *behaviour* policy:
-an engine with its own kernels, or older weights. Each token's loss is multiplied by
+were recomputed. On-policy these are the weights that training begins with; with stale samples they
+lie between those and the sampling weights. Tokens were sampled by the *behaviour* policy: an engine
+with its own kernels, or older weights. Each token's loss is multiplied by
 ``w = exp(proximal - behaviour)``, a constant to the gradient.
 
 - ``truncated``: ``min(w, cap)`` (truncated importance sampling, Ionides 2008; for engine and
@@ -33,7 +33,7 @@ class OffPolicyWeights(NamedTuple):
 def off_policy_weights(
     proximal_log_prob: Tensor, behaviour_log_prob: Tensor, config: LanguageLossConfig
 ) -> OffPolicyWeights | None:
-    """Return the weights of ``[N]`` tokens, without gradients; None where none were asked for."""
+    """Return the weights of ``[N]`` tokens, without gradients; None for ``off_policy = "none"``."""
     if config.off_policy == "none":
         return None
     with torch.no_grad():

@@ -21,9 +21,9 @@ from rlinf_async.algorithms.language.config import LanguageAdvantageConfig
 def token_gae(
     group: Sequence[ScoredTokens], config: LanguageAdvantageConfig
 ) -> list[TokenAdvantages]:
-    """Return what `algorithms.gae` does, a token being a step and the last one terminal.
+    """Return `algorithms.gae` over tokens: a token is a step, and the last one is terminal.
 
-    Schulman et al. 2016, equation 16. Raises `ValueError` where a critic gave no values.
+    Schulman et al. 2016, equation 16. Raises `ValueError` if a sample has no values.
     """
     if any(one.value is None for one in group):
         raise ValueError(
@@ -31,7 +31,7 @@ def token_gae(
             "advantage without one (grpo, rloo, reinforce++)"
         )
     lengths = [len(one.reward) for one in group]
-    # Samples are the columns; what lies below the last token of a shorter one is never read.
+    # Samples are columns; elements below the last token of a shorter one are never read.
     shape = (max(lengths), len(group))
     reward, value = np.zeros(shape, np.float32), np.zeros((shape[0] + 1, shape[1]), np.float32)
     ended = np.zeros(shape, np.bool_)

@@ -2,17 +2,18 @@
 
 ::
 
-    model-00001-of-00003.safetensors, ...   weights by their own names, in the dtype asked for
-    model.safetensors.index.json            the file of each weight; a small model has one file
+    model-00001-of-00003.safetensors, ...   weights, in the requested dtype
+    model.safetensors.index.json            file of each tensor; a small model is one file without
+                                            index, model.safetensors
     config.json, generation_config.json, tokenizer files
 
-Tied weights are stored once. Experts, which transformers keeps fused, get the names and shapes that
-checkpoints of their architecture have. One tensor at a time is in memory.
+Tied weights are stored once. Weights get the names and shapes that checkpoints of their
+architecture have: experts, which transformers keeps fused in memory, are stored one by one. One
+tensor at a time is in memory.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,6 @@ from rlinf_async.backends.checkpoint.folders import being_read, find_checkpoint,
 from rlinf_async.backends.checkpoint.language_model import (
     CONFIG,
     OF_WEIGHTS,
-    decoder_of,
     foreign,
     model_files,
     read_config,
@@ -40,18 +40,10 @@ from rlinf_async.backends.checkpoint.tensor_file import (
     in_file_order,
     write_file,
 )
-from rlinf_async.parallel import Strategy, layout
-from rlinf_async.parallel.decoders import huggingface
+from rlinf_async.backends.transformers.tensors import ModelTensors, Slice
 
 SHARD_BYTES = 5_000_000_000
 NO_WEIGHTS = ("*.safetensors", "*.bin", "*.index.json", "*.pt", "*.pth", "*.gguf")
-
-
-class Cut(NamedTuple):
-    """Where a tensor of the export lies in the checkpoint: elements of one stored tensor."""
-
-    source: str
-    offset: int
 
 
 class Exported(NamedTuple):
@@ -63,7 +55,7 @@ class Exported(NamedTuple):
 
 
 class Export:
-    """One export. `run` writes it; ``total_bytes`` is known before.
+    """One export. `run` writes it; ``total_bytes`` is its size.
 
     Args:
         checkpoint: a checkpoint's folder, or that of a run: its newest.
@@ -89,7 +81,7 @@ class Export:
             self._saved = read_checkpoint(self._folder)
             self._files = _files(self._saved, model)
         self._config = read_config(self._files[CONFIG])
-        self._cuts = _cuts(self._saved, self._config)
+        self._slices = _slices(self._saved, self._config)
         self._shards = list(self._in_shards())
         self.total_bytes = sum(one.nbytes for shard in self._shards for one in shard)
 
@@ -108,21 +100,18 @@ class Export:
                 if name != CONFIG:
                     write_file(folder, name, source.read_bytes())
             write_file(folder, CONFIG, _pretty(self._described()))
-        return Exported(out, len(self._cuts), self.total_bytes)
+        return Exported(out, len(self._slices), self.total_bytes)
 
     def _make(self, entry: Entry) -> Tensor:
-        cut = self._cuts[entry.name]
-        flat = self._saved.tensors[cut.source].whole().reshape(-1)
-        part = flat[cut.offset : cut.offset + math.prod(entry.shape)]
-        return part.to(entry.dtype).view(entry.shape)
+        one = self._slices[entry.name]
+        return one.of(self._saved.tensors[one.tensor].whole().contiguous()).to(entry.dtype)
 
     def _in_shards(self) -> Iterator[list[Entry]]:
-        shapes = _shapes(self._saved, self._config)
         shard: list[Entry] = []
-        for name, cut in self._cuts.items():
-            stored = self._saved.tensors[cut.source].dtype
+        for name, one in self._slices.items():
+            stored = self._saved.tensors[one.tensor].dtype
             dtype = self._dtype if self._dtype is not None and stored.is_floating_point else stored
-            entry = Entry(name, dtype, shapes[name])
+            entry = Entry(name, dtype, one.shape)
             if shard and sum(one.nbytes for one in shard) + entry.nbytes > self._shard_bytes:
                 yield in_file_order(shard)
                 shard = []
@@ -160,14 +149,17 @@ def _files(saved: Saved, model: Path | None) -> dict[str, Path]:
     found = model_files(saved)
     if CONFIG not in found:
         raise CheckpointError(
-            f"{saved.folder} does not say of which language model it is (no model/{CONFIG}): name "
+            f"{saved.folder} does not say which language model it holds (no model/{CONFIG}): name "
             "the folder that the training began with by --model, if it is of one"
         )
     return found
 
 
-def _cuts(saved: Saved, config: dict[str, Any]) -> dict[str, Cut]:
-    """Where each tensor of the export lies; `CheckpointError` for tensors of other models."""
+def _slices(saved: Saved, config: dict[str, Any]) -> dict[str, Slice]:
+    """Return where each tensor of the export lies in the tensors of the checkpoint.
+
+    Raises `CheckpointError` for a checkpoint of something else than the configuration's model.
+    """
     others = foreign(saved.tensors)
     if others:
         raise CheckpointError(
@@ -179,42 +171,42 @@ def _cuts(saved: Saved, config: dict[str, Any]) -> dict[str, Cut]:
     }
     if not weights:
         raise CheckpointError(f"{saved.folder} holds no language model")
-    decoder = decoder_of(config)
-    if decoder is None:
-        return {inner: Cut(name, 0) for inner, name in weights.items()}
-    found: dict[str, Cut] = {}
-    for buffer in layout(huggingface(decoder), Strategy()).of_rank(0):
-        if buffer.name not in weights:
+    tensors = _tensors_of(saved, config)
+    for name, expected in tensors.memory.items():
+        if name not in weights and name not in tensors.tied:
             raise CheckpointError(
-                f"{saved.folder} lacks {buffer.name!r}, which {CONFIG} asks for: they are of "
-                "different models"
+                f"{saved.folder} lacks {name!r}, which {CONFIG} asks for: they are of different "
+                "models"
             )
-        name = weights.pop(buffer.name)
-        if saved.tensors[name].shape != buffer.shape:
+        if name in weights and saved.tensors[weights[name]].shape != tuple(expected.shape):
             raise CheckpointError(
-                f"{buffer.name!r} is {list(saved.tensors[name].shape)} in {saved.folder}, but "
-                f"{list(buffer.shape)} by {CONFIG}"
+                f"{name!r} is {list(saved.tensors[weights[name]].shape)} in {saved.folder}, but "
+                f"{list(expected.shape)} by {CONFIG}"
             )
-        found |= {piece.tensor: Cut(name, piece.offset) for piece in buffer.pieces}
-    if decoder.tied:
-        weights.pop("lm_head.weight", None)
-    if weights:
+    unknown = weights.keys() - tensors.memory.keys()
+    if unknown:
         raise CheckpointError(
-            f"{saved.folder} holds {min(weights)!r}, which {CONFIG} does not know: they are of "
+            f"{saved.folder} holds {min(unknown)!r}, which {CONFIG} does not know: they are of "
             "different models"
         )
-    return found
-
-
-def _shapes(saved: Saved, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    decoder = decoder_of(config)
-    if decoder is not None:
-        return {name: one.shape for name, one in huggingface(decoder).tensors().items()}
     return {
-        inner: one.shape
-        for name, one in saved.tensors.items()
-        if (inner := OF_WEIGHTS.inner(name)) is not None
+        name: one._replace(tensor=weights[one.tensor]) for name, one in tensors.published().items()
     }
+
+
+def _tensors_of(saved: Saved, config: dict[str, Any]) -> ModelTensors:
+    try:
+        return ModelTensors(config)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "exporting a language model needs the package 'transformers': "
+            "pip install 'rlinf-async[llm]'"
+        ) from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{saved.folder} cannot be exported: transformers has no model for its {CONFIG} "
+            f"({error})"
+        ) from error
 
 
 def _pretty(value: object) -> bytes:

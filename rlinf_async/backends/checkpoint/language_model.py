@@ -1,6 +1,6 @@
-"""The language model in a checkpoint: its configuration, and its tensors by their own names.
+"""The language model in a checkpoint: its configuration, and its tensors by their names in memory.
 
-A trainer calls them ``model.language.NAME``; moments are ``optimizer.language.NAME.exp_avg``.
+Weights are stored as ``model.language.NAME``, moments as ``optimizer.language.NAME.exp_avg``.
 """
 
 from __future__ import annotations

@@ -108,8 +108,7 @@ def by_name_map(saved: Saved, files: Mapping[str, Path]) -> Named:
         name = min(unknown)
         near = nearest_names(name, [one.name for one in parameters])
         raise CheckpointError(
-            f"{saved.folder} holds {name!r}, of which the name map of {kind} knows nothing{near}: "
-            "use tp=1"
+            f"{saved.folder} holds {name!r}, which is not in the name map of {kind}{near}: use tp=1"
         )
     return Named(Model(tuple(parameters), base.layers), places, aliases)
 
@@ -117,7 +116,7 @@ def by_name_map(saved: Saved, files: Mapping[str, Path]) -> Named:
 def _decoder(saved: Saved, files: Mapping[str, Path]) -> tuple[Decoder, str]:
     if CONFIG not in files:
         raise CheckpointError(
-            f"{saved.folder} does not say of which language model it is (no {MODEL_FOLDER}/"
+            f"{saved.folder} does not say which language model it holds (no {MODEL_FOLDER}/"
             f"{CONFIG}), and only the name map of a decoder says how tensor-parallel ranks cut it: "
             "use tp=1"
         )

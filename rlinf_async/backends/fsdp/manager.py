@@ -105,8 +105,6 @@ class FSDPModelManager:
         """files that a checkpoint keeps beside the tensors, to export the model from"""
         self.shard_memory: ShardMemory | None = None
         """memory of the shards where the number of active ranks can change"""
-        self.tied_names: frozenset[str] = frozenset()
-        """further names of tied parameters"""
         self.checkpoints = CheckpointWriter()
         self._provider = model_provider
         self._value_names: set[str] = set()
@@ -156,9 +154,6 @@ class FSDPModelManager:
         module = self.model_provider_func().to(self.device)
         ranks.broadcast_module(module, self.world_size)
         self._value_names = getattr(module, "value_parameter_names", set)()
-        # Sharding may give parameters other names and other objects.
-        own = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-        self.tied_names = frozenset(module.state_dict()) - own
         if self.can_rescale:
             self.shard_memory = ShardMemory(meta_copy(module), self.rank)
             self.group = self.groups.launch()

@@ -17,7 +17,7 @@ NAME: Final = "rlinf_async_rows"
 
 
 def register() -> str:
-    """Make the library know this attention; the name to ask for it by."""
+    """Register this attention with the library; return its name."""
     from transformers import AttentionInterface
 
     interface: Any = AttentionInterface

@@ -4,9 +4,9 @@
 
     keys[layer]   [rows, heads, positions, head size]      rows 0 .. count - 1 are in use
 
-A row that joins comes last; where one leaves, the last takes its place. So a decoding step looks at
-one view of each layer, without a copy, however rows come and go. Looks to the model like the
-library's own caches: `update` is all that its attention calls.
+A row that joins comes last; if one leaves, the last takes its place. So a decoding step reads one
+view of each layer, without a copy, however rows come and go. The model sees the interface of the
+library's own caches, of which its attention calls `update` only.
 
 Unused positions are zero or left from an earlier row, never NaN: masks hide them, and a hidden NaN
 would still come through (0 * NaN).
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 GROWTH = 64
-"""positions; room is made for so many more, or for half as many again"""
+"""positions added when the cache grows, at least; else half as many as it has"""
 
 
 class RowCache:
@@ -87,7 +87,7 @@ class RowCache:
             stored[target, :, :width] = stored[source, :, :width]
 
     def clear(self) -> None:
-        """Forget all rows and give the memory back."""
+        """Drop all rows and release the memory."""
         self._keys, self._values, self._rows = [], [], 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""What the Hugging Face engine can be told. No torch."""
+"""Settings of the transformers engine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class TransformersEngineConfig(
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """of weights and arithmetic; log-probs are float32"""
     max_concurrent: int = 128
-    """sequences that are decoded together; more wait, by priority"""
+    """sequences decoded together; more wait, by priority"""
     context: int | None = None
-    """tokens of a prompt and its response; the model's own limit when left out"""
+    """limit for the tokens of a prompt and its response; the model's own when left out"""
     prefill_tokens: int = 8192
-    """of prompts in one forward pass, padding included"""
+    """tokens of prompts in one forward pass, padding included"""
     threads: int = 1
-    """of the compute thread; 0 leaves it to torch"""
+    """threads of the arithmetic; 0: torch's default"""
 
     def __post_init__(self) -> None:
         for name in ("max_concurrent", "prefill_tokens"):

@@ -2,9 +2,9 @@
 
 ::
 
-    join(rows) --prefill--> rows 0 .. n-1 --step--> one token each --> those that are done leave
+    join(rows) --prefill--> rows 0 .. n-1 --step--> one token each --> finished rows leave
                                  ^
-              load(update): new weights; the cache is computed anew from each row's tokens
+              load(update): new weights; the cache is recomputed from each row's tokens
 
 Runs in one thread. Invariant: the cache holds, for each row, all of its tokens but the last one,
 under the weights that are loaded; the next step feeds that last one.
@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from rlinf_async.backends.transformers.cache import RowCache
 from rlinf_async.backends.transformers.masks import layer_kinds, make_masks
-from rlinf_async.backends.transformers.model import ModelShapes, load_weights
+from rlinf_async.backends.transformers.model import load_weights
 from rlinf_async.backends.transformers.row import Row
 from rlinf_async.backends.transformers.sampling import Rules, draw
+from rlinf_async.backends.transformers.tensors import ModelTensors
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Tokens
 from rlinf_async.messages.weights import WeightUpdate
@@ -42,7 +43,7 @@ class Decoder:
         self, model: nn.Module, stop_token_ids: frozenset[int], prefill_tokens: int
     ) -> None:
         self.model = model
-        self.shapes = ModelShapes(model)
+        self.tensors = ModelTensors(model)
         self.version = -1
         self._config = model.config.get_text_config(decoder=True)  # type: ignore[operator,union-attr]
         self._kinds = layer_kinds(self._config)
@@ -51,16 +52,16 @@ class Decoder:
         self._cache = RowCache()
         self.rows: list[Row] = []
         self._rules: Rules | None = None
-        self._look()
+        self._read_device()
 
     def move(self, device: str) -> None:
-        """Move the model there, and give the cache's memory back. No row is here."""
+        """Move the model to the device, and release the cache. There are no rows."""
         self._cache.clear()
         self.model.to(device)
-        self._look()
+        self._read_device()
 
-    def _look(self) -> None:
-        """Remember what is asked for in every step."""
+    def _read_device(self) -> None:
+        """Keep device and dtype, which every step needs."""
         first: Tensor = next(self.model.parameters())
         self.device, self._dtype = first.device, first.dtype
 
@@ -81,7 +82,7 @@ class Decoder:
 
     @torch.inference_mode()
     def leave(self, rows: Sequence[Row]) -> None:
-        """Take rows out."""
+        """Remove rows."""
         for row in rows:
             place, last = self.rows.index(row), self.rows.pop()
             if last is not row:
@@ -91,7 +92,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
-        """Add a token to each row; take out, and return, those that are done."""
+        """Add a token to each row; remove and return the finished rows."""
         if self._rules is None:
             self._rules = Rules.of([row.sampling for row in self.rows], self.device)
         last = torch.tensor([row.tokens[-1] for row in self.rows], device=self.device)
@@ -114,7 +115,7 @@ class Decoder:
 
     @torch.inference_mode()
     def recompute(self) -> None:
-        """Compute the cache of all rows anew: the weights have changed."""
+        """Recompute the cache of all rows, after the weights have changed."""
         rows, self.rows = self.rows, []
         self.join(rows)
 
@@ -168,7 +169,7 @@ class Decoder:
 def load(decoder: Decoder, update: WeightUpdate) -> int:
     """Take new weights between two steps; running rows keep their tokens. See `load_weights`."""
     refuse_older(update.version, decoder.version)
-    checksum = load_weights(update, decoder.model, decoder.shapes)
+    checksum = load_weights(update, decoder.model, decoder.tensors)
     decoder.version = update.version
     if decoder.rows:
         decoder.recompute()

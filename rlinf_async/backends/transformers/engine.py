@@ -8,10 +8,10 @@
 
                   waits for                                unblocked by
     generate      its response                             the thread; abort; the engine's failure
-    load, ...     the steps under way to end (``_turn``)   the thread
+    load, ...     the current steps to end (``_turn``)     the thread
 
-The thread makes a few steps at a stretch, and comes back early when a row is done or when somebody
-wants something of it. Between two stretches only the event loop touches the decoder.
+The thread computes up to `STRETCH` steps in one call, and returns early when a row is finished or
+another call waits for the decoder. Between two calls only the event loop touches the decoder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rlinf_async.messages.weights import WeightUpdate
 R = TypeVar("R")
 
 STRETCH: Final = 16
-"""steps that the thread makes before it comes back, at most"""
+"""steps of the thread in one call, at most"""
 
 
 class TransformersEngine:
@@ -49,7 +49,7 @@ class TransformersEngine:
 
     Args:
         config: the model and how it generates.
-        seed: of the random weights before the first update; requests bring their own seeds.
+        seed: of the random weights before the first update; requests have their own seeds.
         device: as torch names it.
     """
 
@@ -79,7 +79,7 @@ class TransformersEngine:
 
     @property
     def max_concurrent(self) -> int:
-        """The configured number of sequences that are decoded together."""
+        """The configured number of sequences decoded together."""
         return self._config.max_concurrent
 
     def decode(self, token_ids: Tokens) -> str:
@@ -153,7 +153,7 @@ class TransformersEngine:
         return await self._unbroken.run(self._load(update))
 
     async def _load(self, update: WeightUpdate) -> int:
-        """Load. A failure in between is the engine's end: it never serves a half-loaded model."""
+        """Load. A failure in between ends the engine: it never serves a half-loaded model."""
         self._check_alive()
         self._wanted = True
         async with self._turn:
@@ -190,7 +190,7 @@ class TransformersEngine:
         self._decoder = None
 
     async def _alone(self, fn: Callable[[Decoder], R]) -> R:
-        """Run something of the decoder's in the thread, between two stretches of steps."""
+        """Call a function of the decoder in the thread, between two stretches of steps."""
         self._check_alive()
         self._wanted = True
         async with self._turn:
@@ -212,7 +212,7 @@ class TransformersEngine:
             self._fail(f"failed with {type(error).__name__}: {error}")
 
     def _changes(self, decoder: Decoder) -> tuple[list[Row], list[Row]]:
-        """Say which rows join the decoder now, and which leave it."""
+        """Return the rows that join the decoder now, and those that leave it."""
         for _, _, row in self._waiting:
             if row in self._ending:
                 self._answer(row)
@@ -225,7 +225,7 @@ class TransformersEngine:
         return [heapq.heappop(self._waiting)[2] for _ in range(count)], leaving
 
     def _decode(self, decoder: Decoder, joining: list[Row], leaving: list[Row]) -> list[Row]:
-        """Make a stretch of steps. Runs in the thread."""
+        """Compute a stretch of steps. Runs in the thread."""
         decoder.leave(leaving)
         if joining:
             decoder.join(joining)
@@ -234,7 +234,7 @@ class TransformersEngine:
                 break
             if done := decoder.step():
                 return done
-            if self._wanted:  # after a step: whoever looks again and again must not stop it all
+            if self._wanted:  # checked after a step, so that frequent calls cannot stop decoding
                 break
         return []
 

@@ -19,7 +19,7 @@ class ModelFolderError(ValueError):
 
 
 class ModelFolder(NamedTuple):
-    """What is known of a model before its weights are there."""
+    """Configuration, tokenizer and limits of a model, known before its weights."""
 
     path: str
     config: Any
@@ -92,7 +92,7 @@ def open_folder(
     if needs_weights and not any(any(folder.glob(name)) for name in WEIGHT_FILES):
         raise ModelFolderError(
             f"model is {path!r}: there are no weights in that folder ({WEIGHT_FILES[0]}); give a "
-            "folder that has them, or leave weights = 'update' to take the actor's"
+            "folder that has them, or set weights = 'update' to get the actor's"
         )
     transformers = _import()
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
@@ -119,12 +119,12 @@ def _import() -> Any:
 
 
 def _stop_token_ids(folder: Path, config: Any, tokenizer: Any) -> frozenset[int]:
-    """Whatever ends a response, by the model, its generation settings, or the tokenizer."""
-    said = [config.eos_token_id, tokenizer.eos_token_id]
+    """Return the end tokens of the model, its generation settings, and the tokenizer."""
+    given = [config.eos_token_id, tokenizer.eos_token_id]
     settings = folder / "generation_config.json"
     if settings.is_file():
-        said.append(json.loads(settings.read_text()).get("eos_token_id"))
+        given.append(json.loads(settings.read_text()).get("eos_token_id"))
     found: set[int] = set()
-    for one in said:
+    for one in given:
         found.update(one if isinstance(one, list | tuple) else [] if one is None else [one])
     return frozenset(found)

@@ -1,4 +1,4 @@
-"""Attention masks, additive: 0 to look, the least number to look away. ``[rows, 1, new, seen]``.
+"""Additive attention masks ``[rows, 1, new, seen]``: 0, or the lowest number where masked.
 
 The library takes a mask of four dimensions as it is. A model with layers of several kinds (some
 look at a window only) takes one for each kind.
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Masks = Tensor | dict[str, Tensor]
+from rlinf_async.backends.families import LAYER_KINDS
 
-KINDS = ("full_attention", "sliding_attention")
+Masks = Tensor | dict[str, Tensor]
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -23,11 +23,11 @@ def layer_kinds(config: Any) -> list[str]:
         ValueError: it has layers that do not attend to keys and values (recurrent ones).
     """
     kinds: list[str] = sorted(set(getattr(config, "layer_types", None) or ()))
-    strange = [kind for kind in kinds if kind not in KINDS]
-    if strange:
+    unknown = [kind for kind in kinds if kind not in LAYER_KINDS]
+    if unknown:
         raise ValueError(
-            f"the model ({config.model_type}) has layers of kind {strange}; the transformers "
-            f"engine decodes {list(KINDS)} only: take the vllm engine for it"
+            f"the model ({config.model_type}) has layers of kind {unknown}; the transformers "
+            f"engine supports {list(LAYER_KINDS)} only: use the vllm engine"
         )
     if kinds:
         return kinds
@@ -40,8 +40,8 @@ def make_masks(config: Any, kinds: list[str], at: Tensor, width: int, dtype: tor
     Args:
         config: of the model.
         kinds: of its layers.
-        at: ``[rows, new]`` (rows may be 1): the position of each token that looks.
-        width: positions that are looked at.
+        at: ``[rows, new]`` (rows may be 1): the position of each query token.
+        width: positions of keys.
         dtype: of the model.
     """
     seen = torch.arange(width, device=at.device)

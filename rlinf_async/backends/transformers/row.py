@@ -1,4 +1,4 @@
-"""One request inside the decoder: its tokens so far, and what is still to come."""
+"""One request inside the decoder: its tokens so far, and the random numbers of the next ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Row:
         self.name = request.name
         self.sampling = request.sampling
         self.tokens: list[int] = request.prompt.token_ids.tolist()
-        """of the prompt and the response"""
+        """tokens of the prompt and the response"""
         self._prompt = len(self.tokens)
         self._log_probs: list[float] = []
         self._versions: list[int] = []
@@ -52,7 +52,7 @@ class Row:
         return self._random[len(self._versions)]
 
     def add(self, token: int, log_prob: float, version: int, stops: frozenset[int]) -> bool:
-        """Add a token; whether the response is done."""
+        """Add a token; return whether the response is finished."""
         self.tokens.append(token)
         self._log_probs.append(log_prob)
         self._versions.append(version)
@@ -63,7 +63,7 @@ class Row:
         return self.finish is not None
 
     def generated(self) -> Generated:
-        """Return what there is; ``abort`` where it is not done."""
+        """Return the response so far; its ``finish`` is ``abort`` unless it is finished."""
         return Generated(
             token_ids=np.array(self.tokens[self._prompt :], np.int32),
             log_prob=np.array(self._log_probs, np.float32),

@@ -1,4 +1,4 @@
-"""Drawing a token for each row of a batch, every row by its own rules and random numbers.
+"""Drawing a token for each row of a batch, with sampling settings and random numbers of its own.
 
 The log-prob that comes with a token is that of the distribution it was drawn from: of the logits
 after temperature, then top-k, then top-p, renormalised. Greedy rows (temperature 0) take the most
@@ -78,7 +78,7 @@ def draw(logits: Tensor, rules: Rules, random: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _filtered(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """The logits, those left out at minus infinity. The most likely token always stays."""
+    """Set the logits outside top-k and top-p to minus infinity; the most likely token stays."""
     ordered, places = logits.sort(-1, descending=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if top_k is not None:

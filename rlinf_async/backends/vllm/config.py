@@ -1,4 +1,4 @@
-"""What the vLLM engine can be told. Neither torch nor vLLM."""
+"""Settings of the vLLM engine. Imports neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ class VllmEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """of weights and arithmetic; log-probs are float32"""
     max_concurrent: int = 256
-    """sequences that are decoded together; more wait, by priority"""
+    """sequences decoded together; more wait, by priority"""
     context: int | None = None
-    """tokens of a prompt and its response; the model's own limit when left out"""
+    """limit for the tokens of a prompt and its response; the model's own when left out"""
     kv_cache_bytes: int | None = None
-    """of the cache; when left out 256 MiB on a CPU, and what ``gpu_memory`` leaves on a GPU"""
+    """size of the key-value cache; when left out 256 MiB on a CPU, and on a GPU what ``gpu_memory``
+    leaves"""
     gpu_memory: float = 0.9
-    """share of a GPU's memory that the engine takes in all"""
+    """share of a GPU's memory for the whole engine"""
     tensor_parallel: int = 1
     """GPUs that share each layer"""
     eager: bool | None = None
-    """no compiled graphs: starts faster, decodes slower. When left out: on a CPU"""
+    """no compiled graphs: starts faster, decodes slower. When left out: true on a CPU"""
     seeded: bool = True
     """draw each sample from its own seed, so that a run can be repeated; costs some speed"""
     sleep: bool = False
-    """let `offload` give a GPU's memory back (vLLM's sleep mode, which CPUs do not have)"""
+    """release a GPU's memory on `offload` (vLLM's sleep mode, which CPUs do not have)"""
     threads: int = 1
     """of the engine on a CPU"""
     extra: dict[str, Any] = {}
-    """further arguments of vLLM's ``AsyncEngineArgs``, as they are"""
+    """further arguments of vLLM's ``AsyncEngineArgs``, passed unchanged"""
 
     def __post_init__(self) -> None:
         for name in ("max_concurrent", "tensor_parallel", "threads"):

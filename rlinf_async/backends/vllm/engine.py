@@ -9,10 +9,10 @@
 
                   waits for                       unblocked by
     generate      its response                    the engine; abort; the engine's death
-    load, ...     the update under way to end     the engine, or its death
+    load, ...     the current update to end       the engine, or its death
 
-New weights come in flight: requests keep their tokens, their cache is computed anew. The engine
-says which tokens came under which version; that is exact because it stands still while they change.
+New weights are loaded in flight: requests keep their tokens, their cache is recomputed. The engine
+reports which tokens were made under which version; that is exact because it is paused meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import numpy as np
 
 from rlinf_async.backends.language import EngineDied
 from rlinf_async.backends.transformers.folder import ModelFolder, open_folder
-from rlinf_async.backends.transformers.model import ModelShapes
+from rlinf_async.backends.transformers.model import check_fit
+from rlinf_async.backends.transformers.tensors import ModelTensors
 from rlinf_async.backends.unbroken import Unbroken
 from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.backends.vllm.library import dead_error, make_sampling, start_llm
@@ -39,7 +40,7 @@ from rlinf_async.weights import refuse_older, verify
 R = TypeVar("R")
 
 DEATH_CHECK: Final = 0.1
-"""seconds between looks at whether the engine still lives, while an answer of its is awaited"""
+"""seconds between checks that the engine is alive, while an answer is awaited"""
 
 
 class VllmEngine:
@@ -56,7 +57,7 @@ class VllmEngine:
         self._seed = seed
         self._device = device
         self._folder: ModelFolder | None = None
-        self._shapes: ModelShapes | None = None
+        self._tensors: ModelTensors | None = None
         self._llm: Any = None
         self._version = -1
         self._known: Known = {}
@@ -73,7 +74,7 @@ class VllmEngine:
 
     @property
     def max_concurrent(self) -> int:
-        """The configured number of sequences that are decoded together."""
+        """The configured number of sequences decoded together."""
         return self._config.max_concurrent
 
     @property
@@ -89,8 +90,8 @@ class VllmEngine:
         return self._folder.decode(token_ids)
 
     async def start(self) -> None:
-        """Start the engine's process and have it generate a token. Cancelled, it goes on: `close`
-        ends what it makes.
+        """Start the engine's process and generate a token, as a warm-up. If cancelled, the start
+        goes on: `close` ends the process.
 
         Raises:
             ModelFolderError: something is missing in the folder.
@@ -104,7 +105,7 @@ class VllmEngine:
         folder = self._folder = await asyncio.to_thread(
             open_folder, config.model, context=config.context, needs_weights=needs_weights
         )
-        self._shapes = await asyncio.to_thread(ModelShapes, folder.config)
+        self._tensors = await asyncio.to_thread(ModelTensors, folder.config)
         self._llm = await asyncio.to_thread(start_llm, config, folder, self._seed, self._device)
         self._check_alive()  # it may have been closed meanwhile
         await self._warm_up()
@@ -129,7 +130,7 @@ class VllmEngine:
             top_p=sampling.top_p,
             logprobs=0,
             stop_token_ids=sorted(self._folder.stop_token_ids),
-            # What goes on after a partial must not draw its numbers again.
+            # The rest of a partial response must not draw the same random numbers again.
             seed=(request.seed + made) % 2**63 if self._config.seeded else None,
         )
         self._asked += 1
@@ -145,7 +146,7 @@ class VllmEngine:
         """End these requests with what they have. See `GenerationEngine.abort`."""
         ending = {key for key, one in self._running.items() if names is None or one.name in names}
         while ending := ending & self._running.keys():
-            # Once is not enough for one that is still on its way into the engine.
+            # A request that is still being sent to the engine is missed by a single abort.
             await self._llm.abort(ending)
             await asyncio.sleep(0.001)
 
@@ -160,8 +161,8 @@ class VllmEngine:
         return await self._unbroken.run(self._load(update))
 
     async def _load(self, update: WeightUpdate) -> int:
-        assert self._shapes is not None
-        self._shapes.check_fit(update)
+        assert self._tensors is not None
+        check_fit(update, self._tensors)
         async with self._changing:
             self._check_alive()
             refuse_older(update.version, self._version)
@@ -177,7 +178,7 @@ class VllmEngine:
         return await asyncio.gather(*(self._log_probs(*pair) for pair in sequences))
 
     async def offload(self) -> None:
-        """Give the GPU's memory back: weights are dropped, and come with the next update.
+        """Release the GPU's memory: weights are dropped, and come with the next update.
 
         Does nothing on a CPU, nor without ``sleep`` in the configuration.
         """
@@ -188,7 +189,7 @@ class VllmEngine:
                 await self._set_version(-1)
 
     async def onload(self) -> None:
-        """Take the memory again. The weights must be loaded anew."""
+        """Allocate the memory again. The weights must be loaded again."""
         if self._config.sleep:
             async with self._changing:
                 await self._living(self._llm.wake_up())
@@ -197,7 +198,7 @@ class VllmEngine:
         """End the engine's process."""
         self._fail("the vllm engine was closed")
         llm, self._llm = self._llm, None
-        await self._unbroken.ended()  # it sees that the engine is gone
+        await self._unbroken.ended()  # a load that is running sees that the engine is gone
         if llm is None:
             llm, self._llm = self._llm, None  # it was being started
         if llm is not None:
@@ -215,9 +216,9 @@ class VllmEngine:
             llm.shutdown = _nothing  # its destructor calls it again, when modules may be gone
 
     async def _take(self, sharing: Sharing) -> None:
-        """Load while the engine stands still, or only count the version where nothing changed.
+        """Load while the engine is paused, or only set the version if nothing changed.
 
-        A failure in between is the engine's end: it never serves a model that is half loaded.
+        A failure in between ends the engine: it never serves a half-loaded model.
         """
         core, update = self._llm.engine_core, sharing.update
         if len(sharing.unchanged) == len(update.buckets):
@@ -228,7 +229,7 @@ class VllmEngine:
             await self._living(core.pause_scheduler_async(mode="keep", clear_cache=True))
             loading = core.collective_rpc_async("rlinf_async_load", args=(sharing.header,))
             await self._living(loading)
-            # Blocks of prompts that were computed under the old weights would be used again.
+            # Else cached blocks of prompts, computed under the old weights, would be used again.
             cleared = await self._living(self._llm.reset_prefix_cache())
             if not cleared:
                 raise RuntimeError("the prefix cache could not be cleared")
@@ -236,7 +237,7 @@ class VllmEngine:
             await self._living(core.resume_scheduler_async())
         except EngineDied:
             raise
-        except BaseException as error:  # nor if the event loop ends, and cancels this, meanwhile
+        except BaseException as error:  # also a cancellation, when the event loop ends
             how = f"could not load weights version {update.version}: {type(error).__name__}"
             self._fail(f"the vllm engine {how}: {error}")
             if not isinstance(error, Exception):
@@ -248,7 +249,7 @@ class VllmEngine:
         self._version = version
 
     async def _warm_up(self) -> None:
-        """Have one token generated: the first takes seconds."""
+        """Generate one token: the first takes seconds."""
         await self._ask([0], make_sampling(max_tokens=1), "warm up", 0)
 
     async def _log_probs(self, prompt: Tokens, response: Tokens) -> Floats:
@@ -268,7 +269,7 @@ class VllmEngine:
             async for part in self._llm.generate(
                 {"prompt_token_ids": prompt}, params, identity, priority=priority
             ):
-                output = part  # there is only the last
+                output = part  # only the final output is sent
         except dead_error() as error:
             self._failure = self._failure or "the vllm engine's process has ended"
             raise EngineDied(self._failure) from error
@@ -277,7 +278,7 @@ class VllmEngine:
         return output
 
     async def _living(self, call: Coroutine[Any, Any, R]) -> R:
-        """Await a call of the engine's; `EngineDied` if it dies meanwhile, where it would hang."""
+        """Await a call of the engine. Raises `EngineDied` if it dies, where the call would hang."""
         task = asyncio.ensure_future(call)
         try:
             while not task.done():
@@ -293,7 +294,7 @@ class VllmEngine:
             task.cancel()
 
     def _fail(self, how: str) -> None:
-        """Serve nobody any more. Who waits for a response has an error: vLLM would leave them."""
+        """End the engine. Waiting requests get an error: vLLM alone would never answer them."""
         self._failure = self._failure or how
         if self._llm is not None:
             self._llm.output_processor.propagate_error(dead_error()())
@@ -308,10 +309,10 @@ def _nothing() -> None:
 
 
 def _share(update: WeightUpdate, known: Known) -> Sharing:
-    """Have the update in shared memory, and check all that may be read there.
+    """Put the update into shared memory, and verify the buckets that the engine may read there.
 
-    Where a part has changed, that is all of it: the engine makes parameters of changed and
-    unchanged tensors together. Where nothing has, nothing is read.
+    If any bucket has changed, these are all buckets: the engine builds parameters from changed and
+    unchanged tensors together. If none has, none is read.
     """
     sharing = Sharing(update, known)
     nothing_changed = len(sharing.unchanged) == len(update.buckets)

@@ -1,7 +1,7 @@
-"""Starting vLLM: what it reads from the environment, and its arguments.
+"""Starting vLLM: its environment variables and its arguments.
 
-It reads the environment when it is imported and when it starts processes, so everything is set
-before that. What the user has set stays.
+vLLM reads the environment when it is imported and when it starts processes, so the variables are
+set before that. Values set by the user are kept.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def start_llm(config: VllmEngineConfig, folder: ModelFolder, seed: int, device: 
 
 
 def _check_head_size(folder: ModelFolder) -> None:
-    """Raise what vLLM would only say in the log of a process that ends."""
+    """Raise an error that vLLM would only write to the log of a process that ends."""
     backend: Any = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
     sizes: list[int] = backend.CPUAttentionBackend.get_supported_head_sizes()
     config = folder.config
@@ -61,7 +61,7 @@ def _check_head_size(folder: ModelFolder) -> None:
 
 
 def make_sampling(seed: int | None = None, **fields: Any) -> Any:
-    """Return ``SamplingParams`` for one sample that comes when it is done, with its log-probs."""
+    """Return ``SamplingParams`` for one sample, returned when finished, with its log-probs."""
     library: Any = importlib.import_module("vllm.sampling_params")
     return library.SamplingParams(
         seed=seed,
@@ -74,7 +74,7 @@ def make_sampling(seed: int | None = None, **fields: Any) -> Any:
 
 
 def dead_error() -> type[BaseException]:
-    """Return what calls raise when the engine's process is gone."""
+    """Return the error that calls raise when the engine's process is gone."""
     found: type[BaseException] = importlib.import_module(
         "vllm.v1.engine.exceptions"
     ).EngineDeadError
@@ -124,7 +124,7 @@ def _arguments(
         # The default is the model's own log-probs, before temperature, top-k and top-p.
         "logprobs_mode": "processed_logprobs",
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # no sampling settings but those that are asked for
+        "generation_config": "vllm",  # no sampling settings from the model's folder
         "disable_log_stats": True,
         "worker_extension_cls": EXTENSION,
         **whole,

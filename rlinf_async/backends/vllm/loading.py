@@ -1,5 +1,4 @@
-"""Weights into a running vLLM model, each rank its own slices, without a copy where there need be
-none.
+"""Loading weights into a running vLLM model: each rank its own slices, as views where possible.
 
 ::
 
@@ -7,8 +6,8 @@ none.
         (shared memory)          (`rlinf_async.parallel`)      q, k and v lie behind one another:
                                                                a view; otherwise put together
 
-vLLM's own reloading makes every layer anew, whatever the model. This knows dense decoders without
-quantisation (`ARCHITECTURES`); `load` refuses the rest, which then goes vLLM's way.
+vLLM's own reloading rebuilds every layer, for any model. This module knows dense decoders without
+quantisation (`ARCHITECTURES`); `load` refuses other models, which vLLM's own loader then loads.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from rlinf_async.parallel.decoders import Decoder, vllm
 
 
 class Shard(NamedTuple):
-    """What one rank keeps under one name."""
+    """A parameter of one rank."""
 
     name: str
     data: Tensor
-    """of the parameter's shape; it may lie in the tensors that it was made of"""
+    """of the parameter's shape; may be a view of the tensors it is made of"""
     tensors: frozenset[str]
-    """what it was made of"""
+    """names of the tensors it is made of"""
 
 
 class Unknown(Exception):
-    """This model has to be loaded as vLLM does it; the message says why."""
+    """This model has to be loaded by vLLM's own loader; the message says why."""
 
 
 def shards(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], tp: int, rank: int
 ) -> Iterator[Shard]:
-    """Yield what tensor-parallel rank ``rank`` of ``tp`` keeps, from whole tensors by name.
+    """Yield the parameters of tensor-parallel rank ``rank`` of ``tp``, from whole tensors by name.
 
-    Only the bytes that the rank needs are read; none where a parameter is a part of the tensors as
-    they lie. ``config`` is the model's ``config.json``. Raises `Unknown` for a model without a
+    Only the bytes that the rank needs are read; none if a parameter is a view of the tensors.
+    ``config`` is the content of the model's ``config.json``. Raises `Unknown` for a model without a
     layout.
     """
     try:
@@ -58,14 +57,14 @@ def shards(
     for buffer in held:
         names = frozenset(piece.tensor for piece in buffer.pieces)
         if missing := names - tensors.keys():
-            raise Unknown(f"{sorted(missing)} did not come")
+            raise Unknown(f"{sorted(missing)} are missing")
         yield Shard(buffer.name, _joined(buffer, tensors), names)
 
 
 def load(model: Any, config: Any, tensors: Mapping[str, Tensor], unchanged: frozenset[str]) -> None:
-    """Put the tensors into the model, but those that are ``unchanged`` as they were loaded last.
+    """Put the tensors into the model, except the ``unchanged`` ones, which are loaded already.
 
-    What an output layer packs is not made anew. Raises `Unknown` before anything was written.
+    Output layers are not packed again. Raises `Unknown` before anything is written.
     """
     group = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
     found = list(shards(config.to_dict(), tensors, group.world_size, group.rank_in_group))
@@ -82,8 +81,8 @@ class _Target:
     """A parameter of a layer.
 
     Args:
-        packs: makes what the layer computes with out of its weight, which it then drops; None: it
-            computes with the parameter as it is.
+        packs: packs the layer's weight into the form it computes with, and drops the weight; None:
+            the layer computes with the parameter as it is.
     """
 
     def __init__(self, layer: Any, name: str, packs: Any) -> None:
@@ -97,12 +96,12 @@ class _Target:
         given = data.to(kept.dtype)
         layer.weight = torch.nn.Parameter(given, requires_grad=False)
         self._packs(layer)
-        if layer.weight.numel():  # it was not packed: the layer must not look at shared memory
+        if layer.weight.numel():  # not packed: the layer must not keep a view of shared memory
             layer.weight = torch.nn.Parameter(given.clone(), requires_grad=False)
 
 
 def _target(model: Any, shard: Shard) -> _Target:
-    """Find where a shard goes. Raises `Unknown` unless that is as the layout says."""
+    """Return the parameter that a shard belongs to. Raises `Unknown` if the layout does not fit."""
     path, _, name = shard.name.rpartition(".")
     try:
         layer = model.get_submodule(path)
@@ -118,7 +117,7 @@ def _target(model: Any, shard: Shard) -> _Target:
         raise Unknown(f"{path} is computed by {type(method).__name__}")
     packed = platform.is_cpu() and name == "weight" and isinstance(layer, linear.LinearBase)
     if packed and platform.is_zen_cpu():
-        raise Unknown("what a Zen processor packs may be the weight itself")
+        raise Unknown("on a Zen processor the packed weight may be the weight itself")
     shape = _shape_of(layer) if packed and not parameter.numel() else tuple(parameter.shape)
     if shape != tuple(shard.data.shape):
         raise Unknown(f"{shard.name} is {list(shape)}, not {list(shard.data.shape)}")
@@ -126,12 +125,12 @@ def _target(model: Any, shard: Shard) -> _Target:
 
 
 def _shape_of(layer: Any) -> tuple[int, int]:
-    """The shape of a weight that was dropped when it was packed."""
+    """Return the shape of a weight that was dropped when it was packed."""
     return layer.output_size_per_partition, layer.input_size_per_partition
 
 
 def _joined(buffer: Buffer, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return a buffer's content: a view where it lies in one piece, else put together."""
+    """Return a buffer's content: a view if its pieces are adjacent, else a copy."""
     parts = []
     for piece in buffer.pieces:
         part = tensors[piece.tensor]

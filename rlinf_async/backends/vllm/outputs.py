@@ -1,4 +1,4 @@
-"""From what vLLM says of a response to what the rest of a run knows of it."""
+"""vLLM's outputs as `Generated`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlinf_async.messages.language import Generated, Request
 
 
 class Output(NamedTuple):
-    """As much of vLLM's ``CompletionOutput`` as is used here."""
+    """The fields of vLLM's ``CompletionOutput`` that are used here."""
 
     token_ids: Sequence[int]
     logprobs: Any
@@ -20,14 +20,14 @@ class Output(NamedTuple):
 
 
 def collected(llm: Any, running: Mapping[str, Request]) -> dict[str, Generated]:
-    """What each request has by now, by its name.
+    """Return the tokens that each request has by now, by its name.
 
-    The library hands a response out when it is complete, but collects its tokens in this process,
-    in the states that are read here.
+    The library returns a response when it is complete, but collects its tokens in this process, in
+    the states that are read here.
 
     Args:
         llm: an ``AsyncLLM``.
-        running: the requests, by the identity that the library knows them by.
+        running: the requests, by the library's request id.
     """
     found: dict[str, Generated] = {}
     for state in llm.output_processor.request_states.values():
@@ -44,7 +44,7 @@ def collected(llm: Any, running: Mapping[str, Request]) -> dict[str, Generated]:
 
 
 def joined(partial: Generated | None, output: Any) -> Generated:
-    """The response: what was brought along, and what the engine made."""
+    """Return the response: the tokens of the partial one, and those of the engine."""
     tokens = np.array(output.token_ids, np.int32)
     log_probs = np.array(output.logprobs.logprobs if len(tokens) else [], np.float32)
     versions = np.empty(len(tokens), np.int32)

@@ -1,8 +1,9 @@
-"""A `WeightUpdate` as the engine's processes see it: memory that they map, no socket, no file left.
+"""Passing a `WeightUpdate` to the engine's processes through shared memory.
 
-What came through shared memory stays where it is, and the engine is told the place. The rest is
-copied into memory without a name (``memfd``), which other processes of this user reach as
-``/proc/<pid>/fd/<number>``; it is gone when the last of them has let go, however each one ended.
+Buckets that arrived in shared memory stay where they are, and the engine gets their place. The
+others are copied into anonymous memory (``memfd``), which other processes of this user open as
+``/proc/<pid>/fd/<number>``; it is released when the last process has closed it, however each one
+ended.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class SharedBucket(msgspec.Struct, frozen=True):
 
 
 class SharedUpdate(msgspec.Struct, frozen=True):
-    """All of an update but the bytes."""
+    """An update without its bytes."""
 
     version: int
     buckets: tuple[SharedBucket, ...]
@@ -47,13 +48,13 @@ class SharedUpdate(msgspec.Struct, frozen=True):
 
 
 class Sharing:
-    """Holds an update in shared memory while the block runs.
+    """Keeps an update in shared memory while the block runs.
 
-    ``header`` tells where it is; ``update`` is the same update, as views of that memory.
+    ``header`` says where it is; ``update`` is the same update, as views of that memory.
 
     Args:
-        update: as it came.
-        known: what the engine has loaded.
+        update: as it arrived.
+        known: buckets that the engine has loaded.
     """
 
     def __init__(
@@ -126,23 +127,23 @@ class Sharing:
 
 
 class Memory:
-    """Other processes' memory, kept mapped while updates lie in it."""
+    """Memory of other processes, mapped while the last update lies in it."""
 
     def __init__(self) -> None:
         self._mapped: dict[tuple[str, int], mmap.mmap] = {}
 
     def open(self, header: bytes) -> tuple[WeightUpdate, frozenset[str]]:
-        """Map what another process shares; the arrays are views, private to whoever writes to them.
+        """Map an update of another process; the arrays are views, copied on write.
 
         Returns the update, and the names of the tensors that were loaded already.
 
         Raises:
-            OSError: the memory is gone, with the process that had it.
+            OSError: the memory is gone, with the process that held it.
         """
-        told = msgspec.msgpack.decode(header, type=SharedUpdate)
+        shared = msgspec.msgpack.decode(header, type=SharedUpdate)
         seen: dict[tuple[str, int], mmap.mmap] = {}
         buckets, loaded = [], set[str]()
-        for bucket in told.buckets:
+        for bucket in shared.buckets:
             data = np.empty(0, np.uint8)
             if bucket.size:
                 memory = self._map(bucket.path, seen)
@@ -151,7 +152,7 @@ class Memory:
                 loaded.update(slot.name for slot in bucket.slots)
             buckets.append(WeightBucket(bucket.slots, data, bucket.checksum))
         self._mapped = seen
-        return WeightUpdate(told.version, tuple(buckets), told.checksum), frozenset(loaded)
+        return WeightUpdate(shared.version, tuple(buckets), shared.checksum), frozenset(loaded)
 
     def _map(self, path: str, seen: dict[tuple[str, int], mmap.mmap]) -> mmap.mmap:
         file = os.open(path, os.O_RDWR)

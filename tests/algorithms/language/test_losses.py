@@ -166,7 +166,7 @@ def test_k1_and_k3_are_unbiased_under_the_policy(estimator: Any) -> None:
     random = np.random.default_rng(0)
     policy, reference = (torch.from_numpy(random.dirichlet(np.ones(6))) for _ in range(2))
     exact = (policy * (policy / reference).log()).sum()
-    estimates = kl_estimate(policy.log(), reference.log(), estimator)
+    estimates = kl_estimate(policy.log(), reference.log(), estimator, math.inf)
     torch.testing.assert_close((policy * estimates).sum(), exact)
 
 
@@ -177,6 +177,82 @@ def test_a_sample_whose_mean_ratio_is_too_high_trains_no_more_at_all() -> None:
     assert not done.loss[:3].any()
     assert done.loss[3:].abs().min() > 0
     assert done.metrics["early_stopped"].tolist() == [1.0] * 3 + [0.0] * 5
+
+
+@pytest.mark.parametrize("difference", [-1000.0, -100.0, 100.0, 1000.0])
+def test_k3_of_distant_policies_is_its_limit_and_has_no_gradient(difference: float) -> None:
+    at = torch.tensor([difference], requires_grad=True)
+    estimate = kl_estimate(at, torch.zeros(1), "k3")
+    estimate.sum().backward()  # type: ignore[no-untyped-call]
+    assert estimate.item() == 10.0
+    assert at.grad is not None
+    assert at.grad.item() == 0.0
+
+
+@pytest.mark.parametrize("difference", [-2.0, -0.1, 0.0, 0.1, 9.0])
+def test_k3_of_policies_that_are_near_is_not_limited(difference: float) -> None:
+    at = torch.tensor([difference], dtype=torch.float64, requires_grad=True)
+    estimate = kl_estimate(at, torch.zeros(1), "k3")
+    estimate.sum().backward()  # type: ignore[no-untyped-call]
+    assert at.grad is not None
+    assert estimate.item() == pytest.approx(math.exp(-difference) - 1 + difference)
+    assert at.grad.item() == pytest.approx(1 - math.exp(-difference))
+
+
+def test_the_limit_of_k3_can_be_raised() -> None:
+    estimate = kl_estimate(torch.tensor([-5.0]), torch.zeros(1), "k3", 1000.0)
+    assert estimate.item() == pytest.approx(math.exp(5) - 6)
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+@pytest.mark.parametrize("log_ratio", [95.0, 1000.0, math.inf])
+def test_a_log_ratio_beyond_its_limit_gives_a_finite_loss_and_no_gradient(
+    name: str, dual_clip: float | None, log_ratio: float
+) -> None:
+    config = LanguageLossConfig(
+        name=name, dual_clip=dual_clip, off_policy="truncated", kl_coefficient=0.1
+    )
+    at = torch.full((TOKENS,), -1.0, requires_grad=True)
+    given = TokenLossInputs(
+        log_prob=at,
+        entropy=torch.ones(TOKENS),
+        proximal_log_prob=torch.full((TOKENS,), -1.0 - log_ratio),
+        behaviour_log_prob=torch.full((TOKENS,), -1.0 - log_ratio),
+        ref_log_prob=torch.full((TOKENS,), -1.0 - log_ratio),
+        advantage=torch.tensor([1.0, -1.0] * (TOKENS // 2)),
+        sample=torch.zeros(TOKENS, dtype=torch.int64),
+        samples=1,
+    )
+    if math.isinf(log_ratio):  # the difference of two infinite log-probs is NaN
+        given = given._replace(behaviour_log_prob=torch.full((TOKENS,), -1.0))
+    done = token_loss(given, config)
+    done.loss.sum().backward()  # type: ignore[no-untyped-call]
+    assert done.loss.isfinite().all()
+    assert all(one.isfinite().all() for one in done.metrics.values())
+    assert at.grad is not None
+    assert not at.grad.any()
+
+
+def test_a_log_ratio_within_its_limit_keeps_value_and_gradient() -> None:
+    at = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    given = TokenLossInputs(
+        log_prob=at,
+        entropy=torch.ones(1),
+        proximal_log_prob=torch.tensor([-20.9]).double(),
+        behaviour_log_prob=torch.tensor([-20.9]).double(),
+        ref_log_prob=None,
+        advantage=torch.tensor([-1.0]).double(),
+        sample=torch.zeros(1, dtype=torch.int64),
+        samples=1,
+    )
+    done = token_loss(given, LanguageLossConfig())
+    done.loss.sum().backward()  # type: ignore[no-untyped-call]
+    assert at.grad is not None
+    assert done.loss.item() == pytest.approx(math.exp(19.9), rel=1e-5)
+    assert at.grad.item() == pytest.approx(math.exp(19.9), rel=1e-5)
+    lower = token_loss(given, LanguageLossConfig(log_ratio_limit=2.0))
+    assert lower.loss.item() == pytest.approx(math.exp(2.0))
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
@@ -280,6 +356,9 @@ def test_reference_log_probs_that_are_missing_are_an_error_that_says_what_to_do(
         ("dual_clip", 1.0),
         ("off_policy_cap", 0.0),
         ("early_stop_ratio", 0.0),
+        ("k3_limit", 0.0),
+        ("log_ratio_limit", math.nan),
+        ("log_ratio_limit", 81.0),
         ("kl_coefficient", math.inf),
         ("entropy_coefficient", -0.1),
     ],

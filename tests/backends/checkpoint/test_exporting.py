@@ -128,7 +128,7 @@ def test_experts_get_the_names_that_checkpoints_of_their_architecture_have(
 
 def test_what_is_no_language_model_is_refused_and_named(tmp_path: Path) -> None:
     set_up(config("fsdp2")).save_checkpoint(tmp_path / "robot")
-    with pytest.raises(CheckpointError, match=r"does not say of which language model.*--model"):
+    with pytest.raises(CheckpointError, match=r"does not say which language model.*--model"):
         Export(tmp_path / "robot")
     critic = CriticTrainer(trainer_config(), 1, 0)
     critic.save_checkpoint(tmp_path / "critic")

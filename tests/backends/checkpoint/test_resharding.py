@@ -133,7 +133,7 @@ def test_a_size_that_does_not_divide_is_named_with_the_nearest_that_does(checkpo
 
 def test_a_policy_has_no_tensor_parallel_ranks(tmp_path: Path) -> None:
     set_up(config("fsdp2")).save_checkpoint(tmp_path / "robot")
-    with pytest.raises(CheckpointError, match="does not say of which language model it is"):
+    with pytest.raises(CheckpointError, match="does not say which language model it holds"):
         Resharding(tmp_path / "robot", dp=1, tp=2)
 
 

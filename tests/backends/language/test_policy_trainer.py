@@ -126,7 +126,8 @@ def _loss_by_hand(
             elif loss.off_policy == "decoupled":
                 number *= weight if weight <= 2.0 else 0.0
             difference = float(one.ref_log_prob[t]) - now[t]
-            number += loss.kl_coefficient * (math.exp(difference) - 1 - difference)
+            k3 = math.exp(difference) - 1 - difference
+            number += loss.kl_coefficient * min(k3, loss.k3_limit)
             tokens.append(going * (number - loss.entropy_coefficient * entropy[t]))
         per_sample.append(tokens)
     every = [number for tokens in per_sample for number in tokens]
@@ -453,7 +454,7 @@ def test_weights_of_other_sizes_than_the_configurations_are_refused(tmp_path: Pa
     (tmp_path / "config.json").write_bytes(
         msgspec.json.encode(described | {"intermediate_size": wider})
     )
-    says = rf"0\.mlp\.down_proj\.weight, which is \[\d+, {size}\] there and \[\d+, {wider}\] by"
+    says = rf"0\.mlp\.down_proj\.weight, is \[\d+, {size}\] in the file and \[\d+, {wider}\] by"
     with pytest.raises(ValueError, match=says):
         PolicyTrainer(from_folder(tmp_path), 1, 0)
 

@@ -1,4 +1,4 @@
-"""The files that make weights a model for others: configuration, generation config, tokenizer."""
+"""The files beside the weights of a model folder: configuration, generation config, tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlinf_async.data.tokenizer import FILES as TOKENIZER_FILES
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
-BESIDE = (
+OPTIONAL_FILES = (
     GENERATION,
     "special_tokens_map.json",
     "added_tokens.json",
@@ -27,13 +27,13 @@ BESIDE = (
 
 
 def describing_files(config: LanguageModelConfig, language: nn.Module) -> dict[str, bytes | Path]:
-    """Return what describes a model, by file name: of its folder, else of the model itself."""
+    """Return the files of a model's folder, or what describes the model itself, by file name."""
     found: dict[str, bytes | Path] = {}
     if config.path is not None:
         folder = Path(config.path).absolute()
-        names = (*TOKENIZER_FILES, *BESIDE)
+        names = (*TOKENIZER_FILES, *OPTIONAL_FILES)
         found = {name: folder / name for name in names if (folder / name).is_file()}
-        # Engines find the class of a model by its name, which not every config.json has.
+        # Engines find a model's class by ``architectures``, which not every config.json has.
         described: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     else:
         described = json.loads(_of(language, "config").to_json_string(use_diff=False))
@@ -46,7 +46,7 @@ def describing_files(config: LanguageModelConfig, language: nn.Module) -> dict[s
 
 
 def add_missing_files(files: Mapping[str, bytes | Path], folder: Path) -> None:
-    """Copy what is not in the folder yet."""
+    """Write the files that are not in the folder yet."""
     for name, content in files.items():
         if (folder / name).exists():
             continue

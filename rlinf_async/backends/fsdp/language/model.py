@@ -1,4 +1,5 @@
-"""A Hugging Face folder or configuration -> a causal language model, float32, that packs.
+"""Building a float32 causal language model, with packed attention, from a Hugging Face folder or
+configuration.
 
 Nothing is ever downloaded.
 """
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlinf_async.backends.families import check_family
 from rlinf_async.backends.fsdp.language import attention
 from rlinf_async.backends.fsdp.language.config import LanguageModelConfig
 
@@ -24,12 +26,13 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")
 def build_language_model(config: LanguageModelConfig) -> tuple[nn.Module, bool]:
     """Return the model, and whether its attention is `packed_attention`.
 
-    Random weights come from torch's present random numbers. Raises `ValueError`, naming the folder
-    and what is missing in it, and `ModuleNotFoundError` without transformers.
+    Random weights come from torch's random state. Raises `ValueError`, naming the folder
+    and what is missing in it, `UnsupportedModel`, and `ModuleNotFoundError` without transformers.
     """
     transformers = _transformers()
     attention.register()
     described = _described(transformers, config)
+    check_family(described.to_dict())
     text = described.get_text_config()
     # No dropout: the ratio of two forward passes over the same weights must be 1.
     for name in vars(text):
@@ -46,7 +49,7 @@ def build_language_model(config: LanguageModelConfig) -> tuple[nn.Module, bool]:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Keep transformers from drawing over what a run shows of itself."""
+    """Disable the progress bars of transformers, which would overwrite those of a run."""
     logging: Any = importlib.import_module("transformers.utils.logging")
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -117,9 +120,9 @@ def _instantiate(
     if differing:
         name, there, wanted = differing[0]
         raise ValueError(
-            f"the weights in {config.path!r} are not those of its config.json: {len(differing)} "
-            f"tensors are of another size, the first is {name}, which is {list(there)} there and "
-            f"{list(wanted)} by its config.json"
+            f"the weights in {config.path!r} do not fit its config.json: {len(differing)} tensors "
+            f"have another size; the first, {name}, is {list(there)} in the file and "
+            f"{list(wanted)} by config.json"
         )
     missing = sorted(report["missing_keys"])
     if missing:

@@ -1,4 +1,4 @@
-"""The modules that are sharded: a Hugging Face decoder with a head that answers for given tokens.
+"""The modules that are sharded: a Hugging Face decoder with a head for log-probs or for values.
 
 Everything that computes with parameters runs inside ``forward`` of the outermost module: only there
 are sharded parameters whole.
@@ -11,8 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rlinf_async.backends.families import UnsupportedModel, supported_families
 from rlinf_async.backends.fsdp.language.head import TokenStatistics, token_statistics
 from rlinf_async.backends.fsdp.language.packing import Packed
+from rlinf_async.backends.transformers.tensors import ModelTensors
 
 
 class LanguageNetwork(nn.Module):
@@ -21,14 +23,14 @@ class LanguageNetwork(nn.Module):
     def __init__(self, language: nn.Module, *, packs: bool) -> None:
         """Take a model of transformers.
 
-        ``packs``: its attention is `packed_attention`; else it finds the samples by positions.
+        ``packs``: its attention is `packed_attention`; else it separates the samples by positions.
         """
         super().__init__()
         self.language = language
         self._packs = packs
 
     def hidden_states(self, packed: Packed) -> Tensor:
-        """Return ``[N, D]``: the last hidden states at the rows that were asked for."""
+        """Return ``[N, D]``: the last hidden states at ``packed.rows``."""
         lengths: dict[str, Any] = {"sample_lengths": packed.lengths} if self._packs else {}
         decoder = cast(Any, self.language).get_decoder()
         output = decoder(
@@ -42,10 +44,12 @@ class LanguageNetwork(nn.Module):
 
 
 class PolicyNetwork(LanguageNetwork):
-    """Answers with log-probs and entropies."""
+    """Computes log-probs and entropies."""
 
     def __init__(self, language: nn.Module, *, packs: bool, logit_chunk_bytes: int) -> None:
         super().__init__(language, packs=packs)
+        self.published = ModelTensors(language).published()
+        """tensors of its checkpoints, by name: where each lies in ``language``"""
         self._chunk_bytes = logit_chunk_bytes
         config = cast(Any, language).config
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -68,7 +72,7 @@ class PolicyNetwork(LanguageNetwork):
 
 
 class ValueNetwork(LanguageNetwork):
-    """Answers with values: the decoder of a language model and one output, which begins at 0."""
+    """Computes values: the decoder of a language model and one output, which begins at 0."""
 
     def __init__(self, language: nn.Module, *, packs: bool) -> None:
         super().__init__(language, packs=packs)
@@ -88,10 +92,10 @@ class ValueNetwork(LanguageNetwork):
 
 
 def check_same_as_transformers(network: PolicyNetwork) -> None:
-    """Raise `ValueError` unless packed log-probs are those of transformers' own forward pass.
+    """Raise `UnsupportedModel` unless packed log-probs are those of transformers' forward pass.
 
-    Architectures differ in what they do to logits and in what they carry from token to token; a new
-    one that does more than is known here must not be trained wrongly in silence.
+    Architectures differ in what they do to logits and in what they carry from token to token; one
+    that does more than is known here must not be silently trained wrongly.
     """
     language = cast(Any, network.language)
     size = min(language.config.get_text_config().vocab_size, 97)
@@ -107,7 +111,13 @@ def check_same_as_transformers(network: PolicyNetwork) -> None:
         torch.ones(9, device=device),
     )
     with torch.no_grad():
-        found = network(packed).log_prob
+        try:
+            found = network(packed).log_prob
+        except (AttributeError, LookupError, RuntimeError, TypeError) as error:
+            raise UnsupportedModel(
+                f"a {type(language).__name__} cannot be trained: its forward pass over packed "
+                f"samples fails with {type(error).__name__}: {error}. {supported_families()}"
+            ) from error
         expected = torch.cat(
             [
                 language(input_ids=part[None, :-1], use_cache=False)
@@ -120,8 +130,7 @@ def check_same_as_transformers(network: PolicyNetwork) -> None:
         )
     worst = float((found - expected).abs().max())
     if not worst <= 1e-3:
-        raise ValueError(
-            f"log-probs of a {type(language).__name__} in packed samples differ from its own "
-            f"forward pass by up to {worst:.3g}: this architecture does something to logits or "
-            "between samples that is not known here, and cannot be trained"
+        raise UnsupportedModel(
+            f"a {type(language).__name__} cannot be trained: log-probs of packed samples differ "
+            f"from its own forward pass by up to {worst:.3g}. {supported_families()}"
         )

@@ -1,36 +1,73 @@
-"""Weights under the names that transformers and the engines know them by."""
+"""Weights under the names and in the shapes of Hugging Face checkpoints.
+
+::
+
+    sharded model --policy_weights-> tensors in memory --Slice.of--> tensors of a checkpoint
+
+Invariant: the tensors come in the order of the model, tied ones once, on every rank the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from rlinf_async.backends.fsdp.language.network import PolicyNetwork
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.state import full_model_state
+from rlinf_async.backends.transformers.tensors import Slice
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights import WeightsMismatch, check_fit, unpack, verify
 
 PREFIX = "language."
 
 
+class Weights(NamedTuple):
+    """A policy's weights, and the tensors of a checkpoint that lie in them."""
+
+    memory: Mapping[str, Tensor]
+    """by name in memory; sharded as they are, those of FSDP1 whole"""
+    slices: Mapping[str, Slice]
+    """by name in the checkpoint"""
+
+
+def policy_weights(manager: FSDPModelManager) -> Weights:
+    """Return the live weights. Collective for FSDP1. Raises `WeightsMismatch` for a critic."""
+    sharded = manager.model
+    whole = isinstance(sharded, FullyShardedDataParallel)
+    network = sharded.module if whole else sharded
+    if not isinstance(network, PolicyNetwork):
+        raise WeightsMismatch("a critic has no language model's head: it cannot be published")
+    state = full_model_state(sharded) if whole else sharded.state_dict()
+    memory = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
+    return Weights(memory, network.published)
+
+
 def hugging_face_state(
     manager: FSDPModelManager, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Return whole weights by their Hugging Face names on rank 0, ``{}`` elsewhere. Collective.
+    """Return whole weights by their names in a checkpoint on rank 0, ``{}`` elsewhere. Collective.
 
     Tied weights come once, under the name of the input embedding. Only one tensor at a time is
     whole on the device. The tensors may be the live ones.
     """
+    weights = policy_weights(manager)
+    by_tensor: dict[str, list[str]] = {}
+    for name, one in weights.slices.items():
+        by_tensor.setdefault(one.tensor, []).append(name)
     found: dict[str, Tensor] = {}
-    for name, tensor in named_weights(manager):
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    for tensor, names in by_tensor.items():
+        sharded = weights.memory[tensor]
+        whole = sharded.full_tensor() if isinstance(sharded, DTensor) else sharded
         if manager.rank == 0:
             there = whole.to(dtype) if whole.is_floating_point() else whole
-            found[name] = there.detach().cpu()
+            there = there.detach().cpu()
+            found |= {name: weights.slices[name].of(there) for name in names}
     return found
 
 
@@ -42,11 +79,12 @@ def load_hugging_face_state(manager: FSDPModelManager, update: WeightUpdate) -> 
     """
     if manager.world_size != 1:
         raise ValueError(
-            f"published weights can be loaded by a rank on its own only, not by one of "
+            f"published weights can be loaded by a single rank only, not by one of "
             f"{manager.world_size}: launch inference workers without collective="
         )
     verify(update)
-    present = dict(named_weights(manager))
+    weights = policy_weights(manager)
+    present = {name: one.of(weights.memory[one.tensor]) for name, one in weights.slices.items()}
     arrived = {
         name: tensor.to(present[name].dtype)
         if name in present and tensor.is_floating_point() and present[name].is_floating_point()
@@ -57,21 +95,3 @@ def load_hugging_face_state(manager: FSDPModelManager, update: WeightUpdate) -> 
     with torch.no_grad():
         for name, tensor in arrived.items():
             present[name].copy_(tensor)
-
-
-def named_weights(manager: FSDPModelManager) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights by their Hugging Face names, sharded as they are; those of FSDP1 whole.
-
-    Tied ones come once. Collective for FSDP1. Raises `WeightsMismatch` for a critic.
-    """
-    sharded = manager.model
-    whole = isinstance(sharded, FullyShardedDataParallel)
-    state = full_model_state(sharded) if whole else sharded.state_dict()
-    for name, tensor in state.items():
-        if name in manager.tied_names:
-            continue
-        if not name.startswith(PREFIX):
-            raise WeightsMismatch(
-                f"{name!r} has no name that an engine knows: a critic cannot be published"
-            )
-        yield name.removeprefix(PREFIX), tensor

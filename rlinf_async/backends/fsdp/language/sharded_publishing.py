@@ -29,9 +29,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.errors import FSDPError
-from rlinf_async.backends.fsdp.language.publishing import named_weights
+from rlinf_async.backends.fsdp.language.publishing import Weights, policy_weights
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.sharding import first_row, local_shard
+from rlinf_async.backends.transformers.tensors import Slice
 from rlinf_async.messages.weights import Allocate, TensorSlot, WeightBucket, WeightUpdate
 from rlinf_async.weights import pack
 from rlinf_async.weights.behind import Place, map_place, places_of, this_host
@@ -93,10 +94,10 @@ def publish_shards(
     """
     if manager.world_size == 1 or isinstance(manager.model, FullyShardedDataParallel):
         return None
-    state = dict(named_weights(manager))
-    if not _by_rows(state.values()) or not _on_one_host(manager, allocate):
+    weights = policy_weights(manager)
+    if not _by_rows(weights.memory.values()) or not _on_one_host(manager, allocate):
         return None
-    outlines = _outlines(state, dtype, bucket_bytes, manager.rank)
+    outlines = _outlines(weights, dtype, bucket_bytes, manager.rank)
     before = buckets_by_slots(previous if manager.rank == 0 else None)
     old = [before.get(one.slots) for one in outlines]
     seen = _shared(manager, outlines, [None if one is None else one.data for one in old])
@@ -136,28 +137,40 @@ def _on_one_host(manager: FSDPModelManager, allocate: Allocate | None) -> bool:
     return bool(found[0][1]) and len({host for host, _ in found}) == 1
 
 
-def _outlines(
-    state: dict[str, Tensor], dtype: torch.dtype, bucket_bytes: int, rank: int
-) -> list[Outline]:
-    kinds = {name: dtype if one.is_floating_point() else one.dtype for name, one in state.items()}
-    plain = {
-        name: torch.empty(one.shape, dtype=kinds[name], device="meta")
-        for name, one in state.items()
-    }
+def _outlines(weights: Weights, dtype: torch.dtype, bucket_bytes: int, rank: int) -> list[Outline]:
+    plain = {}
+    for name, one in weights.slices.items():
+        live = weights.memory[one.tensor]
+        kind = dtype if live.is_floating_point() else live.dtype
+        plain[name] = torch.empty(one.shape, dtype=kind, device="meta")
     found = []
     for group in grouped(plain, bucket_bytes):
         slots, size = slots_of(group)
         rows = []
         for slot in slots:
-            tensor, kind = state[slot.name], kinds[slot.name]
-            start = slot.offset
-            if isinstance(tensor, DTensor):
-                start += first_row(tensor) * math.prod(slot.shape[1:]) * kind.itemsize
-            elif rank:
-                continue  # the same on all ranks
-            rows.append(Rows(local_shard(tensor).detach(), kind, start))
+            one = weights.slices[slot.name]
+            held = _held(weights.memory[one.tensor], one, rank)
+            if held is not None:
+                part, before = held
+                kind = plain[slot.name].dtype
+                rows.append(Rows(part, kind, slot.offset + before * kind.itemsize))
         found.append(Outline(slots, size, rows))
     return found
+
+
+def _held(live: Tensor, wanted: Slice, rank: int) -> tuple[Tensor, int] | None:
+    """Return the elements of a slice that this rank writes, and how many of it lie before them."""
+    local = local_shard(live).detach()
+    first = 0
+    if isinstance(live, DTensor):
+        first = first_row(live) * math.prod(live.shape[1:])
+    elif rank:
+        return None  # the same on all ranks: rank 0 writes it
+    start = max(wanted.offset, first)
+    end = min(wanted.offset + wanted.elements, first + local.numel())
+    if start >= end:
+        return None
+    return local.reshape(-1)[start - first : end - first], start - wanted.offset
 
 
 def _shared(

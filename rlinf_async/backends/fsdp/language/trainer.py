@@ -350,7 +350,9 @@ class PolicyTrainer(LanguageTrainerBase):
         state = hugging_face_state(self.manager)
         if self.manager.rank == 0:
             with without_progress_bars():
-                cast(Any, self.language).save_pretrained(folder, state_dict=state)
+                cast(Any, self.language).save_pretrained(
+                    folder, state_dict=state, save_original_format=False
+                )
             for path in folder.glob("*.safetensors"):
                 shutil.copymode(folder / "config.json", path)  # made for the owner alone
             add_missing_files(self.manager.model_files, folder)

@@ -48,6 +48,42 @@ def check_backends(config: LanguageConfig) -> None:
     _check_names(config)
 
 
+def check_families(config: LanguageConfig) -> None:
+    """Refuse models of the actor and the critic that cannot be trained, or served by the engine.
+
+    Raises:
+        ConfigError: names the family, the reason, and what is supported.
+    """
+    if config.actor.backend == "toy":
+        return
+    if config.model.path:
+        _check_folder(config.model.path, config.rollout.backend, ("model", "path"))
+    else:
+        where = ("model", "config", "model_type")
+        _check_family(config.model.config, config.rollout.backend, where)
+    if config.critic.path:
+        _check_folder(config.critic.path, None, ("critic", "path"))
+
+
+def _check_folder(folder: str, engine: str | None, where: tuple[str, ...]) -> None:
+    """A ``config.json`` that cannot be read is reported by whoever needs the whole folder."""
+    try:
+        content = (Path(folder).expanduser() / "config.json").read_bytes()
+        described = msgspec.json.decode(content, type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        return
+    _check_family(described, engine, where)
+
+
+def _check_family(described: dict[str, Any], engine: str | None, where: tuple[str, ...]) -> None:
+    from rlinf_async.backends.families import UnsupportedModel, check_family
+
+    try:
+        check_family(described, engine)
+    except UnsupportedModel as error:
+        raise ConfigError(str(error), path=where) from error
+
+
 def _check_names(config: LanguageConfig) -> None:
     """The registries import torch: they are loaded only for names that are not built in."""
     advantage, loss = config.actor.advantage.name, config.actor.loss.name

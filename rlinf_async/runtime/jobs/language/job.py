@@ -16,6 +16,7 @@ from rlinf_async.runtime.jobs.config import check_device, check_sinks
 from rlinf_async.runtime.jobs.language.checks import (
     check_backends,
     check_critic,
+    check_families,
     check_sizes,
     open_prompts,
 )
@@ -52,6 +53,7 @@ class LanguageRL:
         check_device(config.actor.device, actors=config.cluster.actors, path=("actor", "device"))
         check_sinks(config.training.metrics)
         checkpoint_folder(config.model)
+        check_families(config)
         for data, path in ((config.data, ("data",)), (config.warm_start.data, WARM_START_DATA)):
             if data is not None and data.path:
                 _check_there(data, (*path, "path"))

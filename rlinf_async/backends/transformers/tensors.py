@@ -1,0 +1,150 @@
+"""A model's tensors, in memory and as checkpoints of its architecture have them.
+
+::
+
+    in memory     model.layers.0.mlp.experts.gate_up_proj          [experts, 2 x inner, hidden]
+    checkpoint    model.layers.0.mlp.experts.0.gate_proj.weight    [inner, hidden]
+                  model.layers.0.mlp.experts.0.up_proj.weight      [inner, hidden]
+                  model.layers.0.mlp.experts.1.gate_proj.weight    ...
+
+transformers fuses and renames some tensors when it loads a checkpoint, and reverses that when it
+saves one. The reverse conversion runs here once, over tensors without memory, and says where each
+tensor of a checkpoint lies. Published weights and exported folders have the checkpoint's names.
+
+Invariant: the names follow from the configuration alone, so trainer, engines and exported folders
+agree on them, whatever files a model was loaded from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Slice(NamedTuple):
+    """A tensor of a checkpoint: consecutive elements of a tensor in memory."""
+
+    tensor: str
+    """name in memory; of tied tensors the first"""
+    offset: int
+    """elements before it"""
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the slice of the tensor in memory, as a view."""
+        return whole.view(-1)[self.offset : self.offset + self.elements].view(self.shape)
+
+
+class ModelTensors:
+    """Names, shapes and dtypes of a model's tensors.
+
+    Args:
+        model: a causal language model of transformers that is not sharded, or the configuration of
+            one, which is then built without memory.
+
+    Raises:
+        ValueError: a tensor of its checkpoints is no slice of one tensor in memory.
+    """
+
+    def __init__(self, model: Any) -> None:
+        if not isinstance(model, nn.Module):
+            model = model_without_memory(model)
+        state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        first: dict[int, str] = {}
+        names = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
+        self.tied = {name: one for name, one in names.items() if name != one}
+        """tensors that are another one: name -> the first name, both in memory"""
+        self.memory = {name: tensor.detach().to("meta") for name, tensor in state.items()}
+        """by name in memory, without elements"""
+        self.slices = _slices(model, names, self.memory)
+        """by name in the checkpoint; tied tensors under each of their names"""
+
+    def of(self, name: str) -> Tensor:
+        """Return a tensor of the checkpoint without its elements."""
+        one = self.slices[name]
+        return torch.empty(one.shape, dtype=self.memory[one.tensor].dtype, device="meta")
+
+    def published(self) -> dict[str, Slice]:
+        """Return the tensors of a checkpoint in the order of memory, tied ones once."""
+        order = {name: place for place, name in enumerate(self.memory)}
+        found: dict[Slice, str] = {}
+        for name, one in self.slices.items():
+            found.setdefault(one, name)
+        ordered = sorted(found.items(), key=lambda item: order[item[0].tensor])
+        return {name: one for one, name in ordered}
+
+
+def model_without_memory(config: Any) -> nn.Module:
+    """Build a causal language model on torch's meta device.
+
+    Args:
+        config: a configuration of transformers, or the content of a ``config.json``.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    described: Any = config
+    if isinstance(config, Mapping):
+        described = AutoConfig.for_model(**config)
+    factory: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model: nn.Module = factory.from_config(described)
+    return model
+
+
+class _Placeholder(Tensor):
+    """A tensor without memory, whose slices stay views of it: transformers copies them with this
+    method."""
+
+    def contiguous(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self
+
+
+def _slices(
+    model: nn.Module, names: Mapping[str, str], memory: Mapping[str, Tensor]
+) -> dict[str, Slice]:
+    """Return the slices in the order of ``names``, which maps tied tensors to the first of them."""
+    placeholders: dict[str, Tensor] = {
+        name: torch.empty(one.shape, device="meta").as_subclass(_Placeholder)
+        for name, one in memory.items()
+    }
+    owners = {one.untyped_storage()._cdata: name for name, one in placeholders.items()}
+    order = {name: place for place, name in enumerate(names)}
+    found: list[tuple[int, str, Slice]] = []
+    for name, one in _reverted(model, placeholders).items():
+        owner = owners.get(one.untyped_storage()._cdata)
+        if owner is None or not one.is_contiguous():
+            raise ValueError(
+                f"checkpoints of a {type(model).__name__} have a tensor {name!r} that is put "
+                "together from several in memory, or transposed: its weights cannot be published"
+            )
+        piece = Slice(names[owner], int(one.storage_offset()), tuple(one.shape))
+        found.append((order[owner], name, piece))
+    found.sort(key=lambda entry: entry[0])
+    return {name: piece for _, name, piece in found}
+
+
+def _reverted(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors by their names in checkpoints: what ``save_pretrained`` does before it writes.
+
+    A model remembers the conversions that the files it was loaded from needed; here the ones that
+    its architecture has by default are wanted.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    whole: Any = model
+    remembered = getattr(whole, "_weight_conversions", None)
+    whole._weight_conversions = None
+    try:
+        found: dict[str, Tensor] = revert_weight_conversion(whole, dict(state))
+    finally:
+        whole._weight_conversions = remembered
+    return found
