@@ -42,7 +42,7 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     item: Any
     weight: int
     sequence: int
-    """position in the order in which the channel's items were put"""
+    """position in the order in which items came into the channel; 0 while the put waits for room"""
     deliveries: int = 0
     """how often it was handed out under a lease"""
     ready: Any = None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 import msgspec
 
 Buffer = memoryview | bytearray
+PIECE_BYTES: Final = 8 * 1024**2
+"""So much is copied at a time: some milliseconds, where the system has to find memory first."""
 
 
 class Encoded(msgspec.Struct, eq=False, gc=False):
@@ -45,3 +49,32 @@ def copy_of(item: object) -> object:
     if isinstance(item, Encoded):
         return Encoded(item.data, [bytearray(buffer) for buffer in item.buffers])
     return item
+
+
+async def copies_of(items: Sequence[object]) -> list[object]:
+    """`copy_of` each of these. Others in this loop have a turn after each `PIECE_BYTES`."""
+    encoded = [item for item in items if isinstance(item, Encoded)]
+    copied = iter(await copy_buffers([buffer for item in encoded for buffer in item.buffers]))
+    return [
+        Encoded(item.data, [next(copied) for _ in item.buffers])
+        if isinstance(item, Encoded)
+        else item
+        for item in items
+    ]
+
+
+async def copy_buffers(buffers: Iterable[Buffer | bytes]) -> list[bytearray]:
+    """A copy of each of these. Others in this loop have a turn after each `PIECE_BYTES`; the
+    buffers must not change meanwhile."""
+    copies: list[bytearray] = []
+    copied = 0
+    for buffer in buffers:
+        copies.append(grown := bytearray())
+        for start in range(0, len(buffer), PIECE_BYTES):  # to grow takes no time, to clear would
+            piece = memoryview(buffer)[start : start + PIECE_BYTES]
+            grown += piece
+            copied += len(piece)
+            if copied >= PIECE_BYTES:
+                copied = 0
+                await asyncio.sleep(0)
+    return copies

@@ -17,7 +17,7 @@ Nothing here waits. Items are handed directly to whoever waits, so nobody can ov
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -67,7 +67,7 @@ class KeyQueue:
     """The state of one key of a channel."""
 
     __slots__ = (
-        "contested", "corked", "credit_holders", "deliveries", "entries", "getters", "key",
+        "contested", "credit_holders", "deliveries", "entries", "getters", "key", "paused",
         "prefetching", "putters", "queue", "reserved", "reserved_weight", "room_wanted", "weight",
     )  # fmt: skip
 
@@ -89,8 +89,8 @@ class KeyQueue:
         self.credit_holders: list[CreditHolder] = []
         self.room_wanted = 0
         """so much free room is worth granting; 0 where nobody asks"""
-        self.corked = False
-        """nobody is served just now: several deliveries are being returned"""
+        self.paused = False
+        """whether nobody is served just now: several deliveries are being returned"""
         self.contested = float("-inf")
         """when somebody else last waited for prefetched items"""
 
@@ -104,6 +104,11 @@ class KeyQueue:
             or self.deliveries
             or any(one.items or one.wanting for one in self.credit_holders)
         )
+
+    @property
+    def collected(self) -> list[Entry]:
+        """What the batch or lease that is next in turn has collected so far."""
+        return self.getters.first.held() if self.getters.order else []
 
     # ---- put
 
@@ -120,8 +125,6 @@ class KeyQueue:
         queue = self.queue
         if not queue.accepts or weight.__class__ is not int or weight < 1:
             self._check_put(weight)
-        queue.sequence = sequence = queue.sequence + 1
-        entry = Entry(item, weight, sequence)
         entries = self.entries
         count = len(entries) + self.reserved
         if count and (
@@ -132,12 +135,13 @@ class KeyQueue:
                 and self.weight + self.reserved_weight + weight > queue.max_weight
             )
         ):
-            wait = waiting(self, entry, sender, holder or current_party.get())
+            wait = waiting(self, Entry(item, weight, 0), sender, holder or current_party.get())
             self.putters.append(wait)
             queue.put_waits += 1
             self.recall_credit()
             return wait
-        entries.append(entry)
+        queue.sequence = sequence = queue.sequence + 1
+        entries.append(Entry(item, weight, sequence))
         self.weight += weight
         if self.getters.order:
             self.serve()
@@ -155,7 +159,6 @@ class KeyQueue:
         self.put_waited(wait)
         if wait in self.putters:
             self.putters.remove(wait)
-            self.queue.withdrawn += 1
             self.serve()  # what waits behind it may fit now
             self.queue.forget(self)
         else:
@@ -219,6 +222,12 @@ class KeyQueue:
         self.queue.get_waits += 1
         return True
 
+    def get_nowait(self, delivery: Delivery) -> bool:
+        """Serve this delivery if its turn comes without a wait; whether it was served."""
+        self.getters.add(delivery)
+        self.serve()
+        return not self.getters.drop(delivery)
+
     def cancel_get(self, delivery: Delivery) -> None:
         """The get was cancelled: what it was given, or had collected, stays in the channel."""
         if delivery.unsettled:
@@ -276,6 +285,16 @@ class KeyQueue:
                 back += self.getters.first.release()  # it collects again, in order
             self.insert(back)
         self._settled(delivery)
+
+    def return_except(
+        self, delivery: Delivery, indices: Iterable[int], outcome: Outcome,
+        error: BaseException | str = "",
+    ) -> None:  # fmt: skip
+        """Return a delivery some of whose entries cannot be used: those are settled so."""
+        with paused([self]):
+            for index in indices:
+                self.settle(delivery, outcome, index, 1, error)
+            self.settle(delivery, Outcome.RETURNED)
 
     def _put_away(
         self, delivery: Delivery, entries: list[Entry], outcome: Outcome, error: BaseException | str
@@ -347,7 +366,7 @@ class KeyQueue:
 
     def serve(self) -> None:
         """Hand items to those who wait, in order, and fill the room that this makes."""
-        if self.corked:
+        if self.paused:
             return
         if self.putters:
             self.admit()
@@ -429,9 +448,9 @@ class KeyQueue:
         admitted = False
         while self.putters and self.has_room(self.putters[0].entry.weight):
             wait = self.putters.popleft()
-            if wait.cancelled:  # its task has not run yet
-                self.queue.withdrawn += 1
-            else:
+            if not wait.cancelled:  # else its task has not run yet
+                self.queue.sequence += 1
+                wait.entry.sequence = self.queue.sequence
                 self.entries.append(wait.entry)
                 self.weight += wait.entry.weight
                 wait.admitted()
@@ -445,7 +464,6 @@ class KeyQueue:
         refused = [wait for wait in self.putters if sender is None or wait.sender == sender]
         for wait in refused:
             self.putters.remove(wait)
-        self.queue.withdrawn += len(refused)
         for wait in refused:
             wait.refused(error(self.queue.name))
 
@@ -507,25 +525,20 @@ class KeyQueue:
 
 
 @contextmanager
-def corked(queues: Iterable[KeyQueue]) -> Iterator[None]:
+def paused(queues: Iterable[KeyQueue]) -> Iterator[None]:
     """Serve nobody until the block ends: what is returned in it, in whichever order, is there
     before anything is handed out again."""
-    held = [queue for queue in dict.fromkeys(queues) if not queue.corked]
-    for queue in held:
-        queue.corked = True
+    stopped = [queue for queue in dict.fromkeys(queues) if not queue.paused]
+    for queue in stopped:
+        queue.paused = True
     try:
         yield
     finally:
-        uncork(held)
-
-
-def uncork(queues: Collection[KeyQueue]) -> None:
-    """Serve again, what was returned meanwhile too."""
-    for queue in queues:
-        queue.corked = False
-    for queue in queues:
-        queue.serve()
-        queue.queue.forget(queue)
+        for queue in stopped:
+            queue.paused = False
+        for queue in stopped:
+            queue.serve()
+            queue.queue.forget(queue)
 
 
 def _sequence(entry: Entry) -> int:

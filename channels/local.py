@@ -12,7 +12,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 from rlinf_async.channels.delivery import Entry, LocalDelivery, Outcome
-from rlinf_async.channels.encoded import copy_of
+from rlinf_async.channels.encoded import copies_of
 from rlinf_async.channels.ends import Key, Lease, Receiver, Sender, checked_least
 from rlinf_async.channels.errors import (
     ChannelClosed,
@@ -21,6 +21,7 @@ from rlinf_async.channels.errors import (
     LeaseLost,
     MalformedFrame,
 )
+from rlinf_async.channels.key_queue import KeyQueue
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.remote_payload import away_of, bring, start_ahead
 from rlinf_async.channels.seen import state_of, statistics_of, waits_of
@@ -315,11 +316,27 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
             raise ChannelEmpty(
                 f"channel {channel.name!r}: the next item is still on its way from its producer"
             )
-        entry = None if queue is None else queue.take()
+        entry = None if queue is None else queue.take() or self._take_in_turn(queue)
         if entry is None:
             raise channel.empty_error(key)
         item: T_co = self._decoded(entry)
         return item
+
+    def _take_in_turn(self, queue: KeyQueue) -> Entry | None:
+        """Take an item although others wait, if none of them can take it: they were cancelled, or
+        wait for what their own process must return."""
+        if not queue.getters.order:
+            return None
+        delivery = LocalDelivery(queue, self._number, current_party.get(), None)
+        if not queue.get_nowait(delivery) or delivery.future.exception() is not None:
+            return None
+        [entry] = delivery.held()
+        if away_of(entry.item) is not None:
+            queue.settle(delivery, Outcome.RETURNED)
+            start_ahead(queue)
+            return None
+        queue.settle(delivery, Outcome.TAKEN)
+        return entry
 
     def _decoded(self, entry: Entry) -> Any:
         """An item that was taken; one that cannot be decoded is buried."""
@@ -338,7 +355,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
 
     async def _batch(self, weight: int, at_least: int, key: Key | None) -> list[Any]:
         delivery = await self._deliver(weight, at_least, key, lease=False)
-        items = self._items(delivery)
+        items = self._values(delivery, [entry.item for entry in delivery.held()])
         delivery.queue.settle(delivery, Outcome.TAKEN)
         return items
 
@@ -365,22 +382,17 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
                 if waits:
                     queue.get_waited(delivery)
 
-    def _items(self, delivery: LocalDelivery) -> list[Any]:
-        """The items of a delivery; one that cannot be decoded is buried, the others go back.
-
-        A lease's arrays are the holder's own: what it does to them before it fails must not be
-        delivered again.
-        """
-        channel, entries = self._queue, delivery.held()
+    def _values(self, delivery: LocalDelivery, items: list[Any]) -> list[Any]:
+        """These items of a delivery, decoded; one that cannot be is buried, the others go back."""
+        channel = self._queue
         if channel.decode is None:
-            return [entry.item for entry in entries]
+            return items
         found: list[Any] = []
-        for index, entry in enumerate(entries):
+        for index, item in enumerate(items):
             try:
-                found.append(channel.value(copy_of(entry.item) if delivery.lease else entry.item))
+                found.append(channel.value(item))
             except MalformedFrame as error:
-                delivery.queue.settle(delivery, Outcome.REJECTED, index, 1, error)
-                delivery.queue.settle(delivery, Outcome.RETURNED)
+                delivery.queue.return_except(delivery, [index], Outcome.REJECTED, error)
                 raise
         return found
 
@@ -390,8 +402,21 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         self.open()
         least = checked_least(self._queue.name, weight, at_least)
         delivery = await self._deliver(weight, least, key, lease=True)
-        items: list[T_co] = self._items(delivery)
-        return delivery, Lease(items, [entry.deliveries for entry in delivery.held()])
+        entries = delivery.held()
+        items: list[T_co] = self._values(delivery, await self._copies(delivery))
+        return delivery, Lease(items, [entry.deliveries for entry in entries])
+
+    async def _copies(self, delivery: LocalDelivery) -> list[Any]:
+        """The items of a lease, with arrays of their own: what its holder does to them before it
+        fails must not be delivered again."""
+        items = [entry.item for entry in delivery.held()]
+        if self._queue.decode is None:
+            return items
+        try:
+            return await copies_of(items)
+        except BaseException:
+            delivery.queue.cancel_get(delivery)
+            raise
 
     async def _acknowledge(self, delivery: LocalDelivery) -> None:
         if not delivery.unsettled:

@@ -23,6 +23,7 @@ from rlinf_async.channels.errors import ChannelEmpty, ChannelError, ChannelFaile
 from rlinf_async.channels.itemtypes import check_item, check_key_and_weight, item_class
 from rlinf_async.channels.key_queue import KeyQueue
 from rlinf_async.channels.remote_payload import Away, away_of, is_lost
+from rlinf_async.channels.round_trip import round_trip_check
 from rlinf_async.channels.saying import say
 from rlinf_async.channels.statistics import DeadLetter
 
@@ -38,15 +39,16 @@ class Queue:
         "encode", "failure", "form", "get_wait_seconds", "get_waits", "gets", "had_sender",
         "item_class", "item_type", "keys", "lost", "max_deliveries", "max_weight", "name", "open",
         "prefetched", "prefetched_weight", "put_wait_seconds", "put_waits", "receivers",
-        "redelivered", "refused", "senders", "sequence", "shared", "stale", "unconfirmed",
-        "unkeyed", "withdrawn",
+        "redelivered", "refused", "round_trip", "senders", "sequence", "shared", "stale",
+        "unconfirmed", "unkeyed", "withdrawn",
     )  # fmt: skip
 
     def __init__(
         self, item_type: Any, name: str, capacity: int, max_weight: int | None, max_deliveries: int
     ) -> None:
         self.item_type = item_type
-        self.item_class = item_class(item_type)
+        self.round_trip = round_trip_check(item_type, name)
+        self.item_class = item_class(item_type, check_all=self.round_trip is not None)
         self.name = name
         self.capacity = capacity
         self.max_weight = max_weight
@@ -72,14 +74,14 @@ class Queue:
         self.dead_letters: list[DeadLetter] = []
         self.edges = Edges()
         self.sequence = 0
-        """of the newest item"""
+        """of the item that came in last"""
         self.born: float | None = None
         """when its first end was opened: it may be made before the loop that runs it"""
         self.channel: Callable[[], object] = lambda: None
         """the `Channel` that it belongs to, while that is used"""
         self._numbers = count(1)
         self.withdrawn = 0
-        """items that were taken back from the way in"""
+        """items that came in and were taken out again, since their put was cancelled"""
         self.gets = self.put_waits = self.get_waits = 0
         self.put_wait_seconds = self.get_wait_seconds = 0.0
         self.redelivered = self.unconfirmed = self.stale = 0
@@ -222,6 +224,8 @@ class Queue:
     def check_item(self, item: Any) -> None:
         """Refuse an item that is not of the channel's type."""
         check_item(item, self.item_type, self.item_class, self.name)
+        if self.round_trip is not None:
+            self.round_trip.check(item)
 
     def check_get(self) -> None:
         """Refuse a get of a failed channel.
@@ -278,8 +282,7 @@ class Queue:
         taken."""
         entries = [entry for queue in self.every_key() for entry in queue.entries]
         for queue in self.every_key():
-            if queue.getters.order:  # a batch that is not full
-                entries += queue.getters.first.held()
+            entries += queue.collected
         for delivery in self.unsettled():
             first = 0 if delivery.lease else delivery.requested
             entries += [entry for entry in delivery.entries[first:] if entry is not None]

@@ -146,8 +146,6 @@ async def bring(delivery: Delivery) -> bool:
                 await away.bring()
         except PayloadLost:
             lost.append(index)
-    for index in lost:
-        delivery.queue.settle(delivery, Outcome.LOST, index, 1)
     if lost:
-        delivery.queue.settle(delivery, Outcome.RETURNED)
+        delivery.queue.return_except(delivery, lost, Outcome.LOST)
     return not lost

@@ -70,14 +70,12 @@ def state_of(queue: Queue, key: Key | None) -> KeyState:
     found = queue.known(key)
     if found is None:
         return KeyState(depth=0, weight=0, room=queue.capacity, room_weight=limit)
-    prefetched = [
-        entry for one in found.prefetching for entry in one.entries[one.requested :] if entry
-    ]
-    depth, used = len(found.entries) + len(prefetched), len(found.entries) + found.reserved
+    beside = [entry for one in found.prefetching for entry in one.entries[one.requested :] if entry]
+    beside += found.collected
     return KeyState(
-        depth=depth,
-        weight=found.weight + sum(entry.weight for entry in prefetched),
-        room=max(0, queue.capacity - used),
+        depth=len(found.entries) + len(beside),
+        weight=found.weight + sum(entry.weight for entry in beside),
+        room=max(0, queue.capacity - len(found.entries) - found.reserved),
         room_weight=None if limit is None else max(0, limit - found.weight - found.reserved_weight),
     )
 
@@ -85,19 +83,23 @@ def state_of(queue: Queue, key: Key | None) -> KeyState:
 def statistics_of(queue: Queue) -> Statistics:
     """The channel's counts up to now."""
     keys = list(queue.every_key())
+    collected = [entry for key in keys for entry in key.collected]
+    waiting_putters = sum(len(key.putters) for key in keys)
     return Statistics(
         name=queue.name,
         capacity=queue.capacity,
-        depth=sum(len(key.entries) for key in keys) + queue.prefetched,
-        weight=sum(key.weight for key in keys) + queue.prefetched_weight,
+        depth=sum(len(key.entries) for key in keys) + queue.prefetched + len(collected),
+        weight=sum(key.weight for key in keys)
+        + queue.prefetched_weight
+        + sum(entry.weight for entry in collected),
         keys=sum(1 for key in keys[1:] if key.entries or key.getters.order or key.putters),
-        puts=queue.sequence - queue.withdrawn,
+        puts=queue.sequence - queue.withdrawn + waiting_putters,
         gets=queue.gets,
         put_waits=queue.put_waits,
         put_wait_seconds=queue.put_wait_seconds,
         get_waits=queue.get_waits,
         get_wait_seconds=queue.get_wait_seconds,
-        waiting_putters=sum(len(key.putters) for key in keys),
+        waiting_putters=waiting_putters,
         waiting_getters=sum(len(key.getters) for key in keys),
         leases_out=sum(one.unsettled for one in queue.unsettled() if one.lease),
         redelivered=queue.redelivered,

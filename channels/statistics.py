@@ -19,7 +19,8 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     capacity: int
     """items that each key may hold before ``put`` waits"""
     depth: int
-    """items queued now, over all keys"""
+    """items queued now, over all keys, with those that a waiting batch has collected so far (which
+    take up no room)"""
     weight: int
     """their weight"""
     keys: int
@@ -86,7 +87,7 @@ class KeyState(msgspec.Struct, frozen=True, kw_only=True):
     """How full one key of a channel is now."""
 
     depth: int
-    """items queued"""
+    """items queued, with those that a waiting batch has collected so far (which take up no room)"""
     weight: int
     """their weight"""
     room: int

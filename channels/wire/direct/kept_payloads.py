@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Self
 
-from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.encoded import PIECE_BYTES, Encoded
 from rlinf_async.channels.wire.direct.direct_protocol import Fetch, Leave, Offer, Release, Unsure
 from rlinf_async.channels.wire.links.protocol import Kept
 from rlinf_async.channels.wire.links.transfers import Transfers
-from rlinf_async.channels.wire.memory.pool import PIECE_BYTES, copy_in_turns
+from rlinf_async.channels.wire.memory.pool import copy_in_turns
 from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
 from rlinf_async.patient import Timer
 

@@ -18,17 +18,16 @@ decodes a copy (`Decoder.decode_copy`). numpy scalars arrive as plain numbers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any, Final, get_args, get_origin
 
 import msgspec
 
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.ends import Receiver, Sender
+from rlinf_async.channels.ends import LatestReceiver, LatestSender, Receiver, Sender
 from rlinf_async.channels.errors import MalformedFrame, WrongItemType
-from rlinf_async.channels.itemtypes import type_name
-from rlinf_async.channels.latest import LatestReceiver, LatestSender
+from rlinf_async.channels.itemtypes import parts_of, type_name
 from rlinf_async.channels.saying import fit, text_of
 from rlinf_async.channels.untyped import UNPACKED, Packed
 from rlinf_async.channels.wire.frames.framing import MAX_BUFFERS
@@ -124,7 +123,7 @@ class Encoder:
         said = text_of(error)
         with contextlib.suppress(Exception):  # the item's own code may raise where it is looked at
             for path, value in _parts(item, type(item).__name__):
-                if not _children(value) and self._refusal(value) == said:
+                if not parts_of(value) and self._refusal(value) == said:
                     return f"{path}: {said}"
         return f"{type(item).__name__}: {said}"
 
@@ -300,22 +299,5 @@ def _parts(item: object, path: str) -> list[tuple[str, object]]:
     for at, value in found:
         if len(found) > 5000:
             break
-        found += [(f"{at}{step}", part) for step, part in _children(value)]
+        found += [(f"{at}{step}", part) for step, part in parts_of(value)]
     return found
-
-
-def _children(value: object) -> list[tuple[str, object]]:
-    if isinstance(value, msgspec.Struct):
-        return _fields(value, value.__struct_fields__)
-    if isinstance(value, Mapping):
-        return [(f"[{key!r:.40}]", part) for key, part in value.items()]
-    if isinstance(value, Packed):
-        value = value.items
-    if isinstance(value, list | tuple):
-        return [(f"[{index}]", part) for index, part in enumerate(value)]
-    return _fields(value, tuple(getattr(type(value), "__dataclass_fields__", {})))
-
-
-def _fields(value: object, names: Sequence[str]) -> list[tuple[str, object]]:
-    """The fields that have a value."""
-    return [(f".{name}", getattr(value, name)) for name in names if hasattr(value, name)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final
 
 from rlinf_async.channels.delivery import WaitingPut
@@ -385,14 +386,13 @@ class AnsweredPut:
 
     def returned(self) -> None:
         queue = self._queue
-        collected = queue.getters.first.held() if queue.getters.order else []
-        for entry in (*queue.entries, *collected):
+        for entry in (*queue.entries, *queue.collected):
             if entry.item is self._item:
                 queue.retract(entry)
                 return
 
-    def losing(self) -> None:
-        """See `lost`."""
+    def losing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def lost(self, reason: str) -> None:
         """That says nothing about what the sender wanted: the item stays."""

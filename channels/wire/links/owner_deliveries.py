@@ -19,6 +19,7 @@ what it returns later comes to others as after a failed lease.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +27,7 @@ from rlinf_async.channels.delivery import Delivery, Entry, Outcome
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key, checked_least
 from rlinf_async.channels.errors import ChannelError, ItemTooLarge, LeaseLost
-from rlinf_async.channels.key_queue import KeyQueue, corked, uncork
+from rlinf_async.channels.key_queue import KeyQueue, paused
 from rlinf_async.channels.remote_payload import is_lost
 from rlinf_async.channels.wire.direct.producers import leave_out
 from rlinf_async.channels.wire.frames import framing
@@ -104,9 +105,9 @@ class RemoteDelivery(Delivery):
         """Its request was given up after it was answered: nothing of it was taken."""
         self.queue.settle(self, Outcome.RETURNED)
 
-    def losing(self) -> None:
+    def losing(self) -> AbstractContextManager[None]:
         """The process is gone. Nobody is served before all that it had is back."""
-        self._deliveries.cork(self.queue)
+        return paused([self.queue])
 
     def lost(self, reason: str) -> None:
         if self.lease:
@@ -144,7 +145,7 @@ class Prefetch:
 
     def close(self) -> None:
         queue = self._queue
-        with corked([queue]):
+        with paused([queue]):
             for delivery, link in list(queue.prefetching.items()):
                 if link is self:
                     queue.settle(delivery, Outcome.RETURNED, delivery.requested)
@@ -166,7 +167,6 @@ class Deliveries:
         self.connection = connection
         self.prefetches: dict[tuple[int, Key | None], Prefetch] = {}
         """by receiver and key"""
-        self._corked: dict[KeyQueue, None] = {}
 
     # ---- get
 
@@ -217,7 +217,7 @@ class Deliveries:
                 found.append(as_travels(entry, delivery.queue.queue))
             except CANNOT_TRAVEL as error:
                 queue = delivery.queue
-                queue.settle(delivery, Outcome.REJECTED, index, 1, error)
+                queue.return_except(delivery, [index], Outcome.REJECTED, error)
                 raise type(error)(f"channel {queue.queue.name!r}: {error}") from error
         return found
 
@@ -305,21 +305,11 @@ class Deliveries:
         ]
         if not found and request.number:
             raise LeaseLost(f"the lease is not held by {self.connection.peer}")
-        with corked([delivery.queue for delivery, _, _ in found]):
+        with paused([delivery.queue for delivery, _, _ in found]):
             for delivery, first, count in found:
                 outcome = _checked(settle, delivery, first, count)
                 delivery.queue.settle(delivery, outcome, first, count, settle.error)
         request.reply(NOTHING)
-
-    def cork(self, queue: KeyQueue) -> None:
-        """Serve nobody of this key until `close`."""
-        queue.corked = True
-        self._corked[queue] = None
-
-    def close(self) -> None:
-        """The process is gone, and everything that it had is back."""
-        uncork(self._corked)
-        self._corked.clear()
 
 
 def _checked(settle: Settle, delivery: RemoteDelivery, first: int, count: int) -> Outcome:

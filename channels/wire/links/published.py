@@ -13,15 +13,9 @@ from itertools import count
 from typing import Any
 
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.ends import Receiver, Sender
+from rlinf_async.channels.ends import LatestReceiver, LatestSender, Receiver, Sender
 from rlinf_async.channels.errors import ChannelClosed, ChannelError
-from rlinf_async.channels.latest import (
-    Latest,
-    LatestReceiver,
-    LatestSender,
-    LocalLatestReceiver,
-    LocalLatestSender,
-)
+from rlinf_async.channels.latest import Latest, LocalLatestReceiver, LocalLatestSender
 from rlinf_async.channels.local import Channel, LocalReceiver, LocalSender
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.wire.items.item_codec import ItemCodec
@@ -114,7 +108,6 @@ class Published:
         peer = self._peers.pop(connection, None)
         if peer is None:
             return
-        peer.deliveries.close()
         peer.close_clones()
         peer.credits.close()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, Final
 
-from rlinf_async.channels.encoded import Buffer, Encoded
+from rlinf_async.channels.encoded import PIECE_BYTES, Buffer, Encoded
 from rlinf_async.channels.errors import MalformedFrame
 from rlinf_async.channels.wire.frames.framing import CHUNK_BYTES
 from rlinf_async.channels.wire.frames.messages import LATER, SHARE_BYTES, Later
@@ -22,7 +22,7 @@ from rlinf_async.channels.wire.memory.memory_protocol import (
     Released,
     encode,
 )
-from rlinf_async.channels.wire.memory.pool import PIECE_BYTES, Copying, Pool
+from rlinf_async.channels.wire.memory.pool import Copying, Pool
 from rlinf_async.channels.wire.memory.slab import Loan, Slab, View, view_of
 
 MAX_DATA: Final = CHUNK_BYTES // 2

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Final
 
+from rlinf_async.channels.encoded import PIECE_BYTES, copy_buffers
 from rlinf_async.channels.wire.frames.framing import Bytes
 from rlinf_async.channels.wire.memory.free_list import FreeList
 from rlinf_async.channels.wire.memory.slab import PAGE, Loan, Slab, make_slab, view_of
@@ -27,8 +28,6 @@ from rlinf_async.channels.wire.memory.slab import PAGE, Loan, Slab, make_slab, v
 SLAB_BYTES: Final = 64 * 1024**2
 POOL_BYTES: Final = 1024**3
 """Of one process. What does not fit goes through the socket."""
-PIECE_BYTES: Final = 8 * 1024**2
-"""So much is copied at a time: some milliseconds, where the system has to find memory first."""
 ALIGN: Final = 64
 
 log = logging.getLogger(__name__)
@@ -254,10 +253,4 @@ async def copy_in_turns(buffers: Sequence[Bytes]) -> list[memoryview | bytearray
         await asyncio.sleep(0)
     if copying is not None and not copying.failed:
         return [*copying.views]
-    copied: list[memoryview | bytearray] = []
-    for buffer in buffers:
-        copied.append(grown := bytearray())
-        for start in range(0, len(buffer), PIECE_BYTES):  # to grow takes no time, to clear would
-            grown += memoryview(buffer)[start : start + PIECE_BYTES]
-            await asyncio.sleep(0)
-    return copied
+    return [*await copy_buffers(buffers)]

@@ -52,7 +52,7 @@ from functools import partial
 
 import msgspec
 
-from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.encoded import PIECE_BYTES, Encoded
 from rlinf_async.channels.errors import MalformedFrame
 from rlinf_async.channels.wire.frames.framing import Flag, FrameType, pack_small
 from rlinf_async.channels.wire.frames.messages import LATER, SHARE_BYTES, Later, Message, Share
@@ -68,7 +68,7 @@ from rlinf_async.channels.wire.memory.memory_protocol import (
     decode_notice,
     encode,
 )
-from rlinf_async.channels.wire.memory.pool import PIECE_BYTES, Pool
+from rlinf_async.channels.wire.memory.pool import Pool
 from rlinf_async.channels.wire.memory.slab import AVAILABLE, view_of
 from rlinf_async.channels.wire.session.outbox import Outbox
 from rlinf_async.channels.wire.session.peer_process import peer_pid

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import struct
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -117,14 +118,16 @@ class Answering:
         self._lost = reason
         unsettled = list(self.unsettled.values())
         self.unsettled.clear()
+        losing = ExitStack()
         for one in unsettled:
-            self._guarded(one.losing)
+            losing.enter_context(one.losing())
         for request in list(self._asked.values()):  # first, so that nothing is handed to it
             self._abandon(request)
         for task in self._tasks:  # those of notices too
             task.cancel()
         for one in unsettled:
             self._guarded(partial(one.lost, reason))
+        self._guarded(losing.close)
 
     # ---- answers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
@@ -25,8 +26,8 @@ class Unsettled(Protocol):
     def returned(self) -> None:
         """The asker gave its request up before it saw the answer: nothing of it was taken."""
 
-    def losing(self) -> None:
-        """The connection is lost: `lost` will follow, of this and all others."""
+    def losing(self) -> AbstractContextManager[None]:
+        """The connection is lost: in this block `lost` follows, of this and of all others."""
 
     def lost(self, reason: str) -> None:
         """The connection is lost: nobody knows what became of it."""

@@ -286,8 +286,8 @@ class _Comparison:
         model = self.model
         lanes = model.lanes.values()
         found = (
-            sum(len(lane.entries) for lane in lanes),
-            sum(lane.weight for lane in lanes),
+            sum(len(lane.entries) + len(lane.collected) for lane in lanes),
+            sum(lane.weight + sum(entry.weight for entry in lane.collected) for lane in lanes),
             sum(key is not None for key in model.lanes),
             model.puts,
             model.gets,

@@ -9,7 +9,8 @@ has been.
   back takes the place again that its number says.
 * Whoever waits for room stands in one line for each key. Whoever waits for items stands in the line
   of its receiver; receivers are served in turn.
-* The first in turn collects what fits; what it has collected takes up no room any more.
+* The first in turn collects what fits; what it has collected takes up no room any more, but still
+  counts to the depth.
 """
 
 from __future__ import annotations
@@ -74,6 +75,11 @@ class Lane(msgspec.Struct):
     @property
     def weight(self) -> int:
         return sum(entry.weight for entry in self.entries)
+
+    @property
+    def collected(self) -> list[Entry]:
+        """What those that wait have collected."""
+        return [entry for takes in self.turns for take in takes for entry in take.entries]
 
     @property
     def idle(self) -> bool:

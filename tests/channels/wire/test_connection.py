@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from tempfile import TemporaryDirectory
 
 import msgspec
@@ -50,8 +50,8 @@ class Given:
     def returned(self) -> None:
         self.peers.seen.append(f"{self.text} returned")
 
-    def losing(self) -> None:
-        """`lost` follows."""
+    def losing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def lost(self, reason: str) -> None:
         self.peers.seen.append(f"{self.text} lost: {reason}")

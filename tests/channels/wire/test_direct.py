@@ -379,8 +379,8 @@ class Turns:
 async def test_large_arrays_are_copied_a_piece_for_each_turn_of_the_loop(
     monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
-    for module in ("memory.pool", "direct.kept_payloads"):
-        monkeypatch.setattr(f"rlinf_async.channels.wire.{module}.PIECE_BYTES", SIZE)
+    for module in ("encoded", "wire.memory.pool", "wire.direct.kept_payloads"):
+        monkeypatch.setattr(f"rlinf_async.channels.{module}.PIECE_BYTES", SIZE)
     channel = items()
     async with world() as one:
         producer, consumer = await one.producer(), await one.consumer()
