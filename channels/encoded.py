@@ -19,7 +19,7 @@ class Encoded(msgspec.Struct, eq=False, gc=False):
     A queue carries an item that came from another process in this form until somebody here takes
     it, so an item that is only forwarded is never decoded. Not tracked by the garbage collector,
     which would visit every one that is queued. Arrays that are still with their producer have an
-    `Away` in their place.
+    `RemotePayload` in their place.
     """
 
     data: bytes

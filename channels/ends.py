@@ -260,7 +260,7 @@ class Receiver(End, Generic[T_co]):
                 taken = await self._take(weight, at_least, key)
             except EndOfChannel:
                 return
-            held = _Held(self, *taken)
+            held = _TakenLease(self, *taken)
             try:
                 yield held
             finally:
@@ -347,7 +347,7 @@ class LatestReceiver(Named, Generic[T_co]):
             raise StopAsyncIteration from None
 
 
-class _Held(AbstractAsyncContextManager[Lease[T_co]]):
+class _TakenLease(AbstractAsyncContextManager[Lease[T_co]]):
     """A lease that is taken already, and waits for its block."""
 
     def __init__(self, receiver: Receiver[T_co], delivery: Any, items: Lease[T_co]) -> None:

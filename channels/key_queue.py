@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from rlinf_async.channels import endings
+from rlinf_async.channels import errors
 from rlinf_async.channels.delivery import (
     Delivery,
     Entry,
@@ -310,13 +310,13 @@ class KeyQueue:
             return []
         if outcome is Outcome.REJECTED:
             for entry in entries:
-                queue.bury(entry, error)
+                queue.dead_letter(entry, error)
             return []
         again: list[Entry] = []
         for entry in entries:
             if entry.deliveries >= queue.max_deliveries:
                 queue.gets += 1
-                queue.bury(entry, error)
+                queue.dead_letter(entry, error)
             else:
                 again.append(entry)
         queue.redelivered += len(again)
@@ -397,7 +397,7 @@ class KeyQueue:
             if delivery.entries:
                 self._deliver(delivery)
             else:
-                delivery.refused(endings.ended(self.queue.name))
+                delivery.refused(errors.channel_ended(self.queue.name))
             if self.putters:
                 self.admit()
         if self.room_wanted:
@@ -441,7 +441,7 @@ class KeyQueue:
         """The first in turn waits for what holders may return; those wait behind it."""
         for delivery in list(self.getters)[1:]:
             if self._nothing_can_come(delivery) and self.getters.drop(delivery):
-                delivery.refused(endings.ended(self.queue.name))
+                delivery.refused(errors.channel_ended(self.queue.name))
 
     def admit(self) -> bool:
         """Let waiting puts in, in order, while there is room; whether one came in."""

@@ -21,10 +21,10 @@ from rlinf_async.channels.errors import (
     LeaseLost,
     MalformedFrame,
 )
+from rlinf_async.channels.inspection import state_of, statistics_of, waits_of
 from rlinf_async.channels.key_queue import KeyQueue
 from rlinf_async.channels.queue import Queue
-from rlinf_async.channels.remote_payload import away_of, bring, start_ahead
-from rlinf_async.channels.seen import state_of, statistics_of, waits_of
+from rlinf_async.channels.remote_payload import load_ahead, load_payloads, remote_payload_of
 from rlinf_async.channels.statistics import DeadLetter, KeyState, Statistics
 from rlinf_async.channels.waitfor import Wait, current_party
 
@@ -128,7 +128,7 @@ class _LocalEnd:
     dropped while it is open closes, with a `ResourceWarning` where the channel is still used.
     """
 
-    __slots__ = ("_holder", "_live", "_loop", "_number", "_own", "_queue", "_spent", "_unkeyed")
+    __slots__ = ("_closed", "_holder", "_live", "_loop", "_number", "_own", "_queue", "_unkeyed")
 
     def __init__(self, queue: Queue, holder: str | None = None, *, own: bool = False) -> None:
         self._live = False
@@ -137,7 +137,7 @@ class _LocalEnd:
         self._holder = holder
         self._own = own
         self._number = 0
-        self._spent = False
+        self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -173,8 +173,8 @@ class _LocalEnd:
         def close(self) -> None: ...
 
     def open(self) -> Self:
-        if self._spent:
-            raise self._closed()
+        if self._closed:
+            raise self._closed_error()
         if not self._live:
             self._number = self._add(self._holder or current_party.get())
             self._live = True
@@ -182,7 +182,7 @@ class _LocalEnd:
                 self._loop = asyncio.get_running_loop()
         return self
 
-    def _closed(self) -> ChannelClosed:
+    def _closed_error(self) -> ChannelClosed:
         return ChannelClosed(
             f"this {type(self).__name__.removeprefix('Local').lower()} of channel "
             f"{self._queue.name!r} was closed: go on with a new one, by the channel's "
@@ -190,14 +190,14 @@ class _LocalEnd:
         )
 
     def clone(self, holder: str | None = None) -> Self:
-        if self._spent:
-            raise self._closed()
+        if self._closed:
+            raise self._closed_error()
         return type(self)(self._queue, holder or current_party.get()).open()
 
     async def _checkpoint(self) -> None:
         await asyncio.sleep(0)
-        if self._spent:
-            raise self._closed()
+        if self._closed:
+            raise self._closed_error()
 
     def __del__(self) -> None:
         if not self._live or self._own:
@@ -271,7 +271,7 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
         queue.put(item, weight, self._number)
 
     def close(self) -> None:
-        self._spent = True
+        self._closed = True
         if self._live:
             self._live = False
             self._queue.remove_sender(self._number)
@@ -311,8 +311,12 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         self.open()
         channel = self._queue
         queue = channel.known(key)
-        if queue is not None and queue.entries and away_of(queue.entries[0].item) is not None:
-            start_ahead(queue)
+        if (
+            queue is not None
+            and queue.entries
+            and remote_payload_of(queue.entries[0].item) is not None
+        ):
+            load_ahead(queue)
             raise ChannelEmpty(
                 f"channel {channel.name!r}: the next item is still on its way from its producer"
             )
@@ -331,9 +335,9 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         if not queue.get_nowait(delivery) or delivery.future.exception() is not None:
             return None
         [entry] = delivery.held()
-        if away_of(entry.item) is not None:
+        if remote_payload_of(entry.item) is not None:
             queue.settle(delivery, Outcome.RETURNED)
-            start_ahead(queue)
+            load_ahead(queue)
             return None
         queue.settle(delivery, Outcome.TAKEN)
         return entry
@@ -343,7 +347,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         try:
             return self._queue.value(entry.item)
         except MalformedFrame as error:
-            self._queue.bury(entry, error)
+            self._queue.dead_letter(entry, error)
             raise
 
     async def get_batch(
@@ -373,7 +377,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
             waits = queue.get(delivery)
             try:
                 await delivery.future
-                if not channel.direct or await bring(delivery):
+                if not channel.direct or await load_payloads(delivery):
                     return delivery
             except BaseException:
                 queue.cancel_get(delivery)
@@ -436,7 +440,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         self._queue.stale += 1
 
     def close(self) -> None:
-        self._spent = True
+        self._closed = True
         if self._live:
             self._live = False
             self._queue.remove_receiver(self._number)

@@ -79,7 +79,7 @@ def _change(sent: object, arrived: object, path: str) -> str:
     """Where an item would change on its way, and how; empty if nowhere."""
     kind, found = type(sent), type(arrived)
     if kind is not found and not _stands_for(sent, arrived):
-        return f"{path}: a {kind.__name__} would arrive as a {found.__name__}"
+        return f"{path}: {kind.__name__} would arrive as {found.__name__}"
     if isinstance(sent, Mapping) and isinstance(arrived, Mapping):
         for key, other in zip(sent, arrived, strict=False):
             if change := _change(key, other, f"{path}: the key {key!r:.40}"):

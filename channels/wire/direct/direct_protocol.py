@@ -4,8 +4,8 @@
 
     producer                         owner                            consumer
       OFFER token, addresses ------>
-      PUTS in-band part, Kept ----->  queue  <------------------------ GET
-                                        in-band part, Left ---------->
+      PUTS in-band part, Retained ----->  queue  <------------------------ GET
+                                        in-band part, PayloadRef ---------->
       <------------------------------------------------------- FETCH number
       arrays ------------------------------------------------------->
       <-- RELEASE number ----------  <------------------------ taken, or the lease acknowledged
@@ -62,13 +62,13 @@ class Release(msgspec.Struct, array_like=True, frozen=True):
     numbers: list[int]
 
 
-class Unsure(msgspec.Struct, array_like=True, frozen=True):
+class PutAbandoned(msgspec.Struct, array_like=True, frozen=True):
     """producer -> owner: a put was given up, which may have come or not: release what did not."""
 
     number: int
 
 
-class Leave(msgspec.Struct, array_like=True, frozen=True):
+class TakeOver(msgspec.Struct, array_like=True, frozen=True):
     """producer -> owner: this process ends: take over whatever it still keeps."""
 
 
@@ -86,7 +86,7 @@ def check_offer(offer: Offer) -> None:
         raise MalformedFrame("an offer of large arrays that makes no sense")
 
 
-def check_kept(sizes: Sequence[int]) -> None:
+def check_payload(sizes: Sequence[int]) -> None:
     """Refuse arrays that no message could carry.
 
     Raises:

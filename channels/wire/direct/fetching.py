@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 from rlinf_async.channels.encoded import Buffer, Encoded
 from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
-from rlinf_async.channels.remote_payload import Away, PayloadLost, away_of
-from rlinf_async.channels.wire.direct.direct_protocol import Fetch, Payload, check_kept, fits
-from rlinf_async.channels.wire.links.protocol import Left
+from rlinf_async.channels.remote_payload import PayloadLost, RemotePayload, remote_payload_of
+from rlinf_async.channels.wire.direct.direct_protocol import Fetch, Payload, check_payload, fits
+from rlinf_async.channels.wire.links.protocol import PayloadRef
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.direct.direct import Direct
@@ -20,17 +20,17 @@ AT_ONCE: Final = 4
 """Items of a batch that are fetched at a time."""
 
 
-def attach(parts: Sequence[Encoded], left: Sequence[Left]) -> None:
+def attach(parts: Sequence[Encoded], left: Sequence[PayloadRef]) -> None:
     """Say of these items that their arrays are elsewhere.
 
     Raises:
         MalformedFrame: it makes no sense.
     """
     for one in left:
-        check_kept(one.sizes)
+        check_payload(one.sizes)
         if not 0 <= one.item < len(parts) or parts[one.item].buffers:
             raise MalformedFrame(f"arrays are to be fetched for item {one.item}, which is none")
-        parts[one.item].buffers = Away(one.sizes, one)
+        parts[one.item].buffers = RemotePayload(one.sizes, one)
 
 
 async def fetch_all(
@@ -44,7 +44,7 @@ async def fetch_all(
     """
     slots = asyncio.Semaphore(AT_ONCE)
 
-    async def bring(index: int, part: Encoded, left: Left) -> None:
+    async def bring(index: int, part: Encoded, left: PayloadRef) -> None:
         async with slots:
             try:
                 part.buffers = await _fetch(connection, direct, left)
@@ -53,9 +53,9 @@ async def fetch_all(
 
     lost: list[int] = []
     wanted = [
-        (index, part, away.where)
+        (index, part, payload.where)
         for index, part in enumerate(parts)
-        if (away := away_of(part)) is not None
+        if (payload := remote_payload_of(part)) is not None
     ]
     if len(wanted) == 1:
         await bring(*wanted[0])
@@ -71,7 +71,9 @@ async def fetch_all(
     return min(lost, default=None)
 
 
-async def _fetch(connection: Connection, direct: Direct | None, left: Left) -> Sequence[Buffer]:
+async def _fetch(
+    connection: Connection, direct: Direct | None, left: PayloadRef
+) -> Sequence[Buffer]:
     if direct is not None:
         found = await direct.fetch(left)
         if found is not None:

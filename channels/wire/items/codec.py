@@ -26,9 +26,8 @@ import msgspec
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import LatestReceiver, LatestSender, Receiver, Sender
-from rlinf_async.channels.errors import MalformedFrame, WrongItemType
+from rlinf_async.channels.errors import MalformedFrame, WrongItemType, fit, text_of
 from rlinf_async.channels.itemtypes import parts_of, type_name
-from rlinf_async.channels.saying import fit, text_of
 from rlinf_async.channels.untyped import UNPACKED, Packed
 from rlinf_async.channels.wire.frames.framing import MAX_BUFFERS
 from rlinf_async.channels.wire.frames.reserved import is_reserved

@@ -29,15 +29,16 @@ from rlinf_async.channels.ends import Key, checked_least
 from rlinf_async.channels.errors import ChannelError, ItemTooLarge, LeaseLost
 from rlinf_async.channels.key_queue import KeyQueue, paused
 from rlinf_async.channels.remote_payload import is_lost
-from rlinf_async.channels.wire.direct.producers import leave_out
+from rlinf_async.channels.wire.direct.producers import without_payloads
 from rlinf_async.channels.wire.frames import framing
 from rlinf_async.channels.wire.items.codec import join
-from rlinf_async.channels.wire.links.prepare_next import CANNOT_TRAVEL, as_travels, make_next_ready
+from rlinf_async.channels.wire.links.owner_ends import OpenEnd
+from rlinf_async.channels.wire.links.prepare_next import CANNOT_TRAVEL, encoded_entry, prepare_next
 from rlinf_async.channels.wire.links.protocol import (
     Delivered,
     Get,
-    Left,
     Nothing,
+    PayloadRef,
     Range,
     Recall,
     Settle,
@@ -46,7 +47,6 @@ from rlinf_async.channels.wire.session.router import Request
 from rlinf_async.patient import Timer
 
 if TYPE_CHECKING:
-    from rlinf_async.channels.wire.links.owner_ends import OpenEnd
     from rlinf_async.channels.wire.session.connection import Connection
 
 PREFETCH_BYTES: Final = framing.CHUNK_BYTES // 2
@@ -59,7 +59,7 @@ ALONE_SECONDS: Final = 1.0
 """Nothing is prefetched for so long after somebody else waited for what was."""
 RECALL_SECONDS: Final = 0.25
 NOTHING: Final = Nothing()
-NO_LEFT: Final[list[Left]] = []
+NO_LEFT: Final[list[PayloadRef]] = []
 ONE: Final = 1
 """The answer that carries one item stands for `Delivered` with that item."""
 
@@ -92,7 +92,7 @@ class RemoteDelivery(Delivery):
         self.request.fail(error)
 
     def over(self) -> None:
-        self.request.answering.unsettled.pop(self.request.number, None)
+        self.request.peer_requests.unsettled.pop(self.request.number, None)
 
     # ---- for the connection
 
@@ -214,7 +214,7 @@ class Deliveries:
         found: list[Encoded] = []
         for index, entry in enumerate(delivery.held()):
             try:
-                found.append(as_travels(entry, delivery.queue.queue))
+                found.append(encoded_entry(entry, delivery.queue.queue))
             except CANNOT_TRAVEL as error:
                 queue = delivery.queue
                 queue.return_except(delivery, [index], Outcome.REJECTED, error)
@@ -239,7 +239,7 @@ class Deliveries:
             if entry.ready is not None:  # it is large
                 break
             try:
-                body = as_travels(entry, channel)
+                body = encoded_entry(entry, channel)
             except CANNOT_TRAVEL:  # whoever asks for it is told
                 break
             if body.buffers or len(body.data) > PREFETCH_ITEM_BYTES:
@@ -260,7 +260,7 @@ class Deliveries:
         nbytes, left = 0, NO_LEFT
         if channel.direct:
             nbytes = sum(body.nbytes for body in bodies)
-            bodies, left = leave_out(bodies)
+            bodies, left = without_payloads(bodies)
         head: Delivered | int = ONE
         if len(bodies) == 1 and not left and not delivery.lease:
             body = bodies[0]
@@ -278,14 +278,14 @@ class Deliveries:
         if bodies:
             channel.edges.take(request.meta.party, len(bodies), nbytes or body.nbytes, len(left))
             if body.buffers:
-                make_next_ready(self.connection, delivery.queue, body)
+                prepare_next(self.connection, delivery.queue, body)
 
     # ---- settle
 
     def taken(self, request: Request[Any], ranges: Iterable[Range]) -> None:
         """The process has these."""
         for number, first, count in ranges:
-            delivery = request.answering.unsettled.get(number)
+            delivery = request.peer_requests.unsettled.get(number)
             if isinstance(delivery, RemoteDelivery) and first >= 0 and count > 0:
                 delivery.queue.settle(delivery, Outcome.TAKEN, first, count)
 
@@ -295,7 +295,7 @@ class Deliveries:
         Raises:
             LeaseLost: somebody waits to hear that a lease is settled, which went back before.
         """
-        settle, unsettled = request.meta, request.answering.unsettled
+        settle, unsettled = request.meta, request.peer_requests.unsettled
         found = [
             (delivery, first, count)
             for number, first, count in settle.ranges

@@ -31,7 +31,7 @@ class Nothing(msgspec.Struct, array_like=True, frozen=True):
     """A reply that says no more than that it was done."""
 
 
-class Kept(msgspec.Struct, array_like=True, frozen=True):
+class RetainedPayload(msgspec.Struct, array_like=True, frozen=True):
     """Large arrays of an item that stay with its producer (see `direct_protocol`)."""
 
     item: int
@@ -40,7 +40,7 @@ class Kept(msgspec.Struct, array_like=True, frozen=True):
     sizes: list[int]
 
 
-class Left(msgspec.Struct, array_like=True, frozen=True):
+class PayloadRef(msgspec.Struct, array_like=True, frozen=True):
     """Large arrays of an item that are with its producer, and how they are got there."""
 
     item: int
@@ -62,7 +62,7 @@ class Put(msgspec.Struct, array_like=True, frozen=True):
     party: str
     want: bool = False
     """more will follow: grant me credit for them"""
-    kept: Kept | None = None
+    retained: RetainedPayload | None = None
 
 
 class Run(msgspec.Struct, array_like=True, frozen=True):
@@ -83,7 +83,7 @@ class Transfer(msgspec.Struct, array_like=True, frozen=True):
     runs: list[Run]
     sizes: list[int]
     """of each item: bytes of MessagePack"""
-    kept: list[Kept] = []
+    retained: list[RetainedPayload] = []
 
 
 class Credit(msgspec.Struct, array_like=True, frozen=True):
@@ -168,7 +168,7 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
     """of each item: bytes of MessagePack, number of buffers"""
     deliveries: list[int] = []
     """of a lease: how often each item was handed out"""
-    left: list[Left] = []
+    payloads: list[PayloadRef] = []
     """of those whose arrays are not in the body"""
 
 

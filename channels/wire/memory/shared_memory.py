@@ -17,10 +17,10 @@ the array is gone, C releases         no              P for O, if O has views
 O has none any more, O releases       by P            nobody
 ------------------------------------  --------------  ------------------------------------
 C dies                                no              O, that the item may go to another; then
-                                                      O releases it to P as spoilt
+                                                      O releases it to P as poisoned
 P dies                                by nobody       O's open file and C's mapping
-O dies                                by nobody       C's mapping; P's part is spoilt
-a connection is cut, both live        by nobody       what was lent over it is spoilt
+O dies                                by nobody       C's mapping; P's part is poisoned
+a connection is cut, both live        by nobody       what was lent over it is poisoned
 ====================================  ==============  ====================================
 
 So an array may outlive its connection and its maker, and nothing needs to be cleaned up.
@@ -172,7 +172,7 @@ class Sharing:
             self._sent_copied += 1
         elif shared is not LATER:
             self._sent_shared += 1
-        elif progress.moving is not None:  # others in this loop first
+        elif progress.pending is not None:  # others in this loop first
             self._resting = True
             self._loop.call_soon(self._go_on)
         return shared
@@ -181,7 +181,7 @@ class Sharing:
         self._resting = False
         self._outbox.flush()
 
-    def told(self, head: bytes, peer: str) -> None:
+    def handle(self, head: bytes, peer: str) -> None:
         """The peer said something about its memory, or this process's.
 
         Raises:
@@ -208,8 +208,8 @@ class Sharing:
 
     # ---- what is found out in any thread, within anything that it is doing
 
-    def _release(self, number: int, spoilt: bool) -> None:
-        self._say_later("spoilt" if spoilt else "released", number)
+    def _release(self, number: int, poisoned: bool) -> None:
+        self._say_later("poisoned" if poisoned else "released", number)
 
     def _slab_gone(self, number: int) -> None:
         self._say_later("retired", number)
@@ -227,12 +227,12 @@ class Sharing:
 
     def _say(self) -> None:
         self._scheduled = False  # first: what is found from here on is said by the next call
-        found: dict[str, list[int]] = {"released": [], "spoilt": [], "retired": []}
+        found: dict[str, list[int]] = {"released": [], "poisoned": [], "retired": []}
         for _ in range(min(len(self._found), AT_ONCE)):
             what, number = self._found.popleft()
             found[what].append(number)
-        if found["released"] or found["spoilt"]:
-            self._tell(Released(found["released"], found["spoilt"]))
+        if found["released"] or found["poisoned"]:
+            self._tell(Released(found["released"], found["poisoned"]))
         for number in found["retired"]:
             self._tell(Retired(number))
         if self._found:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.errors import ChannelError, ItemTooLarge, MalformedFrame
-from rlinf_async.channels.saying import say
+from rlinf_async.channels.errors import ChannelError, ItemTooLarge, MalformedFrame, error_text
 from rlinf_async.channels.wire.frames.framing import Flag, FrameType
 from rlinf_async.channels.wire.frames.messages import Message
 from rlinf_async.channels.wire.memory.slab import is_private
@@ -35,7 +34,7 @@ _RECEIPT = int(Flag.RECEIPT)  # the enums are slow to ask
 _REQUEST, _REPLY, _ERROR = FrameType.REQUEST, FrameType.REPLY, FrameType.ERROR
 
 
-class Answering:
+class PeerRequests:
     """What the peer of a connection waits for."""
 
     def __init__(self, connection: Connection, router: Router, outbox: Outbox) -> None:
@@ -154,7 +153,7 @@ class Answering:
     def fail(self, request: Request[Any], error: BaseException) -> None:
         """Use `Request.fail`."""
         if not request.number:
-            log.warning("notice %r of %s failed: %s", request.kind, self._peer, say(error))
+            log.warning("notice %r of %s failed: %s", request.kind, self._peer, error_text(error))
         elif self._lost is None:
             head = _encode(report(error))
             self._outbox.send(_ERROR, request.number, head, None, request.lane, what=request.kind)

@@ -28,10 +28,10 @@ from rlinf_async.channels.wire.session.address import (
 from rlinf_async.channels.wire.session.auth import NEW, Handshake, Terms
 from rlinf_async.channels.wire.session.connection import Closed, Connection
 from rlinf_async.channels.wire.session.dialing import Dialer
+from rlinf_async.channels.wire.session.endpoint_options import EndpointOptions, Timeouts
+from rlinf_async.channels.wire.session.pending_handshakes import PendingHandshakes
 from rlinf_async.channels.wire.session.router import Router
-from rlinf_async.channels.wire.session.side import Side, Times
 from rlinf_async.channels.wire.session.socket_link import Link
-from rlinf_async.channels.wire.session.strangers import Strangers
 
 NUMBER_BYTES: Final = len(NEW)
 CLOSED: Final = "the server was closed"
@@ -48,14 +48,14 @@ async def connect(
     name: str,
     router: Router,
     on_disconnect: Closed | None = None,
-    **times: Unpack[Times],
+    **times: Unpack[Timeouts],
 ) -> Connection:
     """Connect to the process that serves this address, and prove that we belong to its cluster.
 
     Args:
         address: the path of a Unix socket, or ``tcp://host:port``.
         name: who we are, in the peer's errors and reports.
-        times: see `Times`.
+        times: see `Timeouts`.
 
     Raises:
         ValueError: a time makes no sense.
@@ -64,7 +64,7 @@ async def connect(
             ``patience``.
         HandshakeFailed: the secret, or the protocol's version, differs.
     """
-    side = Side.of(secret, name, router, **times)
+    side = EndpointOptions.of(secret, name, router, **times)
     connection = await Dialer(parse(address), side).connect()
     if on_disconnect is not None:
         connection.on_close(on_disconnect)
@@ -76,7 +76,7 @@ class Server:
 
     def __init__(
         self,
-        side: Side,
+        side: EndpointOptions,
         *,
         on_connect: Opened | None,
         on_disconnect: Closed | None,
@@ -86,7 +86,7 @@ class Server:
         """those that were made and not lost; some may be cut just now"""
         self._by_number: dict[bytes, Connection] = {}
         self._by_attempt: dict[bytes, Connection] = {}
-        self._strangers = Strangers()
+        self._pending = PendingHandshakes()
         self._side = side
         self._on_connect = on_connect
         self._on_disconnect = on_disconnect
@@ -141,7 +141,7 @@ class Server:
         if isinstance(self._address, UnixAddress):
             with contextlib.suppress(FileNotFoundError):
                 self._address.path.unlink()
-        every, strangers = list(self.connections), list(self._strangers)
+        every, strangers = list(self.connections), list(self._pending)
         for connection in every:
             connection.close(CLOSED)
         for link in strangers:
@@ -167,9 +167,9 @@ class Server:
         side = self._side
         handshake = Handshake("server", side.secret, side.name, settle=partial(self._settle, made))
         link = Link(
-            handshake, side.handshake_timeout, lambda _: made[0].streams, self._strangers.arrived
+            handshake, side.handshake_timeout, lambda _: made[0].streams, self._pending.arrived
         )
-        self._strangers.add(link)
+        self._pending.add(link)
         link.opened.add_done_callback(partial(self._known, link, made))
         return link
 
@@ -179,7 +179,7 @@ class Server:
         begun = self._by_attempt.get(asked.attempt) if asked.number == NEW else None
         if begun is not None and begun.peer == handshake.peer and not begun.received_bytes:
             connection, number = begun, begun.number  # the answer to its last try did not arrive
-            connection.streams.make_way()
+            connection.streams.drop_link()
         elif asked.number == NEW:
             number = os.urandom(NUMBER_BYTES)
             connection = self._side.connection(handshake.peer, number, asked.patience)
@@ -189,12 +189,12 @@ class Server:
             if found is None or found.peer != handshake.peer:
                 raise handshake.refuse("this process does not know its connection (any more)")
             connection = found
-            connection.streams.make_way()
+            connection.streams.drop_link()
         made.append(connection)
         return Terms(number, connection.received_bytes, self._side.patience)
 
     def _known(self, link: Link, made: list[Connection], opened: asyncio.Future[None]) -> None:
-        self._strangers.remove(link)
+        self._pending.remove(link)
         error = None if opened.cancelled() else opened.exception()
         if isinstance(error, WireError):
             self._reject(error)
@@ -238,7 +238,7 @@ async def serve(
     on_connect: Opened | None = None,
     on_disconnect: Closed | None = None,
     on_reject: Rejected | None = None,
-    **times: Unpack[Times],
+    **times: Unpack[Timeouts],
 ) -> Server:
     """Serve a Unix socket that only this user can reach, or a port of one of this host's addresses.
 
@@ -248,14 +248,14 @@ async def serve(
         on_connect: called with each connection once it has proved the secret.
         on_disconnect: called with it, and the reason, when it is closed or lost.
         on_reject: called when somebody could not prove it (always logged).
-        times: see `Times`.
+        times: see `Timeouts`.
 
     Raises:
         ValueError: the secret is too short, or a time makes no sense.
         WireError: the address is none, or in use, or cannot be made, or others can reach it.
     """
     server = Server(
-        Side.of(secret, name, router, **times),
+        EndpointOptions.of(secret, name, router, **times),
         on_connect=on_connect,
         on_disconnect=on_disconnect,
         on_reject=on_reject,

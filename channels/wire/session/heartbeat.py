@@ -36,7 +36,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
             )
 
 
-class Pulse:
+class HeartbeatMonitor:
     """Sends heartbeats where nothing else is sent, and watches for the peer's.
 
     Args:

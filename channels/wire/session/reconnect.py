@@ -34,7 +34,7 @@ def check_patience(seconds: float) -> None:
         )
 
 
-class Reach:
+class Reconnection:
     """Keeps a cut connection.
 
     Args:

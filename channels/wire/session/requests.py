@@ -26,7 +26,7 @@ _decoders: dict[Any, Callable[[bytes], Any]] = {}
 _begins: dict[str, bytes] = {}
 
 
-class Waiting(Protocol):
+class ReplyTarget(Protocol):
     """Who is told the answer: a future, or anything that is called as one is."""
 
     def done(self) -> bool: ...
@@ -39,33 +39,35 @@ class Waiting(Protocol):
 class Answer(Generic[R]):
     """What the peer answered."""
 
-    __slots__ = ("_asking", "_confirm", "body", "meta", "number")
+    __slots__ = ("_confirm", "_own_requests", "body", "meta", "number")
 
-    def __init__(self, meta: R, message: Message, asking: Asking) -> None:
+    def __init__(self, meta: R, message: Message, asking: OwnRequests) -> None:
         self.meta = meta
         self.body = message.body
         self.number = message.number
         """of the request"""
         self._confirm = bool(message.flags & _RECEIPT)
-        self._asking = asking
+        self._own_requests = asking
 
     def take(self) -> None:
         """It has arrived: say so, where the peer wants to know."""
         if self._confirm:
-            self._asking.confirm(self.number)
+            self._own_requests.confirm(self.number)
 
 
-class Asking:
+class OwnRequests:
     """What this side of a connection waits for."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._loop = asyncio.get_running_loop()
         self._outbox = outbox
         self._last = 0
-        self._pending: dict[int, Waiting] = {}
+        self._pending: dict[int, ReplyTarget] = {}
         self._taken: list[int] = []
 
-    def ask(self, waiting: Waiting, kind: str, head: bytes, body: Encoded | None, lane: int) -> int:
+    def ask(
+        self, waiting: ReplyTarget, kind: str, head: bytes, body: Encoded | None, lane: int
+    ) -> int:
         """Send a request whose answer this one gets; the request's number."""
         self._last = number = self._last + 1
         self._outbox.send(_REQUEST, number, head, body, lane, what=kind)

@@ -11,7 +11,7 @@ import msgspec
 from rlinf_async.channels.encoded import Encoded
 
 if TYPE_CHECKING:
-    from rlinf_async.channels.wire.session.answers import Answering
+    from rlinf_async.channels.wire.session.answers import PeerRequests
     from rlinf_async.channels.wire.session.connection import Connection
 
 M = TypeVar("M")
@@ -40,7 +40,7 @@ class Request(msgspec.Struct, Generic[M], eq=False):
     """
 
     connection: Connection
-    answering: Answering
+    peer_requests: PeerRequests
     kind: str
     number: int
     lane: int
@@ -62,20 +62,20 @@ class Request(msgspec.Struct, Generic[M], eq=False):
         unsettled: Unsettled | None = None,
         receipt: bool = False,
     ) -> None:
-        """Answer. ``unsettled`` is told if the answer turns out not to have been taken, until it is
-        removed from `Answering.unsettled`; with ``receipt`` that is done as soon as the asker has
-        the answer.
+        """Answer. ``unsettled`` is called if the answer turns out not to have been taken, until it
+        is removed from `PeerRequests.unsettled`; with ``receipt`` that is done as soon as the asker
+        has the answer.
 
         Raises:
             ItemTooLarge: the answer is over a limit; the request is still open.
         """
         if self.open:
-            self.answering.reply(self, meta, body, unsettled, receipt)
+            self.peer_requests.reply(self, meta, body, unsettled, receipt)
 
     def fail(self, error: BaseException) -> None:
         """Answer with an error."""
         if self.open:
-            self.answering.fail(self, error)
+            self.peer_requests.fail(self, error)
 
 
 class Route(NamedTuple):

@@ -16,8 +16,7 @@ import socket
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError
-from rlinf_async.channels.saying import say
+from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError, error_text
 from rlinf_async.channels.wire.session.auth import Handshake
 from rlinf_async.channels.wire.session.busy_poll import busy_poll
 from rlinf_async.channels.wire.session.hangup import HangUp
@@ -26,11 +25,11 @@ from rlinf_async.patient import Timer
 CLOSED = "the other process closed it or died"
 
 
-class HandshakeLate(HandshakeFailed):
+class HandshakeTimeout(HandshakeFailed):
     """The other side was too slow. It may be faster another time."""
 
 
-class User(Protocol):
+class LinkUser(Protocol):
     """Who reads and writes a link."""
 
     def carry(self, link: Link, arrived: int) -> None: ...
@@ -57,7 +56,7 @@ class Link(asyncio.Protocol):
         self,
         handshake: Handshake,
         seconds: float,
-        greeted: Callable[[Link], User],
+        greeted: Callable[[Link], LinkUser],
         arrived: Callable[[Link], None] | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -68,7 +67,7 @@ class Link(asyncio.Protocol):
         """done when the socket is closed"""
         self._greeted = greeted
         self._arrived = arrived
-        self._user: User | None = None
+        self._user: LinkUser | None = None
         self._transport: asyncio.Transport | None = None
         self._seconds = seconds
         self._late_timer: Timer | None = None
@@ -80,7 +79,7 @@ class Link(asyncio.Protocol):
         return self._transport
 
     @property
-    def user(self) -> User | None:
+    def user(self) -> LinkUser | None:
         return self._user
 
     @property
@@ -92,7 +91,7 @@ class Link(asyncio.Protocol):
         if not self.opened.done():
             self._fail(self.handshake.refuse(reason))
 
-    def turn_out(self, reason: str) -> None:
+    def evict(self, reason: str) -> None:
         """Close on who has not proved anything yet, without a refusal: an honest peer tries again.
 
         A refusal is final, and a crowd of strangers must not end who comes back after a cut.
@@ -150,7 +149,7 @@ class Link(asyncio.Protocol):
             self._user.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        reason = say(exc) if exc else CLOSED
+        reason = error_text(exc) if exc else CLOSED
         self._in_time()
         self._hanging.stop()
         self._transport = None
@@ -187,7 +186,7 @@ class Link(asyncio.Protocol):
             self._late_timer.cancel()
 
     def _late(self) -> None:
-        self._fail(HandshakeLate(f"no handshake within {self._seconds:g} seconds"))
+        self._fail(HandshakeTimeout(f"no handshake within {self._seconds:g} seconds"))
 
     def _fail(self, error: WireError) -> None:
         if self._transport is not None and (answer := self.handshake.take_outgoing()):

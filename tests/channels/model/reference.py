@@ -9,8 +9,7 @@ has been.
   back takes the place again that its number says.
 * Whoever waits for room stands in one line for each key. Whoever waits for items stands in the line
   of its receiver; receivers are served in turn.
-* The first in turn collects what fits; what it has collected takes up no room any more, but still
-  counts to the depth.
+* The first in turn collects what fits; what it has collected takes up no room any more.
 """
 
 from __future__ import annotations

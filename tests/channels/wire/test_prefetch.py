@@ -137,7 +137,7 @@ async def test_what_answers_an_item_and_the_next_get_go_in_one_write(
         answering = asyncio.create_task(answer())
         for number in range(8):  # by then, room was lent for answers
             await there_and_back(number)
-        connection.streams.pulse.stop()  # a sign of life would be a write of its own
+        connection.streams.monitor.stop()  # a sign of life would be a write of its own
         transport: Any = connection.outbox._transport
         written: list[bytes] = []
 
@@ -640,6 +640,6 @@ async def test_a_get_that_is_cancelled_before_it_is_sent_still_says_what_was_tak
         await settled()
         [there] = owner.server.connections
         untaken: Any = there
-        assert untaken._answering.unsettled == {}  # the owner knows that the first was taken
+        assert untaken._peer_requests.unsettled == {}  # the owner knows that the first was taken
         channel.sender.put_nowait(2)
         assert await receiver.get() == 2

@@ -93,8 +93,8 @@ async def test_a_stopped_holder_is_noticed_by_its_heartbeat() -> None:
         async with worker(owner, ref, "stop holding"):
             await until(lambda: channel.statistics().leases_out)
             [connection] = owner.server.connections  # to start, it may take its time
-            connection.streams.pulse._heartbeat = Heartbeat.of(0.4)
-            connection.streams.pulse.start()
+            connection.streams.monitor._heartbeat = Heartbeat.of(0.4)
+            connection.streams.monitor.start()
             _, reason = await owner.lost.get()
             assert reason.startswith("nothing was heard for 0.")
             assert reason.endswith("s: the process is stopped, or blocked")

@@ -13,7 +13,7 @@ from rlinf_async.channels.wire.session.router import Router
 HANDSHAKE_SECONDS: Final = 10.0
 
 
-class Times(TypedDict, total=False):
+class Timeouts(TypedDict, total=False):
     """How long things may take, in seconds; each of them may be left out."""
 
     heartbeat_interval: float | None
@@ -27,7 +27,7 @@ class Times(TypedDict, total=False):
     counts too, if it is less. 0: a cut ends it. 10 by default"""
 
 
-class Side(NamedTuple):
+class EndpointOptions(NamedTuple):
     """One side of connections: who it is, what it answers, and how long it waits."""
 
     secret: bytes
@@ -49,7 +49,7 @@ class Side(NamedTuple):
         handshake_timeout: float = HANDSHAKE_SECONDS,
         patience: float = PATIENCE,
     ) -> Self:
-        """The side with these `Times`.
+        """The side with these `Timeouts`.
 
         Raises:
             ValueError: the secret is none, or a time makes no sense.

@@ -21,10 +21,10 @@ from typing import Final
 from rlinf_async.channels.wire.session.peer_process import is_local, peer_pid
 from rlinf_async.channels.wire.session.socket_link import Link
 
-MAX_STRANGERS: Final = 128
+MAX_PENDING: Final = 128
 
 
-class Strangers:
+class PendingHandshakes:
     """The sockets whose other side has not proved anything yet."""
 
     def __init__(self) -> None:
@@ -50,12 +50,12 @@ class Strangers:
             return
         before = {one: origin for one, origin in self._origins.items() if origin is not None}
         self._origins[link] = origin_of(link.transport)
-        if len(before) < MAX_STRANGERS:
+        if len(before) < MAX_PENDING:
             return
         crowds = Counter(before.values())
         leaves = min(before, key=lambda one: (-crowds[before[one]], one.handshake.introduced))
         self.remove(leaves)
-        leaves.turn_out(f"{MAX_STRANGERS} others came, and it has not proved anything: turned out")
+        leaves.evict(f"{MAX_PENDING} others came, and it has not proved anything: turned out")
 
 
 def origin_of(transport: asyncio.BaseTransport) -> str:

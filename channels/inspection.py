@@ -69,12 +69,14 @@ def state_of(queue: Queue, key: Key | None) -> KeyState:
     limit = queue.max_weight
     found = queue.known(key)
     if found is None:
-        return KeyState(depth=0, weight=0, room=queue.capacity, room_weight=limit)
-    beside = [entry for one in found.prefetching for entry in one.entries[one.requested :] if entry]
-    beside += found.collected
+        return KeyState(depth=0, weight=0, collected=0, room=queue.capacity, room_weight=limit)
+    prefetched = [
+        entry for one in found.prefetching for entry in one.entries[one.requested :] if entry
+    ]
     return KeyState(
-        depth=len(found.entries) + len(beside),
-        weight=found.weight + sum(entry.weight for entry in beside),
+        depth=len(found.entries) + len(prefetched),
+        weight=found.weight + sum(entry.weight for entry in prefetched),
+        collected=len(found.collected),
         room=max(0, queue.capacity - len(found.entries) - found.reserved),
         room_weight=None if limit is None else max(0, limit - found.weight - found.reserved_weight),
     )
@@ -83,15 +85,13 @@ def state_of(queue: Queue, key: Key | None) -> KeyState:
 def statistics_of(queue: Queue) -> Statistics:
     """The channel's counts up to now."""
     keys = list(queue.every_key())
-    collected = [entry for key in keys for entry in key.collected]
     waiting_putters = sum(len(key.putters) for key in keys)
     return Statistics(
         name=queue.name,
         capacity=queue.capacity,
-        depth=sum(len(key.entries) for key in keys) + queue.prefetched + len(collected),
-        weight=sum(key.weight for key in keys)
-        + queue.prefetched_weight
-        + sum(entry.weight for entry in collected),
+        depth=sum(len(key.entries) for key in keys) + queue.prefetched,
+        weight=sum(key.weight for key in keys) + queue.prefetched_weight,
+        collected=sum(len(key.collected) for key in keys),
         keys=sum(1 for key in keys[1:] if key.entries or key.getters.order or key.putters),
         puts=queue.sequence - queue.withdrawn + waiting_putters,
         gets=queue.gets,
@@ -113,10 +113,10 @@ def statistics_of(queue: Queue) -> Statistics:
         credit_waits=queue.credit_waits,
         refused=queue.refused,
         direct=queue.direct,
-        brought=queue.brought,
+        loaded=queue.loaded,
         lost=queue.lost,
         edges=queue.edges.seen(),
         senders=len(queue.senders),
         receivers=len(queue.receivers),
-        seconds=0.0 if queue.born is None else queue.now() - queue.born,
+        seconds=0.0 if queue.opened_at is None else queue.now() - queue.opened_at,
     )
