@@ -16,10 +16,10 @@ PIECE_BYTES: Final = 8 * 1024**2
 class Encoded(msgspec.Struct, eq=False, gc=False):
     """MessagePack bytes, and the large arrays that were left out of them.
 
-    A queue carries an item that came from another process in this form until somebody here takes
-    it, so an item that is only forwarded is never decoded. Not tracked by the garbage collector,
-    which would visit every one that is queued. Arrays that are still with their producer have an
-    `RemotePayload` in their place.
+    A queue carries an item that came from another process in this form until it is taken in this
+    process, so an item that is only forwarded is never decoded. Not tracked by the garbage
+    collector, which would visit every one that is queued. An item whose payload is still with its
+    producer has a `RemotePayload` for buffers.
     """
 
     data: bytes
@@ -36,7 +36,7 @@ class Encoded(msgspec.Struct, eq=False, gc=False):
 
 
 class Form(msgspec.Struct, array_like=True, frozen=True):
-    """How the items of a channel travel: what its owner tells whoever gets an end of it."""
+    """How the items of a channel travel. Sent by its owner with each end."""
 
     members: tuple[str, ...] = ()
     """names of its type, or of the types that it is a union of"""

@@ -56,7 +56,7 @@ class Lease(Sequence[T_co]):
 
 
 class Named(abc.ABC):
-    """What every end says of its channel."""
+    """The name and the item type of an end's channel."""
 
     __slots__ = ()
 
@@ -84,7 +84,7 @@ class End(Named):
     def clone(self, holder: str | None = None) -> Self:
         """Another open end of the same channel, closed on its own.
 
-        ``holder`` names who will use it in reports; by default, whoever runs now.
+        ``holder`` names who will use it in reports; by default, the party that runs now.
         """
 
     @abc.abstractmethod
@@ -133,7 +133,7 @@ class Sender(End, Generic[T_contra]):
             WrongItemType: the item is not of the channel's type.
             NoReceivers: every receiver has closed.
             ChannelClosed: this end, or the whole channel, was closed.
-            ChannelFailed: somebody failed the channel.
+            ChannelFailed: the channel was failed.
         """
 
     async def flush(self) -> None:
@@ -169,7 +169,7 @@ class Receiver(End, Generic[T_co]):
         Raises:
             EndOfChannel: every sender has closed and nothing is left.
             ChannelClosed: this end was closed.
-            ChannelFailed: somebody failed the channel.
+            ChannelFailed: the channel was failed.
         """
 
     @abc.abstractmethod
@@ -228,7 +228,7 @@ class Receiver(End, Generic[T_co]):
 
         Raises: as `get`, and at the end of the block:
             LeaseLost: the items went back before, or the connection was lost before the channel
-                confirmed: they may go to somebody else.
+                confirmed: they may be delivered again.
         """
         delivery, items = await self._take(weight, at_least, key)
         try:
@@ -326,7 +326,7 @@ class LatestReceiver(Named, Generic[T_co]):
 
         Raises:
             EndOfChannel: closed, and nothing newer will come.
-            ChannelFailed: somebody failed it.
+            ChannelFailed: it was failed.
         """
 
     @abc.abstractmethod

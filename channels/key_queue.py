@@ -4,14 +4,14 @@ Invariants, each with a test of that name:
 
 * an item is in exactly one place: the entries, a waiting put, a delivery (waiting or not settled),
   the dead letters, or taken;
-* the order is FIFO: entries that come back go to the place that their sequence number says. Whoever
-  waits is served in arrival order; receivers with several gets that wait are served in turn;
-* no wakeup is lost: an item never rests here while somebody who could take it waits;
+* the order is FIFO: entries that come back go to the place that their sequence number says. Waits
+  are served in arrival order; receivers with several gets that wait are served in turn;
+* no wakeup is lost: an item never rests here while a get that could take it waits;
 * at most ``capacity`` items and ``max_weight`` weight are admitted. Credit that senders in other
   processes hold, and items that were prefetched, count as taken room. (A single heavier item is let
   in when nothing else is there; what is returned goes back over and above.)
 
-Nothing here waits. Items are handed directly to whoever waits, so nobody can overtake.
+Nothing here waits. Items are handed directly to the gets that wait, so none can be overtaken.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CreditHolder(Protocol):
     """whether it is about to be granted some"""
 
     def recall(self) -> None:
-        """Somebody waits for this room: ask for what is not spent."""
+        """A put waits for this room: ask for what is not spent."""
 
     def room_freed(self) -> None:
         """There may be room to grant again."""
@@ -88,15 +88,15 @@ class KeyQueue:
         self.reserved_weight = 0
         self.credit_holders: list[CreditHolder] = []
         self.room_wanted = 0
-        """so much free room is worth granting; 0 where nobody asks"""
+        """free items from which on room is worth granting; 0 where no process wants credit"""
         self.paused = False
-        """whether nobody is served just now: several deliveries are being returned"""
+        """whether serving is suspended: several deliveries are being returned"""
         self.contested = float("-inf")
-        """when somebody else last waited for prefetched items"""
+        """when another receiver last waited for prefetched items"""
 
     @property
     def idle(self) -> bool:
-        """Whether it holds nothing, and nobody uses it."""
+        """Whether it holds nothing and is not in use."""
         return not (
             self.entries
             or self.getters.order
@@ -119,7 +119,7 @@ class KeyQueue:
         """Put at once, or return the wait for room.
 
         Raises:
-            ChannelClosed, ChannelFailed, NoReceivers: nobody will take it.
+            ChannelClosed, ChannelFailed, NoReceivers: no receiver will take it.
             TypeError, ValueError: the weight is not a positive int.
         """
         queue = self.queue
@@ -213,7 +213,7 @@ class KeyQueue:
     def get(self, delivery: Delivery) -> bool:
         """Serve this delivery in its turn; whether it has to wait for that."""
         self.getters.add(delivery)
-        if self.entries or self.putters or self.queue.ended:  # else nobody could be served
+        if self.entries or self.putters or self.queue.ended:  # else there is nothing to serve
             self.serve()
             if not delivery.waiting:
                 return False
@@ -290,7 +290,7 @@ class KeyQueue:
         self, delivery: Delivery, indices: Iterable[int], outcome: Outcome,
         error: BaseException | str = "",
     ) -> None:  # fmt: skip
-        """Return a delivery some of whose entries cannot be used: those are settled so."""
+        """Return a delivery, except for these entries of it, which are settled with the outcome."""
         with paused([self]):
             for index in indices:
                 self.settle(delivery, outcome, index, 1, error)
@@ -424,10 +424,10 @@ class KeyQueue:
         return _ITSELF if own else 0
 
     def _nothing_can_come(self, delivery: Delivery) -> bool:
-        """The channel has ended, and no delivery of somebody else can still be returned.
+        """The channel has ended, and no delivery of another owner can still be returned.
 
-        Holders that wait for one another would do so for ever: so they see the end, and nobody else
-        does before they have settled what they hold.
+        Holders that wait for one another would do so for ever: so they see the end, and all others
+        see it once these have settled what they hold.
         """
         if not self.queue.ended or self.prefetching:
             return False
@@ -496,7 +496,7 @@ class KeyQueue:
         """Put items that weigh so much each, for which credit was spent.
 
         Raises:
-            ChannelClosed, ChannelFailed, NoReceivers: nobody will take them.
+            ChannelClosed, ChannelFailed, NoReceivers: no receiver will take them.
         """
         queue = self.queue
         if not queue.accepts or each != 1:
@@ -511,7 +511,7 @@ class KeyQueue:
             self.serve()
 
     def recall_credit(self) -> None:
-        """Somebody waits for room: ask for credit that is not spent."""
+        """A put waits for room: ask for credit that is not spent."""
         for holder in list(self.credit_holders):
             holder.recall()
 
@@ -526,8 +526,8 @@ class KeyQueue:
 
 @contextmanager
 def paused(queues: Iterable[KeyQueue]) -> Iterator[None]:
-    """Serve nobody until the block ends: what is returned in it, in whichever order, is there
-    before anything is handed out again."""
+    """Suspend serving until the block ends: what is returned in it, in whatever order, is back
+    before anything is delivered again."""
     stopped = [queue for queue in dict.fromkeys(queues) if not queue.paused]
     for queue in stopped:
         queue.paused = True

@@ -1,8 +1,8 @@
 """`Latest`: a channel that holds only the newest value.
 
 For what is superseded, not consumed: weight versions, scaling decisions. Each published value gets
-the next version, from 1; receivers wait for one newer than they have. Values that nobody saw are
-counted, never a surprise.
+the next version, from 1; receivers wait for one newer than they have. Values that no receiver saw
+are counted.
 """
 
 from __future__ import annotations

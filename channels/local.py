@@ -30,7 +30,7 @@ from rlinf_async.channels.waitfor import Wait, current_party
 
 CHECKPOINT: Final = 127
 """One put and one get of 128, that of which the number has all these bits set, gives others in this
-loop a turn: a loop over them can be cancelled, and starves nobody."""
+loop a turn: a loop over them can be cancelled, and starves no other task."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -203,7 +203,7 @@ class _LocalEnd:
         if not self._live or self._own:
             return
         try:
-            if self._queue.open and self._queue.channel() is not None:  # else nobody waits for it
+            if self._queue.open and self._queue.channel() is not None:  # else no task waits for it
                 self._warn()
         finally:
             self._close_later()
@@ -214,7 +214,7 @@ class _LocalEnd:
         if self._loop is None:
             close()
             return
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(close)
 
     def _warn(self) -> None:

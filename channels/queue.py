@@ -89,8 +89,10 @@ class Queue:
         self, item_type: Any, name: str, capacity: int, max_weight: int | None, max_deliveries: int
     ) -> None:
         self.item_type = item_type
+        self.item_class = item_class(item_type)
         self.round_trip = round_trip_check(item_type, name)
-        self.item_class = item_class(item_type, check_all=self.round_trip is not None)
+        if self.round_trip is not None:
+            self.item_class = item_class(item_type, check_all=True)
         self.name = name
         self.capacity = capacity
         self.max_weight = max_weight
@@ -253,7 +255,7 @@ class Queue:
     # ---- what may be asked for
 
     def check_put(self, key: object, weight: object) -> None:
-        """Refuse a put that nobody can take, or that weighs nothing.
+        """Refuse a put that no receiver can take, or that weighs nothing.
 
         Raises:
             ChannelClosed, ChannelFailed, NoReceivers, TypeError, ValueError
@@ -331,14 +333,14 @@ class Queue:
         return [entry.item for entry in entries]
 
     def dead_letter(self, entry: Entry, error: BaseException | str) -> None:
-        """Nobody can use this item: keep it with the dead letters."""
+        """Move an item that cannot be used to the dead letters."""
         item = entry.item
         if self.direct and (payload := remote_payload_of(item)) is not None:
             payload.start_loading().add_done_callback(
                 lambda _: self._dead_letter_loaded(entry, payload, error)
             )
             return
-        with contextlib.suppress(MalformedFrame):  # then it is kept as it came
+        with contextlib.suppress(MalformedFrame):  # then it stays encoded
             item = self.value(item)
         self.dead_letters.append(DeadLetter(item, entry.deliveries, error_text(error)))
         log.error(
@@ -358,7 +360,7 @@ class Queue:
             self.dead_letter(entry, error)
 
     def drop_lost(self) -> None:
-        """A producer died: items whose payload nobody had fetched from it are lost."""
+        """A producer died: items whose payload was not fetched from it are lost."""
         for queue in self.every_key():
             if queue.getters.order:
                 queue.insert(queue.getters.first.release())

@@ -27,7 +27,7 @@ Fetch = Callable[[], Coroutine[Any, Any, Sequence[Buffer]]]
 
 
 class PayloadLost(ChannelError):
-    """Its producer is gone, and what it kept with it. Whoever gets is given the next item."""
+    """The payload is gone with its producer. The get is given the next item."""
 
 
 class Missing:
@@ -65,7 +65,7 @@ class RemotePayload(Sequence[Buffer]):
         self.loaded: Sequence[Buffer] | None = None
         """they themselves, once they are here"""
         self.lost = False
-        """nobody has them any more"""
+        """whether it is gone with its producer"""
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -84,7 +84,7 @@ class RemotePayload(Sequence[Buffer]):
         """Wait until they are here. Cancelled, they come all the same.
 
         Raises:
-            PayloadLost: nobody has them any more.
+            PayloadLost: it is gone with its producer.
         """
         while self.loaded is None:
             if self.lost:
@@ -126,7 +126,7 @@ def is_lost(item: object) -> bool:
 
 
 def load_ahead(queue: KeyQueue) -> None:
-    """Somebody here takes items, and will take these: let them come."""
+    """Load the payloads of the first items: a receiver in this process will take them."""
     for entry in islice(queue.entries, LOAD_AHEAD):
         if (payload := remote_payload_of(entry.item)) is not None and not payload.lost:
             payload.start_loading()

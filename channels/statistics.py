@@ -89,12 +89,12 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     refused: int = 0
     """items that were under way when the channel closed, failed, or lost its last receiver"""
     direct: int = 0
-    """items of other processes whose large arrays stayed there, for whoever gets them"""
+    """items of other processes whose large arrays stayed there, until a consumer fetches them"""
     loaded: int = 0
     """of those, the ones that came through this process after all: for a receiver here, or one that
     cannot reach the producer, or because the producer ended"""
     lost: int = 0
-    """of those, the ones that nobody will get: the producer died before they were fetched"""
+    """of those, the ones that are lost: the producer died before they were fetched"""
     edges: tuple[Edge, ...] = ()
     """what went to and from other processes, by who put or took it"""
     senders: int

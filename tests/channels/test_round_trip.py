@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, Latest, WrongItemType
 from rlinf_async.channels.round_trip import VARIABLE
+from rlinf_async.testing.pytest_plugin import pytest_configure
 from tests.channels.transport import Transport
 
 
@@ -152,3 +153,12 @@ async def test_without_the_switch_nothing_is_looked_through(
 def test_a_type_that_cannot_travel_is_refused_where_the_channel_is_made() -> None:
     with pytest.raises(TypeError, match="cannot travel between processes"):
         Channel(list[Number | Noted], name="untagged")
+
+
+def test_the_pytest_plugin_turns_the_check_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE)
+    pytest_configure()
+    assert Channel(Number, name="numbers").queue.round_trip is not None
+    monkeypatch.setenv(VARIABLE, "0")
+    pytest_configure()
+    assert Channel(Number, name="numbers").queue.round_trip is None

@@ -108,11 +108,11 @@ async def test_past_its_patience_each_side_gives_up_and_leases_go_back() -> None
     async with far(patience=0.2) as one:
         receiver = one.owner.receiver(channel, one.connection)
         await channel.sender.put(7)
-        with pytest.raises(ConnectionLost, match=r"; it was not taken up again within 0\.2 s"):
+        with pytest.raises(ConnectionLost, match=r"; it was not resumed within 0\.2 s"):
             await hold_until_lost(one, receiver)
         name, reason = await one.owner.lost.get()
         assert name == "worker"
-        assert reason.endswith("; it was not taken up again within 0.2 s")
+        assert reason.endswith("; it was not resumed within 0.2 s")
         assert (channel.statistics().depth, channel.statistics().leases_out) == (1, 0)
 
 
@@ -265,7 +265,7 @@ async def test_who_does_not_come_back_to_a_closed_connection_is_given_up(
         one.connection.notify("anything", None)
         one.connection.close()
         await one.connection.wait_closed()
-        with pytest.raises(ConnectionLost, match=r"not taken up again within 0\.1 s"):
+        with pytest.raises(ConnectionLost, match=r"not resumed within 0\.1 s"):
             one.connection.notify("anything", None)
     assert "what was said last to owner may be lost" in caplog.text
 

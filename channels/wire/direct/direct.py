@@ -4,12 +4,12 @@ The producer keeps them and puts the rest of the item; who gets it fetches them.
 
 * the producer keeps them until the item is consumed: a lease that fails is delivered again;
 * a producer that closes its connection gives what it still has to the owner first. One that dies
-  takes it along: those items are counted (``statistics().lost``) and logged, and whoever gets is
-  given the next one;
+  takes it along: those items are counted (``statistics().lost``) and logged, and the get is given
+  the next one;
 * a consumer that cannot reach the producer gets them through the owner, as ever.
 
 On the producer's host they go by shared memory, else by TCP. Who comes proves the cluster's secret,
-as on every connection, and names a token that only the owner and its getters were told.
+as on every connection, and names a token that only the owner and the consumers know.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Direct:
         self._tried: dict[bytes, float] = {}
         self._closed = False
         self.retained_bytes = 0
-        """of the arrays that are here until somebody has fetched them"""
+        """of the payloads that are retained"""
         self.fetched = 0
         """items whose arrays this process got from their producer"""
         self.passed = 0
@@ -82,7 +82,7 @@ class Direct:
         most: int = MOST,
         **times: Unpack[Timeouts],
     ) -> Self:
-        """Fetch from others, and where it listens let others fetch from here.
+        """Fetch payloads from others, and where it listens let others fetch from this process.
 
         Args:
             listen: addresses, as of `serve`: a TCP address that the consumers' hosts reach, and for
@@ -137,7 +137,7 @@ class Direct:
         """Keep a copy of these; its number, or None if they may not stay here.
 
         Args:
-            copied: they are a copy already, which nobody else changes.
+            copied: whether they are a copy already.
         """
         if not self.may_retain(buffers):
             return None
@@ -148,7 +148,7 @@ class Direct:
         return number
 
     def release(self, number: int) -> None:
-        """Nobody will fetch this."""
+        """Forget a payload that will not be fetched."""
         self.retained_bytes -= sum(map(len, self._retained.pop(number)))
 
     def answer(self, request: Request[Fetch]) -> None:
@@ -185,7 +185,7 @@ class Direct:
         return body.buffers
 
     async def _reach(self, left: PayloadRef) -> Connection | None:
-        """The connection to this process: there is one, whoever wants it."""
+        """The one connection to this process."""
         if self._closed:
             return None
         now = asyncio.get_running_loop().time()

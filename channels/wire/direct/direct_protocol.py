@@ -1,4 +1,4 @@
-"""What is said of large arrays that go from producer to consumer, past the owner of their channel.
+"""Messages about payloads: large arrays that go from producer to consumer, past the owner.
 
 ::
 
@@ -34,10 +34,10 @@ MAX_ADDRESS: Final = 300
 
 
 class Offer(msgspec.Struct, array_like=True, frozen=True):
-    """producer -> owner: arrays will stay with this process. Whoever wants them connects here."""
+    """producer -> owner: payloads will stay here, to be fetched at these addresses."""
 
     token: bytes
-    """names this process, to those whom it concerns: nobody can guess it"""
+    """random; known only to the owner and to consumers of its items"""
     host: str
     """names its host; the Unix sockets among the addresses are of use there"""
     addresses: list[str]
@@ -57,19 +57,19 @@ class Payload(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Release(msgspec.Struct, array_like=True, frozen=True):
-    """owner -> producer: nobody will want these arrays any more."""
+    """owner -> producer: these payloads will not be fetched any more."""
 
     numbers: list[int]
 
 
 class PutAbandoned(msgspec.Struct, array_like=True, frozen=True):
-    """producer -> owner: a put was given up, which may have come or not: release what did not."""
+    """producer -> owner: a put was given up; release its payload if the item did not arrive."""
 
     number: int
 
 
 class TakeOver(msgspec.Struct, array_like=True, frozen=True):
-    """producer -> owner: this process ends: take over whatever it still keeps."""
+    """producer -> owner: this process closes: load all payloads that it still retains."""
 
 
 def check_offer(offer: Offer) -> None:
@@ -83,7 +83,7 @@ def check_offer(offer: Offer) -> None:
         or len(offer.addresses) > MAX_ADDRESSES
         or any(len(text) > MAX_ADDRESS for text in (*offer.addresses, offer.host))
     ):
-        raise MalformedFrame("an offer of large arrays that makes no sense")
+        raise MalformedFrame("an invalid offer of payloads")
 
 
 def check_payload(sizes: Sequence[int]) -> None:

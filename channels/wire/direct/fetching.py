@@ -1,4 +1,4 @@
-"""The consumer's side of large arrays that stayed with their producer. See `direct`."""
+"""The consumer's side of payloads that stayed with their producer. See `direct`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ AT_ONCE: Final = 4
 
 
 def attach(parts: Sequence[Encoded], left: Sequence[PayloadRef]) -> None:
-    """Say of these items that their arrays are elsewhere.
+    """Mark the items whose payload is elsewhere.
 
     Raises:
-        MalformedFrame: it makes no sense.
+        MalformedFrame: there is no such item, or it has arrays already.
     """
     for one in left:
         check_payload(one.sizes)
@@ -36,8 +36,8 @@ def attach(parts: Sequence[Encoded], left: Sequence[PayloadRef]) -> None:
 async def fetch_all(
     connection: Connection, direct: Direct | None, parts: Sequence[Encoded]
 ) -> int | None:
-    """Bring the arrays of these items here, straight from their producers or through the owner at
-    the other side of the connection. None, or an item whose arrays are lost.
+    """Fetch the payloads of these items, from their producers or through the owner at the other
+    side of the connection. None, or the index of the first item whose payload is lost.
 
     Raises:
         ConnectionLost: to the owner; the items go to others.
@@ -82,7 +82,7 @@ async def _fetch(
         "payload.pass", Fetch(left.token, left.number), reply=Payload
     )
     if body is None or not reply.here or not fits(body, left.sizes):
-        raise PayloadLost("nobody has the arrays of this item any more")
+        raise PayloadLost("the payload of this item is gone with its producer")
     if direct is not None:
         direct.passed += 1
     return body.buffers

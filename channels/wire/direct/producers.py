@@ -1,7 +1,7 @@
 """The owner's side of payloads that stay with their producers. See `direct`.
 
 An item whose large arrays are elsewhere is queued with a `RemotePayload` in their place. When
-nothing refers to that any more, whatever became of the item, its producer is told to release them.
+nothing refers to that any more, whatever became of the item, its producer is sent a release.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Producer:
             self._scheduled = True
             try:
                 self._loop.call_soon_threadsafe(self._send_releases)
-            except RuntimeError:  # the loop is closed: nobody is there to be told
+            except RuntimeError:  # the loop is closed, and the connection with it
                 self._closed = True
 
     def _send_releases(self) -> None:
@@ -185,7 +185,7 @@ def take_retained(
     queue: Queue | None,
 ) -> list[int]:
     """Mark those of these items, numbered from ``first``, whose payload stays with the producer;
-    the bytes of each payload. Without a queue nobody will want them: they are released.
+    the bytes of each payload. Without a queue they are released.
 
     Raises:
         MalformedFrame: there are no such items, or arrays.

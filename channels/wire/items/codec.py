@@ -6,13 +6,13 @@ MessagePack does what msgspec can do; beyond that, by extension types:
 code  is
 ====  =====================================================================================
 1     an array (see `arrays`): large ones stand beside the MessagePack, as buffers
-2     the end of a channel, where the encoder and the decoder were told how to handle ends
+2     the end of a channel, where encoder and decoder are given functions for ends
 3..5  a tuple, set or frozenset where the type does not say that it is one (see `untyped`)
 ====  =====================================================================================
 
 A received array is writable. It lies in the bytes that arrived, or in shared memory whose pages are
-copied when they are written; decoding takes them over. Whoever may have to decode them again
-decodes a copy (`Decoder.decode_copy`). numpy scalars arrive as plain numbers.
+copied when they are written; decoding takes them over. Bytes that may have to be decoded again are
+decoded from a copy (`Decoder.decode_copy`). numpy scalars arrive as plain numbers.
 """
 
 from __future__ import annotations

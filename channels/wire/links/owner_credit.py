@@ -2,7 +2,7 @@
 
 Credit is room that a process can put into without asking. At most half of the free room of a key is
 granted at once, and to each process that wants some at most an equal share of the capacity. It is
-recalled as soon as somebody else waits for it. What is put on credit is confirmed with the next
+recalled as soon as another put waits for it. What is put on credit is confirmed with the next
 grant, or a few milliseconds later. A put without credit is a request, answered when it is admitted.
 """
 
@@ -297,8 +297,8 @@ class Credits:
     # ---- what goes out
 
     def send_grants(self) -> None:
-        """Grant, refuse and then confirm, in one message if that can hold it: whoever hears that
-        its items were handled has heard of those that were refused."""
+        """Grant, refuse and then confirm, in one message if that can hold it: a process that reads
+        that its items were handled has read which were refused."""
         self._collected = False
         if self._timer is not None:
             self._timer.cancel()

@@ -56,7 +56,7 @@ MAX_PREFETCH: Final = 4096
 PREFETCH_ITEM_BYTES: Final = 32 * 1024
 """Larger items are not prefetched."""
 ALONE_SECONDS: Final = 1.0
-"""Nothing is prefetched for so long after somebody else waited for what was."""
+"""Nothing is prefetched for so long after another receiver waited for prefetched items."""
 RECALL_SECONDS: Final = 0.25
 NOTHING: Final = Nothing()
 NO_LEFT: Final[list[PayloadRef]] = []
@@ -106,7 +106,7 @@ class RemoteDelivery(Delivery):
         self.queue.settle(self, Outcome.RETURNED)
 
     def losing(self) -> AbstractContextManager[None]:
-        """The process is gone. Nobody is served before all that it had is back."""
+        """The process is gone. No get is served before all that was delivered to it is back."""
         return paused([self.queue])
 
     def lost(self, reason: str) -> None:
@@ -222,7 +222,7 @@ class Deliveries:
         return found
 
     def _prefetch(self, delivery: RemoteDelivery, get: Get, bodies: list[Encoded]) -> None:
-        """Send small items in advance, where nobody else waits for them. Their bodies are added."""
+        """Send small items in advance, where no other get waits for them. Adds their bodies."""
         queue = delivery.queue
         channel = queue.queue
         if not queue.entries or queue.getters.order or channel.failure is not None:
@@ -240,7 +240,7 @@ class Deliveries:
                 break
             try:
                 body = encoded_entry(entry, channel)
-            except CANNOT_TRAVEL:  # whoever asks for it is told
+            except CANNOT_TRAVEL:  # the get that asks for it raises that
                 break
             if body.buffers or len(body.data) > PREFETCH_ITEM_BYTES:
                 break
@@ -293,7 +293,7 @@ class Deliveries:
         """As the process says.
 
         Raises:
-            LeaseLost: somebody waits to hear that a lease is settled, which went back before.
+            LeaseLost: the lease that is acknowledged went back before.
         """
         settle, unsettled = request.meta, request.peer_requests.unsettled
         found = [

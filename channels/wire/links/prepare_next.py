@@ -1,7 +1,7 @@
 """The next item with large arrays is made ready while its receiver is busy with the one before.
 
 A get is then answered at once: its arrays lie in shared memory already. Nothing else changes by it:
-until it is asked for, the item stays where it is, and whoever takes it gets it as it was put.
+until it is asked for, the item stays where it is, and is taken as it was put.
 
 ::
 
@@ -65,7 +65,7 @@ def _prepare(connection: Connection, queue: KeyQueue) -> None:
         return
     try:
         body = encoded_entry(entry, queue.queue)
-    except CANNOT_TRAVEL:  # whoever asks for it is told
+    except CANNOT_TRAVEL:  # the get that asks for it raises that
         return
     if _worth_it(body) and connection.prepare(body) and body is not entry.item:
         entry.ready = body

@@ -1,4 +1,4 @@
-"""What the ends of a channel and its owner say to each other."""
+"""The messages between the ends of a channel and its owner."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Credit(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True):
-    """Items of a sender that were under way when nobody could take them any more."""
+    """Items of a sender that were in transit when the channel stopped taking items."""
 
     end: int
     count: int
@@ -154,7 +154,7 @@ class Settle(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Recall(msgspec.Struct, array_like=True, frozen=True):
-    """owner -> client: settle what was prefetched for this receiver: somebody waits for it."""
+    """owner -> client: settle what was prefetched for this receiver: another get waits for it."""
 
     end: int
     key: Key | None

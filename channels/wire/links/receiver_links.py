@@ -87,7 +87,7 @@ class WaitingGet(WaitFuture):
 
 
 class _PrefetchRequest:
-    """A request for prefetched items alone, whose answer nobody awaits."""
+    """A request for prefetched items alone, whose answer no get awaits."""
 
     def __init__(self, link: ReceiverLink) -> None:
         self._link = link
@@ -99,7 +99,7 @@ class _PrefetchRequest:
         self._link.prefetch_arrived(message)
 
     def set_exception(self, error: BaseException) -> None:
-        """The end is closed, or the connection is lost: whoever gets will be told."""
+        """The end is closed, or the connection is lost: the next get raises that."""
         self._link.prefetch_over()
 
 
@@ -159,7 +159,7 @@ class ReceiverLink:
         return part
 
     def mark_taken(self, number: int, index: int) -> None:
-        """Somebody has this item."""
+        """A caller has this item."""
         self.run += 1
         self._taken += 1
         self.links.taken(number, index)
@@ -168,7 +168,7 @@ class ReceiverLink:
             self._ask_for_prefetch()
 
     def return_part(self, part: Part) -> None:
-        """Whoever had this item does not want it."""
+        """The caller did not take this item after all."""
         if not self.links.connection.closed:
             self.items.appendleft(part)
             self.return_items()
@@ -202,7 +202,7 @@ class ReceiverLink:
         if self.closed:
             del parts[1:]  # the owner has taken back what was prefetched
         if get in waiting and get is not waiting[0]:
-            waiting.remove(get)  # nobody is left waiting without having asked
+            waiting.remove(get)  # so no get is left waiting without a request
             waiting.appendleft(get)
         if len(parts) > 1:
             self._low = len(parts) // 2
@@ -351,8 +351,8 @@ class ReceiverLinks:
     # ---- settling
 
     def taken(self, number: int, index: int, count: int = 1) -> None:
-        """These entries are settled as taken. The owner is told with the next get that asks it, or
-        with the next write."""
+        """These entries are settled as taken. It is reported with the next get that asks the
+        owner, or with the next write."""
         unreported = self._unreported
         if unreported and (last := unreported[-1])[0] == number and last[1] + last[2] == index:
             unreported[-1] = number, last[1], last[2] + count
@@ -363,7 +363,7 @@ class ReceiverLinks:
                 self.connection.outbox.collect(self._report_taken)
 
     def take_unreported(self) -> list[Range]:
-        """What was taken: whoever asks for it says it."""
+        """What was taken and not reported: to be sent now."""
         unreported, self._unreported = self._unreported, []
         return unreported
 
@@ -379,7 +379,7 @@ class ReceiverLinks:
             )
 
     def give_up(self, get: WaitingGet) -> None:
-        """Nobody wants the answer to its request."""
+        """Its request is not needed any more."""
         number, get.number = get.number, 0
         if not self.connection.give_up(number, withdraw=not get.reports_taken):
             get.link.discard_in_flight()  # the owner may have answered it: that goes back

@@ -29,8 +29,10 @@ class Wire:
         self.queue = ref.queue
         self.channel_name = ref.channel
         self.item_type = item_type
+        self.item_class = item_class(item_type)
         self._round_trip = round_trip_check(item_type, ref.channel, ref.form)
-        self.item_class = item_class(item_type, check_all=self._round_trip is not None)
+        if self._round_trip is not None:
+            self.item_class = item_class(item_type, check_all=True)
         codec = ItemCodec(item_type, ref.form)
         self.decode = codec.decode
         # Of a union that is numbered, the codec must see what class an item has.

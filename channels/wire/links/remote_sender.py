@@ -1,4 +1,4 @@
-"""A sender of a channel in another process: what it puts, and what it is told of that later.
+"""A sender of a channel in another process: its puts, and what becomes of them.
 
 ::
 
@@ -65,7 +65,7 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
                     await self._ask(account, body, weight)
                     return
             transfers.add(account, self._number, weight, body.data)
-            if self._reported is not None:  # credit was granted since, so somebody takes it again
+            if self._reported is not None:  # granted since: items are taken again
                 self._reported = None
         elif body.buffers:
             await self._put_shared(account, body, weight)
@@ -89,7 +89,7 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
     async def _put_retained(
         self, payloads: RetainedPayloads, account: Account, whole: Encoded, weight: int
     ) -> None:
-        """Put an item whose large arrays stay here until somebody fetches them."""
+        """Put an item whose payload stays here until a consumer fetches it."""
         self._check()
         copied = await payloads.copy(whole)
         self._check()
@@ -156,8 +156,8 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
             error.add_note(f"beside, of what was put before: {error_text(also)}")
 
     def report(self, error: Exception) -> bool:
-        """Raise this at the next use; whether there will be one. It is told once why nothing is
-        taken any more, not for each of the items that were under way then."""
+        """Raise this at the next use; whether there will be one. The reason why the channel takes
+        nothing any more is raised once, not for each item that was in transit."""
         if self._reported is type(error):
             return True
         if self._error is None:

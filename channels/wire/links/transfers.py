@@ -14,8 +14,8 @@ Invariants:
   nothing is overtaken;
 * what was collected goes, in the data lane, before whatever else is said later in that lane: a
   lease that is settled, the end of a sender, a flush;
-* whoever put an item that was refused, or may be lost, is told at its next put, flush or close; if
-  there is nobody left to be told, it is logged.
+* that an item was refused, or may be lost, is raised at its sender's next put, flush or close; if
+  the sender is closed, it is logged.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ FRAME_MOST: Final = 4 * FRAME_ITEMS
 """Many tasks that put in one turn may collect more; no message has more than these, or than so many
 changes of key, sender or weight as `FRAME_ITEMS`: its head is bounded."""
 MAX_UNCONFIRMED: Final = 1024**2
-"""Bytes that may be unconfirmed; whoever would exceed it asks."""
+"""Bytes that may be unconfirmed; a put that would exceed it asks."""
 _NOTICE, _SHARED = FrameType.NOTICE, int(Flag.SHARED)  # the enums are slow to ask
 
 _open: set[Transfers] = set()
@@ -255,8 +255,8 @@ class Transfers:
         if sender is not None and sender.report(error):
             return
         log.error(
-            "%d items that were put over the connection to %s are lost, and whoever put them has "
-            "closed its end: %s", count, self._connection.peer, error,
+            "%d items that were put over the connection to %s are lost, and their "
+            "sender is closed: %s", count, self._connection.peer, error,
         )  # fmt: skip
 
     # ---- the end

@@ -28,7 +28,7 @@ again costs its sender nothing, and a copy of each costs this process."""
 
 
 class Borrowing:
-    """What the peer lets this process look at.
+    """The memory of the peer that this process may read.
 
     Args:
         tell: says something to the peer, now.

@@ -55,7 +55,7 @@ _pending_copies: weakref.WeakValueDictionary[int, PendingCopy] = weakref.WeakVal
 
 
 class Lending:
-    """What the peer may look at."""
+    """The memory of this process that the peer may read."""
 
     def __init__(
         self, pool: Pool, tell: Callable[[Notice], None], gone: Callable[[int], None]

@@ -1,8 +1,8 @@
 """This process's shared memory: a few slabs, whose parts are lent, come back, and are lent again.
 
 Invariant: a part is written only while nobody has a view of it. A part whose borrower was lost
-sight of is poisoned; its slab lends no more and goes when the other parts have come back, and the
-kernel frees the memory when the borrower, too, has let go of it.
+without a release is poisoned; its slab lends no more and goes when the other parts have come back,
+and the kernel frees the memory when the borrower, too, has unmapped it.
 
 ::
 

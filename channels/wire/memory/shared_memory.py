@@ -1,4 +1,4 @@
-"""Large arrays between two processes of one host: written once, then only spoken about.
+"""Large arrays between two processes of one host: written once, then only referred to.
 
 The bytes lie in a slab (see `slab`) of the process that first sent them; what goes through the
 socket is which part of which slab. A process that only forwards passes this on, and touches none of
@@ -182,10 +182,10 @@ class Sharing:
         self._outbox.flush()
 
     def handle(self, head: bytes, peer: str) -> None:
-        """The peer said something about its memory, or this process's.
+        """Handle a notice of the peer about its memory, or about this process's.
 
         Raises:
-            MalformedFrame: it makes no sense.
+            MalformedFrame: it is invalid.
         """
         notice = decode_notice(head)
         if isinstance(notice, Announce):
@@ -222,7 +222,7 @@ class Sharing:
             self._scheduled = True
             try:
                 self._loop.call_soon_threadsafe(self._say)
-            except RuntimeError:  # the loop is closed: nobody is there to be told
+            except RuntimeError:  # the loop is closed, and the connection with it
                 self._closed = True
 
     def _say(self) -> None:

@@ -132,7 +132,7 @@ class Loan:
     def __init__(self, slab: Slab, give_back: Callable[[bool], None]) -> None:
         self.slab = slab
         self.poisoned = False
-        """somebody out of reach may still look at it: never write there again"""
+        """a process that is out of reach may still read it: never write there again"""
         self._give_back = give_back
 
     def view(self, offset: int, size: int) -> memoryview:

@@ -14,7 +14,7 @@ Invariants, on both sides:
 
 ::
 
-    open <--cut, found again--> reconnecting
+    open <--cut, resumed--> reconnecting
       \\--close(), abort()----------/--patience over, peer gone--> closed
 """
 
@@ -65,7 +65,7 @@ class Connection:
     Args:
         peer, patience: as of `Streams`.
         number: of this connection, on both sides.
-        redial: connects again; None on the side that waits to be found.
+        redial: connects again; None on the side that waits.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Connection:
     ) -> None:
         again = None if redial is None else partial(redial, self)
         self.streams = Streams(self, heartbeat, peer=peer, patience=patience, redial=again)
-        """what it says and hears, whichever socket carries it"""
+        """its two streams of bytes, whichever socket carries them"""
         self.peer = peer
         """the name that the other side proved in the handshake"""
         self.number = number
@@ -97,7 +97,7 @@ class Connection:
         self._on_close: list[Closed] = []
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self.linger: Callable[[Callable[[], None]], bool] | None = None
-        """whether closing must wait; then what it is given is called as soon as it need not"""
+        """whether closing must wait; if so, its argument is called as soon as it need not"""
         self._attached: dict[type, Any] = {}
 
     # ---- requests and notices
@@ -177,10 +177,10 @@ class Connection:
         *,
         control: bool = False,
     ) -> int:
-        """As `ask`, for one who is told the answer as soon as it arrives; the request's number.
-        ``head`` is what `head_of` makes of its kind and its arguments.
+        """As `ask`, for a target that is called when the answer arrives; the request's number.
+        ``head``: what `head_of` makes of its kind and its arguments.
 
-        An answer that cannot be read is told as such, and raised on: the connection ends by it.
+        An answer that cannot be decoded is reported to the target, and ends the connection.
         """
         if self.closed:
             raise self._lost()
@@ -215,7 +215,7 @@ class Connection:
 
     @property
     def reconnection(self) -> Reconnection:
-        """What is done about a cut."""
+        """What happens after a cut."""
         return self.streams.reconnection
 
     @property

@@ -26,15 +26,15 @@ LONGEST_PAUSE: Final = 1.0
 
 
 class NotListening(ConnectionLost):
-    """Nobody listens at this address (any more): there is no use in trying again."""
+    """Nothing listens at this address (any more): trying again is of no use."""
 
 
 class HandshakeCut(ConnectionLost):
-    """There was somebody, but the socket was closed in the handshake: another one may do."""
+    """The socket was closed in the handshake: another one may succeed."""
 
 
 class Dialer:
-    """Makes a connection to one address, and finds it again after a cut."""
+    """Makes a connection to one address, and resumes it after a cut."""
 
     def __init__(self, address: Address, side: EndpointOptions) -> None:
         self._address = address
@@ -45,7 +45,7 @@ class Dialer:
         with many strangers, is replaced by others for as long as the side has patience.
 
         Raises:
-            ConnectionLost: nobody serves it, or it was cut.
+            ConnectionLost: nothing listens there, or it was cut.
             HandshakeFailed: the secret, or the protocol's version, differs.
         """
         attempt, patience = os.urandom(ATTEMPT_BYTES), self._side.patience
@@ -148,7 +148,7 @@ class Dialer:
 
 
 async def _take_back(link: Link, made: list[Connection]) -> None:
-    """Nobody wants this connection any more: the server, which may have it already, is told."""
+    """The connection is not wanted any more: notify the server, which may have accepted it."""
     if not made and link.handshake.introduced:  # the server may be about to make it
         with contextlib.suppress(TimeoutError, WireError):
             async with patient.timeout(GRACE_SECONDS):

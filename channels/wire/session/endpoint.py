@@ -1,7 +1,7 @@
 """Connecting and listening: on a Unix socket between processes of one host, on TCP between hosts.
 
-A server tells apart who comes: a stranger, who has some seconds and one kilobyte to prove the
-secret; a new peer; and a peer whose connection was cut, and goes on.
+A server distinguishes three kinds of sockets: those that have not proved the secret, which have
+some seconds and one kilobyte to do it; those of new peers; and those on which a connection resumes.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ async def connect(
     on_disconnect: Closed | None = None,
     **times: Unpack[Timeouts],
 ) -> Connection:
-    """Connect to the process that serves this address, and prove that we belong to its cluster.
+    """Connect to the process that serves this address, and prove the cluster's secret.
 
     Args:
         address: the path of a Unix socket, or ``tcp://host:port``.
-        name: who we are, in the peer's errors and reports.
+        name: of this process, in the peer's errors and reports.
         times: see `Timeouts`.
 
     Raises:
-        ValueError: a time makes no sense.
-        WireError: the address is none, or no socket, or too long.
-        ConnectionLost: nobody serves it, or every socket was cut in the handshake for as long as
-            ``patience``.
+        ValueError: an invalid time limit.
+        WireError: the address is invalid, not a socket, or too long.
+        ConnectionLost: nothing listens there, or every socket was cut in the handshake, for
+            ``patience`` seconds.
         HandshakeFailed: the secret, or the protocol's version, differs.
     """
     side = EndpointOptions.of(secret, name, router, **times)
@@ -83,7 +83,7 @@ class Server:
         on_reject: Rejected | None,
     ) -> None:
         self.connections: set[Connection] = set()
-        """those that were made and not lost; some may be cut just now"""
+        """those that were made and not lost, also those that are cut and may resume"""
         self._by_number: dict[bytes, Connection] = {}
         self._by_attempt: dict[bytes, Connection] = {}
         self._pending = PendingHandshakes()
@@ -97,7 +97,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where to connect to. A port of 0 is the one that was found by now."""
+        """Where to connect to. Port 0 was replaced by the port that was taken."""
         return str(self._address)
 
     @property
@@ -115,7 +115,7 @@ class Server:
         """Accept connections from now on.
 
         Raises:
-            WireError: nobody can listen there.
+            WireError: it is impossible to listen there.
         """
         loop = asyncio.get_running_loop()
         if isinstance(address, UnixAddress):
@@ -160,7 +160,7 @@ class Server:
     ) -> None:
         await self.close()
 
-    # ---- who comes
+    # ---- accepting
 
     def _accept(self) -> Link:
         made: list[Connection] = []
@@ -174,7 +174,7 @@ class Server:
         return link
 
     def _settle(self, made: list[Connection], handshake: Handshake) -> Terms:
-        """The connection that this peer is to have: a new one, or its own again."""
+        """The connection of this peer: a new one, or the one that it resumes."""
         asked = handshake.terms
         begun = self._by_attempt.get(asked.attempt) if asked.number == NEW else None
         if begun is not None and begun.peer == handshake.peer and not begun.received_bytes:
@@ -212,7 +212,7 @@ class Server:
         connection.on_close(partial(self._ended, attempt))
         if self._on_connect is not None:
             self._on_connect(connection)
-        if self._closing:  # it proved the secret in the very turn in which the others were closed
+        if self._closing:  # accepted in the turn in which the others were closed
             connection.close(CLOSED)
 
     def _reject(self, error: WireError) -> None:
@@ -247,12 +247,12 @@ async def serve(
             ``tcp://host:port``: it listens at this address and at no other.
         on_connect: called with each connection once it has proved the secret.
         on_disconnect: called with it, and the reason, when it is closed or lost.
-        on_reject: called when somebody could not prove it (always logged).
+        on_reject: called when a peer could not prove it (always logged).
         times: see `Timeouts`.
 
     Raises:
-        ValueError: the secret is too short, or a time makes no sense.
-        WireError: the address is none, or in use, or cannot be made, or others can reach it.
+        ValueError: the secret is too short, or a time limit is invalid.
+        WireError: the address is invalid or in use, or other users can reach it.
     """
     server = Server(
         EndpointOptions.of(secret, name, router, **times),

@@ -1,4 +1,4 @@
-"""Errors on their way back to whoever asked."""
+"""Errors on their way back to the process that asked."""
 
 from __future__ import annotations
 

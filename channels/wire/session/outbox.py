@@ -200,7 +200,7 @@ class Outbox:
 
     def say_due(self) -> None:
         """What was collected goes first. One that fails holds neither the others back nor what is
-        said by whoever comes next: it is logged."""
+        is sent next: it is logged."""
         while self._due:
             due, self._due = self._due, []
             for say in due:

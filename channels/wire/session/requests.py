@@ -1,4 +1,4 @@
-"""The requests that this side made, until they are answered or given up."""
+"""The requests of this side, until they are answered or given up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _begins: dict[str, bytes] = {}
 
 
 class ReplyTarget(Protocol):
-    """Who is told the answer: a future, or anything that is called as one is."""
+    """What is given the answer: a future, or something with these methods of one."""
 
     def done(self) -> bool: ...
 
@@ -50,13 +50,13 @@ class Answer(Generic[R]):
         self._own_requests = asking
 
     def take(self) -> None:
-        """It has arrived: say so, where the peer wants to know."""
+        """Confirm that it has arrived, if the peer asked for that."""
         if self._confirm:
             self._own_requests.confirm(self.number)
 
 
 class OwnRequests:
-    """What this side of a connection waits for."""
+    """The requests of this side of a connection that are not answered."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._loop = asyncio.get_running_loop()
@@ -75,9 +75,11 @@ class OwnRequests:
         return number
 
     def cancel(self, number: int, *, withdraw: bool = True) -> bool:
-        """Nobody wants this answer, or took it though it may have come. Whether it was not even
-        asked for yet. Without ``withdraw`` it is asked for in any case, and cancelled behind that:
-        the request says something beside."""
+        """Give this request up, answered or not; whether it was withdrawn before it was sent.
+
+        Without ``withdraw`` it is sent in any case, with a cancellation behind it: it says more
+        than what it asks for.
+        """
         self._pending.pop(number, None)
         if not withdraw:
             self._outbox.send(FrameType.CANCEL, number, b"", None, DATA, what="a cancellation")
@@ -88,13 +90,13 @@ class OwnRequests:
         return withdrawn
 
     def confirm(self, number: int) -> None:
-        """Somebody has the answer; say so with the next write."""
+        """The answer was taken; confirm it with the next write."""
         if not self._taken:
             self._loop.call_soon(self.flush_receipts)
         self._taken.append(number)
 
     def flush_receipts(self) -> None:
-        """Say now which answers were taken."""
+        """Confirm the answers that were taken, now."""
         taken, self._taken = self._taken, []
         at_once = MAX_HEAD_BYTES // 8
         for start in range(0, len(taken), at_once):
@@ -110,7 +112,7 @@ class OwnRequests:
             MalformedFrame, DecodeError: nobody asked for it, or it cannot be read.
         """
         failed = message.type == _ERROR
-        error = rebuild(_decode_report(message.head)) if failed else None  # or who waits hangs
+        error = rebuild(_decode_report(message.head)) if failed else None  # or a wait hangs
         future = self._pending.pop(message.number, None)
         if future is None:
             if message.number > self._last:

@@ -30,13 +30,13 @@ class Unsettled(Protocol):
         """The connection is lost: in this block `lost` follows, of this and of all others."""
 
     def lost(self, reason: str) -> None:
-        """The connection is lost: nobody knows what became of it."""
+        """The connection is lost: whether the asker has taken it is unknown."""
 
 
 class Request(msgspec.Struct, Generic[M], eq=False):
     """A request of the peer that a handler answers, now or later, once.
 
-    For a notice, which nobody waits for, replies go nowhere and failures are logged.
+    A notice has no reply: replies to it are dropped, and failures are logged.
     """
 
     connection: Connection

@@ -1,7 +1,7 @@
-"""One socket: who is there, and then the bytes of a connection.
+"""One socket: first the handshake, then the bytes of a connection.
 
 A connection outlives its sockets (see `Connection`). A link has one user from the moment on at
-which its peer is known, and none again once it was cut or dropped: what arrives later is not heard.
+which its peer is known, and none again once it was cut or dropped: later bytes are ignored.
 
 ::
 
@@ -26,11 +26,11 @@ CLOSED = "the other process closed it or died"
 
 
 class HandshakeTimeout(HandshakeFailed):
-    """The other side was too slow. It may be faster another time."""
+    """The handshake took too long. Another one may be faster."""
 
 
 class LinkUser(Protocol):
-    """Who reads and writes a link."""
+    """What reads and writes a link."""
 
     def carry(self, link: Link, arrived: int) -> None: ...
 
@@ -44,11 +44,11 @@ class LinkUser(Protocol):
 
 
 class Link(asyncio.Protocol):
-    """A socket whose other side proves who it is.
+    """A socket whose other side proves the secret.
 
     Args:
-        seconds: that the other side has for it, once there is a socket.
-        greeted: called when it has; gives the user of this link.
+        seconds: time limit of the handshake.
+        greeted: called when it is done; gives the user of this link.
         arrived: called when there is a socket.
     """
 
@@ -87,14 +87,14 @@ class Link(asyncio.Protocol):
         return self.handshake.peer
 
     def refuse(self, reason: str) -> None:
-        """Turn away who has not proved anything yet."""
+        """Refuse a peer that has not proved the secret yet."""
         if not self.opened.done():
             self._fail(self.handshake.refuse(reason))
 
     def evict(self, reason: str) -> None:
-        """Close on who has not proved anything yet, without a refusal: an honest peer tries again.
+        """Close on a peer that has not proved the secret yet, without a refusal: it may try again.
 
-        A refusal is final, and a crowd of strangers must not end who comes back after a cut.
+        A refusal is final, and a flood of other sockets must not end a peer that reconnects.
         """
         if not self.opened.done():
             self._fail(ConnectionLost(reason))
@@ -102,7 +102,7 @@ class Link(asyncio.Protocol):
     def hang_up(self, *, first: bool = False) -> None:
         """Close the socket once the peer took what was sent, or takes nothing any more.
 
-        ``first``: the peer has not hung up, and is told by this.
+        ``first``: whether the peer is still to be notified, which this does.
         """
         self._user = None
         if self._transport is not None:
@@ -116,7 +116,7 @@ class Link(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # ---- what the transport says
+    # ---- callbacks of the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are not of that class

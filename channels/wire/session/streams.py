@@ -6,7 +6,7 @@ when.
 
 ::
 
-    carried by a link <--cut, found again--> reconnecting
+    carried by a link <--cut, resumed--> reconnecting
               \\----------- lost -------------/
 """
 
@@ -28,9 +28,9 @@ from rlinf_async.channels.wire.session.socket_link import Link
 from rlinf_async.patient import Timer
 
 MAX_UNSENT_MESSAGES: Final = 65_536
-"""A peer that asks but does not read the answers is not read any more from here on."""
+"""A peer that does not read its answers is not read any more from here on."""
 SAY_ARRIVED_BYTES: Final = 256 * 1024
-"""After so many bytes the peer is told how much arrived."""
+"""After so many bytes the peer is sent an acknowledgement."""
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Streams:
         user: whose they are.
         peer: the name that the other side proved.
         patience: seconds for which it is kept when it is cut; 0: a cut ends it.
-        redial: connects again; None on the side that waits to be found.
+        redial: connects again; None on the side that waits.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Streams:
         self.peer = peer
         """the name that the other side proved in the handshake"""
         self.reconnection = Reconnection(patience, redial, user.lose)
-        """what is done about a cut"""
+        """what happens after a cut"""
         self.link: Link | None = None
         """the socket in use"""
         self._pid = 0
@@ -88,7 +88,7 @@ class Streams:
         self.monitor = HeartbeatMonitor(heartbeat, self._beat, self._silent)
         self._patient = redial is not None
         self.reading_paused = False
-        """whether the peer is not read, because it takes no answers"""
+        """whether the peer is not read, because it does not read its answers"""
         self._peer_ended = False
         self._when_resumed: Callable[[], None] | None = None
         self._timer: Timer | None = None
@@ -165,7 +165,7 @@ class Streams:
         self.reconnection.was_cut(reason, self._pid)
 
     def drop_link(self) -> None:
-        """The peer comes with another socket: the one in use is of no use to it any more."""
+        """The peer has connected again: drop the socket in use."""
         link = self.link
         if link is not None:
             link.drop()
@@ -194,8 +194,8 @@ class Streams:
             self._resume_reading()
 
     def answered(self) -> None:
-        """An answer was queued; a peer that does not take any must stop asking. One that takes all
-        that it is given is read on: what holds the rest back ends with what it says."""
+        """An answer was queued. Nothing more is read of a peer that does not read its answers; one
+        that reads them is read on: its acknowledgements release what is held back."""
         too_many = self.outbox.paused and self.outbox.waiting > MAX_UNSENT_MESSAGES
         if too_many and not self.reading_paused and self.transport is not None:
             self.reading_paused = True
@@ -220,7 +220,7 @@ class Streams:
                 self.transport.resume_reading()
 
     def _not_resumed(self) -> None:
-        why = f"it was cut when it was closed, and not taken up again within {GRACE_SECONDS:g} s"
+        why = f"it was cut when it was closed, and not resumed within {GRACE_SECONDS:g} s"
         log.warning("what was said last to %s may be lost: %s", self.peer, why)
         self._user.abort(why)
 
@@ -252,7 +252,7 @@ class Streams:
         self.outbox.add_control(pack_small(FrameType.PING, self.received_bytes))
 
     def _beat(self) -> None:
-        """Say that this side lives, if it said nothing lately or has something to confirm."""
+        """Send a heartbeat, if nothing was sent lately or something is to be acknowledged."""
         quiet = self.outbox.sent_bytes == self._sent_by_beat
         if quiet or self.received_bytes != self._said_arrived:
             self._say_arrived()

@@ -163,7 +163,7 @@ async def test_a_request_is_answered() -> None:
 
 async def test_the_server_asks_the_client_too() -> None:
     async with peers() as two:
-        with pytest.raises(ChannelError, match="nobody answers requests of kind 'echo' here"):
+        with pytest.raises(ChannelError, match="no handler for requests of kind 'echo' here"):
             await echo(two.server_side, "hello")
 
 
@@ -374,7 +374,7 @@ async def test_arguments_that_cannot_be_read_are_refused_and_the_connection_goes
 
 async def test_an_unknown_request_is_refused_and_the_connection_goes_on() -> None:
     async with peers() as two:
-        with pytest.raises(ChannelError, match="nobody answers requests of kind 'nothing' here"):
+        with pytest.raises(ChannelError, match="no handler for requests of kind 'nothing' here"):
             await two.client.request("nothing", Text("x"), reply=Text)
         assert await echo(two.client, "fine") == "fine"
 

@@ -20,12 +20,7 @@ from rlinf_async.channels.wire.frames.framing import FrameType, pack_small
 from rlinf_async.channels.wire.links import owner_deliveries, protocol, receiver_links
 from tests.channels.wire.harness import Wired, settle, until, wired
 
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Items are prefetched from the second get on, however slow the machine is."""
-    monkeypatch.setattr(receiver_links, "STREAK", 2)
-    monkeypatch.setattr(receiver_links, "HORIZON", 3600.0)
+pytestmark = pytest.mark.usefixtures("prefetch_at_once")
 
 
 async def prefetched(owner: Wired, channel: Channel[int], count: int = 20) -> tuple[Any, Any, int]:

@@ -244,9 +244,9 @@ async def test_peers_of_two_versions_are_told_both_versions(
     ["tcp://", "tcp://host", "tcp://:5000", "tcp://host:port", "tcp://host:99999", "tcp://h:1/p"],
 )
 async def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(WireError, match="is no address: write tcp://host:port"):
+    with pytest.raises(WireError, match="is not an address: write tcp://host:port"):
         await serve(address, SECRET, router=Router())
-    with pytest.raises(WireError, match="is no address: write tcp://host:port"):
+    with pytest.raises(WireError, match="is not an address: write tcp://host:port"):
         await connect(address, SECRET, name="w", router=Router())
 
 

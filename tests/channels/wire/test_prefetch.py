@@ -30,12 +30,7 @@ from rlinf_async.channels.wire.links import owner_deliveries, receiver_links
 from rlinf_async.testing import nothing_left_waiting, wait_all_blocked
 from tests.channels.wire.harness import PATIENCE, Wired, remote_pair, until, wired
 
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Items come ahead from the second get on, however slow the machine is."""
-    monkeypatch.setattr(receiver_links, "STREAK", 2)
-    monkeypatch.setattr(receiver_links, "HORIZON", 3600.0)
+pytestmark = pytest.mark.usefixtures("prefetch_at_once")
 
 
 @asynccontextmanager
