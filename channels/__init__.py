@@ -4,8 +4,14 @@ if __name__ != "rlinf_async.channels":
     raise ImportError(f"import this package as 'rlinf_async.channels', not as {__name__!r}")
 
 from rlinf_async.channels.batching import BatchOps, BatchResizingIterator, BatchSizes
-from rlinf_async.channels.edges import Edge
-from rlinf_async.channels.ends import Fresh, Key, Lease, Receiver, Sender, TooStale
+from rlinf_async.channels.ends import (
+    Key,
+    LatestReceiver,
+    LatestSender,
+    Lease,
+    Receiver,
+    Sender,
+)
 from rlinf_async.channels.errors import (
     ChannelClosed,
     ChannelEmpty,
@@ -22,9 +28,10 @@ from rlinf_async.channels.errors import (
     WireError,
     WrongItemType,
 )
-from rlinf_async.channels.latest import Latest, LatestReceiver, LatestSender, LatestStatistics
+from rlinf_async.channels.latest import Latest, LatestStatistics
 from rlinf_async.channels.local import Channel
-from rlinf_async.channels.statistics import DeadLetter, KeyState, Statistics
+from rlinf_async.channels.statistics import DeadLetter, Edge, KeyState, Statistics
+from rlinf_async.channels.versions import Fresh, TooStale
 from rlinf_async.channels.waitfor import Wait, current_party, find_cycle, render
 
 __all__ = [

@@ -15,7 +15,7 @@ that belong to the queue until the delivery is *settled*::
     LOST        its arrays are gone with the process that kept them
 
 What is returned or has failed goes back to where it was: entries are ordered by their sequence
-number, whoever returns them and whenever. `KeyQueue.settle` does all of this.
+number, from wherever they return, and in whatever order. `KeyQueue.settle` does all of this.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Entry(msgspec.Struct, eq=False, gc=False):
     item: Any
     weight: int
     sequence: int
-    """position in the order in which the channel's items were put"""
+    """position in the order in which items came into the channel; 0 while the put waits for room"""
     deliveries: int = 0
     """how often it was handed out under a lease"""
     ready: Any = None
-    """its encoded form, where that was made before somebody asked for it"""
+    """its encoded form, where that was made before a get asked for it"""
 
 
 class Outcome(IntEnum):
@@ -66,7 +66,7 @@ class PrefetchLink(Protocol):
     """whether it has not answered a recall for so long that others are served without it"""
 
     def recall(self, receiver: int = 0) -> None:
-        """Somebody, perhaps of this receiver, waits for an item: ask for what was sent in advance
+        """A get waits for an item, perhaps one of this receiver: ask for what was sent in advance
         and not taken."""
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class Delivery(abc.ABC):
         queue: of its key.
         receiver: number of the end that asked.
         holder: the party that asked, for reports.
-        owner: whoever must not wait for these entries: the task that asked.
+        owner: the task that asked: it must not wait for its own entries.
         target: weight that it collects.
         at_least: weight from which on it is served as soon as nothing more is there.
         lease: whether settling it is left to a lease's block.
@@ -122,15 +122,15 @@ class Delivery(abc.ABC):
     @property
     @abc.abstractmethod
     def cancelled(self) -> bool:
-        """Whether nobody waits for it any more, although it was not taken out of its queue yet."""
+        """Whether its wait is over, although it was not taken out of its queue yet."""
 
     @abc.abstractmethod
     def served(self) -> None:
-        """It has its entries, and is registered as unsettled: tell whoever waits."""
+        """It has its entries, and is registered as unsettled: end the wait."""
 
     @abc.abstractmethod
     def refused(self, error: ChannelError) -> None:
-        """It will get none: tell whoever waits."""
+        """It will get none: end the wait with this error."""
 
     def over(self) -> None:  # noqa: B027  (few have anything to do)
         """All of it is settled."""
@@ -206,11 +206,11 @@ class WaitingPut(abc.ABC):
 
     @abc.abstractmethod
     def admitted(self) -> None:
-        """Its item is in the queue: tell whoever waits."""
+        """Its item is in the queue: end the wait."""
 
     @abc.abstractmethod
     def refused(self, error: ChannelError) -> None:
-        """Its item will not be taken: tell whoever waits."""
+        """Its item will not be taken: end the wait with this error."""
 
 
 class LocalPut(WaitingPut):
@@ -242,7 +242,7 @@ class Turns:
 
     def __init__(self) -> None:
         self.order: deque[int] = deque()
-        """receivers, the next to be served first; empty if nobody waits"""
+        """receivers, the next to be served first; empty if none waits"""
         self._by_receiver: dict[int, deque[Delivery]] = {}
 
     def __iter__(self) -> Iterator[Delivery]:

@@ -21,32 +21,15 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, overload
 
-import msgspec
-
 from rlinf_async.channels.errors import EndOfChannel
 from rlinf_async.channels.statistics import KeyState, Statistics
+from rlinf_async.channels.versions import Fresh, TooStale, oldest_version
 
-T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
 
 Key = str | int
 """Routes an item to one consumer."""
-
-
-class Fresh(msgspec.Struct, Generic[T], frozen=True):
-    """An item whose weights are at most ``max_lag`` versions old."""
-
-    item: T
-    lag: int
-
-
-class TooStale(msgspec.Struct, Generic[T], frozen=True):
-    """An item whose weights are more than ``max_lag`` versions old: counted, and yours to
-    handle."""
-
-    item: T
-    lag: int
 
 
 class Lease(Sequence[T_co]):
@@ -73,7 +56,7 @@ class Lease(Sequence[T_co]):
 
 
 class Named(abc.ABC):
-    """What every end says of its channel."""
+    """The name and the item type of an end's channel."""
 
     __slots__ = ()
 
@@ -101,7 +84,7 @@ class End(Named):
     def clone(self, holder: str | None = None) -> Self:
         """Another open end of the same channel, closed on its own.
 
-        ``holder`` names who will use it in reports; by default, whoever runs now.
+        ``holder`` names who will use it in reports; by default, the party that runs now.
         """
 
     @abc.abstractmethod
@@ -150,7 +133,7 @@ class Sender(End, Generic[T_contra]):
             WrongItemType: the item is not of the channel's type.
             NoReceivers: every receiver has closed.
             ChannelClosed: this end, or the whole channel, was closed.
-            ChannelFailed: somebody failed the channel.
+            ChannelFailed: the channel was failed.
         """
 
     async def flush(self) -> None:
@@ -186,7 +169,7 @@ class Receiver(End, Generic[T_co]):
         Raises:
             EndOfChannel: every sender has closed and nothing is left.
             ChannelClosed: this end was closed.
-            ChannelFailed: somebody failed the channel.
+            ChannelFailed: the channel was failed.
         """
 
     @abc.abstractmethod
@@ -245,7 +228,7 @@ class Receiver(End, Generic[T_co]):
 
         Raises: as `get`, and at the end of the block:
             LeaseLost: the items went back before, or the connection was lost before the channel
-                confirmed: they may go to somebody else.
+                confirmed: they may be delivered again.
         """
         delivery, items = await self._take(weight, at_least, key)
         try:
@@ -277,7 +260,7 @@ class Receiver(End, Generic[T_co]):
                 taken = await self._take(weight, at_least, key)
             except EndOfChannel:
                 return
-            held = _Held(self, *taken)
+            held = _TakenLease(self, *taken)
             try:
                 yield held
             finally:
@@ -314,7 +297,57 @@ class Receiver(End, Generic[T_co]):
             raise StopAsyncIteration from None
 
 
-class _Held(AbstractAsyncContextManager[Lease[T_co]]):
+class LatestSender(Named, Generic[T_contra]):
+    """The end that values are published at."""
+
+    __slots__ = ()
+
+    @abc.abstractmethod
+    async def publish(self, value: T_contra) -> int:
+        """Replace the value; its version. Never waits for a receiver."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """No newer value will come: waiting receivers end."""
+
+
+class LatestReceiver(Named, Generic[T_co]):
+    """The end that values are read from. It remembers which version it has seen."""
+
+    __slots__ = ()
+
+    version: int
+    """of the value last returned; 0 before the first"""
+
+    @abc.abstractmethod
+    async def get(self, *, newer_than: int | None = None) -> T_co:
+        """The newest value, once it is newer than ``newer_than`` (default: than the last one seen
+        here).
+
+        Raises:
+            EndOfChannel: closed, and nothing newer will come.
+            ChannelFailed: it was failed.
+        """
+
+    @abc.abstractmethod
+    def clone(self) -> Self:
+        """Another receiver, which has seen what this one has."""
+
+    @abc.abstractmethod
+    def get_nowait(self) -> T_co | None:
+        """The newest value if it is newer than the last one seen here, else None."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T_co:
+        try:
+            return await self.get()
+        except EndOfChannel:
+            raise StopAsyncIteration from None
+
+
+class _TakenLease(AbstractAsyncContextManager[Lease[T_co]]):
     """A lease that is taken already, and waits for its block."""
 
     def __init__(self, receiver: Receiver[T_co], delivery: Any, items: Lease[T_co]) -> None:
@@ -366,26 +399,3 @@ def checked_least(channel: str, weight: object, at_least: object) -> int:
             f"got weight={weight}, at_least={at_least}"
         )
     return least
-
-
-def oldest_version(item: object) -> int:
-    """The oldest weight version that had a part in this item.
-
-    Raises:
-        TypeError: the item carries no ``version``.
-    """
-    version: Any = getattr(item, "version", None)
-    if version is None:
-        raise TypeError(
-            f"{type(item).__name__} carries no 'version', so its staleness cannot be known: "
-            "give it a field 'version' (an int, or one for each part)"
-        )
-    if not _has_parts(version):
-        return int(version)
-    if len(version) == 0:
-        raise TypeError(f"the 'version' of this {type(item).__name__} is empty: who made it?")
-    return int(min(version))
-
-
-def _has_parts(version: Any) -> bool:
-    return getattr(version, "ndim", 0) > 0 or isinstance(version, Sequence)

@@ -20,6 +20,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 
 class ChannelError(Exception):
     """Root of everything that a channel raises."""
@@ -75,3 +77,68 @@ class MalformedFrame(WireError):
 
 class ItemTooLarge(WireError):
     """The encoded item is larger than a frame may be."""
+
+
+# ---- why a channel takes or gives no more items. Made anew for each caller that is told.
+
+Failure = tuple[str, BaseException | None]
+"""The text with which a channel was failed, and the error itself where it was raised here."""
+
+
+def channel_failed(name: str, failure: Failure) -> ChannelFailed:
+    text, cause = failure
+    error = ChannelFailed(f"channel {name!r} failed: {text}")
+    error.__cause__ = cause
+    return error
+
+
+def channel_closed(name: str) -> ChannelClosed:
+    return ChannelClosed(f"channel {name!r} was closed: nothing can be put any more")
+
+
+def closed_while_waiting(name: str) -> ChannelClosed:
+    return ChannelClosed(f"this end of channel {name!r} was closed while it waited")
+
+
+def channel_ended(name: str) -> EndOfChannel:
+    return EndOfChannel(f"channel {name!r} has ended: every sender closed, nothing left")
+
+
+def no_receivers(name: str) -> NoReceivers:
+    return NoReceivers(f"channel {name!r} has no receiver left: every consumer has closed its end")
+
+
+# ---- errors as text
+
+MAX_TEXT: Final = 4_000
+"""characters; a longer text ends with the number of those left out"""
+
+
+def error_text(error: BaseException | str) -> str:
+    """An error's type and text: at most `MAX_TEXT` characters of valid UTF-8."""
+    return fit(error if isinstance(error, str) else f"{type(error).__name__}: {text_of(error)}")
+
+
+def text_of(error: BaseException) -> str:
+    """``str(error)``, or the reason why it could not be made."""
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"<no text: its __str__ raised {type(broken).__name__}>"
+
+
+def fit(text: str, limit: int = MAX_TEXT) -> str:
+    """The text, cut to ``limit`` characters; what is not valid UTF-8 is escaped."""
+    if len(text) > limit:
+        text = f"{text[:limit]}... ({len(text) - limit} more characters)"
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def fit_bytes(text: str, limit: int) -> str:
+    """The text in at most ``limit`` bytes of UTF-8: of a longer one, its beginning and its end."""
+    said = text.encode("utf-8", "backslashreplace")
+    if len(said) > limit:
+        gap = f" ... ({len(said)} bytes in all) ... ".encode()
+        half = (limit - len(gap)) // 2
+        said = said[:half] + gap + said[-half:]
+    return said.decode("utf-8", "ignore")  # a character may have been cut through

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import (
     Annotated,
@@ -19,7 +20,7 @@ from typing import (
 import msgspec
 
 from rlinf_async.channels.errors import WrongItemType
-from rlinf_async.channels.untyped import Refused, Untyped, packer
+from rlinf_async.channels.untyped import Packed, Refused, Untyped, packer
 
 MAX_WEIGHT: Final = 2**40
 """Of one item: sums of weights must fit the 64 bits that they travel in."""
@@ -53,10 +54,17 @@ def runtime_class(item_type: Any) -> type | tuple[type, ...]:
     raise TypeError(f"{item_type!r} is not a type that a channel can carry")
 
 
-def item_class(item_type: Any) -> type | tuple[type, ...]:
-    """As `runtime_class`; an `Untyped` where parts of an item have no type."""
+def item_class(item_type: Any, *, check_all: bool = False) -> type | tuple[type, ...]:
+    """As `runtime_class`; an `Untyped` where parts of an item have no type, or where every item is
+    to be checked."""
     classes, pack = runtime_class(item_type), packer(item_type)
+    if pack is None and check_all:
+        pack = _unchanged
     return classes if pack is None else Untyped.of(classes, pack)
+
+
+def _unchanged(item: Any) -> Any:
+    return item
 
 
 def members(item_type: Any) -> tuple[Any, ...]:
@@ -137,6 +145,25 @@ def _fields(message: type) -> tuple[str, ...]:
     if dataclasses.is_dataclass(message):
         return tuple(field.name for field in dataclasses.fields(message))
     return ()
+
+
+def parts_of(value: object) -> list[tuple[str, object]]:
+    """The values that a message or a container holds, each behind the step that leads to it; none
+    of any other value."""
+    if isinstance(value, msgspec.Struct):
+        return _values(value, value.__struct_fields__)
+    if isinstance(value, Mapping):
+        return [(f"[{key!r:.40}]", part) for key, part in value.items()]
+    if isinstance(value, Packed):
+        value = value.items
+    if isinstance(value, list | tuple):
+        return [(f"[{index}]", part) for index, part in enumerate(value)]
+    return _values(value, tuple(getattr(type(value), "__dataclass_fields__", {})))
+
+
+def _values(message: object, names: Sequence[str]) -> list[tuple[str, object]]:
+    """The fields that have a value."""
+    return [(f".{name}", getattr(message, name)) for name in names if hasattr(message, name)]
 
 
 def check_key_and_weight(channel: str, key: object, weight: object) -> None:

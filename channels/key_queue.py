@@ -4,24 +4,24 @@ Invariants, each with a test of that name:
 
 * an item is in exactly one place: the entries, a waiting put, a delivery (waiting or not settled),
   the dead letters, or taken;
-* the order is FIFO: entries that come back go to the place that their sequence number says. Whoever
-  waits is served in arrival order; receivers with several gets that wait are served in turn;
-* no wakeup is lost: an item never rests here while somebody who could take it waits;
+* the order is FIFO: entries that come back go to the place that their sequence number says. Waits
+  are served in arrival order; receivers with several gets that wait are served in turn;
+* no wakeup is lost: an item never rests here while a get that could take it waits;
 * at most ``capacity`` items and ``max_weight`` weight are admitted. Credit that senders in other
   processes hold, and items that were prefetched, count as taken room. (A single heavier item is let
   in when nothing else is there; what is returned goes back over and above.)
 
-Nothing here waits. Items are handed directly to whoever waits, so nobody can overtake.
+Nothing here waits. Items are handed directly to the gets that wait, so none can be overtaken.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from rlinf_async.channels import endings
+from rlinf_async.channels import errors
 from rlinf_async.channels.delivery import (
     Delivery,
     Entry,
@@ -54,7 +54,7 @@ class CreditHolder(Protocol):
     """whether it is about to be granted some"""
 
     def recall(self) -> None:
-        """Somebody waits for this room: ask for what is not spent."""
+        """A put waits for this room: ask for what is not spent."""
 
     def room_freed(self) -> None:
         """There may be room to grant again."""
@@ -67,7 +67,7 @@ class KeyQueue:
     """The state of one key of a channel."""
 
     __slots__ = (
-        "contested", "corked", "credit_holders", "deliveries", "entries", "getters", "key",
+        "contested", "credit_holders", "deliveries", "entries", "getters", "key", "paused",
         "prefetching", "putters", "queue", "reserved", "reserved_weight", "room_wanted", "weight",
     )  # fmt: skip
 
@@ -88,15 +88,15 @@ class KeyQueue:
         self.reserved_weight = 0
         self.credit_holders: list[CreditHolder] = []
         self.room_wanted = 0
-        """so much free room is worth granting; 0 where nobody asks"""
-        self.corked = False
-        """nobody is served just now: several deliveries are being returned"""
+        """free items from which on room is worth granting; 0 where no process wants credit"""
+        self.paused = False
+        """whether serving is suspended: several deliveries are being returned"""
         self.contested = float("-inf")
-        """when somebody else last waited for prefetched items"""
+        """when another receiver last waited for prefetched items"""
 
     @property
     def idle(self) -> bool:
-        """Whether it holds nothing, and nobody uses it."""
+        """Whether it holds nothing and is not in use."""
         return not (
             self.entries
             or self.getters.order
@@ -104,6 +104,11 @@ class KeyQueue:
             or self.deliveries
             or any(one.items or one.wanting for one in self.credit_holders)
         )
+
+    @property
+    def collected(self) -> list[Entry]:
+        """What the batch or lease that is next in turn has collected so far."""
+        return self.getters.first.held() if self.getters.order else []
 
     # ---- put
 
@@ -114,14 +119,12 @@ class KeyQueue:
         """Put at once, or return the wait for room.
 
         Raises:
-            ChannelClosed, ChannelFailed, NoReceivers: nobody will take it.
+            ChannelClosed, ChannelFailed, NoReceivers: no receiver will take it.
             TypeError, ValueError: the weight is not a positive int.
         """
         queue = self.queue
         if not queue.accepts or weight.__class__ is not int or weight < 1:
             self._check_put(weight)
-        queue.sequence = sequence = queue.sequence + 1
-        entry = Entry(item, weight, sequence)
         entries = self.entries
         count = len(entries) + self.reserved
         if count and (
@@ -132,12 +135,13 @@ class KeyQueue:
                 and self.weight + self.reserved_weight + weight > queue.max_weight
             )
         ):
-            wait = waiting(self, entry, sender, holder or current_party.get())
+            wait = waiting(self, Entry(item, weight, 0), sender, holder or current_party.get())
             self.putters.append(wait)
             queue.put_waits += 1
             self.recall_credit()
             return wait
-        entries.append(entry)
+        queue.sequence = sequence = queue.sequence + 1
+        entries.append(Entry(item, weight, sequence))
         self.weight += weight
         if self.getters.order:
             self.serve()
@@ -155,7 +159,6 @@ class KeyQueue:
         self.put_waited(wait)
         if wait in self.putters:
             self.putters.remove(wait)
-            self.queue.withdrawn += 1
             self.serve()  # what waits behind it may fit now
             self.queue.forget(self)
         else:
@@ -210,7 +213,7 @@ class KeyQueue:
     def get(self, delivery: Delivery) -> bool:
         """Serve this delivery in its turn; whether it has to wait for that."""
         self.getters.add(delivery)
-        if self.entries or self.putters or self.queue.ended:  # else nobody could be served
+        if self.entries or self.putters or self.queue.ended:  # else there is nothing to serve
             self.serve()
             if not delivery.waiting:
                 return False
@@ -218,6 +221,12 @@ class KeyQueue:
             link.recall(delivery.receiver)
         self.queue.get_waits += 1
         return True
+
+    def get_nowait(self, delivery: Delivery) -> bool:
+        """Serve this delivery if its turn comes without a wait; whether it was served."""
+        self.getters.add(delivery)
+        self.serve()
+        return not self.getters.drop(delivery)
 
     def cancel_get(self, delivery: Delivery) -> None:
         """The get was cancelled: what it was given, or had collected, stays in the channel."""
@@ -277,6 +286,16 @@ class KeyQueue:
             self.insert(back)
         self._settled(delivery)
 
+    def return_except(
+        self, delivery: Delivery, indices: Iterable[int], outcome: Outcome,
+        error: BaseException | str = "",
+    ) -> None:  # fmt: skip
+        """Return a delivery, except for these entries of it, which are settled with the outcome."""
+        with paused([self]):
+            for index in indices:
+                self.settle(delivery, outcome, index, 1, error)
+            self.settle(delivery, Outcome.RETURNED)
+
     def _put_away(
         self, delivery: Delivery, entries: list[Entry], outcome: Outcome, error: BaseException | str
     ) -> list[Entry]:
@@ -291,13 +310,13 @@ class KeyQueue:
             return []
         if outcome is Outcome.REJECTED:
             for entry in entries:
-                queue.bury(entry, error)
+                queue.dead_letter(entry, error)
             return []
         again: list[Entry] = []
         for entry in entries:
             if entry.deliveries >= queue.max_deliveries:
                 queue.gets += 1
-                queue.bury(entry, error)
+                queue.dead_letter(entry, error)
             else:
                 again.append(entry)
         queue.redelivered += len(again)
@@ -347,7 +366,7 @@ class KeyQueue:
 
     def serve(self) -> None:
         """Hand items to those who wait, in order, and fill the room that this makes."""
-        if self.corked:
+        if self.paused:
             return
         if self.putters:
             self.admit()
@@ -378,7 +397,7 @@ class KeyQueue:
             if delivery.entries:
                 self._deliver(delivery)
             else:
-                delivery.refused(endings.ended(self.queue.name))
+                delivery.refused(errors.channel_ended(self.queue.name))
             if self.putters:
                 self.admit()
         if self.room_wanted:
@@ -405,10 +424,10 @@ class KeyQueue:
         return _ITSELF if own else 0
 
     def _nothing_can_come(self, delivery: Delivery) -> bool:
-        """The channel has ended, and no delivery of somebody else can still be returned.
+        """The channel has ended, and no delivery of another owner can still be returned.
 
-        Holders that wait for one another would do so for ever: so they see the end, and nobody else
-        does before they have settled what they hold.
+        Holders that wait for one another would do so for ever: so they see the end, and all others
+        see it once these have settled what they hold.
         """
         if not self.queue.ended or self.prefetching:
             return False
@@ -422,16 +441,16 @@ class KeyQueue:
         """The first in turn waits for what holders may return; those wait behind it."""
         for delivery in list(self.getters)[1:]:
             if self._nothing_can_come(delivery) and self.getters.drop(delivery):
-                delivery.refused(endings.ended(self.queue.name))
+                delivery.refused(errors.channel_ended(self.queue.name))
 
     def admit(self) -> bool:
         """Let waiting puts in, in order, while there is room; whether one came in."""
         admitted = False
         while self.putters and self.has_room(self.putters[0].entry.weight):
             wait = self.putters.popleft()
-            if wait.cancelled:  # its task has not run yet
-                self.queue.withdrawn += 1
-            else:
+            if not wait.cancelled:  # else its task has not run yet
+                self.queue.sequence += 1
+                wait.entry.sequence = self.queue.sequence
                 self.entries.append(wait.entry)
                 self.weight += wait.entry.weight
                 wait.admitted()
@@ -445,7 +464,6 @@ class KeyQueue:
         refused = [wait for wait in self.putters if sender is None or wait.sender == sender]
         for wait in refused:
             self.putters.remove(wait)
-        self.queue.withdrawn += len(refused)
         for wait in refused:
             wait.refused(error(self.queue.name))
 
@@ -478,7 +496,7 @@ class KeyQueue:
         """Put items that weigh so much each, for which credit was spent.
 
         Raises:
-            ChannelClosed, ChannelFailed, NoReceivers: nobody will take them.
+            ChannelClosed, ChannelFailed, NoReceivers: no receiver will take them.
         """
         queue = self.queue
         if not queue.accepts or each != 1:
@@ -493,7 +511,7 @@ class KeyQueue:
             self.serve()
 
     def recall_credit(self) -> None:
-        """Somebody waits for room: ask for credit that is not spent."""
+        """A put waits for room: ask for credit that is not spent."""
         for holder in list(self.credit_holders):
             holder.recall()
 
@@ -507,25 +525,20 @@ class KeyQueue:
 
 
 @contextmanager
-def corked(queues: Iterable[KeyQueue]) -> Iterator[None]:
-    """Serve nobody until the block ends: what is returned in it, in whichever order, is there
-    before anything is handed out again."""
-    held = [queue for queue in dict.fromkeys(queues) if not queue.corked]
-    for queue in held:
-        queue.corked = True
+def paused(queues: Iterable[KeyQueue]) -> Iterator[None]:
+    """Suspend serving until the block ends: what is returned in it, in whatever order, is back
+    before anything is delivered again."""
+    stopped = [queue for queue in dict.fromkeys(queues) if not queue.paused]
+    for queue in stopped:
+        queue.paused = True
     try:
         yield
     finally:
-        uncork(held)
-
-
-def uncork(queues: Collection[KeyQueue]) -> None:
-    """Serve again, what was returned meanwhile too."""
-    for queue in queues:
-        queue.corked = False
-    for queue in queues:
-        queue.serve()
-        queue.queue.forget(queue)
+        for queue in stopped:
+            queue.paused = False
+        for queue in stopped:
+            queue.serve()
+            queue.queue.forget(queue)
 
 
 def _sequence(entry: Entry) -> int:

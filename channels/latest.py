@@ -1,13 +1,12 @@
 """`Latest`: a channel that holds only the newest value.
 
 For what is superseded, not consumed: weight versions, scaling decisions. Each published value gets
-the next version, from 1; receivers wait for one newer than they have. Values that nobody saw are
-counted, never a surprise.
+the next version, from 1; receivers wait for one newer than they have. Values that no receiver saw
+are counted.
 """
 
 from __future__ import annotations
 
-import abc
 import asyncio
 from collections.abc import Callable
 from types import UnionType
@@ -16,13 +15,10 @@ from typing import Any, Generic, Self, TypeVar
 import msgspec
 
 from rlinf_async.channels.encoded import Encoded, Form
-from rlinf_async.channels.ends import Named
-from rlinf_async.channels.errors import (
-    ChannelClosed,
-    ChannelFailed,
-    EndOfChannel,
-)
+from rlinf_async.channels.ends import LatestReceiver, LatestSender, Named
+from rlinf_async.channels.errors import ChannelClosed, ChannelFailed, EndOfChannel
 from rlinf_async.channels.itemtypes import check_item, item_class
+from rlinf_async.channels.round_trip import round_trip_check
 from rlinf_async.channels.waitfor import Wait, WaitFuture, current_party
 
 T = TypeVar("T")
@@ -41,56 +37,6 @@ class LatestStatistics(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
 
 
-class LatestSender(Named, Generic[T_contra]):
-    """The end that values are published at."""
-
-    __slots__ = ()
-
-    @abc.abstractmethod
-    async def publish(self, value: T_contra) -> int:
-        """Replace the value; its version. Never waits for a receiver."""
-
-    @abc.abstractmethod
-    async def close(self) -> None:
-        """No newer value will come: waiting receivers end."""
-
-
-class LatestReceiver(Named, Generic[T_co]):
-    """The end that values are read from. It remembers which version it has seen."""
-
-    __slots__ = ("version",)
-
-    version: int
-    """of the value last returned; 0 before the first"""
-
-    @abc.abstractmethod
-    async def get(self, *, newer_than: int | None = None) -> T_co:
-        """The newest value, once it is newer than ``newer_than`` (default: than the last one seen
-        here).
-
-        Raises:
-            EndOfChannel: closed, and nothing newer will come.
-            ChannelFailed: somebody failed it.
-        """
-
-    @abc.abstractmethod
-    def clone(self) -> Self:
-        """Another receiver, which has seen what this one has."""
-
-    @abc.abstractmethod
-    def get_nowait(self) -> T_co | None:
-        """The newest value if it is newer than the last one seen here, else None."""
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> T_co:
-        try:
-            return await self.get()
-        except EndOfChannel:
-            raise StopAsyncIteration from None
-
-
 class Latest(Generic[T]):
     """Holds the newest value only. Lives in one process; its ends may be anywhere."""
 
@@ -104,6 +50,7 @@ class Latest(Generic[T]):
         self.encode: Callable[[Any], Encoded] | None = None
         self.form = Form()
         self._class = item_class(item_type)
+        self._round_trip = round_trip_check(item_type, name)
         self._value: Any = None
         self._seen = True
         self._closed = False
@@ -124,6 +71,8 @@ class Latest(Generic[T]):
             raise ChannelClosed(f"channel {self.name!r} was closed: nothing can be published")
         if not (self.decode and isinstance(value, Encoded)):
             check_item(value, self.item_type, self._class, self.name)
+            if self._round_trip is not None:
+                self._round_trip.check(value)
         self.superseded += not self._seen
         self._value, self._seen = value, False
         self.version += 1
@@ -204,8 +153,8 @@ class Latest(Generic[T]):
                 future.set_result(None)
 
 
-class LocalLatestSender(LatestSender[T_contra]):
-    """Publishes to a `Latest` in this process."""
+class _LocalLatestEnd(Named):
+    """An end of a `Latest` in this process."""
 
     __slots__ = ("_latest",)
 
@@ -223,6 +172,12 @@ class LocalLatestSender(LatestSender[T_contra]):
     @property
     def item_type(self) -> Any:
         return self._latest.item_type
+
+
+class LocalLatestSender(_LocalLatestEnd, LatestSender[T_contra]):
+    """Publishes to a `Latest` in this process."""
+
+    __slots__ = ()
 
     async def publish(self, value: T_contra) -> int:
         return self._latest.publish_nowait(value)
@@ -231,26 +186,14 @@ class LocalLatestSender(LatestSender[T_contra]):
         self._latest.close()
 
 
-class LocalLatestReceiver(LatestReceiver[T_co]):
+class LocalLatestReceiver(_LocalLatestEnd, LatestReceiver[T_co]):
     """Reads a `Latest` in this process."""
 
-    __slots__ = ("_latest",)
+    __slots__ = ("version",)
 
     def __init__(self, latest: Latest[Any]) -> None:
-        self._latest = latest
+        super().__init__(latest)
         self.version = 0
-
-    @property
-    def latest(self) -> Latest[Any]:
-        return self._latest
-
-    @property
-    def channel_name(self) -> str:
-        return self._latest.name
-
-    @property
-    def item_type(self) -> Any:
-        return self._latest.item_type
 
     def clone(self) -> Self:
         made = type(self)(self._latest)

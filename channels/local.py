@@ -12,7 +12,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 from rlinf_async.channels.delivery import Entry, LocalDelivery, Outcome
-from rlinf_async.channels.encoded import copy_of
+from rlinf_async.channels.encoded import copies_of
 from rlinf_async.channels.ends import Key, Lease, Receiver, Sender, checked_least
 from rlinf_async.channels.errors import (
     ChannelClosed,
@@ -21,15 +21,16 @@ from rlinf_async.channels.errors import (
     LeaseLost,
     MalformedFrame,
 )
+from rlinf_async.channels.inspection import state_of, statistics_of, waits_of
+from rlinf_async.channels.key_queue import KeyQueue
 from rlinf_async.channels.queue import Queue
-from rlinf_async.channels.remote_payload import away_of, bring, start_ahead
-from rlinf_async.channels.seen import state_of, statistics_of, waits_of
+from rlinf_async.channels.remote_payload import load_ahead, load_payloads, remote_payload_of
 from rlinf_async.channels.statistics import DeadLetter, KeyState, Statistics
 from rlinf_async.channels.waitfor import Wait, current_party
 
 CHECKPOINT: Final = 127
 """One put and one get of 128, that of which the number has all these bits set, gives others in this
-loop a turn: a loop over them can be cancelled, and starves nobody."""
+loop a turn: a loop over them can be cancelled, and starves no other task."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -127,7 +128,7 @@ class _LocalEnd:
     dropped while it is open closes, with a `ResourceWarning` where the channel is still used.
     """
 
-    __slots__ = ("_holder", "_live", "_loop", "_number", "_own", "_queue", "_spent", "_unkeyed")
+    __slots__ = ("_closed", "_holder", "_live", "_loop", "_number", "_own", "_queue", "_unkeyed")
 
     def __init__(self, queue: Queue, holder: str | None = None, *, own: bool = False) -> None:
         self._live = False
@@ -136,7 +137,7 @@ class _LocalEnd:
         self._holder = holder
         self._own = own
         self._number = 0
-        self._spent = False
+        self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -172,8 +173,8 @@ class _LocalEnd:
         def close(self) -> None: ...
 
     def open(self) -> Self:
-        if self._spent:
-            raise self._closed()
+        if self._closed:
+            raise self._closed_error()
         if not self._live:
             self._number = self._add(self._holder or current_party.get())
             self._live = True
@@ -181,7 +182,7 @@ class _LocalEnd:
                 self._loop = asyncio.get_running_loop()
         return self
 
-    def _closed(self) -> ChannelClosed:
+    def _closed_error(self) -> ChannelClosed:
         return ChannelClosed(
             f"this {type(self).__name__.removeprefix('Local').lower()} of channel "
             f"{self._queue.name!r} was closed: go on with a new one, by the channel's "
@@ -189,20 +190,20 @@ class _LocalEnd:
         )
 
     def clone(self, holder: str | None = None) -> Self:
-        if self._spent:
-            raise self._closed()
+        if self._closed:
+            raise self._closed_error()
         return type(self)(self._queue, holder or current_party.get()).open()
 
     async def _checkpoint(self) -> None:
         await asyncio.sleep(0)
-        if self._spent:
-            raise self._closed()
+        if self._closed:
+            raise self._closed_error()
 
     def __del__(self) -> None:
         if not self._live or self._own:
             return
         try:
-            if self._queue.open and self._queue.channel() is not None:  # else nobody waits for it
+            if self._queue.open and self._queue.channel() is not None:  # else no task waits for it
                 self._warn()
         finally:
             self._close_later()
@@ -213,7 +214,7 @@ class _LocalEnd:
         if self._loop is None:
             close()
             return
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(close)
 
     def _warn(self) -> None:
@@ -270,7 +271,7 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
         queue.put(item, weight, self._number)
 
     def close(self) -> None:
-        self._spent = True
+        self._closed = True
         if self._live:
             self._live = False
             self._queue.remove_sender(self._number)
@@ -310,23 +311,43 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         self.open()
         channel = self._queue
         queue = channel.known(key)
-        if queue is not None and queue.entries and away_of(queue.entries[0].item) is not None:
-            start_ahead(queue)
+        if (
+            queue is not None
+            and queue.entries
+            and remote_payload_of(queue.entries[0].item) is not None
+        ):
+            load_ahead(queue)
             raise ChannelEmpty(
                 f"channel {channel.name!r}: the next item is still on its way from its producer"
             )
-        entry = None if queue is None else queue.take()
+        entry = None if queue is None else queue.take() or self._take_in_turn(queue)
         if entry is None:
             raise channel.empty_error(key)
         item: T_co = self._decoded(entry)
         return item
+
+    def _take_in_turn(self, queue: KeyQueue) -> Entry | None:
+        """Take an item although others wait, if none of them can take it: they were cancelled, or
+        wait for what their own process must return."""
+        if not queue.getters.order:
+            return None
+        delivery = LocalDelivery(queue, self._number, current_party.get(), None)
+        if not queue.get_nowait(delivery) or delivery.future.exception() is not None:
+            return None
+        [entry] = delivery.held()
+        if remote_payload_of(entry.item) is not None:
+            queue.settle(delivery, Outcome.RETURNED)
+            load_ahead(queue)
+            return None
+        queue.settle(delivery, Outcome.TAKEN)
+        return entry
 
     def _decoded(self, entry: Entry) -> Any:
         """An item that was taken; one that cannot be decoded is buried."""
         try:
             return self._queue.value(entry.item)
         except MalformedFrame as error:
-            self._queue.bury(entry, error)
+            self._queue.dead_letter(entry, error)
             raise
 
     async def get_batch(
@@ -338,7 +359,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
 
     async def _batch(self, weight: int, at_least: int, key: Key | None) -> list[Any]:
         delivery = await self._deliver(weight, at_least, key, lease=False)
-        items = self._items(delivery)
+        items = self._values(delivery, [entry.item for entry in delivery.held()])
         delivery.queue.settle(delivery, Outcome.TAKEN)
         return items
 
@@ -356,7 +377,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
             waits = queue.get(delivery)
             try:
                 await delivery.future
-                if not channel.direct or await bring(delivery):
+                if not channel.direct or await load_payloads(delivery):
                     return delivery
             except BaseException:
                 queue.cancel_get(delivery)
@@ -365,22 +386,17 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
                 if waits:
                     queue.get_waited(delivery)
 
-    def _items(self, delivery: LocalDelivery) -> list[Any]:
-        """The items of a delivery; one that cannot be decoded is buried, the others go back.
-
-        A lease's arrays are the holder's own: what it does to them before it fails must not be
-        delivered again.
-        """
-        channel, entries = self._queue, delivery.held()
+    def _values(self, delivery: LocalDelivery, items: list[Any]) -> list[Any]:
+        """These items of a delivery, decoded; one that cannot be is buried, the others go back."""
+        channel = self._queue
         if channel.decode is None:
-            return [entry.item for entry in entries]
+            return items
         found: list[Any] = []
-        for index, entry in enumerate(entries):
+        for index, item in enumerate(items):
             try:
-                found.append(channel.value(copy_of(entry.item) if delivery.lease else entry.item))
+                found.append(channel.value(item))
             except MalformedFrame as error:
-                delivery.queue.settle(delivery, Outcome.REJECTED, index, 1, error)
-                delivery.queue.settle(delivery, Outcome.RETURNED)
+                delivery.queue.return_except(delivery, [index], Outcome.REJECTED, error)
                 raise
         return found
 
@@ -390,8 +406,21 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         self.open()
         least = checked_least(self._queue.name, weight, at_least)
         delivery = await self._deliver(weight, least, key, lease=True)
-        items: list[T_co] = self._items(delivery)
-        return delivery, Lease(items, [entry.deliveries for entry in delivery.held()])
+        entries = delivery.held()
+        items: list[T_co] = self._values(delivery, await self._copies(delivery))
+        return delivery, Lease(items, [entry.deliveries for entry in entries])
+
+    async def _copies(self, delivery: LocalDelivery) -> list[Any]:
+        """The items of a lease, with arrays of their own: what its holder does to them before it
+        fails must not be delivered again."""
+        items = [entry.item for entry in delivery.held()]
+        if self._queue.decode is None:
+            return items
+        try:
+            return await copies_of(items)
+        except BaseException:
+            delivery.queue.cancel_get(delivery)
+            raise
 
     async def _acknowledge(self, delivery: LocalDelivery) -> None:
         if not delivery.unsettled:
@@ -411,7 +440,7 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         self._queue.stale += 1
 
     def close(self) -> None:
-        self._spent = True
+        self._closed = True
         if self._live:
             self._live = False
             self._queue.remove_receiver(self._number)

@@ -14,17 +14,22 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-from rlinf_async.channels import endings
+from rlinf_async.channels import errors
 from rlinf_async.channels.delivery import Delivery, Entry
-from rlinf_async.channels.edges import Edges
 from rlinf_async.channels.encoded import Encoded, Form
 from rlinf_async.channels.ends import Key
-from rlinf_async.channels.errors import ChannelEmpty, ChannelError, ChannelFailed, MalformedFrame
+from rlinf_async.channels.errors import (
+    ChannelEmpty,
+    ChannelError,
+    ChannelFailed,
+    MalformedFrame,
+    error_text,
+)
 from rlinf_async.channels.itemtypes import check_item, check_key_and_weight, item_class
 from rlinf_async.channels.key_queue import KeyQueue
-from rlinf_async.channels.remote_payload import Away, away_of, is_lost
-from rlinf_async.channels.saying import say
-from rlinf_async.channels.statistics import DeadLetter
+from rlinf_async.channels.remote_payload import RemotePayload, is_lost, remote_payload_of
+from rlinf_async.channels.round_trip import round_trip_check
+from rlinf_async.channels.statistics import DeadLetter, Edges
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +38,51 @@ class Queue:
     """The state of one channel."""
 
     __slots__ = (
-        "__weakref__", "_numbers", "accepts", "born", "brought", "capacity", "channel", "copied",
-        "credit", "credit_waits", "dead_letters", "decode", "deserted", "direct", "edges",
-        "encode", "failure", "form", "get_wait_seconds", "get_waits", "gets", "had_sender",
-        "item_class", "item_type", "keys", "lost", "max_deliveries", "max_weight", "name", "open",
-        "prefetched", "prefetched_weight", "put_wait_seconds", "put_waits", "receivers",
-        "redelivered", "refused", "senders", "sequence", "shared", "stale", "unconfirmed",
-        "unkeyed", "withdrawn",
+        "__weakref__",
+        "_numbers",
+        "accepts",
+        "capacity",
+        "channel",
+        "copied",
+        "credit",
+        "credit_waits",
+        "dead_letters",
+        "decode",
+        "direct",
+        "edges",
+        "encode",
+        "failure",
+        "form",
+        "get_wait_seconds",
+        "get_waits",
+        "gets",
+        "had_sender",
+        "item_class",
+        "item_type",
+        "keys",
+        "loaded",
+        "lost",
+        "max_deliveries",
+        "max_weight",
+        "name",
+        "no_receivers_left",
+        "open",
+        "opened_at",
+        "prefetched",
+        "prefetched_weight",
+        "put_wait_seconds",
+        "put_waits",
+        "receivers",
+        "redelivered",
+        "refused",
+        "round_trip",
+        "senders",
+        "sequence",
+        "shared",
+        "stale",
+        "unconfirmed",
+        "unkeyed",
+        "withdrawn",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +90,9 @@ class Queue:
     ) -> None:
         self.item_type = item_type
         self.item_class = item_class(item_type)
+        self.round_trip = round_trip_check(item_type, name)
+        if self.round_trip is not None:
+            self.item_class = item_class(item_type, check_all=True)
         self.name = name
         self.capacity = capacity
         self.max_weight = max_weight
@@ -60,11 +106,11 @@ class Queue:
         self.had_sender = False
         self.open = True
         """not closed, not failed"""
-        self.deserted = False
+        self.no_receivers_left = False
         """there were receivers, and all have closed"""
         self.accepts = True
-        """open and not deserted"""
-        self.failure: endings.Failure | None = None
+        """open, with a receiver that is left or may still come"""
+        self.failure: errors.Failure | None = None
         self.decode: Callable[[Encoded], Any] | None = None
         """set where other processes have ends, as are the next two"""
         self.encode: Callable[[Any], Encoded] | None = None
@@ -72,18 +118,18 @@ class Queue:
         self.dead_letters: list[DeadLetter] = []
         self.edges = Edges()
         self.sequence = 0
-        """of the newest item"""
-        self.born: float | None = None
+        """of the item that came in last"""
+        self.opened_at: float | None = None
         """when its first end was opened: it may be made before the loop that runs it"""
         self.channel: Callable[[], object] = lambda: None
         """the `Channel` that it belongs to, while that is used"""
         self._numbers = count(1)
         self.withdrawn = 0
-        """items that were taken back from the way in"""
+        """items that came in and were taken out again, since their put was cancelled"""
         self.gets = self.put_waits = self.get_waits = 0
         self.put_wait_seconds = self.get_wait_seconds = 0.0
         self.redelivered = self.unconfirmed = self.stale = 0
-        self.shared = self.copied = self.direct = self.brought = self.lost = 0
+        self.shared = self.copied = self.direct = self.loaded = self.lost = 0
         self.credit = self.credit_waits = self.refused = 0
         self.prefetched = self.prefetched_weight = 0
 
@@ -141,13 +187,13 @@ class Queue:
         """Close a sender: its own waiting puts are refused, and the last one ends the channel."""
         if self.senders.pop(number, None) is not None:
             for queue in self.every_key():
-                queue.refuse_putters(endings.closed_while_waiting, number)
+                queue.refuse_putters(errors.closed_while_waiting, number)
                 queue.serve()
                 self.forget(queue)
 
     def add_receiver(self, holder: str) -> int:
         self.receivers[number := self._new_end()] = holder
-        self.deserted = False
+        self.no_receivers_left = False
         self.accepts = self.open
         return number
 
@@ -155,22 +201,22 @@ class Queue:
         """Close a receiver: its own waiting gets are refused, and with the last one all puts."""
         if self.receivers.pop(number, None) is None:
             return
-        self.deserted = not self.receivers
-        self.accepts = self.open and not self.deserted
+        self.no_receivers_left = not self.receivers
+        self.accepts = self.open and not self.no_receivers_left
         for queue in self.every_key():
-            queue.refuse_getters(endings.closed_while_waiting, number)
+            queue.refuse_getters(errors.closed_while_waiting, number)
             for delivery, link in list(queue.prefetching.items()):
                 if delivery.receiver == number:
                     link.close()
-            if self.deserted:
-                queue.refuse_putters(endings.no_receivers)
+            if self.no_receivers_left:
+                queue.refuse_putters(errors.no_receivers)
                 queue.recall_credit()
             queue.serve()
             self.forget(queue)
 
     def _new_end(self) -> int:
-        if self.born is None:
-            self.born = self.now()
+        if self.opened_at is None:
+            self.opened_at = self.now()
         return next(self._numbers)
 
     def close(self) -> None:
@@ -178,7 +224,7 @@ class Queue:
         if self.open:
             self.open = self.accepts = False
             for queue in self.every_key():
-                queue.refuse_putters(endings.closed)
+                queue.refuse_putters(errors.channel_closed)
                 queue.serve()
                 queue.recall_credit()
                 self.forget(queue)
@@ -187,7 +233,7 @@ class Queue:
         """Every waiting and later use raises. The first error stays."""
         if self.failure is not None:
             return
-        self.failure = (say(error), error if isinstance(error, BaseException) else None)
+        self.failure = (error_text(error), error if isinstance(error, BaseException) else None)
         self.open = self.accepts = False
         for queue in self.every_key():
             queue.refuse_putters(self._failed)
@@ -198,30 +244,32 @@ class Queue:
             self.forget(queue)
 
     def _failed(self, name: str) -> ChannelFailed:
-        return endings.failed(name, self.failure or ("", None))
+        return errors.channel_failed(name, self.failure or ("", None))
 
     def _check_open(self) -> None:
         if self.failure is not None:
-            raise endings.failed(self.name, self.failure)
+            raise errors.channel_failed(self.name, self.failure)
         if not self.open:
-            raise endings.closed(self.name)
+            raise errors.channel_closed(self.name)
 
     # ---- what may be asked for
 
     def check_put(self, key: object, weight: object) -> None:
-        """Refuse a put that nobody can take, or that weighs nothing.
+        """Refuse a put that no receiver can take, or that weighs nothing.
 
         Raises:
             ChannelClosed, ChannelFailed, NoReceivers, TypeError, ValueError
         """
         self._check_open()
-        if self.deserted:
-            raise endings.no_receivers(self.name)
+        if self.no_receivers_left:
+            raise errors.no_receivers(self.name)
         check_key_and_weight(self.name, key, weight)
 
     def check_item(self, item: Any) -> None:
         """Refuse an item that is not of the channel's type."""
         check_item(item, self.item_type, self.item_class, self.name)
+        if self.round_trip is not None:
+            self.round_trip.check(item)
 
     def check_get(self) -> None:
         """Refuse a get of a failed channel.
@@ -230,18 +278,18 @@ class Queue:
             ChannelFailed
         """
         if self.failure is not None:
-            raise endings.failed(self.name, self.failure)
+            raise errors.channel_failed(self.name, self.failure)
 
     def empty_error(self, key: Key | None) -> ChannelError:
         """Why a get finds nothing: the channel failed, has ended, or is just empty."""
         if self.failure is not None:
-            return endings.failed(self.name, self.failure)
+            return errors.channel_failed(self.name, self.failure)
         queue = self.known(key)
         for link in list(queue.prefetching.values()) if queue else ():
             link.recall()
         busy = queue is not None and (queue.entries or queue.deliveries)
         if self.ended and not busy:
-            return endings.ended(self.name)
+            return errors.channel_ended(self.name)
         return ChannelEmpty(f"channel {self.name!r} is empty")
 
     # ---- items
@@ -278,38 +326,41 @@ class Queue:
         taken."""
         entries = [entry for queue in self.every_key() for entry in queue.entries]
         for queue in self.every_key():
-            if queue.getters.order:  # a batch that is not full
-                entries += queue.getters.first.held()
+            entries += queue.collected
         for delivery in self.unsettled():
             first = 0 if delivery.lease else delivery.requested
             entries += [entry for entry in delivery.entries[first:] if entry is not None]
         return [entry.item for entry in entries]
 
-    def bury(self, entry: Entry, error: BaseException | str) -> None:
-        """Nobody can use this item: keep it with the dead letters."""
+    def dead_letter(self, entry: Entry, error: BaseException | str) -> None:
+        """Move an item that cannot be used to the dead letters."""
         item = entry.item
-        if self.direct and (away := away_of(item)) is not None:
-            away.start().add_done_callback(lambda _: self._bury_brought(entry, away, error))
+        if self.direct and (payload := remote_payload_of(item)) is not None:
+            payload.start_loading().add_done_callback(
+                lambda _: self._dead_letter_loaded(entry, payload, error)
+            )
             return
-        with contextlib.suppress(MalformedFrame):  # then it is kept as it came
+        with contextlib.suppress(MalformedFrame):  # then it stays encoded
             item = self.value(item)
-        self.dead_letters.append(DeadLetter(item, entry.deliveries, say(error)))
+        self.dead_letters.append(DeadLetter(item, entry.deliveries, error_text(error)))
         log.error(
             "channel %r: an item is given up after %d deliveries and kept in dead_letters: %s",
             self.name,
             entry.deliveries,
-            say(error),
+            error_text(error),
         )
 
-    def _bury_brought(self, entry: Entry, away: Away, error: BaseException | str) -> None:
-        if away.brought is None:
+    def _dead_letter_loaded(
+        self, entry: Entry, payload: RemotePayload, error: BaseException | str
+    ) -> None:
+        if payload.loaded is None:
             self.gets -= 1
             self.count_lost([entry])
         else:
-            self.bury(entry, error)
+            self.dead_letter(entry, error)
 
     def drop_lost(self) -> None:
-        """A producer died: what it had not given away yet is in the channel no more."""
+        """A producer died: items whose payload was not fetched from it are lost."""
         for queue in self.every_key():
             if queue.getters.order:
                 queue.insert(queue.getters.first.release())

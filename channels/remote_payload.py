@@ -1,8 +1,8 @@
-"""Large arrays that stayed with their producer, while their items are queued here.
+"""Payloads: the large arrays of items that stayed with their producer while the items are queued.
 
-Such an item is an `Encoded` whose buffers are an `Away`: it knows their sizes, and how they are
-brought here if that is needed; then it stands for them. As long as anything refers to it before,
-the producer keeps them.
+The buffers of such an item are a `RemotePayload`, which knows their sizes, loads them into this
+process if they are needed here, and then stands for them. The producer keeps a payload as long as
+anything refers to its `RemotePayload` and it is not loaded.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from rlinf_async.channels.errors import ChannelError
 if TYPE_CHECKING:
     from rlinf_async.channels.key_queue import KeyQueue
 
-BRING_AHEAD: Final = 4
-"""Items behind the one that is taken in this process, which are brought meanwhile."""
+LOAD_AHEAD: Final = 4
+"""Items behind the one that is taken in this process, which are loaded meanwhile."""
 log = logging.getLogger(__name__)
 Fetch = Callable[[], Coroutine[Any, Any, Sequence[Buffer]]]
 
 
 class PayloadLost(ChannelError):
-    """Its producer is gone, and what it kept with it. Whoever gets is given the next item."""
+    """The payload is gone with its producer. The get is given the next item."""
 
 
 class Missing:
@@ -42,7 +42,7 @@ class Missing:
         return self._size
 
 
-class Away(Sequence[Buffer]):
+class RemotePayload(Sequence[Buffer]):
     """The large arrays of one item that are not here.
 
     Args:
@@ -52,7 +52,7 @@ class Away(Sequence[Buffer]):
         holder: the process that has them, in reports.
     """
 
-    __slots__ = ("__weakref__", "_fetch", "_task", "brought", "holder", "lost", "sizes", "where")
+    __slots__ = ("__weakref__", "_fetch", "_task", "holder", "loaded", "lost", "sizes", "where")
 
     def __init__(
         self, sizes: Sequence[int], where: Any, fetch: Fetch | None = None, holder: str = ""
@@ -62,47 +62,47 @@ class Away(Sequence[Buffer]):
         self.where = where
         self._fetch = fetch
         self._task: asyncio.Task[None] | None = None
-        self.brought: Sequence[Buffer] | None = None
+        self.loaded: Sequence[Buffer] | None = None
         """they themselves, once they are here"""
         self.lost = False
-        """nobody has them any more"""
+        """whether it is gone with its producer"""
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __iter__(self) -> Iterator[Buffer]:
-        if self.brought is not None:
-            return iter(self.brought)
+        if self.loaded is not None:
+            return iter(self.loaded)
         return iter([cast("Buffer", Missing(size)) for size in self.sizes])
 
     def __getitem__(self, index: Any) -> Any:
-        if self.brought is None:
+        if self.loaded is None:
             raise ChannelError("the arrays of this item are still with its producer")
-        return self.brought[index]
+        return self.loaded[index]
 
-    async def bring(self) -> Sequence[Buffer]:
+    async def wait_loaded(self) -> Sequence[Buffer]:
         """Wait until they are here. Cancelled, they come all the same.
 
         Raises:
-            PayloadLost: nobody has them any more.
+            PayloadLost: it is gone with its producer.
         """
-        while self.brought is None:
+        while self.loaded is None:
             if self.lost:
                 raise PayloadLost("the arrays of an item went with its producer")
-            await asyncio.wait([self.start()])
-        return self.brought
+            await asyncio.wait([self.start_loading()])
+        return self.loaded
 
-    def start(self) -> asyncio.Task[None]:
+    def start_loading(self) -> asyncio.Task[None]:
         """Let them come."""
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._bring())
+            self._task = asyncio.get_running_loop().create_task(self._load())
         return self._task
 
-    async def _bring(self) -> None:
+    async def _load(self) -> None:
         assert self._fetch is not None
         try:
-            if self.brought is None and not self.lost:
-                self.brought = await self._fetch()
+            if self.loaded is None and not self.lost:
+                self.loaded = await self._fetch()
         except PayloadLost:
             self.lost = True
         except Exception:
@@ -112,42 +112,40 @@ class Away(Sequence[Buffer]):
             self._task = None
 
 
-def away_of(item: object) -> Away | None:
+def remote_payload_of(item: object) -> RemotePayload | None:
     """What of this item is neither here nor known to be lost for good."""
-    if isinstance(item, Encoded) and isinstance(item.buffers, Away):
-        return item.buffers if item.buffers.brought is None else None
+    if isinstance(item, Encoded) and isinstance(item.buffers, RemotePayload):
+        return item.buffers if item.buffers.loaded is None else None
     return None
 
 
 def is_lost(item: object) -> bool:
     """Whether the arrays of this item went with its producer."""
-    away = away_of(item)
-    return away is not None and away.lost
+    payload = remote_payload_of(item)
+    return payload is not None and payload.lost
 
 
-def start_ahead(queue: KeyQueue) -> None:
-    """Somebody here takes items, and will take these: let them come."""
-    for entry in islice(queue.entries, BRING_AHEAD):
-        if (away := away_of(entry.item)) is not None and not away.lost:
-            away.start()
+def load_ahead(queue: KeyQueue) -> None:
+    """Load the payloads of the first items: a receiver in this process will take them."""
+    for entry in islice(queue.entries, LOAD_AHEAD):
+        if (payload := remote_payload_of(entry.item)) is not None and not payload.lost:
+            payload.start_loading()
 
 
-async def bring(delivery: Delivery) -> bool:
+async def load_payloads(delivery: Delivery) -> bool:
     """Wait until all of these items are here; False if some are lost, and the others returned."""
-    start_ahead(delivery.queue)
+    load_ahead(delivery.queue)
     lost: list[int] = []
-    aways = [away_of(entry.item) for entry in delivery.held()]
-    for away in aways:
-        if away is not None and not away.lost:
-            away.start()
-    for index, away in enumerate(aways):
+    payloads = [remote_payload_of(entry.item) for entry in delivery.held()]
+    for payload in payloads:
+        if payload is not None and not payload.lost:
+            payload.start_loading()
+    for index, payload in enumerate(payloads):
         try:
-            if away is not None:
-                await away.bring()
+            if payload is not None:
+                await payload.wait_loaded()
         except PayloadLost:
             lost.append(index)
-    for index in lost:
-        delivery.queue.settle(delivery, Outcome.LOST, index, 1)
     if lost:
-        delivery.queue.settle(delivery, Outcome.RETURNED)
+        delivery.queue.return_except(delivery, lost, Outcome.LOST)
     return not lost

@@ -247,20 +247,27 @@ def _one_of(choices: list[tuple[type, Walk]]) -> Walk:
 
 def _pack_all(values: Iterable[Any], walk: Walk) -> Any:
     """The same values; or a list, as which any of these containers is encoded."""
-    packed: list[Any] | None = None
-    for index, value in enumerate(values):
+    return _pack_parts(values, enumerate(values), list, walk)
+
+
+def _pack_parts(
+    whole: Any, parts: Iterable[tuple[Any, Any]], copied: Callable[[Any], Any], walk: Walk
+) -> Any:
+    """The same container, or a copy where a part, each behind its place, had to be packed."""
+    packed: Any = None
+    for at, value in parts:
         if walk is _pack and value.__class__ in _PLAIN:
             continue
         try:
             new = walk(value)
         except Refused as refused:
-            refused.path.append(f"[{index}]")
+            refused.path.append(f"[{at!r:.40}]")
             raise
         if new is not value:
             if packed is None:
-                packed = list(values)
-            packed[index] = new
-    return values if packed is None else packed
+                packed = copied(whole)
+            packed[at] = new
+    return whole if packed is None else packed
 
 
 def _pack_each(values: tuple[Any, ...], walks: list[Walk | None]) -> Any:
@@ -285,20 +292,7 @@ def _pack_values(
         check_keys(values)
     if walk is None or (walk is _pack and _all_plain(map(type, values.values()))):
         return values
-    packed: dict[Any, Any] | None = None
-    for key, value in values.items():
-        if walk is _pack and value.__class__ in _PLAIN:
-            continue
-        try:
-            new = walk(value)
-        except Refused as refused:
-            refused.path.append(f"[{key!r:.40}]")
-            raise
-        if new is not value:
-            if packed is None:
-                packed = dict(values)
-            packed[key] = new
-    return values if packed is None else packed
+    return _pack_parts(values, values.items(), dict, walk)
 
 
 def _pack_keys(values: Any, walks: dict[str, Walk]) -> Any:

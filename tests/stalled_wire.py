@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from rlinf_async.channels.wire import Connection, Router
-from rlinf_async.channels.wire.direct.kept_payloads import Keeping
+from rlinf_async.channels.wire.direct.retained_payloads import RetainedPayloads
 from rlinf_async.channels.wire.links.transfers import Transfers, _Frame
 from rlinf_async.channels.wire.session.auth import Handshake
 from rlinf_async.channels.wire.session.hangup import HangUp
-from rlinf_async.channels.wire.session.heartbeat import Heartbeat, Pulse
-from rlinf_async.channels.wire.session.reconnect import Reach
+from rlinf_async.channels.wire.session.heartbeat import Heartbeat, HeartbeatMonitor
+from rlinf_async.channels.wire.session.reconnect import Reconnection
 from rlinf_async.channels.wire.session.socket_link import Link
 from tests.channels.wire.harness import SECRET
 
@@ -53,13 +53,13 @@ def heartbeat(blame: Blame) -> Heard:
         blame(seconds)
         return False
 
-    pulse = Pulse(Heartbeat(0.5, 4.0), lambda: None, silent)
-    pulse.start()
-    return partial(setattr, pulse, "heard", True)
+    monitor = HeartbeatMonitor(Heartbeat(0.5, 4.0), lambda: None, silent)
+    monitor.start()
+    return partial(setattr, monitor, "heard", True)
 
 
 def cut_connection(blame: Blame) -> Heard:
-    reach = Reach(4.0, None, blame)
+    reach = Reconnection(4.0, None, blame)
     reach.was_cut("a test", 0)
     return reach.found
 
@@ -94,10 +94,10 @@ def connection(blame: Blame) -> Connection:
 
 def closing_while_cut(blame: Blame) -> Heard:
     made = connection(blame)
-    made.reach.was_cut("a test", 0)
+    made.reconnection.was_cut("a test", 0)
     made.notify("anything", None)
     made.close()
-    return made.streams._forget_when_found
+    return made.streams._forget_when_resumed
 
 
 def known_to_have_ended(blame: Blame) -> Heard:
@@ -120,9 +120,9 @@ def unconfirmed_items(blame: Blame) -> Heard:
 
 def arrays_to_fetch(blame: Blame) -> Heard:
     direct: Any = SimpleNamespace(
-        token=b"", host="here", addresses=[], answer=None, let_go=lambda number: None
+        token=b"", host="here", addresses=[], answer=None, release=lambda number: None
     )
-    keeping = Keeping(made := connection(blame), direct)
-    keeping._numbers |= {1, 2}
+    payloads = RetainedPayloads(made := connection(blame), direct)
+    payloads._numbers |= {1, 2}
     made.close()
-    return partial(keeping._numbers.discard, 1)
+    return partial(payloads._numbers.discard, 1)

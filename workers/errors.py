@@ -16,7 +16,7 @@ from typing import Final, Self
 
 import msgspec
 
-from rlinf_async.channels.saying import fit_bytes, text_of
+from rlinf_async.channels.errors import fit_bytes, text_of
 
 MAX_MESSAGE_BYTES: Final = 20_000
 MAX_TRACEBACK_BYTES: Final = 60_000

@@ -17,7 +17,6 @@ from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.wire.client import ChannelClient
 from rlinf_async.channels.wire.direct.direct import Direct
 from rlinf_async.channels.wire.items.codec import Decoder, Encoder, encode
-from rlinf_async.channels.wire.items.devices import SharedTensor, share_tensor
 from rlinf_async.channels.wire.items.shared_arrays import shared_bytes
 from rlinf_async.channels.wire.links.protocol import EndRef
 from rlinf_async.channels.wire.links.remote_latest import RemoteLatestReceiver, RemoteLatestSender
@@ -48,13 +47,11 @@ __all__ = [
     "Request",
     "Router",
     "Server",
-    "SharedTensor",
     "Traffic",
     "connect",
     "encode",
     "load_secret",
     "serve",
-    "share_tensor",
     "shared_bytes",
     "traffic_of",
 ]

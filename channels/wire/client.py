@@ -44,7 +44,7 @@ class ChannelClient:
         """Return once all that its senders have put is in its place.
 
         Raises:
-            ChannelError: what the first of them has to be told.
+            ChannelError: what became of items of the first of them.
         """
         if self._senders:
             await Transfers.of(self._connection).confirmed()

@@ -7,10 +7,10 @@ from typing import Any
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ChannelError, MalformedFrame
+from rlinf_async.channels.inspection import state_of, statistics_of
 from rlinf_async.channels.latest import Latest
-from rlinf_async.channels.seen import state_of, statistics_of
 from rlinf_async.channels.statistics import KeyState, Statistics
-from rlinf_async.channels.wire.direct.producers import Sources
+from rlinf_async.channels.wire.direct.producers import Producers
 from rlinf_async.channels.wire.links import protocol
 from rlinf_async.channels.wire.links.owner_credit import answer_put
 from rlinf_async.channels.wire.links.owner_deliveries import NOTHING
@@ -28,7 +28,7 @@ class ChannelServer(Published):
     def __init__(self, router: Router) -> None:
         super().__init__()
         self._register(router)
-        Sources(router)
+        Producers(router)
 
     # ---- requests
 
@@ -59,7 +59,7 @@ class ChannelServer(Published):
             return
         if request.meta.want and (known := self._published.get(id(end.queue))) is not None:
             credits = self._peer(request.connection).credits
-            credits.want(known[0], end.queue, request.meta.key, end.holder)
+            credits.request(known[0], end.queue, request.meta.key, end.holder)
 
     def _transfer(self, request: Request[protocol.Transfer]) -> None:
         connection = request.connection
@@ -76,7 +76,7 @@ class ChannelServer(Published):
             _hang_up(request.connection, error)
 
     def _flush(self, request: Request[protocol.Flush]) -> None:
-        self._peer(request.connection).credits.say()
+        self._peer(request.connection).credits.send_grants()
         request.reply(NOTHING)
 
     def _get(self, request: Request[protocol.Get]) -> None:

@@ -129,9 +129,7 @@ class Program:
             raise InvariantBroken(f"{seen} counts other than {places.total()} puts, {taken} gets")
 
     def _check_order(self, lane: KeyQueue) -> None:
-        collected = lane.getters.first.held() if lane.getters.order else []
-        order = [entry.sequence for entry in (*collected, *lane.entries)]
-        order += [wait.entry.sequence for wait in lane.putters]
+        order = [entry.sequence for entry in (*lane.collected, *lane.entries)]
         if order != sorted(order):
             raise InvariantBroken(f"key {lane.key!r} holds its items in the order {order}")
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import pytest
 
-from rlinf_async.channels import Channel
+from rlinf_async.channels import Channel, ChannelEmpty, EndOfChannel
 from rlinf_async.testing import nothing_left_waiting
 from tests.channels.transport import Transport
 
@@ -194,3 +194,30 @@ async def test_waiters_cancelled_at_the_same_moment_lose_nothing(transport: Tran
     late = await asyncio.gather(*gets[4:], return_exceptions=True)
     got += rest + [result for result in late if isinstance(result, int)]
     assert sorted(got) == [0, 1, 2, 3]
+
+
+async def test_get_nowait_takes_what_a_cancelled_batch_had_collected() -> None:
+    channel = Channel(int, name="numbers")
+    getting = asyncio.create_task(channel.receiver.get_batch(weight=3))
+    await asyncio.sleep(0)
+    for number in range(2):
+        channel.sender.put_nowait(number)
+    with pytest.raises(ChannelEmpty):  # they are for the batch, which came first
+        channel.receiver.get_nowait()
+    getting.cancel()  # its task has not run yet
+    assert [channel.receiver.get_nowait() for _ in range(2)] == [0, 1]
+    await asyncio.wait([getting])
+    assert channel.statistics().gets == 2
+    nothing_left_waiting(channel)
+
+
+async def test_get_nowait_that_finds_the_end_leaves_nothing_behind() -> None:
+    channel = Channel(int, name="numbers")
+    getting = asyncio.create_task(channel.receiver.get())
+    await asyncio.sleep(0)
+    getting.cancel()
+    channel.close()
+    with pytest.raises(EndOfChannel):
+        channel.receiver.get_nowait()
+    await asyncio.wait([getting])
+    nothing_left_waiting(channel)

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, Edge, current_party
-from rlinf_async.channels.edges import MOST, OTHERS, Edges
 from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.statistics import MAX_EDGES, OTHER_PARTIES, Edges
 from rlinf_async.channels.wire import traffic_of
 from tests.channels.wire.harness import remote_pair, until, wired
 
@@ -76,11 +76,11 @@ async def test_what_stays_in_the_owners_process_has_no_edge() -> None:
 
 def test_only_so_many_edges_are_told_apart() -> None:
     edges = Edges()
-    for number in range(MOST + 10):
+    for number in range(MAX_EDGES + 10):
         edges.put(f"w{number}", Encoded(b"x"))
     seen = edges.seen()
-    assert len(seen) == MOST + 1
-    assert seen[-1] == Edge(end="sender", party=OTHERS, items=10, nbytes=10)
+    assert len(seen) == MAX_EDGES + 1
+    assert seen[-1] == Edge(end="sender", party=OTHER_PARTIES, items=10, nbytes=10)
 
 
 def test_what_was_seen_does_not_change_later() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from rlinf_async.channels import Channel, Receiver
 from tests.channels.transport import Transport
 
@@ -117,3 +119,27 @@ async def test_a_get_cannot_overtake_a_batch_that_waits(transport: Transport) ->
     for number in range(3):
         await sender.put(number)
     assert (await batch, await single) == ([0, 1], 2)
+
+
+async def test_items_keep_their_order_when_credit_is_spent_while_a_put_waits() -> None:
+    """Credit is room that was reserved before: its items come in ahead of a put that waits."""
+    channel = Channel(str, name="letters", capacity=2)
+    queue = channel.queue.unkeyed
+    await channel.sender.put("a")
+    queue.reserve(1, 0)
+    waiting = asyncio.create_task(channel.sender.put("c"))
+    await asyncio.sleep(0)
+    assert channel.statistics().waiting_putters == 1
+    queue.reserve(-1, 0)
+    queue.put_on_credit(["b"], 1)
+    assert await channel.receiver.get() == "a"
+    await waiting
+
+    async def fail() -> None:
+        async with channel.receiver.lease() as leased:
+            assert [*leased] == ["b"]
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        await fail()
+    assert [channel.receiver.get_nowait() for _ in range(2)] == ["b", "c"]

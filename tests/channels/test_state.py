@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from rlinf_async.channels import Channel
 from tests.channels.transport import Transport
 
@@ -42,3 +44,23 @@ async def test_leased_items_are_not_queued(transport: Transport) -> None:
     await sender.put(1)
     async with receiver.lease():
         assert (await sender.state()).empty
+
+
+async def test_what_a_waiting_batch_has_collected_is_counted_apart(transport: Transport) -> None:
+    """It takes up no room, and stays in the channel if the batch is cancelled."""
+    channel = Channel(int, name="numbers", capacity=2)
+    sender, receiver = await transport.ends(channel)
+    getting = asyncio.create_task(receiver.get_batch(weight=5))
+    await transport.settle()
+    for number in range(4):
+        await sender.put(number)
+    await sender.flush()
+    await transport.settle()
+    for end in (sender, receiver):
+        state = await end.state()
+        assert (state.depth, state.collected, state.room) == (0, 4, 2)
+    assert (channel.statistics().depth, channel.statistics().collected) == (0, 4)
+    getting.cancel()
+    await asyncio.wait([getting])
+    await transport.settle()
+    assert (channel.statistics().depth, channel.statistics().collected) == (4, 0)

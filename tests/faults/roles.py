@@ -33,7 +33,7 @@ from rlinf_async.channels.wire import (
     connect,
     serve,
 )
-from rlinf_async.channels.wire.session.side import Times
+from rlinf_async.channels.wire.session.endpoint_options import Timeouts
 from tests.faults.journal import Did, Page
 from tests.faults.plan import HEARTBEAT, LEAST, PATIENCE, Plan, Role
 
@@ -100,7 +100,7 @@ async def own(control: socket.socket, plan: Plan, folder: str) -> None:
         gone.set()
         lost.append(f"{connection.peer}: {reason}")
 
-    times: Times = {"heartbeat_limit": HEARTBEAT}
+    times: Timeouts = {"heartbeat_limit": HEARTBEAT}
     if plan.direct:
         times["patience"] = PATIENCE
     async with await serve(

@@ -171,7 +171,7 @@ def memory(data: bytes) -> None:
     pieces = Pieces(data)
     slab = _own_slab(os.getpid())
     said: list[object] = []
-    borrowing = Borrowing(said.append, lambda number, spoilt: said.append(number))
+    borrowing = Borrowing(said.append, lambda number, poisoned: said.append(number))
     borrowing.announced(Announce(1, slab.fd, slab.token), os.getpid())
     if pieces.byte() % 2:
         with suppress(MalformedFrame, *UNREADABLE):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlinf_async.channels.wire.session.answers import Answering
+from rlinf_async.channels.wire.session.answers import PeerRequests
 from tests.fuzz import seeds
 from tests.fuzz.pieces import Pieces, piece
 from tests.fuzz.pure import Broken
@@ -97,7 +97,7 @@ def test_a_server_goes_on_whatever_one_of_its_peers_says(live: Callable[[bytes],
 def test_the_fuzzer_sees_a_request_that_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = 2 * [kind for kind, _ in seeds.METAS].index("channel.get")
     with ready("live") as live, monkeypatch.context() as patched:
-        patched.setattr(Answering, "lose", lambda self, reason: None)
+        patched.setattr(PeerRequests, "lose", lambda self, reason: None)
         with pytest.raises(Broken, match="still holds something"):
             live([*seeds.live()][waiting])
 

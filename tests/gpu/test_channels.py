@@ -1,15 +1,12 @@
-"""CUDA tensors between processes: copied through pinned memory, or shared by CUDA IPC."""
+"""CUDA tensors between processes: copied through pinned memory."""
 
 from __future__ import annotations
-
-import gc
 
 import msgspec
 import pytest
 import torch
 
 import rlinf_async as ra
-from rlinf_async.channels.wire import SharedTensor, share_tensor
 from tests.channels.wire.harness import remote_pair
 
 
@@ -18,16 +15,6 @@ class Batch(msgspec.Struct):
 
     logits: torch.Tensor
     parts: dict[str, list[torch.Tensor]]
-
-
-class Neighbour(ra.Worker):
-    """Works on another process's tensor."""
-
-    async def add_one(self, shared: SharedTensor) -> float:
-        tensor = shared.open()
-        tensor += 1
-        torch.cuda.synchronize()
-        return float(tensor.sum())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool], ids=str)
@@ -52,28 +39,3 @@ async def test_what_is_still_computed_when_it_is_put_arrives_computed() -> None:
             one = one @ one.softmax(0)
         await sender.put(one)
         assert (await receiver.get()).equal(one.cpu())
-
-
-@pytest.mark.parametrize("offset", [0, 1000])
-async def test_another_process_works_on_shared_memory_in_place(offset: int) -> None:
-    tensor = torch.zeros(1_000_000, device="cuda")[offset:]
-    async with ra.Cluster.process() as cluster:
-        neighbours = await cluster.launch(Neighbour)
-        shared = share_tensor(tensor)
-        assert shared.memory is not None
-        [total] = await neighbours.call(Neighbour.add_one, shared)
-    assert total == len(tensor)
-    assert bool((tensor == 1).all())
-
-
-async def test_memory_that_was_shared_is_free_again_when_nobody_uses_it() -> None:
-    async with ra.Cluster.process() as cluster:
-        neighbours = await cluster.launch(Neighbour)
-        before = torch.cuda.memory_allocated()
-        for _ in range(20):
-            tensor = torch.zeros(10_000_000, device="cuda")
-            await neighbours.call(Neighbour.add_one, share_tensor(tensor))
-            del tensor
-        gc.collect()
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-        assert torch.cuda.memory_allocated() - before <= 2 * 40_000_000

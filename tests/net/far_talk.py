@@ -33,7 +33,7 @@ async def main(reset: bool) -> None:
         if cutting is not None:
             cutting.cancel()
         print(f"round trip {await round_trip(far):.4f} s")
-        print(f"everything arrived once, in {seconds:.1f} s, {connection.reach.cuts} cuts")
+        print(f"everything arrived once, in {seconds:.1f} s, {connection.reconnection.cuts} cuts")
         connection.close()
         await connection.wait_closed()
 

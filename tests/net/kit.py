@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel
 from rlinf_async.channels.wire import Connection, Router, connect
-from rlinf_async.channels.wire.session.side import Times
+from rlinf_async.channels.wire.session.endpoint_options import Timeouts
 from tests.channels.wire.harness import PATIENCE, SECRET, Wired, until, wired
 from tests.net.cutter import Cut, Cutter, Way, cutter
 
@@ -42,7 +42,7 @@ class Far(NamedTuple):
 @asynccontextmanager
 async def far(*cuts: Cut, tcp: bool = False, patience: float = PATIENCE) -> AsyncIterator[Far]:
     """Both in this loop, over sockets that are cut as planned. A machine may keep them waiting."""
-    times: Times = {"patience": PATIENCE, "handshake_timeout": PATIENCE}
+    times: Timeouts = {"patience": PATIENCE, "handshake_timeout": PATIENCE}
     async with wired(address="tcp://127.0.0.1:0" if tcp else None, **times) as owner:
         with tempfile.TemporaryDirectory(prefix="net-") as folder:
             async with cutter(owner.server.address, None if tcp else Path(folder), *cuts) as net:

@@ -25,9 +25,9 @@ async def test_a_cut_after_any_byte_loses_and_doubles_nothing(way: Way, loop_kin
     for after in range(hello[way] + 1, total[way], step):
         async with far(Cut(way, after), tcp=True) as one:
             await small_talk(one)
-            await until(lambda: one.net.sockets == 1 + one.connection.reach.cuts)
+            await until(lambda: one.net.sockets == 1 + one.connection.reconnection.cuts)
             tries += 1
-            cut += one.connection.reach.cuts
+            cut += one.connection.reconnection.cuts
     assert tries > 20
     assert cut >= 0.9 * tries  # the very last bytes may not be needed
 
@@ -51,7 +51,7 @@ async def test_arrays_survive_many_cuts(tcp: bool, reset: bool) -> None:
     async with far(*cuts, tcp=tcp) as one:
         await arrays_both_ways(one, 60)
         assert one.net.sockets >= 4
-        assert one.connection.reach.cuts >= 3
+        assert one.connection.reconnection.cuts >= 3
 
 
 @ways
@@ -62,7 +62,7 @@ async def test_a_cut_in_the_first_handshake_is_an_error_and_leaves_nothing(way: 
             async with cutter(owner.server.address, None, Cut(way, after)) as net:
                 with pytest.raises(ConnectionLost, match=r"lost in the handshake|cannot connect"):
                     await connect(net.address, SECRET, name="worker", router=Router(), patience=0)
-        await until(lambda: not owner.server._strangers)
+        await until(lambda: not owner.server._pending)
 
 
 @ways
@@ -82,18 +82,18 @@ async def test_a_cut_in_the_first_handshake_costs_a_second_socket_and_makes_one_
                 await connection.wait_closed()
                 await until(lambda: not owner.server.connections)
                 made.clear()
-        await until(lambda: not owner.server._strangers)
+        await until(lambda: not owner.server._pending)
 
 
 async def test_a_full_memory_of_what_may_be_sent_again_stops_nobody_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both sides may not write data until the other says what arrived: they still say it."""
-    monkeypatch.setattr(kept, "MAX_KEPT_BYTES", 30_000)
+    monkeypatch.setattr(kept, "MAX_UNACKNOWLEDGED_BYTES", 30_000)
     monkeypatch.setattr(streams, "SAY_ARRIVED_BYTES", 10_000)
     async with far(Cut("to server", 100_000), Cut("to client", 50_000), tcp=True) as one:
         await arrays_both_ways(one, 30)
-        assert one.connection.reach.cuts >= 1
+        assert one.connection.reconnection.cuts >= 1
         outbox = one.connection._outbox
-        assert outbox._kept is not None
-        assert outbox._kept.written - outbox._kept.arrived < 30_000 + 512 * 1024
+        assert outbox._unacknowledged is not None
+        assert outbox._unacknowledged.written - outbox._unacknowledged.arrived < 30_000 + 512 * 1024

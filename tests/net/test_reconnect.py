@@ -28,7 +28,7 @@ async def cut(one: Far) -> None:
     [server_side] = one.owner.server.connections
     one.net.refuse = True
     one.net.cut_all()
-    await until(lambda: one.connection.reach.cuts and server_side.reach.cuts)
+    await until(lambda: one.connection.reconnection.cuts and server_side.reconnection.cuts)
 
 
 async def hold_until_lost(one: Far, receiver: Receiver[int]) -> None:
@@ -66,7 +66,7 @@ async def test_what_is_asked_while_it_is_cut_waits_and_is_done_once() -> None:
         await asyncio.gather(*putting)
         assert await channel.receiver.get_batch(weight=5) == list(range(5))
         assert not one.connection.reconnecting
-        assert one.connection.reach.cuts == 1
+        assert one.connection.reconnection.cuts == 1
 
 
 async def test_what_is_cancelled_while_it_is_cut_leaves_no_trace() -> None:
@@ -108,21 +108,21 @@ async def test_past_its_patience_each_side_gives_up_and_leases_go_back() -> None
     async with far(patience=0.2) as one:
         receiver = one.owner.receiver(channel, one.connection)
         await channel.sender.put(7)
-        with pytest.raises(ConnectionLost, match=r"; it was not taken up again within 0\.2 s"):
+        with pytest.raises(ConnectionLost, match=r"; it was not resumed within 0\.2 s"):
             await hold_until_lost(one, receiver)
         name, reason = await one.owner.lost.get()
         assert name == "worker"
-        assert reason.endswith("; it was not taken up again within 0.2 s")
+        assert reason.endswith("; it was not resumed within 0.2 s")
         assert (channel.statistics().depth, channel.statistics().leases_out) == (1, 0)
 
 
 async def test_the_shorter_patience_of_both_sides_counts() -> None:
     async with far(patience=9.0) as longer, far(patience=0.5) as shorter:
         for one, seconds in ((longer, 9.0), (shorter, 0.5)):
-            assert one.connection.reach.patience == seconds
+            assert one.connection.reconnection.patience == seconds
             await until(partial(bool, one.owner.server.connections))
             [server_side] = one.owner.server.connections
-            assert server_side.reach.patience == seconds
+            assert server_side.reconnection.patience == seconds
 
 
 async def test_without_patience_a_cut_ends_it_at_once() -> None:
@@ -148,7 +148,7 @@ async def test_on_one_host_a_cut_counts_as_death_where_the_system_cannot_tell_th
     async with far(tcp=True) as one:
         one.net.cut_all()
         await small_talk(one)
-        assert one.connection.reach.cuts == 1
+        assert one.connection.reconnection.cuts == 1
 
 
 async def test_where_nobody_listens_any_more_the_peer_is_gone_at_once() -> None:
@@ -188,7 +188,7 @@ async def test_a_peer_comes_back_before_its_old_socket_is_known_to_be_cut() -> N
         await until(lambda: one.owner.server.connections)
         one.net.cut_clients()
         await small_talk(one)
-        assert one.connection.reach.cuts == 1
+        assert one.connection.reconnection.cuts == 1
         assert len(one.owner.server.connections) == 1
 
 
@@ -202,7 +202,7 @@ async def test_who_does_not_know_the_secret_cannot_disturb_a_connection() -> Non
         with pytest.raises(HandshakeFailed, match="secret is wrong"):
             await introduce(one, forged)
         await small_talk(one)
-        assert server_side.reach.cuts == 0
+        assert server_side.reconnection.cuts == 0
 
 
 async def test_a_peer_of_another_name_cannot_take_a_connection_over() -> None:
@@ -212,7 +212,7 @@ async def test_a_peer_of_another_name_cannot_take_a_connection_over() -> None:
         other = Handshake("client", SECRET, "somebody", terms=Terms(server_side.number, 0, 10.0))
         with pytest.raises(HandshakeFailed, match="does not know its connection"):
             await introduce(one, other)
-        assert server_side.reach.cuts == 0
+        assert server_side.reconnection.cuts == 0
 
 
 async def test_closing_while_it_is_cut_leaves_no_task_and_no_socket() -> None:
@@ -265,7 +265,7 @@ async def test_who_does_not_come_back_to_a_closed_connection_is_given_up(
         one.connection.notify("anything", None)
         one.connection.close()
         await one.connection.wait_closed()
-        with pytest.raises(ConnectionLost, match=r"not taken up again within 0\.1 s"):
+        with pytest.raises(ConnectionLost, match=r"not resumed within 0\.1 s"):
             one.connection.notify("anything", None)
     assert "what was said last to owner may be lost" in caplog.text
 

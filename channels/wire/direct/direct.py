@@ -1,15 +1,15 @@
 """Large arrays from producer to consumer, past the process that owns their channel.
 
-The producer keeps them and puts the rest of the item; who gets it comes for them. What is kept:
+The producer keeps them and puts the rest of the item; who gets it fetches them. Invariants:
 
 * the producer keeps them until the item is consumed: a lease that fails is delivered again;
 * a producer that closes its connection gives what it still has to the owner first. One that dies
-  takes it along: those items are counted (``statistics().lost``) and logged, and whoever gets is
-  given the next one;
+  takes it along: those items are counted (``statistics().lost``) and logged, and the get is given
+  the next one;
 * a consumer that cannot reach the producer gets them through the owner, as ever.
 
 On the producer's host they go by shared memory, else by TCP. Who comes proves the cluster's secret,
-as on every connection, and names a token that only the owner and its getters were told.
+as on every connection, and names a token that only the owner and the consumers know.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rlinf_async.channels.wire.direct.direct_protocol import (
     Payload,
     fits,
 )
-from rlinf_async.channels.wire.links.protocol import Left
+from rlinf_async.channels.wire.links.protocol import PayloadRef
 from rlinf_async.channels.wire.memory.pool import process_pool
 from rlinf_async.channels.wire.session.connection import Connection
 from rlinf_async.channels.wire.session.endpoint import Server, connect, serve
+from rlinf_async.channels.wire.session.endpoint_options import Timeouts
 from rlinf_async.channels.wire.session.failures import RemoteError
 from rlinf_async.channels.wire.session.router import Request, Router
-from rlinf_async.channels.wire.session.side import Times
 
 LEAST: Final = 1024**2
 MOST: Final = 1024**3
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 class Direct:
     """What one process keeps for others, and how it gets what others keep. See `open`."""
 
-    def __init__(self, secret: bytes, name: str, least: int, most: int, times: Times) -> None:
+    def __init__(self, secret: bytes, name: str, least: int, most: int, times: Timeouts) -> None:
         self.token = os.urandom(TOKEN_BYTES)
         self.host = host_id()
         self.addresses: list[str] = []
@@ -59,13 +59,13 @@ class Direct:
         self._most = most
         self._times = times
         self._numbers = count(1)
-        self._kept: dict[int, list[Buffer]] = {}
+        self._retained: dict[int, list[Buffer]] = {}
         self._servers: list[Server] = []
         self._links: dict[bytes, asyncio.Task[Connection | None]] = {}
         self._tried: dict[bytes, float] = {}
         self._closed = False
-        self.kept_bytes = 0
-        """of the arrays that are here until somebody has fetched them"""
+        self.retained_bytes = 0
+        """of the payloads that are retained"""
         self.fetched = 0
         """items whose arrays this process got from their producer"""
         self.passed = 0
@@ -80,16 +80,16 @@ class Direct:
         listen: Sequence[str | os.PathLike[str]] = (),
         least: int = LEAST,
         most: int = MOST,
-        **times: Unpack[Times],
+        **times: Unpack[Timeouts],
     ) -> Self:
-        """Fetch from others, and where it listens let others fetch from here.
+        """Fetch payloads from others, and where it listens let others fetch from this process.
 
         Args:
             listen: addresses, as of `serve`: a TCP address that the consumers' hosts reach, and for
                 those of this host a Unix socket. Without any, this process's own items go through
                 the owner.
             least: bytes of the large arrays of an item, from which on they stay here.
-            most: bytes kept here at a time; beyond it items go through the owner.
+            most: bytes retained here at a time; beyond it items go through the owner.
             times: as of `serve` and `connect`.
 
         Raises:
@@ -109,8 +109,8 @@ class Direct:
         return made
 
     async def close(self) -> None:
-        """Stop listening. First close the connections to the owners, which take over what is kept
-        here."""
+        """Stop listening. Close the connections to the owners first: they take over what is
+        retained."""
         self._closed = True
         links, self._links = self._links, {}
         for task in links.values():
@@ -122,37 +122,37 @@ class Direct:
         for server in self._servers:
             await server.close()
 
-    # ---- keeping
+    # ---- as a producer
 
-    def may_keep(self, buffers: Sequence[Buffer]) -> bool:
+    def may_retain(self, buffers: Sequence[Buffer]) -> bool:
         """Whether these are large enough to stay here, and not too much."""
         size = sum(map(len, buffers))
         return (
             len(buffers) <= MAX_ARRAYS
             and self._least <= size
-            and self.kept_bytes + size <= self._most
+            and self.retained_bytes + size <= self._most
         )
 
-    def keep(self, buffers: Sequence[Buffer], *, copied: bool = False) -> int | None:
+    def retain(self, buffers: Sequence[Buffer], *, copied: bool = False) -> int | None:
         """Keep a copy of these; its number, or None if they may not stay here.
 
         Args:
-            copied: they are a copy already, which nobody else changes.
+            copied: whether they are a copy already.
         """
-        if not self.may_keep(buffers):
+        if not self.may_retain(buffers):
             return None
-        self._kept[number := next(self._numbers)] = [
+        self._retained[number := next(self._numbers)] = [
             *(buffers if copied else process_pool().lend(buffers) or map(bytearray, buffers))
         ]
-        self.kept_bytes += sum(map(len, buffers))
+        self.retained_bytes += sum(map(len, buffers))
         return number
 
-    def let_go(self, number: int) -> None:
-        """Nobody will fetch this."""
-        self.kept_bytes -= sum(map(len, self._kept.pop(number)))
+    def release(self, number: int) -> None:
+        """Forget a payload that will not be fetched."""
+        self.retained_bytes -= sum(map(len, self._retained.pop(number)))
 
     def answer(self, request: Request[Fetch]) -> None:
-        """Give somebody what he came for."""
+        """Reply with the requested arrays."""
         found = self._find(request.meta.token, request.meta.number)
         if found is None:
             request.reply(Payload(False))
@@ -160,11 +160,11 @@ class Direct:
             request.reply(Payload(True), Encoded(b"", found))
 
     def _find(self, token: bytes, number: int) -> list[Buffer] | None:
-        return self._kept.get(number) if token == self.token else None
+        return self._retained.get(number) if token == self.token else None
 
-    # ---- fetching
+    # ---- as a consumer
 
-    async def fetch(self, left: Left) -> Sequence[Buffer] | None:
+    async def fetch(self, left: PayloadRef) -> Sequence[Buffer] | None:
         """What another process keeps, from itself; None if that does not work."""
         if left.token == self.token:
             own = self._find(left.token, left.number)
@@ -184,8 +184,8 @@ class Direct:
         self.fetched += 1
         return body.buffers
 
-    async def _reach(self, left: Left) -> Connection | None:
-        """The connection to this process: there is one, whoever wants it."""
+    async def _reach(self, left: PayloadRef) -> Connection | None:
+        """The one connection to this process."""
         if self._closed:
             return None
         now = asyncio.get_running_loop().time()
@@ -199,7 +199,7 @@ class Direct:
         await asyncio.wait([task])
         return None if task.cancelled() else task.result()
 
-    async def _connect(self, left: Left) -> Connection | None:
+    async def _connect(self, left: PayloadRef) -> Connection | None:
         why = "it says no address"
         for address in left.addresses:
             if address.startswith("tcp://") or left.host == self.host:

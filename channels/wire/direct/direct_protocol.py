@@ -1,11 +1,11 @@
-"""What is said of large arrays that go from producer to consumer, past the owner of their channel.
+"""Messages about payloads: large arrays that go from producer to consumer, past the owner.
 
 ::
 
     producer                         owner                            consumer
       OFFER token, addresses ------>
-      PUTS in-band part, Kept ----->  queue  <------------------------ GET
-                                        in-band part, Left ---------->
+      PUTS in-band part, Retained ----->  queue  <------------------------ GET
+                                        in-band part, PayloadRef ---------->
       <------------------------------------------------------- FETCH number
       arrays ------------------------------------------------------->
       <-- RELEASE number ----------  <------------------------ taken, or the lease acknowledged
@@ -34,10 +34,10 @@ MAX_ADDRESS: Final = 300
 
 
 class Offer(msgspec.Struct, array_like=True, frozen=True):
-    """producer -> owner: arrays will stay with this process. Whoever wants them connects here."""
+    """producer -> owner: payloads will stay here, to be fetched at these addresses."""
 
     token: bytes
-    """names this process, to those whom it concerns: nobody can guess it"""
+    """random; known only to the owner and to consumers of its items"""
     host: str
     """names its host; the Unix sockets among the addresses are of use there"""
     addresses: list[str]
@@ -57,19 +57,19 @@ class Payload(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Release(msgspec.Struct, array_like=True, frozen=True):
-    """owner -> producer: nobody will want these arrays any more."""
+    """owner -> producer: these payloads will not be fetched any more."""
 
     numbers: list[int]
 
 
-class Unsure(msgspec.Struct, array_like=True, frozen=True):
-    """producer -> owner: a put was given up, which may have come or not: release what did not."""
+class PutAbandoned(msgspec.Struct, array_like=True, frozen=True):
+    """producer -> owner: a put was given up; release its payload if the item did not arrive."""
 
     number: int
 
 
-class Leave(msgspec.Struct, array_like=True, frozen=True):
-    """producer -> owner: this process ends: take over whatever it still keeps."""
+class TakeOver(msgspec.Struct, array_like=True, frozen=True):
+    """producer -> owner: this process closes: load all payloads that it still retains."""
 
 
 def check_offer(offer: Offer) -> None:
@@ -83,10 +83,10 @@ def check_offer(offer: Offer) -> None:
         or len(offer.addresses) > MAX_ADDRESSES
         or any(len(text) > MAX_ADDRESS for text in (*offer.addresses, offer.host))
     ):
-        raise MalformedFrame("an offer of large arrays that makes no sense")
+        raise MalformedFrame("an invalid offer of payloads")
 
 
-def check_kept(sizes: Sequence[int]) -> None:
+def check_payload(sizes: Sequence[int]) -> None:
     """Refuse arrays that no message could carry.
 
     Raises:

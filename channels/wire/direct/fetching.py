@@ -1,4 +1,4 @@
-"""The consumer's side of large arrays that stayed with their producer. See `direct`."""
+"""The consumer's side of payloads that stayed with their producer. See `direct`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 from rlinf_async.channels.encoded import Buffer, Encoded
 from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
-from rlinf_async.channels.remote_payload import Away, PayloadLost, away_of
-from rlinf_async.channels.wire.direct.direct_protocol import Fetch, Payload, check_kept, fits
-from rlinf_async.channels.wire.links.protocol import Left
+from rlinf_async.channels.remote_payload import PayloadLost, RemotePayload, remote_payload_of
+from rlinf_async.channels.wire.direct.direct_protocol import Fetch, Payload, check_payload, fits
+from rlinf_async.channels.wire.links.protocol import PayloadRef
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.direct.direct import Direct
@@ -20,31 +20,31 @@ AT_ONCE: Final = 4
 """Items of a batch that are fetched at a time."""
 
 
-def attach(parts: Sequence[Encoded], left: Sequence[Left]) -> None:
-    """Say of these items that their arrays are elsewhere.
+def attach(parts: Sequence[Encoded], left: Sequence[PayloadRef]) -> None:
+    """Mark the items whose payload is elsewhere.
 
     Raises:
-        MalformedFrame: it makes no sense.
+        MalformedFrame: there is no such item, or it has arrays already.
     """
     for one in left:
-        check_kept(one.sizes)
+        check_payload(one.sizes)
         if not 0 <= one.item < len(parts) or parts[one.item].buffers:
             raise MalformedFrame(f"arrays are to be fetched for item {one.item}, which is none")
-        parts[one.item].buffers = Away(one.sizes, one)
+        parts[one.item].buffers = RemotePayload(one.sizes, one)
 
 
 async def fetch_all(
     connection: Connection, direct: Direct | None, parts: Sequence[Encoded]
 ) -> int | None:
-    """Bring the arrays of these items here, straight from their producers or through the owner at
-    the other side of the connection. None, or an item whose arrays are lost.
+    """Fetch the payloads of these items, from their producers or through the owner at the other
+    side of the connection. None, or the index of the first item whose payload is lost.
 
     Raises:
         ConnectionLost: to the owner; the items go to others.
     """
     slots = asyncio.Semaphore(AT_ONCE)
 
-    async def bring(index: int, part: Encoded, left: Left) -> None:
+    async def bring(index: int, part: Encoded, left: PayloadRef) -> None:
         async with slots:
             try:
                 part.buffers = await _fetch(connection, direct, left)
@@ -53,9 +53,9 @@ async def fetch_all(
 
     lost: list[int] = []
     wanted = [
-        (index, part, away.where)
+        (index, part, payload.where)
         for index, part in enumerate(parts)
-        if (away := away_of(part)) is not None
+        if (payload := remote_payload_of(part)) is not None
     ]
     if len(wanted) == 1:
         await bring(*wanted[0])
@@ -71,7 +71,9 @@ async def fetch_all(
     return min(lost, default=None)
 
 
-async def _fetch(connection: Connection, direct: Direct | None, left: Left) -> Sequence[Buffer]:
+async def _fetch(
+    connection: Connection, direct: Direct | None, left: PayloadRef
+) -> Sequence[Buffer]:
     if direct is not None:
         found = await direct.fetch(left)
         if found is not None:
@@ -80,7 +82,7 @@ async def _fetch(connection: Connection, direct: Direct | None, left: Left) -> S
         "payload.pass", Fetch(left.token, left.number), reply=Payload
     )
     if body is None or not reply.here or not fits(body, left.sizes):
-        raise PayloadLost("nobody has the arrays of this item any more")
+        raise PayloadLost("the payload of this item is gone with its producer")
     if direct is not None:
         direct.passed += 1
     return body.buffers

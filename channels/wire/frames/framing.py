@@ -53,7 +53,7 @@ class FrameType(IntEnum):
     ERROR = 3
     """the reply, where the request failed"""
     CANCEL = 4
-    """whoever asked does not want the reply, or did not take it"""
+    """the request was given up, before its reply came or was taken"""
     NOTICE = 5
     """a request without a reply"""
     CHUNK = 6

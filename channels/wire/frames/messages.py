@@ -125,6 +125,13 @@ def _first_frame(
     kind: int, number: int, head: bytes, body: Encoded, lane: int, flags: int, total: int
 ) -> bytes:
     """A frame with all of the body, up to where its buffers begin."""
+    return _opening(kind, number, head, body, lane, flags, total) + body.data
+
+
+def _opening(
+    kind: int, number: int, head: bytes, body: Encoded, lane: int, flags: int, total: int
+) -> bytes:
+    """The beginning of a message, up to its body, of which ``total`` bytes are in this frame."""
     table = _table(body)
     header = pack_header(
         len(table) + len(head) + total,
@@ -136,7 +143,7 @@ def _first_frame(
         head=len(head),
         data=len(body.data),
     )
-    return b"".join((header, table, head, body.data))
+    return b"".join((header, table, head))
 
 
 def _table(body: Encoded) -> bytes:
@@ -147,18 +154,7 @@ def _table(body: Encoded) -> bytes:
 def _chunked(
     kind: int, number: int, head: bytes, body: Encoded, lane: int, flags: int
 ) -> Iterator[list[Bytes]]:
-    table = _table(body)
-    header = pack_header(
-        len(table) + len(head),
-        kind,
-        number,
-        lane=lane,
-        flags=flags,
-        tables=len(body.buffers),
-        head=len(head),
-        data=len(body.data),
-    )
-    yield [b"".join((header, table, head))]
+    yield [_opening(kind, number, head, body, lane, flags, 0)]
     for part in (body.data, *body.buffers):
         whole = memoryview(part)
         for start in range(0, len(whole), CHUNK_BYTES):

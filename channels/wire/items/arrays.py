@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from rlinf_async.channels.wire.items.devices import to_host
 from rlinf_async.channels.wire.memory.slab import is_private, view_of
 
 if TYPE_CHECKING:
@@ -120,9 +119,19 @@ def tensor_elements(tensor: torch.Tensor) -> tuple[str, memoryview]:
         raise CannotTravel(f"a tensor on {tensor.device} cannot travel: send tensor.cpu()")
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.device.type == "cuda":
-        flat = to_host(flat)
+        flat = _to_host(flat)
     elements = flat.view(torch.uint8).numpy()
     return str(tensor.dtype).removeprefix("torch."), elements.data
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of a GPU's tensor in pinned memory, complete."""
+    import torch
+
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copied.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return copied
 
 
 def restore(head: Head, elements: bytearray | memoryview) -> Any:

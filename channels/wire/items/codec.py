@@ -6,30 +6,28 @@ MessagePack does what msgspec can do; beyond that, by extension types:
 code  is
 ====  =====================================================================================
 1     an array (see `arrays`): large ones stand beside the MessagePack, as buffers
-2     the end of a channel, where the encoder and the decoder were told how to handle ends
+2     the end of a channel, where encoder and decoder are given functions for ends
 3..5  a tuple, set or frozenset where the type does not say that it is one (see `untyped`)
 ====  =====================================================================================
 
 A received array is writable. It lies in the bytes that arrived, or in shared memory whose pages are
-copied when they are written; decoding takes them over. Whoever may have to decode them again
-decodes a copy (`Decoder.decode_copy`). numpy scalars arrive as plain numbers.
+copied when they are written; decoding takes them over. Bytes that may have to be decoded again are
+decoded from a copy (`Decoder.decode_copy`). numpy scalars arrive as plain numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any, Final, get_args, get_origin
 
 import msgspec
 
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.ends import Receiver, Sender
-from rlinf_async.channels.errors import MalformedFrame, WrongItemType
-from rlinf_async.channels.itemtypes import type_name
-from rlinf_async.channels.latest import LatestReceiver, LatestSender
-from rlinf_async.channels.saying import fit, text_of
+from rlinf_async.channels.ends import LatestReceiver, LatestSender, Receiver, Sender
+from rlinf_async.channels.errors import MalformedFrame, WrongItemType, fit, text_of
+from rlinf_async.channels.itemtypes import parts_of, type_name
 from rlinf_async.channels.untyped import UNPACKED, Packed
 from rlinf_async.channels.wire.frames.framing import MAX_BUFFERS
 from rlinf_async.channels.wire.frames.reserved import is_reserved
@@ -124,7 +122,7 @@ class Encoder:
         said = text_of(error)
         with contextlib.suppress(Exception):  # the item's own code may raise where it is looked at
             for path, value in _parts(item, type(item).__name__):
-                if not _children(value) and self._refusal(value) == said:
+                if not parts_of(value) and self._refusal(value) == said:
                     return f"{path}: {said}"
         return f"{type(item).__name__}: {said}"
 
@@ -300,22 +298,5 @@ def _parts(item: object, path: str) -> list[tuple[str, object]]:
     for at, value in found:
         if len(found) > 5000:
             break
-        found += [(f"{at}{step}", part) for step, part in _children(value)]
+        found += [(f"{at}{step}", part) for step, part in parts_of(value)]
     return found
-
-
-def _children(value: object) -> list[tuple[str, object]]:
-    if isinstance(value, msgspec.Struct):
-        return _fields(value, value.__struct_fields__)
-    if isinstance(value, Mapping):
-        return [(f"[{key!r:.40}]", part) for key, part in value.items()]
-    if isinstance(value, Packed):
-        value = value.items
-    if isinstance(value, list | tuple):
-        return [(f"[{index}]", part) for index, part in enumerate(value)]
-    return _fields(value, tuple(getattr(type(value), "__dataclass_fields__", {})))
-
-
-def _fields(value: object, names: Sequence[str]) -> list[tuple[str, object]]:
-    """The fields that have a value."""
-    return [(f".{name}", getattr(value, name)) for name in names if hasattr(value, name)]

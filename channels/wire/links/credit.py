@@ -28,12 +28,22 @@ SWEEP_SECONDS: Final = 0.05
 class Account:
     """The credit of this process for one key of a channel."""
 
-    __slots__ = ("grantable", "items", "kept", "key", "puts", "queue", "used", "waiting", "weight")
+    __slots__ = (
+        "grantable",
+        "items",
+        "key",
+        "puts",
+        "queue",
+        "registered",
+        "used",
+        "waiting",
+        "weight",
+    )
 
     def __init__(self, queue: int, key: Key | None) -> None:
         self.queue = queue
         self.key = key
-        self.kept = False
+        self.registered = False
         """whether it is this key's account; one that is not never has credit"""
         self.grantable = queue > 0 and (key is None or len(str(key)) <= MAX_KEY)
         self.items = 0
@@ -47,7 +57,7 @@ class Account:
     @property
     def wants(self) -> bool:
         """Whether it is worth granting credit to."""
-        return self.kept and self.puts > 0 and self.grantable
+        return self.registered and self.puts > 0 and self.grantable
 
     def spend(self, weight: int) -> None:
         """Put one item on credit."""
@@ -71,24 +81,24 @@ class Accounts:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._loop = asyncio.get_running_loop()
-        self.kept: dict[tuple[int, Key | None], Account] = {}
+        self.registered: dict[tuple[int, Key | None], Account] = {}
         """by channel and key; no more than `MAX_ACCOUNTS`"""
         self._sweeper: asyncio.TimerHandle | None = None
         self._swept_at = self._loop.time()
         connection.answers.add_sync("credit.recall", Credit, self._recalled)
 
     def find(self, queue: int, key: Key | None) -> Account:
-        """The account of this key, forgotten when it has no credit: see `Account.kept`."""
-        account = self.kept.get((queue, key))
+        """The account of this key, forgotten when it has no credit: see `Account.registered`."""
+        account = self.registered.get((queue, key))
         if account is None:
             account = Account(queue, key)
-            full = len(self.kept) >= MAX_ACCOUNTS
+            full = len(self.registered) >= MAX_ACCOUNTS
             if full and self._loop.time() - self._swept_at >= SWEEP_SECONDS:
                 self.sweep()
-                full = len(self.kept) >= MAX_ACCOUNTS
+                full = len(self.registered) >= MAX_ACCOUNTS
             if not full:
-                self.kept[queue, key] = account
-                account.kept = True
+                self.registered[queue, key] = account
+                account.registered = True
         return account
 
     def fill(self, credits: Iterable[Credit]) -> None:
@@ -100,7 +110,7 @@ class Accounts:
                 float("inf") if credit.weight is None else account.weight + credit.weight
             )
             account.used = True
-            if not account.kept:  # there are too many keys
+            if not account.registered:  # there are too many keys
                 self._return(account)
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(IDLE_SECONDS, self._swept)
@@ -108,26 +118,28 @@ class Accounts:
     def sweep(self) -> None:
         """Return what was not used since the last time, and forget its keys."""
         self._swept_at = self._loop.time()
-        for at, account in list(self.kept.items()):
+        for at, account in list(self.registered.items()):
             if account.used or account.waiting:
                 account.used = False
                 continue
             if account.items:
                 self._return(account)
             account.puts = 0
-            account.kept = False
-            del self.kept[at]
+            account.registered = False
+            del self.registered[at]
 
     def close(self) -> None:
         """The connection is lost: no credit is left."""
         if self._sweeper is not None:
             self._sweeper.cancel()
-        for account in self.kept.values():
+        for account in self.registered.values():
             account.items = 0
 
     def _recalled(self, request: Request[Credit]) -> None:
         credit = request.meta
-        account = self.kept.get((credit.queue, credit.key)) or Account(credit.queue, credit.key)
+        account = self.registered.get((credit.queue, credit.key)) or Account(
+            credit.queue, credit.key
+        )
         self._return(account)  # the owner waits for it, even if nothing is left
         account.puts = 0
 
@@ -138,5 +150,5 @@ class Accounts:
         self._sweeper = None
         if not self._connection.closed:
             self.sweep()
-            if any(account.items for account in self.kept.values()):
+            if any(account.items for account in self.registered.values()):
                 self._sweeper = self._loop.call_later(IDLE_SECONDS, self._swept)

@@ -2,7 +2,7 @@
 
 Credit is room that a process can put into without asking. At most half of the free room of a key is
 granted at once, and to each process that wants some at most an equal share of the capacity. It is
-recalled as soon as somebody else waits for it. What is put on credit is confirmed with the next
+recalled as soon as another put waits for it. What is put on credit is confirmed with the next
 grant, or a few milliseconds later. A put without credit is a request, answered when it is admitted.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
 
 from rlinf_async.channels.delivery import WaitingPut
 from rlinf_async.channels.encoded import Encoded
@@ -18,19 +19,17 @@ from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ChannelError, MalformedFrame
 from rlinf_async.channels.key_queue import KeyQueue
 from rlinf_async.channels.queue import Queue
-from rlinf_async.channels.remote_payload import away_of
-from rlinf_async.channels.wire.direct.producers import Source, take_kept
+from rlinf_async.channels.remote_payload import remote_payload_of
+from rlinf_async.channels.wire.direct.producers import Producer, take_retained
 from rlinf_async.channels.wire.frames.messages import SHARE_BYTES
 from rlinf_async.channels.wire.links.owner_deliveries import NOTHING
+from rlinf_async.channels.wire.links.owner_ends import OpenEnd
 from rlinf_async.channels.wire.links.protocol import Credit, Grant, Put, Refused, Run, Transfer
 from rlinf_async.channels.wire.links.split_transfer import cut
 from rlinf_async.channels.wire.memory.slab import is_private
 from rlinf_async.channels.wire.session.connection import Connection
 from rlinf_async.channels.wire.session.failures import Report, report
 from rlinf_async.channels.wire.session.router import Request
-
-if TYPE_CHECKING:
-    from rlinf_async.channels.wire.links.owner_ends import OpenEnd
 
 MIN_CAPACITY: Final = 4
 """Smaller channels grant nothing."""
@@ -69,7 +68,7 @@ class GrantedCredit:
             self._credits.recall(self)
 
     def room_freed(self) -> None:
-        self._credits.look_at(self)
+        self._credits.reconsider(self)
 
     def forgotten(self) -> None:
         self.gone = True
@@ -159,11 +158,11 @@ class Credits:
         self._refused: dict[tuple[int, Report], int] = {}
         self._collected = False
         self._timer: asyncio.TimerHandle | None = None
-        connection.outbox.last.append(self.say)
+        connection.outbox.last.append(self.send_grants)
 
     # ---- granting
 
-    def want(self, number: int, channel: Queue, key: Key | None, holder: str) -> None:
+    def request(self, number: int, channel: Queue, key: Key | None, holder: str) -> None:
         """A sender puts again and again: grant it credit. If it had some, that was not enough."""
         found = self._granted.get((number, key))
         if found is not None:
@@ -173,9 +172,9 @@ class Credits:
             found = self._granted[number, key] = GrantedCredit(self, number, channel.of_key(key))
         if found is not None:
             found.holder = holder
-            self.look_at(found)
+            self.reconsider(found)
 
-    def look_at(self, credit: GrantedCredit) -> None:
+    def reconsider(self, credit: GrantedCredit) -> None:
         """Grant it more at the end of this turn, if there is room."""
         credit.wanting = True
         self._wanting[credit] = None
@@ -238,10 +237,10 @@ class Credits:
         index = 0
         for run, items, nbytes in cut(transfer, body):
             elsewhere: list[int] = []
-            if transfer.kept:
+            if transfer.retained:
                 into = self._granted.get((run.queue, run.key))
                 channel = into.queue.queue if into else None
-                elsewhere = take_kept(self._connection, transfer, items, index, channel)
+                elsewhere = take_retained(self._connection, transfer, items, index, channel)
             index += run.count
             holder, refused = "", None
             try:
@@ -297,9 +296,9 @@ class Credits:
 
     # ---- what goes out
 
-    def say(self) -> None:
-        """Grant, refuse and then confirm, in one message if that can hold it: whoever hears that
-        its items were handled has heard of those that were refused."""
+    def send_grants(self) -> None:
+        """Grant, refuse and then confirm, in one message if that can hold it: a process that reads
+        that its items were handled has read which were refused."""
         self._collected = False
         if self._timer is not None:
             self._timer.cancel()
@@ -328,7 +327,7 @@ class Credits:
     def _collect(self) -> None:
         if not self._collected and not self._connection.closed:
             self._collected = True
-            self._connection.outbox.collect(self.say)
+            self._connection.outbox.collect(self.send_grants)
 
     def _confirm_later(self) -> None:
         if self._wanting or self._handled_bytes >= CONFIRM_BYTES:
@@ -385,14 +384,13 @@ class AnsweredPut:
 
     def returned(self) -> None:
         queue = self._queue
-        collected = queue.getters.first.held() if queue.getters.order else []
-        for entry in (*queue.entries, *collected):
+        for entry in (*queue.entries, *queue.collected):
             if entry.item is self._item:
                 queue.retract(entry)
                 return
 
-    def losing(self) -> None:
-        """See `lost`."""
+    def losing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def lost(self, reason: str) -> None:
         """That says nothing about what the sender wanted: the item stays."""
@@ -402,10 +400,10 @@ def answer_put(request: Request[Put], end: OpenEnd) -> None:
     """Put the request's body; answer when it was admitted."""
     put, channel = request.meta, end.queue
     item = request.body or Encoded(b"")
-    if put.kept is not None:
+    if put.retained is not None:
         if item.buffers:
-            raise MalformedFrame("an item has arrays here and arrays that stay with its producer")
-        item = Source.of(request.connection).take(item.data, put.kept, channel)
+            raise MalformedFrame("an item came with arrays, and with a payload that stays behind")
+        item = Producer.of(request.connection).take(item.data, put.retained, channel)
     channel.check_put(put.key, put.weight)
     count_put(channel, channel.senders.get(end.number, put.party), item)
     queue = channel.of_key(put.key)
@@ -428,7 +426,7 @@ def count_put(channel: Queue, party: str, item: Encoded) -> None:
     edge = channel.edges.put(party, item)
     if not item.buffers:
         return
-    if away_of(item) is not None:
+    if remote_payload_of(item) is not None:
         edge.direct += 1
     elif any(map(is_private, item.buffers)):
         channel.shared += 1

@@ -19,6 +19,7 @@ what it returns later comes to others as after a failed lease.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,17 +27,18 @@ from rlinf_async.channels.delivery import Delivery, Entry, Outcome
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key, checked_least
 from rlinf_async.channels.errors import ChannelError, ItemTooLarge, LeaseLost
-from rlinf_async.channels.key_queue import KeyQueue, corked, uncork
+from rlinf_async.channels.key_queue import KeyQueue, paused
 from rlinf_async.channels.remote_payload import is_lost
-from rlinf_async.channels.wire.direct.producers import leave_out
+from rlinf_async.channels.wire.direct.producers import without_payloads
 from rlinf_async.channels.wire.frames import framing
 from rlinf_async.channels.wire.items.codec import join
-from rlinf_async.channels.wire.links.prepare_next import CANNOT_TRAVEL, as_travels, make_next_ready
+from rlinf_async.channels.wire.links.owner_ends import OpenEnd
+from rlinf_async.channels.wire.links.prepare_next import CANNOT_TRAVEL, encoded_entry, prepare_next
 from rlinf_async.channels.wire.links.protocol import (
     Delivered,
     Get,
-    Left,
     Nothing,
+    PayloadRef,
     Range,
     Recall,
     Settle,
@@ -45,7 +47,6 @@ from rlinf_async.channels.wire.session.router import Request
 from rlinf_async.patient import Timer
 
 if TYPE_CHECKING:
-    from rlinf_async.channels.wire.links.owner_ends import OpenEnd
     from rlinf_async.channels.wire.session.connection import Connection
 
 PREFETCH_BYTES: Final = framing.CHUNK_BYTES // 2
@@ -55,10 +56,10 @@ MAX_PREFETCH: Final = 4096
 PREFETCH_ITEM_BYTES: Final = 32 * 1024
 """Larger items are not prefetched."""
 ALONE_SECONDS: Final = 1.0
-"""Nothing is prefetched for so long after somebody else waited for what was."""
+"""Nothing is prefetched for so long after another receiver waited for prefetched items."""
 RECALL_SECONDS: Final = 0.25
 NOTHING: Final = Nothing()
-NO_LEFT: Final[list[Left]] = []
+NO_LEFT: Final[list[PayloadRef]] = []
 ONE: Final = 1
 """The answer that carries one item stands for `Delivered` with that item."""
 
@@ -91,7 +92,7 @@ class RemoteDelivery(Delivery):
         self.request.fail(error)
 
     def over(self) -> None:
-        self.request.answering.unsettled.pop(self.request.number, None)
+        self.request.peer_requests.unsettled.pop(self.request.number, None)
 
     # ---- for the connection
 
@@ -104,9 +105,9 @@ class RemoteDelivery(Delivery):
         """Its request was given up after it was answered: nothing of it was taken."""
         self.queue.settle(self, Outcome.RETURNED)
 
-    def losing(self) -> None:
-        """The process is gone. Nobody is served before all that it had is back."""
-        self._deliveries.cork(self.queue)
+    def losing(self) -> AbstractContextManager[None]:
+        """The process is gone. No get is served before all that was delivered to it is back."""
+        return paused([self.queue])
 
     def lost(self, reason: str) -> None:
         if self.lease:
@@ -144,7 +145,7 @@ class Prefetch:
 
     def close(self) -> None:
         queue = self._queue
-        with corked([queue]):
+        with paused([queue]):
             for delivery, link in list(queue.prefetching.items()):
                 if link is self:
                     queue.settle(delivery, Outcome.RETURNED, delivery.requested)
@@ -166,7 +167,6 @@ class Deliveries:
         self.connection = connection
         self.prefetches: dict[tuple[int, Key | None], Prefetch] = {}
         """by receiver and key"""
-        self._corked: dict[KeyQueue, None] = {}
 
     # ---- get
 
@@ -214,15 +214,15 @@ class Deliveries:
         found: list[Encoded] = []
         for index, entry in enumerate(delivery.held()):
             try:
-                found.append(as_travels(entry, delivery.queue.queue))
+                found.append(encoded_entry(entry, delivery.queue.queue))
             except CANNOT_TRAVEL as error:
                 queue = delivery.queue
-                queue.settle(delivery, Outcome.REJECTED, index, 1, error)
+                queue.return_except(delivery, [index], Outcome.REJECTED, error)
                 raise type(error)(f"channel {queue.queue.name!r}: {error}") from error
         return found
 
     def _prefetch(self, delivery: RemoteDelivery, get: Get, bodies: list[Encoded]) -> None:
-        """Send small items in advance, where nobody else waits for them. Their bodies are added."""
+        """Send small items in advance, where no other get waits for them. Adds their bodies."""
         queue = delivery.queue
         channel = queue.queue
         if not queue.entries or queue.getters.order or channel.failure is not None:
@@ -239,8 +239,8 @@ class Deliveries:
             if entry.ready is not None:  # it is large
                 break
             try:
-                body = as_travels(entry, channel)
-            except CANNOT_TRAVEL:  # whoever asks for it is told
+                body = encoded_entry(entry, channel)
+            except CANNOT_TRAVEL:  # the get that asks for it raises that
                 break
             if body.buffers or len(body.data) > PREFETCH_ITEM_BYTES:
                 break
@@ -260,7 +260,7 @@ class Deliveries:
         nbytes, left = 0, NO_LEFT
         if channel.direct:
             nbytes = sum(body.nbytes for body in bodies)
-            bodies, left = leave_out(bodies)
+            bodies, left = without_payloads(bodies)
         head: Delivered | int = ONE
         if len(bodies) == 1 and not left and not delivery.lease:
             body = bodies[0]
@@ -278,14 +278,14 @@ class Deliveries:
         if bodies:
             channel.edges.take(request.meta.party, len(bodies), nbytes or body.nbytes, len(left))
             if body.buffers:
-                make_next_ready(self.connection, delivery.queue, body)
+                prepare_next(self.connection, delivery.queue, body)
 
     # ---- settle
 
     def taken(self, request: Request[Any], ranges: Iterable[Range]) -> None:
         """The process has these."""
         for number, first, count in ranges:
-            delivery = request.answering.unsettled.get(number)
+            delivery = request.peer_requests.unsettled.get(number)
             if isinstance(delivery, RemoteDelivery) and first >= 0 and count > 0:
                 delivery.queue.settle(delivery, Outcome.TAKEN, first, count)
 
@@ -293,9 +293,9 @@ class Deliveries:
         """As the process says.
 
         Raises:
-            LeaseLost: somebody waits to hear that a lease is settled, which went back before.
+            LeaseLost: the lease that is acknowledged went back before.
         """
-        settle, unsettled = request.meta, request.answering.unsettled
+        settle, unsettled = request.meta, request.peer_requests.unsettled
         found = [
             (delivery, first, count)
             for number, first, count in settle.ranges
@@ -305,21 +305,11 @@ class Deliveries:
         ]
         if not found and request.number:
             raise LeaseLost(f"the lease is not held by {self.connection.peer}")
-        with corked([delivery.queue for delivery, _, _ in found]):
+        with paused([delivery.queue for delivery, _, _ in found]):
             for delivery, first, count in found:
                 outcome = _checked(settle, delivery, first, count)
                 delivery.queue.settle(delivery, outcome, first, count, settle.error)
         request.reply(NOTHING)
-
-    def cork(self, queue: KeyQueue) -> None:
-        """Serve nobody of this key until `close`."""
-        queue.corked = True
-        self._corked[queue] = None
-
-    def close(self) -> None:
-        """The process is gone, and everything that it had is back."""
-        uncork(self._corked)
-        self._corked.clear()
 
 
 def _checked(settle: Settle, delivery: RemoteDelivery, first: int, count: int) -> Outcome:

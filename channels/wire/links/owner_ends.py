@@ -8,10 +8,7 @@ from rlinf_async.channels.errors import ChannelError
 from rlinf_async.channels.latest import Latest
 from rlinf_async.channels.local import LocalReceiver, LocalSender
 from rlinf_async.channels.queue import Queue
-from rlinf_async.channels.wire.links.owner_credit import Credits
-from rlinf_async.channels.wire.links.owner_deliveries import Deliveries
 from rlinf_async.channels.wire.links.protocol import EndKind
-from rlinf_async.channels.wire.session.connection import Connection
 
 
 class OpenEnd:
@@ -64,23 +61,6 @@ class LatestEnd:
 
     def close(self) -> None:
         """A `Latest` does not count its ends."""
-
-
-class Peer:
-    """What one connected process holds."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.credits = Credits(connection)
-        self.deliveries = Deliveries(connection)
-        self.clones: dict[int, OpenEnd | ChannelError] = {}
-
-    def close_clones(self, of: Queue | Latest[Any] | None = None) -> None:
-        """Close the ends that it cloned itself, of one channel or of all."""
-        for number, end in list(self.clones.items()):
-            if of is None or channel_of(end) is of:
-                del self.clones[number]
-                if isinstance(end, OpenEnd):
-                    end.close()
 
 
 def channel_of(end: OpenEnd | LatestEnd | ChannelError) -> Queue | Latest[Any] | None:

@@ -1,7 +1,7 @@
 """The next item with large arrays is made ready while its receiver is busy with the one before.
 
 A get is then answered at once: its arrays lie in shared memory already. Nothing else changes by it:
-until it is asked for, the item stays where it is, and whoever takes it gets it as it was put.
+until it is asked for, the item stays where it is, and is taken as it was put.
 
 ::
 
@@ -18,7 +18,7 @@ from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ItemTooLarge, WrongItemType
 from rlinf_async.channels.key_queue import KeyQueue
 from rlinf_async.channels.queue import Queue
-from rlinf_async.channels.remote_payload import away_of
+from rlinf_async.channels.remote_payload import remote_payload_of
 from rlinf_async.channels.wire.frames.framing import MAX_DATA_BYTES, check_sizes
 from rlinf_async.channels.wire.frames.messages import SHARE_BYTES
 from rlinf_async.channels.wire.session.connection import Connection
@@ -30,7 +30,7 @@ CANNOT_TRAVEL: Final = (WrongItemType, ItemTooLarge)
 """What is wrong with an item that no other process will ever get: it is buried."""
 
 
-def as_travels(entry: Entry, channel: Queue) -> Encoded:
+def encoded_entry(entry: Entry, channel: Queue) -> Encoded:
     """An item as it travels; made now if it was not made ready.
 
     Raises:
@@ -51,21 +51,21 @@ def as_travels(entry: Entry, channel: Queue) -> Encoded:
     return body
 
 
-def make_next_ready(connection: Connection, queue: KeyQueue, sent: Encoded) -> None:
+def prepare_next(connection: Connection, queue: KeyQueue, sent: Encoded) -> None:
     """A receiver of this key was sent an item: make the next one ready, if it may be as large."""
     if sent.buffers and _worth_it(sent):
-        asyncio.get_running_loop().call_soon(_make_ready, connection, queue)
+        asyncio.get_running_loop().call_soon(_prepare, connection, queue)
 
 
-def _make_ready(connection: Connection, queue: KeyQueue) -> None:
+def _prepare(connection: Connection, queue: KeyQueue) -> None:
     if connection.closed or not queue.entries:
         return
     entry = queue.entries[0]
-    if entry.ready is not None or away_of(entry.item) is not None:
+    if entry.ready is not None or remote_payload_of(entry.item) is not None:
         return
     try:
-        body = as_travels(entry, queue.queue)
-    except CANNOT_TRAVEL:  # whoever asks for it is told
+        body = encoded_entry(entry, queue.queue)
+    except CANNOT_TRAVEL:  # the get that asks for it raises that
         return
     if _worth_it(body) and connection.prepare(body) and body is not entry.item:
         entry.ready = body

@@ -1,4 +1,4 @@
-"""What the ends of a channel and its owner say to each other."""
+"""The messages between the ends of a channel and its owner."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Nothing(msgspec.Struct, array_like=True, frozen=True):
     """A reply that says no more than that it was done."""
 
 
-class Kept(msgspec.Struct, array_like=True, frozen=True):
+class RetainedPayload(msgspec.Struct, array_like=True, frozen=True):
     """Large arrays of an item that stay with its producer (see `direct_protocol`)."""
 
     item: int
@@ -40,7 +40,7 @@ class Kept(msgspec.Struct, array_like=True, frozen=True):
     sizes: list[int]
 
 
-class Left(msgspec.Struct, array_like=True, frozen=True):
+class PayloadRef(msgspec.Struct, array_like=True, frozen=True):
     """Large arrays of an item that are with its producer, and how they are got there."""
 
     item: int
@@ -62,7 +62,7 @@ class Put(msgspec.Struct, array_like=True, frozen=True):
     party: str
     want: bool = False
     """more will follow: grant me credit for them"""
-    kept: Kept | None = None
+    retained: RetainedPayload | None = None
 
 
 class Run(msgspec.Struct, array_like=True, frozen=True):
@@ -83,7 +83,7 @@ class Transfer(msgspec.Struct, array_like=True, frozen=True):
     runs: list[Run]
     sizes: list[int]
     """of each item: bytes of MessagePack"""
-    kept: list[Kept] = []
+    retained: list[RetainedPayload] = []
 
 
 class Credit(msgspec.Struct, array_like=True, frozen=True):
@@ -97,7 +97,7 @@ class Credit(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True):
-    """Items of a sender that were under way when nobody could take them any more."""
+    """Items of a sender that were in transit when the channel stopped taking items."""
 
     end: int
     count: int
@@ -154,7 +154,7 @@ class Settle(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Recall(msgspec.Struct, array_like=True, frozen=True):
-    """owner -> client: settle what was prefetched for this receiver: somebody waits for it."""
+    """owner -> client: settle what was prefetched for this receiver: another get waits for it."""
 
     end: int
     key: Key | None
@@ -168,7 +168,7 @@ class Delivered(msgspec.Struct, array_like=True, frozen=True):
     """of each item: bytes of MessagePack, number of buffers"""
     deliveries: list[int] = []
     """of a lease: how often each item was handed out"""
-    left: list[Left] = []
+    payloads: list[PayloadRef] = []
     """of those whose arrays are not in the body"""
 
 

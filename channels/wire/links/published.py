@@ -13,24 +13,37 @@ from itertools import count
 from typing import Any
 
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.ends import Receiver, Sender
+from rlinf_async.channels.ends import LatestReceiver, LatestSender, Receiver, Sender
 from rlinf_async.channels.errors import ChannelClosed, ChannelError
-from rlinf_async.channels.latest import (
-    Latest,
-    LatestReceiver,
-    LatestSender,
-    LocalLatestReceiver,
-    LocalLatestSender,
-)
+from rlinf_async.channels.latest import Latest, LocalLatestReceiver, LocalLatestSender
 from rlinf_async.channels.local import Channel, LocalReceiver, LocalSender
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.wire.items.item_codec import ItemCodec
-from rlinf_async.channels.wire.links.owner_ends import LatestEnd, LentEnd, OpenEnd, Peer, channel_of
+from rlinf_async.channels.wire.links.owner_credit import Credits
+from rlinf_async.channels.wire.links.owner_deliveries import Deliveries
+from rlinf_async.channels.wire.links.owner_ends import LatestEnd, LentEnd, OpenEnd, channel_of
 from rlinf_async.channels.wire.links.protocol import EndKind, EndRef
 from rlinf_async.channels.wire.session.connection import Connection
 from rlinf_async.channels.wire.session.router import Request
 
 Local = Sender[Any] | Receiver[Any] | LatestSender[Any] | LatestReceiver[Any]
+
+
+class Peer:
+    """What one connected process holds."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.credits = Credits(connection)
+        self.deliveries = Deliveries(connection)
+        self.clones: dict[int, OpenEnd | ChannelError] = {}
+
+    def close_clones(self, of: Queue | Latest[Any] | None = None) -> None:
+        """Close the ends that it cloned itself, of one channel or of all."""
+        for number, end in list(self.clones.items()):
+            if of is None or channel_of(end) is of:
+                del self.clones[number]
+                if isinstance(end, OpenEnd):
+                    end.close()
 
 
 class Published:
@@ -114,7 +127,6 @@ class Published:
         peer = self._peers.pop(connection, None)
         if peer is None:
             return
-        peer.deliveries.close()
         peer.close_clones()
         peer.credits.close()
 

@@ -6,7 +6,7 @@
      \\--none here---> Get --answer: the item, and some for the next gets--> taken, or kept here
     half of them taken ---> Get of weight 0 --answer: what is there now--> kept here
 
-What is kept:
+Invariants:
 
 * what is here and was not taken belongs to the channel: it is returned when the owner recalls
   it, when a batch or a lease is asked for, when this end closes, and when this process dies;
@@ -32,8 +32,7 @@ import msgspec
 from rlinf_async.channels.delivery import Outcome
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key
-from rlinf_async.channels.errors import ChannelClosed, ConnectionLost, MalformedFrame
-from rlinf_async.channels.saying import say
+from rlinf_async.channels.errors import ChannelClosed, ConnectionLost, MalformedFrame, error_text
 from rlinf_async.channels.waitfor import WaitFuture, current_party
 from rlinf_async.channels.wire.direct.fetching import attach
 from rlinf_async.channels.wire.frames.messages import Message
@@ -70,7 +69,7 @@ class WaitingGet(WaitFuture):
         """of its request; 0 where it has not asked, or was answered"""
         self.party = current_party.get()
         self.task = task_number()
-        self.says_taken = False
+        self.reports_taken = False
         """whether its request says beside what was taken"""
 
     def set_result(self, message: Message) -> None:
@@ -87,8 +86,8 @@ class WaitingGet(WaitFuture):
         super().set_result(part)
 
 
-class _More:
-    """A request for prefetched items alone, whose answer nobody awaits."""
+class _PrefetchRequest:
+    """A request for prefetched items alone, whose answer no get awaits."""
 
     def __init__(self, link: ReceiverLink) -> None:
         self._link = link
@@ -97,19 +96,19 @@ class _More:
         return False
 
     def set_result(self, message: Message) -> None:
-        self._link.more_arrived(message)
+        self._link.prefetch_arrived(message)
 
     def set_exception(self, error: BaseException) -> None:
-        """The end is closed, or the connection is lost: whoever gets will be told."""
-        self._link.no_more()
+        """The end is closed, or the connection is lost: the next get raises that."""
+        self._link.prefetch_over()
 
 
 class ReceiverLink:
     """One receiver and one key: what was prefetched, and the gets that wait."""
 
     __slots__ = (
-        "_asked", "_low", "_outrun", "_since", "_size", "_streak", "_taken", "asks_more", "closed",
-        "end", "items", "kept", "key", "links", "run", "waiting",
+        "_asked", "_discard_up_to", "_low", "_since", "_size", "_streak", "_taken", "closed", "end",
+        "items", "key", "links", "prefetch_pending", "registered", "run", "waiting",
     )  # fmt: skip
 
     def __init__(self, links: ReceiverLinks, end: int, key: Key | None) -> None:
@@ -118,10 +117,10 @@ class ReceiverLink:
         self.key = key
         self.items: deque[Part] = deque()
         self.waiting: deque[WaitingGet] = deque()
-        self.asks_more = False
+        self.prefetch_pending = False
         """whether prefetched items are on their way"""
         self.closed = False
-        self.kept = False
+        self.registered = False
         """whether it is found when its items are recalled"""
         self.run = 0
         """items that were taken since the loop had a turn"""
@@ -131,11 +130,11 @@ class ReceiverLink:
         self._size = 0
         self._low = -1  # with so few left, more are asked for
         self._asked = 0  # number of the newest request
-        self._outrun = 0  # what was asked up to this one comes after items that went back
+        self._discard_up_to = 0  # what was asked up to this one comes after items that went back
 
     @property
     def idle(self) -> bool:
-        return not (self.items or self.waiting or self.asks_more)
+        return not (self.items or self.waiting or self.prefetch_pending)
 
     # ---- getting
 
@@ -143,7 +142,7 @@ class ReceiverLink:
         """Wait for an item. Cancelled, it leaves the item in the channel."""
         links = self.links
         get = WaitingGet(self)
-        if not self.asks_more:
+        if not self.prefetch_pending:
             self._ask(get, 0 if self.waiting else self._ahead())
         self.waiting.append(get)
         try:
@@ -159,17 +158,17 @@ class ReceiverLink:
             raise ChannelClosed("this receiver was closed while it waited")
         return part
 
-    def took(self, number: int, index: int) -> None:
-        """Somebody has this item."""
+    def mark_taken(self, number: int, index: int) -> None:
+        """A caller has this item."""
         self.run += 1
         self._taken += 1
         self.links.taken(number, index)
         if len(self.items) == self._low:
             self._low = -1
-            self._ask_more()
+            self._ask_for_prefetch()
 
     def return_part(self, part: Part) -> None:
-        """Whoever had this item does not want it."""
+        """The caller did not take this item after all."""
         if not self.links.connection.closed:
             self.items.appendleft(part)
             self.return_items()
@@ -178,13 +177,13 @@ class ReceiverLink:
         """Nothing that is here will be taken."""
         self._low, self._size, self._streak = -1, 0, 0
         if self.items:
-            self.outrun()
+            self.discard_in_flight()
             items, self.items = self.items, deque()
             self.links.settle(_ranges(items), Outcome.RETURNED)
 
-    def outrun(self) -> None:
+    def discard_in_flight(self) -> None:
         """Items go back that are older than what is on its way."""
-        self._outrun = self._asked
+        self._discard_up_to = self._asked
 
     # ---- what arrives
 
@@ -192,7 +191,7 @@ class ReceiverLink:
         """The answer to this get."""
         parts = self._parts(message)
         waiting = self.waiting
-        if message.number <= self._outrun and not self.closed and not get.done():
+        if message.number <= self._discard_up_to and not self.closed and not get.done():
             self.links.settle(_ranges(parts), Outcome.RETURNED)
             self._ask(get, 0)
             return
@@ -203,29 +202,29 @@ class ReceiverLink:
         if self.closed:
             del parts[1:]  # the owner has taken back what was prefetched
         if get in waiting and get is not waiting[0]:
-            waiting.remove(get)  # nobody is left waiting without having asked
+            waiting.remove(get)  # so no get is left waiting without a request
             waiting.appendleft(get)
         if len(parts) > 1:
             self._low = len(parts) // 2
         self._received(parts)
 
-    def more_arrived(self, message: Message) -> None:
+    def prefetch_arrived(self, message: Message) -> None:
         """The answer to the request for prefetched items."""
-        self.asks_more = False
+        self.prefetch_pending = False
         parts = self._parts(message)
         if self.closed:
             parts.clear()  # the owner has taken them back
-        elif message.number <= self._outrun and parts:
+        elif message.number <= self._discard_up_to and parts:
             self.links.settle(_ranges(parts), Outcome.RETURNED)
             parts.clear()
         if parts and 2 * len(parts) >= self._size:
             self._low = (len(self.items) + len(parts)) // 2
         self._received(parts)
-        self.no_more()
+        self.prefetch_over()
 
-    def no_more(self) -> None:
+    def prefetch_over(self) -> None:
         """No prefetched items are on their way: who waits for them has to ask."""
-        self.asks_more = False
+        self.prefetch_pending = False
         for get in list(self.waiting):
             if not get.number and not get.done():
                 try:
@@ -247,8 +246,8 @@ class ReceiverLink:
             self.return_items()
 
     def _ask(self, get: WaitingGet, ahead: int) -> None:
-        taken = self.links.to_say()
-        get.says_taken = bool(taken)
+        taken = self.links.take_unreported()
+        get.reports_taken = bool(taken)
         question = Get(self.end, self.key, 1, None, get.party, get.task, False, ahead, taken)
         head = head_of("channel.get", question)
         get.number = self._asked = self.links.connection.post(get, "channel.get", head)
@@ -260,8 +259,8 @@ class ReceiverLink:
             if isinstance(delivered, int):
                 return [(number, 0, message.body or Encoded(b""))]
             bodies = split(delivered.sizes, message.body)
-            if delivered.left:
-                attach(bodies, delivered.left)
+            if delivered.payloads:
+                attach(bodies, delivered.payloads)
             return [(number, index, body) for index, body in enumerate(bodies)]
         except msgspec.DecodeError as error:
             raise MalformedFrame(f"the answer to a get: {error}") from error
@@ -288,14 +287,14 @@ class ReceiverLink:
         self._size = min(MAX_AHEAD, 2 * self._size + 8, int(HORIZON / pace))
         return self._size
 
-    def _ask_more(self) -> None:
-        if self.waiting or self.asks_more or self.closed or not self.links.keep(self):
+    def _ask_for_prefetch(self) -> None:
+        if self.waiting or self.prefetch_pending or self.closed or not self.links.register(self):
             return
         if ahead := self._ahead():
-            self.asks_more = True
+            self.prefetch_pending = True
             more = Get(self.end, self.key, 0, 0, current_party.get(), 0, False, ahead)
             self._asked = self.links.connection.post(
-                _More(self), "channel.get", head_of("channel.get", more)
+                _PrefetchRequest(self), "channel.get", head_of("channel.get", more)
             )
 
 
@@ -307,7 +306,7 @@ class ReceiverLinks:
         self.loop = asyncio.get_running_loop()
         self.now = self.loop.time
         self._links: dict[tuple[int, Key | None], ReceiverLink] = {}
-        self._said: list[Range] = []
+        self._unreported: list[Range] = []
         self._due = False
         connection.answers.add_sync("delivery.recall", Recall, self._recalled)
         connection.on_close(self._lost, first=True)
@@ -324,7 +323,7 @@ class ReceiverLinks:
             if len(self._links) >= MAX_LINKS:
                 self._forget_idle()
             link = self._links[end, key] = ReceiverLink(self, end, key)
-            link.kept = True
+            link.registered = True
         return link
 
     def close(self, end: int) -> None:
@@ -333,7 +332,7 @@ class ReceiverLinks:
             if at[0] == end:
                 link.closed = True
                 link.return_items()
-                link.kept = False
+                link.registered = False
                 del self._links[at]
 
     def return_items(self, end: int, key: Key | None) -> None:
@@ -342,31 +341,31 @@ class ReceiverLinks:
         if link is not None:
             link.return_items()
 
-    def keep(self, link: ReceiverLink) -> bool:
+    def register(self, link: ReceiverLink) -> bool:
         """Find it from now on, if it was forgotten; whether it is still that of its key. Only such
         a one may have items prefetched: they must be found when they are recalled."""
-        if not link.kept:
-            link.kept = self._links.setdefault((link.end, link.key), link) is link
-        return link.kept
+        if not link.registered:
+            link.registered = self._links.setdefault((link.end, link.key), link) is link
+        return link.registered
 
     # ---- settling
 
     def taken(self, number: int, index: int, count: int = 1) -> None:
-        """These entries are settled as taken. The owner is told with the next get that asks it, or
-        with the next write."""
-        said = self._said
-        if said and (last := said[-1])[0] == number and last[1] + last[2] == index:
-            said[-1] = number, last[1], last[2] + count
+        """These entries are settled as taken. It is reported with the next get that asks the
+        owner, or with the next write."""
+        unreported = self._unreported
+        if unreported and (last := unreported[-1])[0] == number and last[1] + last[2] == index:
+            unreported[-1] = number, last[1], last[2] + count
         else:
-            said.append((number, index, count))
+            unreported.append((number, index, count))
             if not self._due:
                 self._due = True
-                self.connection.outbox.collect(self._say)
+                self.connection.outbox.collect(self._report_taken)
 
-    def to_say(self) -> list[Range]:
-        """What was taken: whoever asks for it says it."""
-        said, self._said = self._said, []
-        return said
+    def take_unreported(self) -> list[Range]:
+        """What was taken and not reported: to be sent now."""
+        unreported, self._unreported = self._unreported, []
+        return unreported
 
     def settle(
         self, ranges: list[Range], outcome: Outcome, error: BaseException | str = ""
@@ -374,22 +373,22 @@ class ReceiverLinks:
         """Settle entries otherwise, after what was taken before. To a lost owner there is nothing
         to say."""
         if not self.connection.closed:
-            self._say()
+            self._report_taken()
             self.connection.notify(
-                "delivery.settle", Settle(ranges, outcome, say(error) if error else "")
+                "delivery.settle", Settle(ranges, outcome, error_text(error) if error else "")
             )
 
     def give_up(self, get: WaitingGet) -> None:
-        """Nobody wants the answer to its request."""
+        """Its request is not needed any more."""
         number, get.number = get.number, 0
-        if not self.connection.give_up(number, withdraw=not get.says_taken):
-            get.link.outrun()  # the owner may have answered it: that goes back
+        if not self.connection.give_up(number, withdraw=not get.reports_taken):
+            get.link.discard_in_flight()  # the owner may have answered it: that goes back
 
     # ---- inside
 
-    def _say(self) -> None:
+    def _report_taken(self) -> None:
         self._due = False
-        if (taken := self.to_say()) and not self.connection.closed:
+        if (taken := self.take_unreported()) and not self.connection.closed:
             self.connection.notify("delivery.taken", Taken(taken))
 
     def _recalled(self, request: Request[Recall]) -> None:
@@ -398,13 +397,13 @@ class ReceiverLinks:
     def _forget_idle(self) -> None:
         for at, link in list(self._links.items()):
             if link.idle:
-                link.kept = False
+                link.registered = False
                 del self._links[at]
 
     def _lost(self, connection: Connection, reason: str) -> None:
         for link in self._links.values():
             link.items.clear()
-        self._said.clear()
+        self._unreported.clear()
 
 
 def _ranges(parts: Iterable[Part]) -> list[Range]:

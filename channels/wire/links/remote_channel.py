@@ -9,6 +9,7 @@ from typing import Any
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ChannelError, MalformedFrame, WrongItemType
 from rlinf_async.channels.itemtypes import check_item, item_class
+from rlinf_async.channels.round_trip import round_trip_check
 from rlinf_async.channels.wire.direct.direct import Direct
 from rlinf_async.channels.wire.items.item_codec import ItemCodec
 from rlinf_async.channels.wire.links.protocol import End, EndRef
@@ -29,6 +30,9 @@ class Wire:
         self.channel_name = ref.channel
         self.item_type = item_type
         self.item_class = item_class(item_type)
+        self._round_trip = round_trip_check(item_type, ref.channel, ref.form)
+        if self._round_trip is not None:
+            self.item_class = item_class(item_type, check_all=True)
         codec = ItemCodec(item_type, ref.form)
         self.decode = codec.decode
         # Of a union that is numbered, the codec must see what class an item has.
@@ -54,6 +58,8 @@ class Wire:
         """
         if item.__class__ is not self.item_class:
             packed = check_item(item, self.item_type, self.item_class, self.channel_name)
+            if self._round_trip is not None:
+                self._round_trip.check(item)
             if self._packs:
                 item = packed
         try:

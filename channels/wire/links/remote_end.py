@@ -6,7 +6,7 @@ import warnings
 from itertools import count
 from typing import Any, Self
 
-from rlinf_async.channels.ends import Key
+from rlinf_async.channels.ends import Key, Named
 from rlinf_async.channels.errors import ChannelClosed
 from rlinf_async.channels.itemtypes import check_key_and_weight
 from rlinf_async.channels.statistics import KeyState, Statistics
@@ -17,15 +17,14 @@ from rlinf_async.channels.wire.links.remote_channel import Wire
 _clone_numbers = count(1)
 
 
-class RemoteEnd:
-    """The life of an end over a connection."""
+class WireEnd(Named):
+    """An end of a channel or a `Latest` in another process."""
 
-    __slots__ = ("_closed", "_number", "_wire")
+    __slots__ = ("_number", "_wire")
 
     def __init__(self, wire: Wire, number: int) -> None:
         self._wire = wire
         self._number = number
-        self._closed = False
 
     @property
     def channel_name(self) -> str:
@@ -34,6 +33,16 @@ class RemoteEnd:
     @property
     def item_type(self) -> Any:
         return self._wire.item_type
+
+
+class RemoteEnd(WireEnd):
+    """The life of an end over a connection."""
+
+    __slots__ = ("_closed",)
+
+    def __init__(self, wire: Wire, number: int) -> None:
+        super().__init__(wire, number)
+        self._closed = False
 
     def open(self) -> Self:
         if self._closed:

@@ -1,34 +1,23 @@
-"""The two ends of a `Latest` in another process. They are not counted, and so need no life."""
+"""The two ends of a `Latest` in another process. They are not counted, and need no closing."""
 
 from __future__ import annotations
 
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
-from rlinf_async.channels.latest import LatestReceiver, LatestSender
+from rlinf_async.channels.ends import LatestReceiver, LatestSender
 from rlinf_async.channels.waitfor import current_party
 from rlinf_async.channels.wire.links import protocol
 from rlinf_async.channels.wire.links.remote_channel import Wire
+from rlinf_async.channels.wire.links.remote_end import WireEnd
 
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
 
 
-class RemoteLatestSender(LatestSender[T_contra]):
+class RemoteLatestSender(WireEnd, LatestSender[T_contra]):
     """Publishes to a `Latest` in another process."""
 
-    __slots__ = ("_number", "_wire")
-
-    def __init__(self, wire: Wire, number: int) -> None:
-        self._wire = wire
-        self._number = number
-
-    @property
-    def channel_name(self) -> str:
-        return self._wire.channel_name
-
-    @property
-    def item_type(self) -> Any:
-        return self._wire.item_type
+    __slots__ = ()
 
     async def publish(self, value: T_contra) -> int:
         body = self._wire.encode(value)
@@ -44,23 +33,14 @@ class RemoteLatestSender(LatestSender[T_contra]):
         )
 
 
-class RemoteLatestReceiver(LatestReceiver[T_co]):
+class RemoteLatestReceiver(WireEnd, LatestReceiver[T_co]):
     """Reads a `Latest` in another process."""
 
-    __slots__ = ("_number", "_wire")
+    __slots__ = ("version",)
 
     def __init__(self, wire: Wire, number: int, version: int = 0) -> None:
-        self._wire = wire
-        self._number = number
+        super().__init__(wire, number)
         self.version = version
-
-    @property
-    def channel_name(self) -> str:
-        return self._wire.channel_name
-
-    @property
-    def item_type(self) -> Any:
-        return self._wire.item_type
 
     def clone(self) -> Self:
         return type(self)(self._wire, self._number, self.version)

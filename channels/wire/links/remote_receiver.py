@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 from rlinf_async.channels.delivery import Outcome
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key, Lease, Receiver, checked_least
-from rlinf_async.channels.errors import ConnectionLost, LeaseLost, MalformedFrame
+from rlinf_async.channels.errors import ConnectionLost, LeaseLost, MalformedFrame, error_text
 from rlinf_async.channels.itemtypes import check_key_and_weight
-from rlinf_async.channels.remote_payload import Away
-from rlinf_async.channels.saying import say
+from rlinf_async.channels.remote_payload import RemotePayload
 from rlinf_async.channels.waitfor import current_party
 from rlinf_async.channels.wire.direct.fetching import attach, fetch_all
 from rlinf_async.channels.wire.items.codec import split
@@ -49,10 +48,10 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
             link.run = 0
             await asyncio.sleep(0)  # what was taken is said, and what was asked for is heard
             self.open()
-        if not link.kept:
+        if not link.registered:
             link = self._find(key)
         number, index, part = link.items.popleft() if link.items else await link.next()
-        while part.buffers.__class__ is Away:
+        while part.buffers.__class__ is RemotePayload:
             if await self._is_here(link, number, index, part):
                 break
             number, index, part = link.items.popleft() if link.items else await link.next()
@@ -61,7 +60,7 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
         except MalformedFrame as error:
             self._links.settle([(number, index, 1)], Outcome.REJECTED, error)
             raise self._wire.unreadable(error) from error
-        link.took(number, index)
+        link.mark_taken(number, index)
         return item
 
     async def _is_here(self, link: ReceiverLink, number: int, index: int, part: Encoded) -> bool:
@@ -111,7 +110,7 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
         while True:
             get = protocol.Get(
                 self._number, key, weight, at_least, current_party.get(), task_number(), lease,
-                taken=self._links.to_say(),
+                taken=self._links.take_unreported(),
             )  # fmt: skip
             connection = self._wire.connection
             answer = await connection.ask(
@@ -124,11 +123,15 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
                 parts, counts = [answer.body or Encoded(b"")], []
             else:
                 parts, counts = split(delivered.sizes, answer.body), delivered.deliveries
-                if delivered.left and not await self._are_here(number, parts, delivered.left):
+                if delivered.payloads and not await self._are_here(
+                    number, parts, delivered.payloads
+                ):
                     continue
             return number, self._decoded(number, parts), counts
 
-    async def _are_here(self, number: int, parts: list[Encoded], left: list[protocol.Left]) -> bool:
+    async def _are_here(
+        self, number: int, parts: list[Encoded], left: list[protocol.PayloadRef]
+    ) -> bool:
         """Fetch the arrays of a delivery; False if some are lost, and the other items returned."""
         wire, whole = self._wire, (number, 0, len(parts))
         try:
@@ -185,7 +188,7 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
         self._links.taken(*delivery)
 
     def _put_back(self, delivery: protocol.Range, error: BaseException) -> None:
-        self._links.settle([delivery], Outcome.FAILED, say(error))
+        self._links.settle([delivery], Outcome.FAILED, error_text(error))
 
     def _count_stale(self) -> None:
         self._tell("channel.stale", protocol.End(self._number))

@@ -1,4 +1,4 @@
-"""A sender of a channel in another process: what it puts, and what it is told of that later.
+"""A sender of a channel in another process: its puts, and what becomes of them.
 
 ::
 
@@ -15,14 +15,13 @@ from typing import TypeVar
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key, Sender
-from rlinf_async.channels.errors import ChannelError
+from rlinf_async.channels.errors import ChannelError, error_text
 from rlinf_async.channels.itemtypes import check_key_and_weight
-from rlinf_async.channels.saying import say
 from rlinf_async.channels.waitfor import current_party
-from rlinf_async.channels.wire.direct.kept_payloads import Keeping
+from rlinf_async.channels.wire.direct.retained_payloads import RetainedPayloads
 from rlinf_async.channels.wire.links import protocol
 from rlinf_async.channels.wire.links.credit import Account
-from rlinf_async.channels.wire.links.protocol import Kept
+from rlinf_async.channels.wire.links.protocol import RetainedPayload
 from rlinf_async.channels.wire.links.remote_channel import Wire
 from rlinf_async.channels.wire.links.remote_end import RemoteEnd
 from rlinf_async.channels.wire.links.transfers import Transfers
@@ -36,16 +35,16 @@ log = logging.getLogger(__name__)
 class RemoteSender(RemoteEnd, Sender[T_contra]):
     """A sender of a channel in another process. It puts without asking while it has credit."""
 
-    __slots__ = ("__weakref__", "_account", "_error", "_keeping", "_told", "_transfers")
+    __slots__ = ("__weakref__", "_account", "_error", "_payloads", "_reported", "_transfers")
 
     def __init__(self, wire: Wire, number: int) -> None:
         super().__init__(wire, number)
         self._error: Exception | None = None
-        self._told: type[Exception] | None = None
+        self._reported: type[Exception] | None = None
         self._transfers = Transfers.of(wire.connection)
         self._transfers.join(number, self)
         self._account = self._transfers.accounts.find(wire.queue, None)
-        self._keeping = Keeping.over(wire.connection, wire.direct)
+        self._payloads = RetainedPayloads.over(wire.connection, wire.direct)
 
     async def put(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
         transfers, account = self._transfers, self._account
@@ -55,8 +54,8 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
             check_key_and_weight(self.channel_name, key, weight)
             account = transfers.accounts.find(self._wire.queue, key)
         body = self._wire.encode(item)
-        if body.buffers and self._keeping is not None:
-            await self._put_kept(self._keeping, account, body, weight)
+        if body.buffers and self._payloads is not None:
+            await self._put_retained(self._payloads, account, body, weight)
             return
         if transfers.fits(account, body, weight):
             if transfers.turn_due:
@@ -66,67 +65,67 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
                     await self._ask(account, body, weight)
                     return
             transfers.add(account, self._number, weight, body.data)
-            if self._told is not None:  # credit was granted since, so somebody takes it again
-                self._told = None
+            if self._reported is not None:  # granted since: items are taken again
+                self._reported = None
         elif body.buffers:
-            await self._put_apart(account, body, weight)
+            await self._put_shared(account, body, weight)
         else:
             await self._ask(account, body, weight)
 
-    async def _put_apart(self, account: Account, body: Encoded, weight: int) -> None:
+    async def _put_shared(self, account: Account, body: Encoded, weight: int) -> None:
         """Put an item with large arrays; without asking if they go by shared memory."""
         transfers = self._transfers
         if transfers.copied >= TURN_BYTES:
             transfers.copied = 0
             await asyncio.sleep(0)
             self._check()
-        if transfers.fits_apart(account, body, weight) and transfers.put_apart(
+        if transfers.fits_shared(account, body, weight) and transfers.put_shared(
             account, self._number, weight, body
         ):
-            self._told = None
+            self._reported = None
         else:
             await self._ask(account, body, weight)
 
-    async def _put_kept(
-        self, keeping: Keeping, account: Account, whole: Encoded, weight: int
+    async def _put_retained(
+        self, payloads: RetainedPayloads, account: Account, whole: Encoded, weight: int
     ) -> None:
-        """Put an item whose large arrays stay here until somebody fetches them."""
+        """Put an item whose payload stays here until a consumer fetches it."""
         self._check()
-        copied = await keeping.copy(whole)
+        copied = await payloads.copy(whole)
         self._check()
-        body, kept = keeping.keep(whole, copied=copied)
-        if kept and not keeping.turn_due and self._transfers.fits(account, body, weight):
-            self._transfers.add(account, self._number, weight, body.data, kept)
-            self._told = None
+        body, retained = payloads.retain(whole, copied=copied)
+        if retained and not payloads.turn_due and self._transfers.fits(account, body, weight):
+            self._transfers.add(account, self._number, weight, body.data, retained)
+            self._reported = None
             return
         try:
-            await self._ask(account, body, weight, kept)
+            await self._ask(account, body, weight, retained)
         except BaseException:
-            if kept is not None:
-                keeping.give_up(kept)
+            if retained is not None:
+                payloads.give_up(retained)
             raise
 
     async def _ask(
-        self, account: Account, body: Encoded, weight: int, kept: Kept | None = None
+        self, account: Account, body: Encoded, weight: int, retained: RetainedPayload | None = None
     ) -> None:
         """Put, and wait until it is done."""
         self._check()
-        if not account.kept:
+        if not account.registered:
             account = self._transfers.accounts.find(account.queue, account.key)
             if account.key is None:
                 self._account = account
         party = current_party.get()
-        put = protocol.Put(self._number, account.key, weight, party, account.wants, kept)
+        put = protocol.Put(self._number, account.key, weight, party, account.wants, retained)
         account.waiting += 1
         try:
             await self._wire.connection.request(
                 "channel.put", put, body, reply=protocol.Nothing, on_channel=True
             )
-            self._told = None
+            self._reported = None
         except ChannelError as error:
-            late, self._error, self._told = self._error, None, type(error)
+            late, self._error, self._reported = self._error, None, type(error)
             if late is not None:
-                error.add_note(f"beside, of what was put before: {say(late)}")
+                error.add_note(f"beside, of what was put before: {error_text(late)}")
             raise
         finally:
             account.waiting -= 1
@@ -154,12 +153,12 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
         except Exception as also:  # the block's own error is the first cause
             if error is None:
                 raise
-            error.add_note(f"beside, of what was put before: {say(also)}")
+            error.add_note(f"beside, of what was put before: {error_text(also)}")
 
-    def tell(self, error: Exception) -> bool:
-        """Raise this at the next use; whether there will be one. It is told once why nothing is
-        taken any more, not for each of the items that were under way then."""
-        if self._told is type(error):
+    def report(self, error: Exception) -> bool:
+        """Raise this at the next use; whether there will be one. The reason why the channel takes
+        nothing any more is raised once, not for each item that was in transit."""
+        if self._reported is type(error):
             return True
         if self._error is None:
             self._error = error
@@ -173,13 +172,15 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
         """What became of items that were put without asking, if that is an error."""
         error, self._error = self._error, None
         if error is not None:
-            self._told = type(error)
+            self._reported = type(error)
             raise error
 
     def __del__(self) -> None:
         error = getattr(self, "_error", None)
         if error is not None:
-            log.error("a sender of channel %r was dropped: %s", self.channel_name, say(error))
+            log.error(
+                "a sender of channel %r was dropped: %s", self.channel_name, error_text(error)
+            )
         super().__del__()
 
     def put_nowait(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
@@ -187,5 +188,5 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
 
     def fail(self, error: BaseException | str) -> None:
         self.open()
-        self._tell("channel.fail", protocol.Fail(self._number, say(error)))
+        self._tell("channel.fail", protocol.Fail(self._number, error_text(error)))
         self.close()

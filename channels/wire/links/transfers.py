@@ -8,14 +8,14 @@
 An item with large arrays is not collected: it goes by itself, its arrays by shared memory. Where
 they cannot, it asks.
 
-What is kept:
+Invariants:
 
 * all senders of a key spend from one account, and none spends while another one's put waits, so
   nothing is overtaken;
 * what was collected goes, in the data lane, before whatever else is said later in that lane: a
   lease that is settled, the end of a sender, a flush;
-* whoever put an item that was refused, or may be lost, is told at its next put, flush or close; if
-  there is nobody left to be told, it is logged.
+* that an item was refused, or may be lost, is raised at its sender's next put, flush or close; if
+  the sender is closed, it is logged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import atexit
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, Protocol
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -38,9 +38,9 @@ from rlinf_async.channels.wire.links.credit import Account, Accounts
 from rlinf_async.channels.wire.links.protocol import (
     Flush,
     Grant,
-    Kept,
     Nothing,
     Refused,
+    RetainedPayload,
     Run,
     Transfer,
 )
@@ -50,7 +50,6 @@ from rlinf_async.channels.wire.session.requests import head_of
 from rlinf_async.patient import Timer
 
 if TYPE_CHECKING:
-    from rlinf_async.channels.wire.links.remote_sender import RemoteSender
     from rlinf_async.channels.wire.session.connection import Connection
     from rlinf_async.channels.wire.session.router import Request
 
@@ -60,13 +59,13 @@ MAX_ITEM_BYTES: Final = 32 * 1024
 FRAME_BYTES: Final = CHUNK_BYTES // 4
 FRAME_ITEMS: Final = 128
 """So many items are sent together, and then the loop has a turn."""
-FRAME_KEPT: Final = 64
+FRAME_RETAINED: Final = 64
 """So many of them at most leave arrays behind."""
 FRAME_MOST: Final = 4 * FRAME_ITEMS
 """Many tasks that put in one turn may collect more; no message has more than these, or than so many
 changes of key, sender or weight as `FRAME_ITEMS`: its head is bounded."""
 MAX_UNCONFIRMED: Final = 1024**2
-"""Bytes that may be unconfirmed; whoever would exceed it asks."""
+"""Bytes that may be unconfirmed; a put that would exceed it asks."""
 _NOTICE, _SHARED = FrameType.NOTICE, int(Flag.SHARED)  # the enums are slow to ask
 
 _open: set[Transfers] = set()
@@ -78,6 +77,13 @@ class _Frame(msgspec.Struct, gc=False):
     items: int
     size: int
     by_end: dict[int, int]
+
+
+class ReportsPuts(Protocol):
+    """A sender, which raises what became of its items."""
+
+    def report(self, error: Exception) -> bool:
+        """Raise this at the sender's next use; whether there may be one."""
 
 
 class Transfers:
@@ -92,11 +98,11 @@ class Transfers:
         """whether so much was collected that it should be sent"""
         self.copied = 0
         """bytes of arrays that were put, since others in this loop had a turn"""
-        self._senders: WeakValueDictionary[int, RemoteSender[Any]] = WeakValueDictionary()
+        self._senders: WeakValueDictionary[int, ReportsPuts] = WeakValueDictionary()
         self._runs: list[tuple[Account, int, int]] = []
         self._counts: list[int] = []
         self._data: list[bytes] = []
-        self._kept: list[Kept] = []
+        self._retained: list[RetainedPayload] = []
         self._size = 0
         self._unconfirmed: deque[_Frame] = deque()
         self._unconfirmed_bytes = 0
@@ -113,7 +119,7 @@ class Transfers:
 
     # ---- for senders
 
-    def join(self, end: int, sender: RemoteSender[Any]) -> None:
+    def join(self, end: int, sender: ReportsPuts) -> None:
         """Tell this sender of what becomes of its items."""
         self._senders[end] = sender
 
@@ -129,7 +135,12 @@ class Transfers:
         )
 
     def add(
-        self, account: Account, end: int, weight: int, data: bytes, kept: Kept | None = None
+        self,
+        account: Account,
+        end: int,
+        weight: int,
+        data: bytes,
+        retained: RetainedPayload | None = None,
     ) -> None:
         """Put this, with the next write at the latest."""
         account.spend(weight)
@@ -142,8 +153,8 @@ class Transfers:
                 self._outbox.collect(self._send)
             self._runs.append(run)
             self._counts.append(1)
-        if kept is not None:
-            self._kept.append(Kept(len(collected), kept.number, kept.sizes))
+        if retained is not None:
+            self._retained.append(RetainedPayload(len(collected), retained.number, retained.sizes))
         collected.append(data)
         self._size = size = self._size + len(data)
         if size >= FRAME_BYTES:
@@ -152,10 +163,10 @@ class Transfers:
             self.turn_due = True
             if count >= FRAME_MOST or len(self._runs) >= FRAME_ITEMS:
                 self._send()
-        if kept is not None and len(self._kept) >= FRAME_KEPT:
+        if retained is not None and len(self._retained) >= FRAME_RETAINED:
             self._send()
 
-    def fits_apart(self, account: Account, body: Encoded, weight: int) -> bool:
+    def fits_shared(self, account: Account, body: Encoded, weight: int) -> bool:
         """Whether this may be put on credit if its arrays, which are large, can be shared."""
         return (
             account.items > 0
@@ -165,7 +176,7 @@ class Transfers:
             and sum(map(len, body.buffers)) >= SHARE_BYTES
         )
 
-    def put_apart(self, account: Account, end: int, weight: int, body: Encoded) -> bool:
+    def put_shared(self, account: Account, end: int, weight: int, body: Encoded) -> bool:
         """Put an item by shared memory, now; False where that cannot be. Its arrays are copied
         by then."""
         travels = self._connection.share(body)
@@ -194,7 +205,7 @@ class Transfers:
             return
         data, runs, counts = self._data, self._runs, self._counts
         self._data, self._runs, self._counts = [], [], []
-        kept, self._kept = self._kept, []
+        retained, self._retained = self._retained, []
         by_end: dict[int, int] = {}
         found: list[Run] = []
         for (account, end, weight), count in zip(runs, counts, strict=True):
@@ -203,7 +214,7 @@ class Transfers:
         body = b"".join(data) if len(data) > 1 else data[0]
         self._size = 0
         self.turn_due = False
-        self._notify(Transfer(found, [*map(len, data)], kept), Encoded(body), by_end)
+        self._notify(Transfer(found, [*map(len, data)], retained), Encoded(body), by_end)
 
     def _notify(
         self, transfer: Transfer, body: Encoded, by_end: dict[int, int], flags: int = 0
@@ -237,15 +248,15 @@ class Transfers:
     def _refused(self, refused: Refused) -> None:
         error = rebuild(refused.error)
         error.add_note(f"{refused.count} items of this sender were under way, and are not put")
-        self._tell(refused.end, refused.count, error)
+        self._report(refused.end, refused.count, error)
 
-    def _tell(self, end: int, count: int, error: Exception) -> None:
+    def _report(self, end: int, count: int, error: Exception) -> None:
         sender = self._senders.get(end)
-        if sender is not None and sender.tell(error):
+        if sender is not None and sender.report(error):
             return
         log.error(
-            "%d items that were put over the connection to %s are lost, and whoever put them has "
-            "closed its end: %s", count, self._connection.peer, error,
+            "%d items that were put over the connection to %s are lost, and their "
+            "sender is closed: %s", count, self._connection.peer, error,
         )  # fmt: skip
 
     # ---- the end
@@ -291,7 +302,7 @@ class Transfers:
                 f"connection to {connection.peer!r} was lost: {reason}; {count} items of this "
                 "sender were not confirmed: they may be lost"
             )
-            self._tell(end, count, error)
+            self._report(end, count, error)
 
     def report(self) -> None:
         """The process ends; say what is not known to have arrived."""

@@ -28,7 +28,7 @@ again costs its sender nothing, and a copy of each costs this process."""
 
 
 class Borrowing:
-    """What the peer lets this process look at.
+    """The memory of the peer that this process may read.
 
     Args:
         tell: says something to the peer, now.
@@ -130,6 +130,6 @@ class Borrowing:
         slab.use(start, stop)
         return Loan(slab, partial(self._gone, number, slab, start, stop))
 
-    def _gone(self, number: int, slab: Slab, start: int, stop: int, spoilt: bool) -> None:
+    def _gone(self, number: int, slab: Slab, start: int, stop: int, poisoned: bool) -> None:
         slab.unuse(start, stop)
-        self._release(number, spoilt)
+        self._release(number, poisoned)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, Final
 
-from rlinf_async.channels.encoded import Buffer, Encoded
+from rlinf_async.channels.encoded import PIECE_BYTES, Buffer, Encoded
 from rlinf_async.channels.errors import MalformedFrame
 from rlinf_async.channels.wire.frames.framing import CHUNK_BYTES
 from rlinf_async.channels.wire.frames.messages import LATER, SHARE_BYTES, Later
@@ -22,7 +22,7 @@ from rlinf_async.channels.wire.memory.memory_protocol import (
     Released,
     encode,
 )
-from rlinf_async.channels.wire.memory.pool import PIECE_BYTES, Copying, Pool
+from rlinf_async.channels.wire.memory.pool import Copying, Pool
 from rlinf_async.channels.wire.memory.slab import Loan, Slab, View, view_of
 
 MAX_DATA: Final = CHUNK_BYTES // 2
@@ -31,7 +31,7 @@ MAX_DATA: Final = CHUNK_BYTES // 2
 log = logging.getLogger(__name__)
 
 
-class Moving:
+class PendingCopy:
     """The arrays of a body that are being brought into shared memory."""
 
     __slots__ = ("__weakref__", "body", "copying")
@@ -44,18 +44,18 @@ class Moving:
 class Progress:
     """How far one message is that `Lending.share` is asked for again and again."""
 
-    __slots__ = ("moving",)
+    __slots__ = ("pending",)
 
     def __init__(self) -> None:
-        self.moving: Moving | None = None
+        self.pending: PendingCopy | None = None
 
 
-_moving: weakref.WeakValueDictionary[int, Moving] = weakref.WeakValueDictionary()
+_pending_copies: weakref.WeakValueDictionary[int, PendingCopy] = weakref.WeakValueDictionary()
 """By the body's identity, while somebody sends it: one copy does for all connections."""
 
 
 class Lending:
-    """What the peer may look at."""
+    """The memory of this process that the peer may read."""
 
     def __init__(
         self, pool: Pool, tell: Callable[[Notice], None], gone: Callable[[int], None]
@@ -86,10 +86,10 @@ class Lending:
         """
         if self.refused or len(body.data) > MAX_DATA:
             if progress is not None:
-                progress.moving = None
+                progress.pending = None
             return None, 0
         copied = self._move(body, progress)
-        if progress is not None and progress.moving is not None:
+        if progress is not None and progress.pending is not None:
             return LATER, copied or 0
         views = [view_of(buffer) for buffer in body.buffers]
         slabs = {view.loan.slab for view in views if view is not None}
@@ -131,16 +131,16 @@ class Lending:
         Raises:
             MalformedFrame: they were not lent.
         """
-        for number in notice.spoilt:
-            self._find(number).spoilt = True
-        for number in (*notice.loans, *notice.spoilt):
+        for number in notice.poisoned:
+            self._find(number).poisoned = True
+        for number in (*notice.loans, *notice.poisoned):
             self._find(number)
             del self.lent[number]
 
     def close(self) -> None:
         """The peer will not say any more what it is done with."""
         for loan in self.lent.values():
-            loan.spoilt = True
+            loan.poisoned = True
         self.lent.clear()
         while self._ends:  # others may go meanwhile, in any thread
             _, end = self._ends.popitem()
@@ -157,7 +157,7 @@ class Lending:
         if size > PIECE_BYTES and progress is not None:
             return self._move_on(body, private, progress)
         if progress is not None:
-            progress.moving = None  # another connection has done the rest
+            progress.pending = None  # another connection has done the rest
         if size < SHARE_BYTES:
             return 0
         views = self._pool.lend(private)
@@ -168,18 +168,18 @@ class Lending:
 
     def _move_on(self, body: Encoded, private: list[Buffer], progress: Progress) -> int | None:
         """Copy a piece; if there is no time for more of them, all that is left."""
-        moving = progress.moving or _moving.get(id(body))
-        if moving is None:
+        pending = progress.pending or _pending_copies.get(id(body))
+        if pending is None:
             copying = self._pool.begin(private)
             if copying is None:
                 return None
-            moving = _moving[id(body)] = Moving(body, copying)
+            pending = _pending_copies[id(body)] = PendingCopy(body, copying)
             self._announce(copying.views[0])
-        progress.moving, copying = moving, moving.copying
+        progress.pending, copying = pending, pending.copying
         copied = copying.go_on(PIECE_BYTES if self.patient else sum(map(len, private)))
         if not copying.done:
             return copied
-        progress.moving = None
+        progress.pending = None
         if copying.failed:
             return None
         _replace(body, copying.views)

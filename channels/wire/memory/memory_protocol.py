@@ -27,10 +27,10 @@ class Refused(msgspec.Struct, array_like=True, tag=2, frozen=True):
 
 
 class Released(msgspec.Struct, array_like=True, tag=3, frozen=True):
-    """borrower -> lender: nobody looks at these parts any more; at the spoilt ones somebody may."""
+    """borrower -> lender: these parts are not used any more; the poisoned ones may still be."""
 
     loans: list[int]
-    spoilt: list[int]
+    poisoned: list[int]
 
 
 class Retired(msgspec.Struct, array_like=True, tag=4, frozen=True):

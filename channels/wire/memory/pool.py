@@ -1,12 +1,12 @@
 """This process's shared memory: a few slabs, whose parts are lent, come back, and are lent again.
 
-What is kept: a part is written only while nobody has a view of it. A part whose borrower was lost
-sight of is spoilt; its slab lends no more and goes when the other parts have come back, and the
-kernel frees the memory when the borrower, too, has let go of it.
+Invariant: a part is written only while nobody has a view of it. A part whose borrower was lost
+without a release is poisoned; its slab lends no more and goes when the other parts have come back,
+and the kernel frees the memory when the borrower, too, has unmapped it.
 
 ::
 
-    slab:  lending --a part is spoilt, or room is needed for others--> leaving --idle--> gone
+    slab:  lending --a part is poisoned, or room is needed for others--> draining --idle--> gone
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Final
 
+from rlinf_async.channels.encoded import PIECE_BYTES, copy_buffers
 from rlinf_async.channels.wire.frames.framing import Bytes
 from rlinf_async.channels.wire.memory.free_list import FreeList
 from rlinf_async.channels.wire.memory.slab import PAGE, Loan, Slab, make_slab, view_of
@@ -27,8 +28,6 @@ from rlinf_async.channels.wire.memory.slab import PAGE, Loan, Slab, make_slab, v
 SLAB_BYTES: Final = 64 * 1024**2
 POOL_BYTES: Final = 1024**3
 """Of one process. What does not fit goes through the socket."""
-PIECE_BYTES: Final = 8 * 1024**2
-"""So much is copied at a time: some milliseconds, where the system has to find memory first."""
 ALIGN: Final = 64
 
 log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class _Lender:
     def __init__(self, slab: Slab) -> None:
         self.slab = slab
         self.free = FreeList(PAGE, slab.size)
-        self.leaving = False
+        self.draining = False
 
     def take(self, size: int, *, back: bool) -> int | None:
         """Where a part begins that is taken now, with memory ``back`` of it or without.
@@ -48,7 +47,7 @@ class _Lender:
         Raises:
             OSError: there is no memory for it.
         """
-        start = None if self.leaving else self.free.take(size)
+        start = None if self.draining else self.free.take(size)
         if start is not None and back:
             try:
                 self.slab.back(start, start + size)
@@ -208,17 +207,17 @@ class Pool:
             self._said.add(why)
             log.warning("large arrays go through the socket, not shared memory: %s", why)
 
-    def _give_back(self, lender: _Lender, start: int, size: int, spoilt: bool) -> None:
+    def _give_back(self, lender: _Lender, start: int, size: int, poisoned: bool) -> None:
         # In any thread, and within anything that this thread is doing: so no lock is taken here.
-        self._returned.append((lender, start, size, spoilt))
+        self._returned.append((lender, start, size, poisoned))
 
     def _collect(self) -> None:
         """Take in what came back."""
         while self._returned:
-            lender, start, size, spoilt = self._returned.popleft()
+            lender, start, size, poisoned = self._returned.popleft()
             lender.free.give(start, size)
-            lender.leaving |= spoilt
-            if lender.leaving and lender.free.idle and lender in self._lenders:
+            lender.draining |= poisoned
+            if lender.draining and lender.free.idle and lender in self._lenders:
                 self._lenders.remove(lender)
 
 
@@ -254,10 +253,4 @@ async def copy_in_turns(buffers: Sequence[Bytes]) -> list[memoryview | bytearray
         await asyncio.sleep(0)
     if copying is not None and not copying.failed:
         return [*copying.views]
-    copied: list[memoryview | bytearray] = []
-    for buffer in buffers:
-        copied.append(grown := bytearray())
-        for start in range(0, len(buffer), PIECE_BYTES):  # to grow takes no time, to clear would
-            grown += memoryview(buffer)[start : start + PIECE_BYTES]
-            await asyncio.sleep(0)
-    return copied
+    return [*await copy_buffers(buffers)]

@@ -1,4 +1,4 @@
-"""Large arrays between two processes of one host: written once, then only spoken about.
+"""Large arrays between two processes of one host: written once, then only referred to.
 
 The bytes lie in a slab (see `slab`) of the process that first sent them; what goes through the
 socket is which part of which slab. A process that only forwards passes this on, and touches none of
@@ -17,10 +17,10 @@ the array is gone, C releases         no              P for O, if O has views
 O has none any more, O releases       by P            nobody
 ------------------------------------  --------------  ------------------------------------
 C dies                                no              O, that the item may go to another; then
-                                                      O releases it to P as spoilt
+                                                      O releases it to P as poisoned
 P dies                                by nobody       O's open file and C's mapping
-O dies                                by nobody       C's mapping; P's part is spoilt
-a connection is cut, both live        by nobody       what was lent over it is spoilt
+O dies                                by nobody       C's mapping; P's part is poisoned
+a connection is cut, both live        by nobody       what was lent over it is poisoned
 ====================================  ==============  ====================================
 
 So an array may outlive its connection and its maker, and nothing needs to be cleaned up.
@@ -52,7 +52,7 @@ from functools import partial
 
 import msgspec
 
-from rlinf_async.channels.encoded import Encoded
+from rlinf_async.channels.encoded import PIECE_BYTES, Encoded
 from rlinf_async.channels.errors import MalformedFrame
 from rlinf_async.channels.wire.frames.framing import Flag, FrameType, pack_small
 from rlinf_async.channels.wire.frames.messages import LATER, SHARE_BYTES, Later, Message, Share
@@ -68,7 +68,7 @@ from rlinf_async.channels.wire.memory.memory_protocol import (
     decode_notice,
     encode,
 )
-from rlinf_async.channels.wire.memory.pool import PIECE_BYTES, Pool
+from rlinf_async.channels.wire.memory.pool import Pool
 from rlinf_async.channels.wire.memory.slab import AVAILABLE, view_of
 from rlinf_async.channels.wire.session.outbox import Outbox
 from rlinf_async.channels.wire.session.peer_process import peer_pid
@@ -172,7 +172,7 @@ class Sharing:
             self._sent_copied += 1
         elif shared is not LATER:
             self._sent_shared += 1
-        elif progress.moving is not None:  # others in this loop first
+        elif progress.pending is not None:  # others in this loop first
             self._resting = True
             self._loop.call_soon(self._go_on)
         return shared
@@ -181,11 +181,11 @@ class Sharing:
         self._resting = False
         self._outbox.flush()
 
-    def told(self, head: bytes, peer: str) -> None:
-        """The peer said something about its memory, or this process's.
+    def handle(self, head: bytes, peer: str) -> None:
+        """Handle a notice of the peer about its memory, or about this process's.
 
         Raises:
-            MalformedFrame: it makes no sense.
+            MalformedFrame: it is invalid.
         """
         notice = decode_notice(head)
         if isinstance(notice, Announce):
@@ -208,8 +208,8 @@ class Sharing:
 
     # ---- what is found out in any thread, within anything that it is doing
 
-    def _release(self, number: int, spoilt: bool) -> None:
-        self._say_later("spoilt" if spoilt else "released", number)
+    def _release(self, number: int, poisoned: bool) -> None:
+        self._say_later("poisoned" if poisoned else "released", number)
 
     def _slab_gone(self, number: int) -> None:
         self._say_later("retired", number)
@@ -222,17 +222,17 @@ class Sharing:
             self._scheduled = True
             try:
                 self._loop.call_soon_threadsafe(self._say)
-            except RuntimeError:  # the loop is closed: nobody is there to be told
+            except RuntimeError:  # the loop is closed, and the connection with it
                 self._closed = True
 
     def _say(self) -> None:
         self._scheduled = False  # first: what is found from here on is said by the next call
-        found: dict[str, list[int]] = {"released": [], "spoilt": [], "retired": []}
+        found: dict[str, list[int]] = {"released": [], "poisoned": [], "retired": []}
         for _ in range(min(len(self._found), AT_ONCE)):
             what, number = self._found.popleft()
             found[what].append(number)
-        if found["released"] or found["spoilt"]:
-            self._tell(Released(found["released"], found["spoilt"]))
+        if found["released"] or found["poisoned"]:
+            self._tell(Released(found["released"], found["poisoned"]))
         for number in found["retired"]:
             self._tell(Retired(number))
         if self._found:

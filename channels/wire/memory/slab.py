@@ -124,15 +124,15 @@ class Loan:
     """A part of a slab in use. Given back once, when there is no view of it any more.
 
     Args:
-        give_back: called then, in whichever thread, with whether the part is spoilt.
+        give_back: called then, in whichever thread, with whether the part is poisoned.
     """
 
-    __slots__ = ("__weakref__", "_give_back", "slab", "spoilt")
+    __slots__ = ("__weakref__", "_give_back", "poisoned", "slab")
 
     def __init__(self, slab: Slab, give_back: Callable[[bool], None]) -> None:
         self.slab = slab
-        self.spoilt = False
-        """somebody out of reach may still look at it: never write there again"""
+        self.poisoned = False
+        """a process that is out of reach may still read it: never write there again"""
         self._give_back = give_back
 
     def view(self, offset: int, size: int) -> memoryview:
@@ -146,7 +146,7 @@ class Loan:
         return memoryview(elements).cast("B")
 
     def __del__(self) -> None:
-        self._give_back(self.spoilt)
+        self._give_back(self.poisoned)
 
 
 def view_of(buffer: object) -> View | None:

@@ -45,7 +45,7 @@ def parse(address: str | os.PathLike[str]) -> Address:
     """The address that this text or path stands for.
 
     Raises:
-        WireError: it is none.
+        WireError: it is invalid.
     """
     text = os.fspath(address)
     if not text.startswith("tcp://"):
@@ -58,7 +58,7 @@ def parse(address: str | os.PathLike[str]) -> Address:
         host = port = None
     if not host or port is None or parts.username or parts.path or parts.query or parts.fragment:
         raise WireError(
-            f"{text!r} is no address: write tcp://host:port, with the name or number of one of "
+            f"{text!r} is not an address: write tcp://host:port, with the name or number of one of "
             "this host's addresses where it is to listen (port 0 takes a free one)"
         )
     return TcpAddress(host, port)

@@ -6,14 +6,14 @@ import asyncio
 import logging
 import struct
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.errors import ChannelError, ItemTooLarge, MalformedFrame
-from rlinf_async.channels.saying import say
+from rlinf_async.channels.errors import ChannelError, ItemTooLarge, MalformedFrame, error_text
 from rlinf_async.channels.wire.frames.framing import Flag, FrameType
 from rlinf_async.channels.wire.frames.messages import Message
 from rlinf_async.channels.wire.memory.slab import is_private
@@ -34,8 +34,8 @@ _RECEIPT = int(Flag.RECEIPT)  # the enums are slow to ask
 _REQUEST, _REPLY, _ERROR = FrameType.REQUEST, FrameType.REPLY, FrameType.ERROR
 
 
-class Answering:
-    """What the peer of a connection waits for."""
+class PeerRequests:
+    """The requests of a connection's peer that are not answered, or not settled."""
 
     def __init__(self, connection: Connection, router: Router, outbox: Outbox) -> None:
         self._loop = asyncio.get_running_loop()
@@ -59,7 +59,7 @@ class Answering:
         """Give a request or a notice to its handler; arguments that it cannot read are refused.
 
         Raises:
-            MalformedFrame: it does not even say what it asks for, or has another one's number.
+            MalformedFrame: its kind cannot be read, or its number is in use.
         """
         head, body = message.head, message.body
         size = head[0] + 1 if head else 0
@@ -73,7 +73,7 @@ class Answering:
                 raise MalformedFrame(f"request {number} was made twice")
             self._asked[number] = request
         if route is None:
-            request.fail(ChannelError(f"nobody answers requests of kind {kind!r} here"))
+            request.fail(ChannelError(f"no handler for requests of kind {kind!r} here"))
             return
         try:
             request.meta = route.decode(head[size:])
@@ -83,7 +83,7 @@ class Answering:
         try:
             if route.answer is not None:
                 route.answer(request)
-                if not number:  # nobody could give up its wait
+                if not number:  # a notice cannot be given up
                     request.open = False
                     if request.abandon is not None:
                         self._abandon(request)
@@ -95,7 +95,7 @@ class Answering:
             self._failed(request, error)
 
     def cancelled(self, number: int) -> None:
-        """The peer does not want this answer, which it has not seen."""
+        """The peer gave this request up before it saw the answer."""
         request = self._asked.get(number)
         if request is not None:
             self._abandon(request)
@@ -117,14 +117,16 @@ class Answering:
         self._lost = reason
         unsettled = list(self.unsettled.values())
         self.unsettled.clear()
+        losing = ExitStack()
         for one in unsettled:
-            self._guarded(one.losing)
+            losing.enter_context(one.losing())
         for request in list(self._asked.values()):  # first, so that nothing is handed to it
             self._abandon(request)
         for task in self._tasks:  # those of notices too
             task.cancel()
         for one in unsettled:
             self._guarded(partial(one.lost, reason))
+        self._guarded(losing.close)
 
     # ---- answers
 
@@ -151,7 +153,7 @@ class Answering:
     def fail(self, request: Request[Any], error: BaseException) -> None:
         """Use `Request.fail`."""
         if not request.number:
-            log.warning("notice %r of %s failed: %s", request.kind, self._peer, say(error))
+            log.warning("notice %r of %s failed: %s", request.kind, self._peer, error_text(error))
         elif self._lost is None:
             head = _encode(report(error))
             self._outbox.send(_ERROR, request.number, head, None, request.lane, what=request.kind)
@@ -207,7 +209,7 @@ class Answering:
                 request.fail(refused)
 
     def _failed(self, request: Request[Any], error: BaseException) -> None:
-        # Nobody is left to be told; that a channel ended meanwhile is no news.
+        # The asker is gone; a channel that ended meanwhile is not worth a line.
         if request.number and not request.open and not isinstance(error, ChannelError):
             log.error("handling %r of %s", request.kind, self._peer, exc_info=error)
         request.fail(error)
@@ -219,7 +221,7 @@ class Answering:
             self._guarded(abandon)
 
     def _guarded(self, clean: Callable[[], None]) -> None:
-        """What one request leaves behind must not keep the others from being cleaned up."""
+        """An error in cleaning up after one request must not keep the others from it."""
         try:
             clean()
         except Exception:
@@ -240,7 +242,7 @@ def _cancel(task: asyncio.Task[Reply]) -> None:
 
 
 def _kind(begin: bytes) -> str:
-    """What a request that nobody answers asks for.
+    """The kind of a request without a handler.
 
     Raises:
         MalformedFrame: it does not say so.

@@ -7,7 +7,7 @@ loop goes on looking for the next one for `LOOK_SECONDS` instead of sleeping.
 
 What it must not cost is the core that somebody else wants:
 
-* a process that hears seldom never looks, and a host with one core never does;
+* a process to which messages come seldom never looks, and one on a host with one core never does;
 * between looks in vain the core is offered to whoever waits for it;
 * a look that came late, because another process or thread took the core or the interpreter, ends
   it for `REST_SECONDS`, and so does a message that did not come while it was looked for: what is
@@ -32,7 +32,7 @@ LATE_SECONDS: Final = 200e-6
 REST_SECONDS: Final = 10e-3
 """After a look that was late, or in vain."""
 VARIABLE: Final = "RLINF_ASYNC_BUSY_POLL"
-"""of the environment: "0" says that loops are to sleep"""
+"""in the environment: with "0" no loop looks"""
 
 
 class BusyPoll:
@@ -58,7 +58,7 @@ class BusyPoll:
             self._call_soon(self._look)
 
     def _look(self) -> None:
-        """A turn of the loop is over, and it looks again in the next."""
+        """Look once per turn of the loop, until a message is late or the core is wanted."""
         now = perf_counter()
         if self._heard > self._looked:  # in the turn that is over, which dealt with it until now
             self._heard = self._looked = now

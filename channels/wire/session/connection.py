@@ -1,11 +1,11 @@
 """A connection between two processes: requests and notices in both directions.
 
-What is kept, on whichever side:
+Invariants, on both sides:
 
 * every request gets one answer, an error, or `ConnectionLost`; none waits for ever: a peer that
   says nothing for the heartbeat's limit is given up;
 * a cancelled request reaches its handler before anything that is asked later, and an answer that
-  crosses it counts as not taken: see `Answering.unsettled`;
+  crosses it counts as not taken: see `PeerRequests.unsettled`;
 * an answer that must be known to have been taken is confirmed (RECEIPTS), or settled by whoever
   knows more of it;
 * what arrives is handled in the order in which it was sent, lane by lane;
@@ -14,7 +14,7 @@ What is kept, on whichever side:
 
 ::
 
-    open <--cut, found again--> reconnecting
+    open <--cut, resumed--> reconnecting
       \\--close(), abort()----------/--patience over, peer gone--> closed
 """
 
@@ -27,23 +27,22 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
-from rlinf_async.channels.saying import fit
+from rlinf_async.channels.errors import ConnectionLost, MalformedFrame, fit
 from rlinf_async.channels.waitfor import WaitFuture
 from rlinf_async.channels.wire.frames.framing import Flag, FrameType, pack_small
 from rlinf_async.channels.wire.frames.messages import CONTROL, DATA, Message
 from rlinf_async.channels.wire.frames.reader import MessageReader
 from rlinf_async.channels.wire.memory.pool import process_pool
 from rlinf_async.channels.wire.memory.shared_memory import MemoryUse, Sharing
-from rlinf_async.channels.wire.session.answers import Answering
+from rlinf_async.channels.wire.session.answers import PeerRequests
 from rlinf_async.channels.wire.session.failures import UNREADABLE
 from rlinf_async.channels.wire.session.heartbeat import Heartbeat
 from rlinf_async.channels.wire.session.outbox import Outbox
-from rlinf_async.channels.wire.session.reconnect import Reach
+from rlinf_async.channels.wire.session.reconnect import Reconnection
 from rlinf_async.channels.wire.session.requests import (
     Answer,
-    Asking,
-    Waiting,
+    OwnRequests,
+    ReplyTarget,
     head_of,
     reply_decoder,
 )
@@ -66,7 +65,7 @@ class Connection:
     Args:
         peer, patience: as of `Streams`.
         number: of this connection, on both sides.
-        redial: connects again; None on the side that waits to be found.
+        redial: connects again; None on the side that waits.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Connection:
     ) -> None:
         again = None if redial is None else partial(redial, self)
         self.streams = Streams(self, heartbeat, peer=peer, patience=patience, redial=again)
-        """what it says and hears, whichever socket carries it"""
+        """its two streams of bytes, whichever socket carries them"""
         self.peer = peer
         """the name that the other side proved in the handshake"""
         self.number = number
@@ -89,16 +88,16 @@ class Connection:
         self._reason = ""
         self._loop = asyncio.get_running_loop()
         self._outbox = self.streams.outbox
-        self._asking = Asking(self._outbox)
+        self._own_requests = OwnRequests(self._outbox)
         self._reader = MessageReader()
         self._sharing = Sharing(self._loop, self._outbox, process_pool())
-        self._answering = Answering(self, router, self._outbox)
+        self._peer_requests = PeerRequests(self, router, self._outbox)
         self._outbox.new_share = self._sharing.new_share
-        self._hear = self._hearing()
+        self._handlers = self._message_handlers()
         self._on_close: list[Closed] = []
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self.linger: Callable[[Callable[[], None]], bool] | None = None
-        """whether closing must wait; then what it is given is called as soon as it need not"""
+        """whether closing must wait; if so, its argument is called as soon as it need not"""
         self._attached: dict[type, Any] = {}
 
     # ---- requests and notices
@@ -156,41 +155,41 @@ class Connection:
             WaitFuture(loop=self._loop) if on_channel else self._loop.create_future()
         )
         head = head_of(kind, meta)
-        number = self._asking.ask(future, kind, head, body, CONTROL if control else DATA)
+        number = self._own_requests.ask(future, kind, head, body, CONTROL if control else DATA)
         try:
             message = await future
         except (asyncio.CancelledError, GeneratorExit):
             if not self.closed:
-                self._asking.cancel(number, withdraw=withdraw)
+                self._own_requests.cancel(number, withdraw=withdraw)
             raise
         try:
             found: R = reply_decoder(reply)(message.head)
         except UNREADABLE as error:
             raise self.malformed(f"the answer to {kind!r}: {error}") from error
-        return Answer(found, message, self._asking)
+        return Answer(found, message, self._own_requests)
 
     def post(
         self,
-        waiting: Waiting,
+        waiting: ReplyTarget,
         kind: str,
         head: bytes,
         body: Encoded | None = None,
         *,
         control: bool = False,
     ) -> int:
-        """As `ask`, for one who is told the answer as soon as it arrives; the request's number.
-        ``head`` is what `head_of` makes of its kind and its arguments.
+        """As `ask`, for a target that is called when the answer arrives; the request's number.
+        ``head``: what `head_of` makes of its kind and its arguments.
 
-        An answer that cannot be read is told as such, and raised on: the connection ends by it.
+        An answer that cannot be decoded is reported to the target, and ends the connection.
         """
         if self.closed:
             raise self._lost()
-        return self._asking.ask(waiting, kind, head, body, CONTROL if control else DATA)
+        return self._own_requests.ask(waiting, kind, head, body, CONTROL if control else DATA)
 
     def give_up(self, number: int, *, withdraw: bool = True) -> bool:
         """The answer to this `post` is wanted no more; the peer's handler is cancelled. Whether the
         peer never heard of it. ``withdraw``: as of `ask`."""
-        return not self.closed and self._asking.cancel(number, withdraw=withdraw)
+        return not self.closed and self._own_requests.cancel(number, withdraw=withdraw)
 
     def notify(
         self,
@@ -215,14 +214,14 @@ class Connection:
     # ---- for the user
 
     @property
-    def reach(self) -> Reach:
-        """What is done about a cut."""
-        return self.streams.reach
+    def reconnection(self) -> Reconnection:
+        """What happens after a cut."""
+        return self.streams.reconnection
 
     @property
     def reconnecting(self) -> bool:
         """Whether it is cut now: what is asked waits until it goes on, or is lost."""
-        return self.streams.reach.cut
+        return self.streams.reconnection.cut
 
     @property
     def local(self) -> bool:
@@ -259,7 +258,7 @@ class Connection:
     @property
     def answers(self) -> Router:
         """What only this connection answers, beside what its router does."""
-        return self._answering.own
+        return self._peer_requests.own
 
     @property
     def outbox(self) -> Outbox:
@@ -301,7 +300,7 @@ class Connection:
         again = partial(self.close, reason)
         if self.closed or (self.linger is not None and self.linger(again)):
             return
-        if self.streams.once_found(again):
+        if self.streams.when_resumed(again):
             return
         self._close(reason)
 
@@ -319,7 +318,7 @@ class Connection:
         await asyncio.shield(self._ended)
         if self.streams.link is not None:
             await asyncio.shield(self.streams.link.ended)
-        await self.reach.wait_stopped()
+        await self.reconnection.wait_stopped()
 
     # ---- for its streams
 
@@ -329,14 +328,14 @@ class Connection:
 
     def read(self, data: bytes) -> None:
         """These bytes came next: handle the messages that they complete."""
-        hear = self._hear
+        handlers = self._handlers
         try:
             for message in self._reader.feed(data):
                 body = message.body
                 if message.flags & _SHARED or (body is not None and body.buffers):
-                    hear[message.type](self._sharing.receive(message))
+                    handlers[message.type](self._sharing.receive(message))
                 else:
-                    hear[message.type](message)
+                    handlers[message.type](message)
                 if self.closed:
                     return
         except (MalformedFrame, *UNREADABLE) as error:
@@ -353,20 +352,20 @@ class Connection:
         if message.head:
             raise MalformedFrame("a cancellation has no arguments")
         self._reader.forget(message.number)
-        self._answering.cancelled(message.number)
+        self._peer_requests.cancelled(message.number)
 
-    def _hearing(self) -> dict[int, Callable[[Message], None]]:
+    def _message_handlers(self) -> dict[int, Callable[[Message], None]]:
         """What is done about each type of message; CHUNK is none."""
-        answering, asking = self._answering, self._asking
+        peer_requests, asking = self._peer_requests, self._own_requests
         return {
-            FrameType.REQUEST: answering.handle,
-            FrameType.NOTICE: answering.handle,
+            FrameType.REQUEST: peer_requests.handle,
+            FrameType.NOTICE: peer_requests.handle,
             FrameType.REPLY: asking.resolve,
             FrameType.ERROR: asking.resolve,
-            FrameType.RECEIPTS: answering.taken,
+            FrameType.RECEIPTS: peer_requests.taken,
             FrameType.CANCEL: self._cancelled,
             FrameType.PING: lambda message: self._outbox.arrived(message.number),
-            FrameType.MEMORY: lambda message: self._sharing.told(message.head, self.peer),
+            FrameType.MEMORY: lambda message: self._sharing.handle(message.head, self.peer),
             FrameType.GOODBYE: lambda message: self._leave(message.head.decode(errors="replace")),
         }
 
@@ -377,7 +376,7 @@ class Connection:
         self.lose(f"{self.peer} closed it: {reason}")
 
     def _close(self, reason: str) -> None:
-        self._asking.flush_receipts()
+        self._own_requests.flush_receipts()
         self._sharing.hurry()
         self._outbox.flush_all()
         self._say_goodbye(reason)
@@ -397,8 +396,8 @@ class Connection:
         self._reason = reason
         self.streams.stop()
         self._sharing.close()
-        self._asking.lose(self._lost)
-        self._answering.lose(reason)
+        self._own_requests.lose(self._lost)
+        self._peer_requests.lose(reason)
         for callback in self._on_close:
             self._tell(callback)
         self._ended.set_result(None)

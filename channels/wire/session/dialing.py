@@ -14,9 +14,9 @@ from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireErr
 from rlinf_async.channels.wire.session.address import Address, UnixAddress
 from rlinf_async.channels.wire.session.auth import Handshake, Terms
 from rlinf_async.channels.wire.session.connection import Connection
+from rlinf_async.channels.wire.session.endpoint_options import EndpointOptions
 from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
-from rlinf_async.channels.wire.session.side import Side
-from rlinf_async.channels.wire.session.socket_link import HandshakeLate, Link
+from rlinf_async.channels.wire.session.socket_link import HandshakeTimeout, Link
 from rlinf_async.channels.wire.session.streams import Streams
 
 ATTEMPT_BYTES: Final = 16
@@ -25,18 +25,18 @@ LONGEST_PAUSE: Final = 1.0
 """Seconds between two tries to connect again."""
 
 
-class NobodyThere(ConnectionLost):
-    """Nobody listens at this address (any more): there is no use in trying again."""
+class NotListening(ConnectionLost):
+    """Nothing listens at this address (any more): trying again is of no use."""
 
 
-class CutShort(ConnectionLost):
-    """There was somebody, but the socket was closed in the handshake: another one may do."""
+class HandshakeCut(ConnectionLost):
+    """The socket was closed in the handshake: another one may succeed."""
 
 
 class Dialer:
-    """Makes a connection to one address, and finds it again after a cut."""
+    """Makes a connection to one address, and resumes it after a cut."""
 
-    def __init__(self, address: Address, side: Side) -> None:
+    def __init__(self, address: Address, side: EndpointOptions) -> None:
         self._address = address
         self._side = side
 
@@ -45,16 +45,16 @@ class Dialer:
         with many strangers, is replaced by others for as long as the side has patience.
 
         Raises:
-            ConnectionLost: nobody serves it, or it was cut.
+            ConnectionLost: nothing listens there, or it was cut.
             HandshakeFailed: the secret, or the protocol's version, differs.
         """
         attempt, patience = os.urandom(ATTEMPT_BYTES), self._side.patience
         try:
             return await self._connect(attempt)
-        except CutShort as error:
+        except HandshakeCut as error:
             if not patience:
                 raise
-            why: CutShort = error
+            why: HandshakeCut = error
         pause = FIRST_PAUSE
         try:
             async with patient.timeout(patience):
@@ -62,11 +62,11 @@ class Dialer:
                     await asyncio.sleep(pause)
                     try:
                         return await self._connect(attempt)
-                    except CutShort as error:
+                    except HandshakeCut as error:
                         why = error
                     pause = min(2 * pause, LONGEST_PAUSE)
         except TimeoutError:
-            raise CutShort(f"{why}; it was tried again for {patience:g} s") from why
+            raise HandshakeCut(f"{why}; it was tried again for {patience:g} s") from why
 
     async def _connect(self, attempt: bytes) -> Connection:
         """Try it once. What is cancelled leaves nothing, here and at the server."""
@@ -92,8 +92,12 @@ class Dialer:
     async def _redial(self, connection: Connection) -> None:
         pause = FIRST_PAUSE
         while connection.reconnecting:
-            terms = Terms(connection.number, connection.received_bytes, connection.reach.patience)
-            timeout = max(min(self._side.handshake_timeout, connection.reach.left), FIRST_PAUSE)
+            terms = Terms(
+                connection.number, connection.received_bytes, connection.reconnection.patience
+            )
+            timeout = max(
+                min(self._side.handshake_timeout, connection.reconnection.left), FIRST_PAUSE
+            )
             try:
                 link = self._link(terms, partial(_as_before, connection), timeout)
                 try:
@@ -101,10 +105,10 @@ class Dialer:
                 finally:
                     if link.user is None:
                         link.drop()
-            except HandshakeLate:
+            except HandshakeTimeout:
                 continue
-            except (NobodyThere, HandshakeFailed) as error:
-                connection.reach.give_up(str(error))
+            except (NotListening, HandshakeFailed) as error:
+                connection.reconnection.give_up(str(error))
             except ConnectionLost:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
@@ -118,15 +122,15 @@ class Dialer:
             async with patient.timeout(timeout):
                 await self._open(link)
         except (ConnectionRefusedError, FileNotFoundError) as error:
-            raise NobodyThere(self._say(error)) from error
+            raise NotListening(self._say(error)) from error
         except ConnectionResetError as error:
-            raise CutShort(self._say(error)) from error
+            raise HandshakeCut(self._say(error)) from error
         except OSError as error:
             raise ConnectionLost(self._say(error)) from error
         try:
             await asyncio.shield(link.opened)  # it goes on if this is cancelled, see `_take_back`
         except ConnectionLost as error:
-            raise CutShort(str(error)) from error
+            raise HandshakeCut(str(error)) from error
 
     async def _open(self, link: Link) -> None:
         loop = asyncio.get_running_loop()
@@ -144,7 +148,7 @@ class Dialer:
 
 
 async def _take_back(link: Link, made: list[Connection]) -> None:
-    """Nobody wants this connection any more: the server, which may have it already, is told."""
+    """The connection is not wanted any more: notify the server, which may have accepted it."""
     if not made and link.handshake.introduced:  # the server may be about to make it
         with contextlib.suppress(TimeoutError, WireError):
             async with patient.timeout(GRACE_SECONDS):

@@ -1,7 +1,7 @@
 """Connecting and listening: on a Unix socket between processes of one host, on TCP between hosts.
 
-A server tells apart who comes: a stranger, who has some seconds and one kilobyte to prove the
-secret; a new peer; and a peer whose connection was cut, and goes on.
+A server distinguishes three kinds of sockets: those that have not proved the secret, which have
+some seconds and one kilobyte to do it; those of new peers; and those on which a connection resumes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from rlinf_async.channels.wire.session.address import (
 from rlinf_async.channels.wire.session.auth import NEW, Handshake, Terms
 from rlinf_async.channels.wire.session.connection import Closed, Connection
 from rlinf_async.channels.wire.session.dialing import Dialer
+from rlinf_async.channels.wire.session.endpoint_options import EndpointOptions, Timeouts
+from rlinf_async.channels.wire.session.pending_handshakes import PendingHandshakes
 from rlinf_async.channels.wire.session.router import Router
-from rlinf_async.channels.wire.session.side import Side, Times
 from rlinf_async.channels.wire.session.socket_link import Link
-from rlinf_async.channels.wire.session.strangers import Strangers
 
 NUMBER_BYTES: Final = len(NEW)
 CLOSED: Final = "the server was closed"
@@ -48,23 +48,23 @@ async def connect(
     name: str,
     router: Router,
     on_disconnect: Closed | None = None,
-    **times: Unpack[Times],
+    **times: Unpack[Timeouts],
 ) -> Connection:
-    """Connect to the process that serves this address, and prove that we belong to its cluster.
+    """Connect to the process that serves this address, and prove the cluster's secret.
 
     Args:
         address: the path of a Unix socket, or ``tcp://host:port``.
-        name: who we are, in the peer's errors and reports.
-        times: see `Times`.
+        name: of this process, in the peer's errors and reports.
+        times: see `Timeouts`.
 
     Raises:
-        ValueError: a time makes no sense.
-        WireError: the address is none, or no socket, or too long.
-        ConnectionLost: nobody serves it, or every socket was cut in the handshake for as long as
-            ``patience``.
+        ValueError: an invalid time limit.
+        WireError: the address is invalid, not a socket, or too long.
+        ConnectionLost: nothing listens there, or every socket was cut in the handshake, for
+            ``patience`` seconds.
         HandshakeFailed: the secret, or the protocol's version, differs.
     """
-    side = Side.of(secret, name, router, **times)
+    side = EndpointOptions.of(secret, name, router, **times)
     connection = await Dialer(parse(address), side).connect()
     if on_disconnect is not None:
         connection.on_close(on_disconnect)
@@ -76,17 +76,17 @@ class Server:
 
     def __init__(
         self,
-        side: Side,
+        side: EndpointOptions,
         *,
         on_connect: Opened | None,
         on_disconnect: Closed | None,
         on_reject: Rejected | None,
     ) -> None:
         self.connections: set[Connection] = set()
-        """those that were made and not lost; some may be cut just now"""
+        """those that were made and not lost, also those that are cut and may resume"""
         self._by_number: dict[bytes, Connection] = {}
         self._by_attempt: dict[bytes, Connection] = {}
-        self._strangers = Strangers()
+        self._pending = PendingHandshakes()
         self._side = side
         self._on_connect = on_connect
         self._on_disconnect = on_disconnect
@@ -97,7 +97,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where to connect to. A port of 0 is the one that was found by now."""
+        """Where to connect to. Port 0 was replaced by the port that was taken."""
         return str(self._address)
 
     @property
@@ -115,7 +115,7 @@ class Server:
         """Accept connections from now on.
 
         Raises:
-            WireError: nobody can listen there.
+            WireError: it is impossible to listen there.
         """
         loop = asyncio.get_running_loop()
         if isinstance(address, UnixAddress):
@@ -141,7 +141,7 @@ class Server:
         if isinstance(self._address, UnixAddress):
             with contextlib.suppress(FileNotFoundError):
                 self._address.path.unlink()
-        every, strangers = list(self.connections), list(self._strangers)
+        every, strangers = list(self.connections), list(self._pending)
         for connection in every:
             connection.close(CLOSED)
         for link in strangers:
@@ -160,26 +160,26 @@ class Server:
     ) -> None:
         await self.close()
 
-    # ---- who comes
+    # ---- accepting
 
     def _accept(self) -> Link:
         made: list[Connection] = []
         side = self._side
         handshake = Handshake("server", side.secret, side.name, settle=partial(self._settle, made))
         link = Link(
-            handshake, side.handshake_timeout, lambda _: made[0].streams, self._strangers.arrived
+            handshake, side.handshake_timeout, lambda _: made[0].streams, self._pending.arrived
         )
-        self._strangers.add(link)
+        self._pending.add(link)
         link.opened.add_done_callback(partial(self._known, link, made))
         return link
 
     def _settle(self, made: list[Connection], handshake: Handshake) -> Terms:
-        """The connection that this peer is to have: a new one, or its own again."""
+        """The connection of this peer: a new one, or the one that it resumes."""
         asked = handshake.terms
         begun = self._by_attempt.get(asked.attempt) if asked.number == NEW else None
         if begun is not None and begun.peer == handshake.peer and not begun.received_bytes:
             connection, number = begun, begun.number  # the answer to its last try did not arrive
-            connection.streams.make_way()
+            connection.streams.drop_link()
         elif asked.number == NEW:
             number = os.urandom(NUMBER_BYTES)
             connection = self._side.connection(handshake.peer, number, asked.patience)
@@ -189,12 +189,12 @@ class Server:
             if found is None or found.peer != handshake.peer:
                 raise handshake.refuse("this process does not know its connection (any more)")
             connection = found
-            connection.streams.make_way()
+            connection.streams.drop_link()
         made.append(connection)
         return Terms(number, connection.received_bytes, self._side.patience)
 
     def _known(self, link: Link, made: list[Connection], opened: asyncio.Future[None]) -> None:
-        self._strangers.remove(link)
+        self._pending.remove(link)
         error = None if opened.cancelled() else opened.exception()
         if isinstance(error, WireError):
             self._reject(error)
@@ -212,7 +212,7 @@ class Server:
         connection.on_close(partial(self._ended, attempt))
         if self._on_connect is not None:
             self._on_connect(connection)
-        if self._closing:  # it proved the secret in the very turn in which the others were closed
+        if self._closing:  # accepted in the turn in which the others were closed
             connection.close(CLOSED)
 
     def _reject(self, error: WireError) -> None:
@@ -238,7 +238,7 @@ async def serve(
     on_connect: Opened | None = None,
     on_disconnect: Closed | None = None,
     on_reject: Rejected | None = None,
-    **times: Unpack[Times],
+    **times: Unpack[Timeouts],
 ) -> Server:
     """Serve a Unix socket that only this user can reach, or a port of one of this host's addresses.
 
@@ -247,15 +247,15 @@ async def serve(
             ``tcp://host:port``: it listens at this address and at no other.
         on_connect: called with each connection once it has proved the secret.
         on_disconnect: called with it, and the reason, when it is closed or lost.
-        on_reject: called when somebody could not prove it (always logged).
-        times: see `Times`.
+        on_reject: called when a peer could not prove it (always logged).
+        times: see `Timeouts`.
 
     Raises:
-        ValueError: the secret is too short, or a time makes no sense.
-        WireError: the address is none, or in use, or cannot be made, or others can reach it.
+        ValueError: the secret is too short, or a time limit is invalid.
+        WireError: the address is invalid or in use, or other users can reach it.
     """
     server = Server(
-        Side.of(secret, name, router, **times),
+        EndpointOptions.of(secret, name, router, **times),
         on_connect=on_connect,
         on_disconnect=on_disconnect,
         on_reject=on_reject,

@@ -1,4 +1,4 @@
-"""Errors on their way back to whoever asked."""
+"""Errors on their way back to the process that asked."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import traceback
 import msgspec
 
 from rlinf_async.channels import errors
-from rlinf_async.channels.errors import ChannelError
-from rlinf_async.channels.saying import fit_bytes, text_of
+from rlinf_async.channels.errors import ChannelError, fit_bytes, text_of
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not what was expected."""

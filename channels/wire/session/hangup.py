@@ -1,4 +1,4 @@
-"""Closing a socket whose peer may have stopped reading: it must not take for ever."""
+"""Closing a socket in bounded time, also where the peer has stopped reading."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlinf_async.patient import Timer
 
 log = logging.getLogger(__name__)
 GRACE_SECONDS: Final = 2.0
-"""How long a peer may take nothing of what was sent before."""
+"""Time without progress after which a peer is cut off."""
 
 
 class HangUp:

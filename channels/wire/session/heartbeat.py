@@ -1,4 +1,4 @@
-"""Whether the other side still lives: a stopped process keeps its sockets open.
+"""Whether the other side still answers: a stopped process keeps its sockets open.
 
 Silence counts only while this process listens, see `patient`: not while it is stopped or blocked
 itself.
@@ -18,14 +18,14 @@ HEARTBEAT_LIMIT: Final = 15.0
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """How often a side says that it lives, and how long it may be silent. In seconds."""
+    """Interval between heartbeats, and limit on silence. In seconds."""
 
     interval: float
     limit: float
 
     @classmethod
     def of(cls, limit: float, interval: float | None = None) -> Self:
-        """With an interval that fits the limit, if none is given."""
+        """With an eighth of the limit as interval, at most 1 s, if none is given."""
         return cls(min(1.0, limit / 8) if interval is None else interval, limit)
 
     def __post_init__(self) -> None:
@@ -36,7 +36,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
             )
 
 
-class Pulse:
+class HeartbeatMonitor:
     """Sends heartbeats where nothing else is sent, and watches for the peer's.
 
     Args:
@@ -55,7 +55,7 @@ class Pulse:
         self._patience = Patience(heartbeat.limit, heartbeat.interval)
         self._timer: asyncio.TimerHandle | None = None
         self.heard = False
-        """whether the peer said something since the last beat"""
+        """whether anything arrived since the last beat"""
 
     @property
     def interval(self) -> float:

@@ -8,9 +8,9 @@ for a turn, a crowd of them is few writes, and the peer works while a long turn 
 Control frames always go first; large messages are cut into chunks, so what is ahead of a control
 frame is never more than one batch and what the transport holds already.
 
-What was written is kept until it is known to have arrived: after a cut, the next transport sends
-the rest of it first. Much of that holds data back, but never control frames, which say what
-arrived.
+What was written is kept until the peer has acknowledged it: after a cut, the next transport sends
+the rest of it first. Too much of it holds data back, but never control frames, which carry the
+acknowledgements.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlinf_async.channels.wire.frames.framing import (
 )
 from rlinf_async.channels.wire.frames.messages import CONTROL, DATA, Share, outgoing
 from rlinf_async.channels.wire.session.backlog import Backlog
-from rlinf_async.channels.wire.session.unacknowledged import Kept
+from rlinf_async.channels.wire.session.unacknowledged import Unacknowledged
 
 HIGH_WATER = 256 * 1024
 LOW_WATER = 64 * 1024
@@ -63,7 +63,7 @@ class Outbox:
         self._scheduled = False
         self._worked = 0
         self._queued = 0  # bytes of small messages, since the last write
-        self._kept = Kept() if keep else None
+        self._unacknowledged = Unacknowledged() if keep else None
         self._due: list[Callable[[], None]] = []
         self.last: list[Callable[[], None]] = []
         """what may have something to say before the connection is closed"""
@@ -77,7 +77,7 @@ class Outbox:
         Raises:
             MalformedFrame: that cannot be so much.
         """
-        again = [] if self._kept is None else self._kept.after(arrived)
+        again = [] if self._unacknowledged is None else self._unacknowledged.after(arrived)
         transport.set_write_buffer_limits(high=HIGH_WATER, low=LOW_WATER)
         self._transport = transport
         self.paused = False
@@ -95,15 +95,15 @@ class Outbox:
         Raises:
             MalformedFrame: that cannot be so much.
         """
-        if self._kept is not None:
-            self._kept.forget(count)
+        if self._unacknowledged is not None:
+            self._unacknowledged.forget(count)
 
     def detach(self) -> None:
         """Send no more, and hold nothing."""
         self._transport = None
         self.drop()
-        if self._kept is not None:
-            self._kept.clear()
+        if self._unacknowledged is not None:
+            self._unacknowledged.clear()
 
     def drop(self) -> None:
         """Forget what was not sent."""
@@ -114,8 +114,8 @@ class Outbox:
     @property
     def all_arrived(self) -> bool:
         """Whether the peer is known to have all that was said here."""
-        unsure = self._kept is not None and self._kept.unsure
-        return not (unsure or self._control or self._data or self._due)
+        pending = self._unacknowledged is not None and self._unacknowledged.pending
+        return not (pending or self._control or self._data or self._due)
 
     @property
     def waiting(self) -> int:
@@ -163,20 +163,20 @@ class Outbox:
     def _add(self, frame: bytes, lane: int) -> None:
         """Send a whole message, at once if it is the first of this turn."""
         at_once = self._fresh and not self.held
-        transport, kept, control = self._transport, self._kept, self._control
+        transport, unacknowledged, control = self._transport, self._unacknowledged, self._control
         if (
             at_once
             and transport is not None
             and not (self.paused or self._data)
-            and (kept is None or lane == CONTROL or not kept.full)
+            and (unacknowledged is None or lane == CONTROL or not unacknowledged.full)
         ):
             self._fresh = False
             if control:  # it is small: what was collected to go with it
                 frame = b"".join((*control, frame))
                 control.clear()
             self.sent_bytes += len(frame)
-            if kept is not None:
-                kept.add_frame(frame)
+            if unacknowledged is not None:
+                unacknowledged.add_frame(frame)
             transport.write(frame)
             return
         if lane == DATA:
@@ -200,7 +200,7 @@ class Outbox:
 
     def say_due(self) -> None:
         """What was collected goes first. One that fails holds neither the others back nor what is
-        said by whoever comes next: it is logged."""
+        is sent next: it is logged."""
         while self._due:
             due, self._due = self._due, []
             for say in due:
@@ -270,7 +270,7 @@ class Outbox:
         self._fresh = False
         self._due += self.last
         self.say_due()
-        self._kept = None
+        self._unacknowledged = None
         while self._transport is not None and (batch := self._batch()):
             self._transport.writelines(batch)
 
@@ -285,8 +285,8 @@ class Outbox:
 
     def _batch(self) -> list[Bytes]:
         """The next frames, control first, of about `BATCH_BYTES`."""
-        kept, before = self._kept, self._worked
-        full = kept is not None and kept.full
+        unacknowledged, before = self._unacknowledged, self._worked
+        full = unacknowledged is not None and unacknowledged.full
         batch, size = self._backlog.take(lambda: self._worked - before, only_control=full)
         return self._count(batch, size)
 
@@ -297,9 +297,9 @@ class Outbox:
         self.sent_bytes += size
         if size <= JOIN_BYTES:
             joined = b"".join(batch)
-            if self._kept is not None:
-                self._kept.add_frame(joined)
+            if self._unacknowledged is not None:
+                self._unacknowledged.add_frame(joined)
             return [joined]
-        if self._kept is not None:
-            self._kept.add(batch, size)
+        if self._unacknowledged is not None:
+            self._unacknowledged.add(batch, size)
         return batch

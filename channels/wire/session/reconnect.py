@@ -1,8 +1,8 @@
 """What happens between a cut and the next socket.
 
-The side that connected connects again; the other waits to be found. It is over when a new socket
-goes on with the connection, when patience is at its end, or when the peer is known to be gone:
-nobody listens where it did, another process does, or the system says that it has died.
+The side that connected connects again; the other waits for it. This ends when the connection
+resumes on a new socket, when the patience has run out, or when the peer is known to be gone:
+nothing listens at its address, another process does, or the system says that it has died.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Again = Callable[[], Coroutine[Any, Any, None]]
 
 
 def check_patience(seconds: float) -> None:
-    """Refuse what is no time.
+    """Refuse an invalid time limit.
 
     Raises:
-        ValueError: it is negative, infinite or no number.
+        ValueError: it is negative, infinite or not a number.
     """
     if not 0 <= seconds < float("inf"):
         raise ValueError(
@@ -34,12 +34,12 @@ def check_patience(seconds: float) -> None:
         )
 
 
-class Reach:
-    """Keeps a cut connection.
+class Reconnection:
+    """Holds a cut connection until it resumes or is given up.
 
     Args:
-        patience: for how many seconds; 0 for not at all.
-        redial: connects again, until it works; None for the side that waits to be found.
+        patience: seconds for which it may resume; 0: a cut ends it.
+        redial: connects again, until it works; None on the side that waits.
         lose: called with the reason once the connection is to be given up.
     """
 
@@ -76,7 +76,7 @@ class Reach:
         """Try to reach the peer, whose process is ``pid`` if that is known."""
         self.cuts += 1
         self._reason = reason
-        if not self.cut:  # or else it was cut again while it was being taken up again
+        if not self.cut:  # else it was cut again while it resumed
             self.cut = True
             self._since = self._loop.time()
             self._timer = Timer(self.patience, self._over)
@@ -85,12 +85,12 @@ class Reach:
             self._task = self._loop.create_task(self._redial(), name="connecting again")
 
     def found(self) -> None:
-        """It goes on."""
+        """The connection has resumed."""
         self.cut = False
         self._stop_watching()
 
     def stop(self) -> None:
-        """It is given up."""
+        """The connection is closed or lost."""
         self.cut = False
         self._stop_watching()
         if self._task is not None and self._task is not asyncio.current_task():
@@ -102,14 +102,14 @@ class Reach:
             self._lose(f"{self._reason}; {why}")
 
     async def wait_stopped(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until connecting again has stopped."""
         if self._task is not None and self._task is not asyncio.current_task():
             await asyncio.wait([self._task])
 
     # ---- inside
 
     def _over(self) -> None:
-        self.give_up(f"it was not taken up again within {self.patience:g} s")
+        self.give_up(f"it was not resumed within {self.patience:g} s")
 
     def _died(self) -> None:
         self._death.stop()

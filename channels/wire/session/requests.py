@@ -1,4 +1,4 @@
-"""The requests that this side made, until they are answered or given up."""
+"""The requests of this side, until they are answered or given up."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _decoders: dict[Any, Callable[[bytes], Any]] = {}
 _begins: dict[str, bytes] = {}
 
 
-class Waiting(Protocol):
-    """Who is told the answer: a future, or anything that is called as one is."""
+class ReplyTarget(Protocol):
+    """What is given the answer: a future, or something with these methods of one."""
 
     def done(self) -> bool: ...
 
@@ -39,33 +39,35 @@ class Waiting(Protocol):
 class Answer(Generic[R]):
     """What the peer answered."""
 
-    __slots__ = ("_asking", "_confirm", "body", "meta", "number")
+    __slots__ = ("_confirm", "_own_requests", "body", "meta", "number")
 
-    def __init__(self, meta: R, message: Message, asking: Asking) -> None:
+    def __init__(self, meta: R, message: Message, asking: OwnRequests) -> None:
         self.meta = meta
         self.body = message.body
         self.number = message.number
         """of the request"""
         self._confirm = bool(message.flags & _RECEIPT)
-        self._asking = asking
+        self._own_requests = asking
 
     def take(self) -> None:
-        """It has arrived: say so, where the peer wants to know."""
+        """Confirm that it has arrived, if the peer asked for that."""
         if self._confirm:
-            self._asking.confirm(self.number)
+            self._own_requests.confirm(self.number)
 
 
-class Asking:
-    """What this side of a connection waits for."""
+class OwnRequests:
+    """The requests of this side of a connection that are not answered."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._loop = asyncio.get_running_loop()
         self._outbox = outbox
         self._last = 0
-        self._pending: dict[int, Waiting] = {}
+        self._pending: dict[int, ReplyTarget] = {}
         self._taken: list[int] = []
 
-    def ask(self, waiting: Waiting, kind: str, head: bytes, body: Encoded | None, lane: int) -> int:
+    def ask(
+        self, waiting: ReplyTarget, kind: str, head: bytes, body: Encoded | None, lane: int
+    ) -> int:
         """Send a request whose answer this one gets; the request's number."""
         self._last = number = self._last + 1
         self._outbox.send(_REQUEST, number, head, body, lane, what=kind)
@@ -73,9 +75,11 @@ class Asking:
         return number
 
     def cancel(self, number: int, *, withdraw: bool = True) -> bool:
-        """Nobody wants this answer, or took it though it may have come. Whether it was not even
-        asked for yet. Without ``withdraw`` it is asked for in any case, and cancelled behind that:
-        the request says something beside."""
+        """Give this request up, answered or not; whether it was withdrawn before it was sent.
+
+        Without ``withdraw`` it is sent in any case, with a cancellation behind it: it says more
+        than what it asks for.
+        """
         self._pending.pop(number, None)
         if not withdraw:
             self._outbox.send(FrameType.CANCEL, number, b"", None, DATA, what="a cancellation")
@@ -86,13 +90,13 @@ class Asking:
         return withdrawn
 
     def confirm(self, number: int) -> None:
-        """Somebody has the answer; say so with the next write."""
+        """The answer was taken; confirm it with the next write."""
         if not self._taken:
             self._loop.call_soon(self.flush_receipts)
         self._taken.append(number)
 
     def flush_receipts(self) -> None:
-        """Say now which answers were taken."""
+        """Confirm the answers that were taken, now."""
         taken, self._taken = self._taken, []
         at_once = MAX_HEAD_BYTES // 8
         for start in range(0, len(taken), at_once):
@@ -108,7 +112,7 @@ class Asking:
             MalformedFrame, DecodeError: nobody asked for it, or it cannot be read.
         """
         failed = message.type == _ERROR
-        error = rebuild(_decode_report(message.head)) if failed else None  # or who waits hangs
+        error = rebuild(_decode_report(message.head)) if failed else None  # or a wait hangs
         future = self._pending.pop(message.number, None)
         if future is None:
             if message.number > self._last:

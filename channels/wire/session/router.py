@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from rlinf_async.channels.encoded import Encoded
 
 if TYPE_CHECKING:
-    from rlinf_async.channels.wire.session.answers import Answering
+    from rlinf_async.channels.wire.session.answers import PeerRequests
     from rlinf_async.channels.wire.session.connection import Connection
 
 M = TypeVar("M")
@@ -25,21 +26,21 @@ class Unsettled(Protocol):
     def returned(self) -> None:
         """The asker gave its request up before it saw the answer: nothing of it was taken."""
 
-    def losing(self) -> None:
-        """The connection is lost: `lost` will follow, of this and all others."""
+    def losing(self) -> AbstractContextManager[None]:
+        """The connection is lost: in this block `lost` follows, of this and of all others."""
 
     def lost(self, reason: str) -> None:
-        """The connection is lost: nobody knows what became of it."""
+        """The connection is lost: whether the asker has taken it is unknown."""
 
 
 class Request(msgspec.Struct, Generic[M], eq=False):
     """A request of the peer that a handler answers, now or later, once.
 
-    For a notice, which nobody waits for, replies go nowhere and failures are logged.
+    A notice has no reply: replies to it are dropped, and failures are logged.
     """
 
     connection: Connection
-    answering: Answering
+    peer_requests: PeerRequests
     kind: str
     number: int
     lane: int
@@ -61,20 +62,20 @@ class Request(msgspec.Struct, Generic[M], eq=False):
         unsettled: Unsettled | None = None,
         receipt: bool = False,
     ) -> None:
-        """Answer. ``unsettled`` is told if the answer turns out not to have been taken, until it is
-        removed from `Answering.unsettled`; with ``receipt`` that is done as soon as the asker has
-        the answer.
+        """Answer. ``unsettled`` is called if the answer turns out not to have been taken, until it
+        is removed from `PeerRequests.unsettled`; with ``receipt`` that is done as soon as the asker
+        has the answer.
 
         Raises:
             ItemTooLarge: the answer is over a limit; the request is still open.
         """
         if self.open:
-            self.answering.reply(self, meta, body, unsettled, receipt)
+            self.peer_requests.reply(self, meta, body, unsettled, receipt)
 
     def fail(self, error: BaseException) -> None:
         """Answer with an error."""
         if self.open:
-            self.answering.fail(self, error)
+            self.peer_requests.fail(self, error)
 
 
 class Route(NamedTuple):

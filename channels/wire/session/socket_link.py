@@ -1,7 +1,7 @@
-"""One socket: who is there, and then the bytes of a connection.
+"""One socket: first the handshake, then the bytes of a connection.
 
 A connection outlives its sockets (see `Connection`). A link has one user from the moment on at
-which its peer is known, and none again once it was cut or dropped: what arrives later is not heard.
+which its peer is known, and none again once it was cut or dropped: later bytes are ignored.
 
 ::
 
@@ -16,8 +16,7 @@ import socket
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError
-from rlinf_async.channels.saying import say
+from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError, error_text
 from rlinf_async.channels.wire.session.auth import Handshake
 from rlinf_async.channels.wire.session.busy_poll import busy_poll
 from rlinf_async.channels.wire.session.hangup import HangUp
@@ -26,12 +25,12 @@ from rlinf_async.patient import Timer
 CLOSED = "the other process closed it or died"
 
 
-class HandshakeLate(HandshakeFailed):
-    """The other side was too slow. It may be faster another time."""
+class HandshakeTimeout(HandshakeFailed):
+    """The handshake took too long. Another one may be faster."""
 
 
-class User(Protocol):
-    """Who reads and writes a link."""
+class LinkUser(Protocol):
+    """What reads and writes a link."""
 
     def carry(self, link: Link, arrived: int) -> None: ...
 
@@ -45,11 +44,11 @@ class User(Protocol):
 
 
 class Link(asyncio.Protocol):
-    """A socket whose other side proves who it is.
+    """A socket whose other side proves the secret.
 
     Args:
-        seconds: that the other side has for it, once there is a socket.
-        greeted: called when it has; gives the user of this link.
+        seconds: time limit of the handshake.
+        greeted: called when it is done; gives the user of this link.
         arrived: called when there is a socket.
     """
 
@@ -57,7 +56,7 @@ class Link(asyncio.Protocol):
         self,
         handshake: Handshake,
         seconds: float,
-        greeted: Callable[[Link], User],
+        greeted: Callable[[Link], LinkUser],
         arrived: Callable[[Link], None] | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -68,7 +67,7 @@ class Link(asyncio.Protocol):
         """done when the socket is closed"""
         self._greeted = greeted
         self._arrived = arrived
-        self._user: User | None = None
+        self._user: LinkUser | None = None
         self._transport: asyncio.Transport | None = None
         self._seconds = seconds
         self._late_timer: Timer | None = None
@@ -80,7 +79,7 @@ class Link(asyncio.Protocol):
         return self._transport
 
     @property
-    def user(self) -> User | None:
+    def user(self) -> LinkUser | None:
         return self._user
 
     @property
@@ -88,14 +87,14 @@ class Link(asyncio.Protocol):
         return self.handshake.peer
 
     def refuse(self, reason: str) -> None:
-        """Turn away who has not proved anything yet."""
+        """Refuse a peer that has not proved the secret yet."""
         if not self.opened.done():
             self._fail(self.handshake.refuse(reason))
 
-    def turn_out(self, reason: str) -> None:
-        """Close on who has not proved anything yet, without a refusal: an honest peer tries again.
+    def evict(self, reason: str) -> None:
+        """Close on a peer that has not proved the secret yet, without a refusal: it may try again.
 
-        A refusal is final, and a crowd of strangers must not end who comes back after a cut.
+        A refusal is final, and a flood of other sockets must not end a peer that reconnects.
         """
         if not self.opened.done():
             self._fail(ConnectionLost(reason))
@@ -103,7 +102,7 @@ class Link(asyncio.Protocol):
     def hang_up(self, *, first: bool = False) -> None:
         """Close the socket once the peer took what was sent, or takes nothing any more.
 
-        ``first``: the peer has not hung up, and is told by this.
+        ``first``: whether the peer is still to be notified, which this does.
         """
         self._user = None
         if self._transport is not None:
@@ -117,7 +116,7 @@ class Link(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # ---- what the transport says
+    # ---- callbacks of the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are not of that class
@@ -150,7 +149,7 @@ class Link(asyncio.Protocol):
             self._user.resume_writing()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        reason = say(exc) if exc else CLOSED
+        reason = error_text(exc) if exc else CLOSED
         self._in_time()
         self._hanging.stop()
         self._transport = None
@@ -187,7 +186,7 @@ class Link(asyncio.Protocol):
             self._late_timer.cancel()
 
     def _late(self) -> None:
-        self._fail(HandshakeLate(f"no handshake within {self._seconds:g} seconds"))
+        self._fail(HandshakeTimeout(f"no handshake within {self._seconds:g} seconds"))
 
     def _fail(self, error: WireError) -> None:
         if self._transport is not None and (answer := self.handshake.take_outgoing()):

@@ -1,12 +1,12 @@
 """Two streams of bytes between two processes, over one socket after another.
 
-What is kept: each byte that one side sends is read by the other once, in order, whatever becomes of
+Invariant: each byte that one side sends is read by the other once, in order, whatever becomes of
 the sockets; or else the connection is lost, on both sides. `unacknowledged` says how, `reconnect`
 when.
 
 ::
 
-    carried by a link <--cut, found again--> reconnecting
+    carried by a link <--cut, resumed--> reconnecting
               \\----------- lost -------------/
 """
 
@@ -20,17 +20,17 @@ from typing import Final, Protocol
 from rlinf_async.channels.errors import MalformedFrame
 from rlinf_async.channels.wire.frames.framing import FrameType, pack_small
 from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
-from rlinf_async.channels.wire.session.heartbeat import Heartbeat, Pulse
+from rlinf_async.channels.wire.session.heartbeat import Heartbeat, HeartbeatMonitor
 from rlinf_async.channels.wire.session.outbox import Outbox
 from rlinf_async.channels.wire.session.peer_process import can_watch, is_local, is_stopped, peer_pid
-from rlinf_async.channels.wire.session.reconnect import ENDED, Again, Reach
+from rlinf_async.channels.wire.session.reconnect import ENDED, Again, Reconnection
 from rlinf_async.channels.wire.session.socket_link import Link
 from rlinf_async.patient import Timer
 
 MAX_UNSENT_MESSAGES: Final = 65_536
-"""A peer that asks but does not read the answers is not read any more from here on."""
+"""A peer that does not read its answers is not read any more from here on."""
 SAY_ARRIVED_BYTES: Final = 256 * 1024
-"""After so many bytes the peer is told how much arrived."""
+"""After so many bytes the peer is sent an acknowledgement."""
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Streams:
         user: whose they are.
         peer: the name that the other side proved.
         patience: seconds for which it is kept when it is cut; 0: a cut ends it.
-        redial: connects again; None on the side that waits to be found.
+        redial: connects again; None on the side that waits.
     """
 
     def __init__(
@@ -78,19 +78,19 @@ class Streams:
         self._loop = asyncio.get_running_loop()
         self.peer = peer
         """the name that the other side proved in the handshake"""
-        self.reach = Reach(patience, redial, user.lose)
-        """what is done about a cut"""
+        self.reconnection = Reconnection(patience, redial, user.lose)
+        """what happens after a cut"""
         self.link: Link | None = None
         """the socket in use"""
         self._pid = 0
         self._local = self._blind = False
         self.outbox = Outbox(self._loop, keep=patience > 0)
-        self.pulse = Pulse(heartbeat, self._beat, self._silent)
+        self.monitor = HeartbeatMonitor(heartbeat, self._beat, self._silent)
         self._patient = redial is not None
-        self.deaf = False
-        """whether the peer is not read, because it takes no answers"""
+        self.reading_paused = False
+        """whether the peer is not read, because it does not read its answers"""
         self._peer_ended = False
-        self._when_found: Callable[[], None] | None = None
+        self._when_resumed: Callable[[], None] | None = None
         self._timer: Timer | None = None
         self._end_timer: Timer | None = None
         self.closed = False
@@ -101,7 +101,7 @@ class Streams:
     @property
     def reconnecting(self) -> bool:
         """Whether it is cut now: what is asked waits until it goes on, or is lost."""
-        return self.reach.cut
+        return self.reconnection.cut
 
     @property
     def local(self) -> bool:
@@ -115,7 +115,7 @@ class Streams:
             return
         self._peer_ended = True
         if self.reconnecting:
-            self.reach.give_up(ENDED)
+            self.reconnection.give_up(ENDED)
         else:
             self._expect_the_end()
 
@@ -131,9 +131,9 @@ class Streams:
         self._local = is_local(link.transport)
         self._blind = self._local and not can_watch(self._pid)
         self._user.carried(link.transport)
-        self.reach.found()
-        self.pulse.start()
-        if self.deaf:
+        self.reconnection.found()
+        self.monitor.start()
+        if self.reading_paused:
             link.transport.pause_reading()
         try:
             self.outbox.attach(link.transport, arrived)
@@ -141,36 +141,38 @@ class Streams:
             self._user.malformed(str(error))
             return
         if not self.outbox.paused:
-            self._hear_again()
-        if self._when_found is not None:
-            self._loop.call_soon(self._when_found)
-            self._forget_when_found()
+            self._resume_reading()
+        if self._when_resumed is not None:
+            self._loop.call_soon(self._when_resumed)
+            self._forget_when_resumed()
 
     def cut(self, link: Link, reason: str) -> None:
         """This socket is gone. Not the one in use: that was known."""
         if link is not self.link or self.closed:
             return
         self.link = None
-        self.pulse.stop()
+        self.monitor.stop()
         self.outbox.cut()
-        if not self.reach.patience or self._blind:  # it has died, most likely: others wait for that
+        if (
+            not self.reconnection.patience or self._blind
+        ):  # it has died, most likely: others wait for that
             self._user.lose(reason)
             return
         if self._peer_ended:
             self._user.lose(f"{reason}; {ENDED}")
             return
         log.info("the connection to %s was cut (%s): connecting again", self.peer, reason)
-        self.reach.was_cut(reason, self._pid)
+        self.reconnection.was_cut(reason, self._pid)
 
-    def make_way(self) -> None:
-        """The peer comes with another socket: the one in use is of no use to it any more."""
+    def drop_link(self) -> None:
+        """The peer has connected again: drop the socket in use."""
         link = self.link
         if link is not None:
             link.drop()
             self.cut(link, "the peer connected again")
 
     def data_received(self, data: bytes) -> None:
-        self.pulse.heard = True
+        self.monitor.heard = True
         self.received_bytes += len(data)
         if self.closed:
             return
@@ -189,41 +191,41 @@ class Streams:
         self.outbox.resume()
         few = self.outbox.waiting <= MAX_UNSENT_MESSAGES // 2
         if few or not self.outbox.paused:
-            self._hear_again()
+            self._resume_reading()
 
     def answered(self) -> None:
-        """An answer was queued; a peer that does not take any must stop asking. One that takes all
-        that it is given is read on: what holds the rest back ends with what it says."""
+        """An answer was queued. Nothing more is read of a peer that does not read its answers; one
+        that reads them is read on: its acknowledgements release what is held back."""
         too_many = self.outbox.paused and self.outbox.waiting > MAX_UNSENT_MESSAGES
-        if too_many and not self.deaf and self.transport is not None:
-            self.deaf = True
+        if too_many and not self.reading_paused and self.transport is not None:
+            self.reading_paused = True
             self.transport.pause_reading()
 
-    def once_found(self, then: Callable[[], None]) -> bool:
+    def when_resumed(self, then: Callable[[], None]) -> bool:
         """Whether it is cut while the peer may miss something of what was said to it. Then this is
         called when it goes on; a peer that does not come back for `GRACE_SECONDS` is given up."""
         if not self.reconnecting or self.outbox.all_arrived:
             return False
-        if self._when_found is None:
-            self._when_found = then
-            self._timer = Timer(GRACE_SECONDS, self._not_found)
+        if self._when_resumed is None:
+            self._when_resumed = then
+            self._timer = Timer(GRACE_SECONDS, self._not_resumed)
         return True
 
     # ---- inside
 
-    def _hear_again(self) -> None:
-        if self.deaf and not self.closed:
-            self.deaf = False
+    def _resume_reading(self) -> None:
+        if self.reading_paused and not self.closed:
+            self.reading_paused = False
             if self.transport is not None:
                 self.transport.resume_reading()
 
-    def _not_found(self) -> None:
-        why = f"it was cut when it was closed, and not taken up again within {GRACE_SECONDS:g} s"
+    def _not_resumed(self) -> None:
+        why = f"it was cut when it was closed, and not resumed within {GRACE_SECONDS:g} s"
         log.warning("what was said last to %s may be lost: %s", self.peer, why)
         self._user.abort(why)
 
-    def _forget_when_found(self) -> None:
-        self._when_found = None
+    def _forget_when_resumed(self) -> None:
+        self._when_resumed = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -250,7 +252,7 @@ class Streams:
         self.outbox.add_control(pack_small(FrameType.PING, self.received_bytes))
 
     def _beat(self) -> None:
-        """Say that this side lives, if it said nothing lately or has something to confirm."""
+        """Send a heartbeat, if nothing was sent lately or something is to be acknowledged."""
         quiet = self.outbox.sent_bytes == self._sent_by_beat
         if quiet or self.received_bytes != self._said_arrived:
             self._say_arrived()
@@ -273,9 +275,9 @@ class Streams:
 
     def stop(self) -> None:
         """It is lost: send and try nothing more."""
-        self.pulse.stop()
-        self._forget_when_found()
+        self.monitor.stop()
+        self._forget_when_resumed()
         if self._end_timer is not None:
             self._end_timer.cancel()
-        self.reach.stop()
+        self.reconnection.stop()
         self.outbox.detach()

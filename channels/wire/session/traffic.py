@@ -39,6 +39,6 @@ def traffic_of(connection: Connection) -> Traffic:
         received_shared=memory.received_shared,
         received_copied=memory.received_copied,
         unsent=connection.unsent,
-        cuts=connection.reach.cuts,
+        cuts=connection.reconnection.cuts,
         reconnecting=connection.reconnecting,
     )

@@ -1,14 +1,14 @@
 """What was written and may have to be written again. Pure: no socket, no clock.
 
 A connection is one stream of bytes in each direction, whichever sockets carry it. Both sides count
-what arrived; what is not known to have arrived is kept, and goes out again on the next socket,
-from the very byte at which the last one was cut. So nothing is lost or doubled, wherever the cut
+what arrived; what is not acknowledged is kept, and goes out again on the next socket, from the very
+byte at which the last one was cut. So nothing is lost or doubled, wherever the cut
 was, and no frame needs a number.
 
 ::
 
     0 ------------- arrived ----------------- written ----> bytes of the stream
-                       |<------ kept ---------->|
+                       |<------ unacknowledged ---------->|
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Final
 from rlinf_async.channels.errors import MalformedFrame
 from rlinf_async.channels.wire.frames.framing import Bytes
 
-MAX_KEPT_BYTES: Final = 16 * 1024**2
+MAX_UNACKNOWLEDGED_BYTES: Final = 16 * 1024**2
 """More is not written before some of it arrived: data waits then, control goes on."""
 
 
-class Kept:
+class Unacknowledged:
     """The end of a stream that may not have arrived."""
 
     def __init__(self) -> None:
-        self._limit = MAX_KEPT_BYTES
+        self._limit = MAX_UNACKNOWLEDGED_BYTES
         self._batches: deque[list[Bytes] | bytes] = deque()
         self._ends: deque[int] = deque()  # where each of them ends
         self.written = 0
@@ -36,7 +36,7 @@ class Kept:
         """of them, as far as is known"""
 
     @property
-    def unsure(self) -> bool:
+    def pending(self) -> bool:
         """Whether anything may have to be written again."""
         return self.written > self.arrived
 
@@ -46,7 +46,7 @@ class Kept:
         return self.written - self.arrived >= self._limit
 
     def add(self, batch: list[Bytes], size: int) -> None:
-        """This was written. Its parts must not change as long as they are kept."""
+        """This was written. Its parts must not change until they are acknowledged."""
         self.written += size
         self._batches.append(batch)
         self._ends.append(self.written)

@@ -40,8 +40,8 @@ STEPS: Final = 150
 PATIENT: Final = 0.75
 """How often a task in whose turn it waits goes on waiting."""
 COUNTS: Final = (
-    "depth", "weight", "keys", "puts", "gets", "waiting_putters", "waiting_getters", "leases_out",
-    "redelivered", "dead_letters", "stale", "senders", "receivers",
+    "depth", "weight", "collected", "keys", "puts", "gets", "waiting_putters", "waiting_getters",
+    "leases_out", "redelivered", "dead_letters", "stale", "senders", "receivers",
 )  # fmt: skip
 
 
@@ -288,6 +288,7 @@ class _Comparison:
         found = (
             sum(len(lane.entries) for lane in lanes),
             sum(lane.weight for lane in lanes),
+            sum(len(lane.collected) for lane in lanes),
             sum(key is not None for key in model.lanes),
             model.puts,
             model.gets,

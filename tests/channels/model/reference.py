@@ -76,6 +76,11 @@ class Lane(msgspec.Struct):
         return sum(entry.weight for entry in self.entries)
 
     @property
+    def collected(self) -> list[Entry]:
+        """What those that wait have collected."""
+        return [entry for takes in self.turns for take in takes for entry in take.entries]
+
+    @property
     def idle(self) -> bool:
         return not (self.entries or self.puts or self.turns)
 

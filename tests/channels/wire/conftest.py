@@ -6,6 +6,8 @@ import inspect
 
 import pytest
 
+from rlinf_async.channels.wire.links import receiver_links
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Ask for both loops where a test is a coroutine."""
@@ -13,3 +15,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if "loop_kind" not in metafunc.fixturenames:
             metafunc.fixturenames.append("loop_kind")
         metafunc.parametrize("loop_kind", ["asyncio", "uvloop"])
+
+
+@pytest.fixture
+def prefetch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items are prefetched from the second get on, however slow the machine is."""
+    monkeypatch.setattr(receiver_links, "STREAK", 2)
+    monkeypatch.setattr(receiver_links, "HORIZON", 3600.0)

@@ -62,7 +62,7 @@ class Party(NamedTuple):
     def kept(self) -> int:
         """Bytes of arrays that stay with it."""
         assert self.direct is not None
-        return self.direct.kept_bytes
+        return self.direct.retained_bytes
 
     @property
     def got(self) -> tuple[int, int]:
@@ -114,7 +114,7 @@ class World:
         return made
 
     def passed(self) -> int:
-        """Bytes that the owner got and gave away."""
+        """Bytes that the owner got and gave payload."""
         return sum(one.received_bytes + one.sent_bytes for one in self.owner.server.connections)
 
 

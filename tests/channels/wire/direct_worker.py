@@ -42,7 +42,7 @@ async def main(address: str, ref: EndRef, what: str) -> None:
     connection.close("done")
     await connection.wait_closed()
     await direct.close()
-    assert direct.kept_bytes == 0
+    assert direct.retained_bytes == 0
 
 
 async def take(receiver: Receiver[Numbered], how: str) -> None:

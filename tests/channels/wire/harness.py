@@ -48,6 +48,22 @@ async def until(condition: Callable[[], object]) -> None:
         raise AssertionError("it never held") from None
 
 
+class Turns:
+    """Counts the turns of this loop until it is stopped."""
+
+    def __init__(self) -> None:
+        self._count = -1
+        self._turn()
+
+    def _turn(self) -> None:
+        self._count += 1
+        self._handle = asyncio.get_running_loop().call_soon(self._turn)
+
+    def stop(self) -> int:
+        self._handle.cancel()
+        return self._count
+
+
 _owners: list[Wired] = []
 """those that are there now"""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from tempfile import TemporaryDirectory
 
 import msgspec
@@ -50,8 +50,8 @@ class Given:
     def returned(self) -> None:
         self.peers.seen.append(f"{self.text} returned")
 
-    def losing(self) -> None:
-        """`lost` follows."""
+    def losing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def lost(self, reason: str) -> None:
         self.peers.seen.append(f"{self.text} lost: {reason}")
@@ -102,7 +102,7 @@ class Peers:
             "known": LeaseLost("gone"),
             "foreign": KeyError("who"),
             "value": ValueError("bad weight"),
-            "connection": RemoteError("far.Away", "there", "Traceback over there"),
+            "connection": RemoteError("far.RemotePayload", "there", "Traceback over there"),
         }
         raise errors[meta.text]
 
@@ -163,7 +163,7 @@ async def test_a_request_is_answered() -> None:
 
 async def test_the_server_asks_the_client_too() -> None:
     async with peers() as two:
-        with pytest.raises(ChannelError, match="nobody answers requests of kind 'echo' here"):
+        with pytest.raises(ChannelError, match="no handler for requests of kind 'echo' here"):
             await echo(two.server_side, "hello")
 
 
@@ -195,7 +195,7 @@ async def test_another_error_comes_back_with_its_name_and_traceback() -> None:
             await two.client.request("raise", Text("foreign"), reply=Text)
         assert caught.value.type_name == "KeyError"
         assert "in _raise" in caught.value.traceback_text
-        with pytest.raises(RemoteError, match=r"far\.Away: there") as caught:
+        with pytest.raises(RemoteError, match=r"far\.RemotePayload: there") as caught:
             await two.client.request("raise", Text("connection"), reply=Text)
         assert caught.value.traceback_text == "Traceback over there"
 
@@ -276,7 +276,7 @@ async def test_an_answer_that_was_not_taken_is_undone_when_the_connection_is_los
         asking = asyncio.create_task(two.client.request("give", Text("it"), reply=Text))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        await until(lambda: two.server_side._answering.unsettled)
+        await until(lambda: two.server_side._peer_requests.unsettled)
         two.server_side.abort("a test")
         assert two.seen == ["it lost: a test"]
         await asyncio.gather(asking, return_exceptions=True)
@@ -374,7 +374,7 @@ async def test_arguments_that_cannot_be_read_are_refused_and_the_connection_goes
 
 async def test_an_unknown_request_is_refused_and_the_connection_goes_on() -> None:
     async with peers() as two:
-        with pytest.raises(ChannelError, match="nobody answers requests of kind 'nothing' here"):
+        with pytest.raises(ChannelError, match="no handler for requests of kind 'nothing' here"):
             await two.client.request("nothing", Text("x"), reply=Text)
         assert await echo(two.client, "fine") == "fine"
 
@@ -423,14 +423,16 @@ async def test_a_peer_that_reads_again_is_read_again_though_much_waits_for_what_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rlinf_async.channels.wire.session.streams.MAX_UNSENT_MESSAGES", 100)
-    monkeypatch.setattr("rlinf_async.channels.wire.session.unacknowledged.MAX_KEPT_BYTES", 1024**2)
+    monkeypatch.setattr(
+        "rlinf_async.channels.wire.session.unacknowledged.MAX_UNACKNOWLEDGED_BYTES", 1024**2
+    )
     async with peers() as two:
         assert two.client.streams.transport is not None
         two.client.streams.transport.pause_reading()
         asking = [asyncio.create_task(large(two.client)) for _ in range(200)]
         await until(lambda: two.server_side.unsent > 100)
         asking += [asyncio.create_task(large(two.client)) for _ in range(200)]
-        await until(lambda: two.server_side.streams.deaf)
+        await until(lambda: two.server_side.streams.reading_paused)
         two.client.streams.transport.resume_reading()
         assert await asyncio.wait_for(asyncio.gather(*asking), PATIENCE) == [20_000] * 400
 
@@ -443,7 +445,7 @@ async def test_a_peer_that_is_not_read_is_read_again_over_the_next_socket(
         assert two.client.streams.transport is not None
         two.server_side.streams.pause_writing()
         asking = [asyncio.create_task(echo(two.client, "x")) for _ in range(50)]
-        await until(lambda: two.server_side.streams.deaf)
+        await until(lambda: two.server_side.streams.reading_paused)
         two.client.streams.transport.abort()
         assert await asyncio.wait_for(asyncio.gather(*asking), PATIENCE) == ["x"] * 50
         assert await asyncio.wait_for(echo(two.client, "y"), PATIENCE) == "y"
@@ -474,7 +476,7 @@ async def test_a_peer_without_heartbeats_is_given_up() -> None:
     async with peers(heartbeat_limit=0.1) as two:
         lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         two.server_side.on_close(lambda _, reason: lost.set_result(reason))
-        two.client.streams.pulse.stop()
+        two.client.streams.monitor.stop()
         assert "nothing was heard for 0." in await lost
         with pytest.raises(ConnectionLost):
             await echo(two.client, "too late")

@@ -205,7 +205,7 @@ async def test_a_key_is_lent_room_and_is_forgotten_when_it_was_not_used(
         await until(lambda: not channel.queue.keys)
         assert channel.statistics().credit == 0
         end: Any = sender
-        await until(lambda: not end._transfers.accounts.kept)
+        await until(lambda: not end._transfers.accounts.registered)
 
 
 async def test_more_keys_than_are_remembered_lose_no_room() -> None:
@@ -216,9 +216,9 @@ async def test_more_keys_than_are_remembered_lose_no_room() -> None:
             assert [await channel.receiver.get(key=number) for _ in range(2)] == [0, 1]
         await sender.flush()
         end: Any = sender
-        held = sum(one.items for one in end._transfers.accounts.kept.values())
+        held = sum(one.items for one in end._transfers.accounts.registered.values())
         assert channel.statistics().credit == held
-        assert len(end._transfers.accounts.kept) <= credit.MAX_ACCOUNTS
+        assert len(end._transfers.accounts.registered) <= credit.MAX_ACCOUNTS
 
 
 @pytest.mark.parametrize(("capacity", "max_weight", "parties"), [(64, 1, 1), (4, None, 4)])
@@ -298,7 +298,7 @@ async def test_an_item_refused_because_nobody_receives_is_raised_by_flush() -> N
         await with_credit(sender, channel)
         channel.receiver.close()
         receiver.close()
-        await until(lambda: channel.queue.deserted or not channel.statistics().receivers)
+        await until(lambda: channel.queue.no_receivers_left or not channel.statistics().receivers)
         await sender.put(1)
         with pytest.raises(NoReceivers):
             await sender.flush()

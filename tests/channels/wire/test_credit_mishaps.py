@@ -120,7 +120,7 @@ async def test_channels_that_are_not_used_any_more_leave_room_for_others_to_be_l
             await sender.flush()
             assert channel.queue.credit == lent_here(sender) > 0
             assert await channel.receiver.get_batch(weight=6) == list(range(6))
-            assert len(transfers_of(sender).accounts.kept) <= 4
+            assert len(transfers_of(sender).accounts.registered) <= 4
         connection.close()
         await connection.wait_closed()
 

@@ -20,12 +20,7 @@ from rlinf_async.channels.wire.frames.framing import FrameType, pack_small
 from rlinf_async.channels.wire.links import owner_deliveries, protocol, receiver_links
 from tests.channels.wire.harness import Wired, settle, until, wired
 
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Items are prefetched from the second get on, however slow the machine is."""
-    monkeypatch.setattr(receiver_links, "STREAK", 2)
-    monkeypatch.setattr(receiver_links, "HORIZON", 3600.0)
+pytestmark = pytest.mark.usefixtures("prefetch_at_once")
 
 
 async def prefetched(owner: Wired, channel: Channel[int], count: int = 20) -> tuple[Any, Any, int]:
@@ -159,7 +154,7 @@ async def test_a_process_that_stands_still_with_a_batch_asked_for_holds_up_only_
         monkeypatch.setattr(links, "return_items", lambda *_: None)  # it does not answer a recall
         batch = asyncio.ensure_future(receiver.get_batch(weight=1))
         assert await channel.receiver.get() == count + ahead
-        assert await channel.receiver.get() == count + ahead + 1
+        assert channel.receiver.get_nowait() == count + ahead + 1
         assert not batch.done()
         monkeypatch.undo()
         links.return_items(receiver._number, None)

@@ -24,10 +24,10 @@ from rlinf_async.channels import (
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.wire import Direct, Router, connect
 from rlinf_async.channels.wire.direct.direct_protocol import Fetch, Payload
-from rlinf_async.channels.wire.links.protocol import Left
+from rlinf_async.channels.wire.links.protocol import PayloadRef
 from rlinf_async.channels.wire.memory.pool import Pool
 from tests.channels.wire.direct_kit import ELEMENTS, Item, Party, item, world
-from tests.channels.wire.harness import SECRET, until
+from tests.channels.wire.harness import SECRET, Turns, until
 from tests.net.cutter import Cutter, cutter
 
 SIZE = 8 * ELEMENTS
@@ -81,7 +81,7 @@ async def test_the_arrays_do_not_pass_the_owner(capacity: int) -> None:
         assert consumer.got == (40, 0)
         await until(lambda: not producer.kept)
         seen = channel.statistics()
-        assert (seen.direct, seen.brought, seen.lost, seen.copied) == (40, 0, 0, 0)
+        assert (seen.direct, seen.loaded, seen.lost, seen.copied) == (40, 0, 0, 0)
         put_edge, *taken = seen.edges
         assert (put_edge.items, put_edge.direct) == (40, 40)
         assert put_edge.nbytes == sum(edge.nbytes for edge in taken) > 40 * SIZE
@@ -138,7 +138,7 @@ async def test_the_owner_of_the_channel_fetches_what_it_takes_itself() -> None:
         receiver = channel.receiver
         with pytest.raises(ChannelEmpty, match="still on its way from its producer"):
             receiver.get_nowait()
-        await until(lambda: channel.statistics().brought)
+        await until(lambda: channel.statistics().loaded)
         assert receiver.get_nowait().check() == 0
         assert (await receiver.get()).check() == 1
         assert [each.check() for each in await receiver.get_batch(weight=3)] == [2, 3, 4]
@@ -146,7 +146,7 @@ async def test_the_owner_of_the_channel_fetches_what_it_takes_itself() -> None:
         async with receiver.lease(weight=2) as batch:
             assert [each.check() for each in batch] == [5, 6]
             assert batch.deliveries == [2, 2]
-        assert channel.statistics().brought >= 7
+        assert channel.statistics().loaded >= 7
         await until(lambda: producer.kept <= SIZE)
 
 
@@ -193,7 +193,7 @@ async def test_who_cannot_reach_the_producer_gets_them_through_the_owner() -> No
             5,
         ]
         assert consumer.got == (0, 4)
-        assert channel.statistics().brought == 6
+        assert channel.statistics().loaded == 6
         await until(lambda: not producer.kept)
 
 
@@ -221,7 +221,7 @@ async def test_a_producer_that_ends_in_order_gives_what_it_keeps_to_the_owner() 
         assert producer.kept == 0
         assert [(await receiver.get()).check() for _ in range(4)] == [1, 2, 3, 4]
         seen = channel.statistics()
-        assert seen.brought >= 4
+        assert seen.loaded >= 4
         assert seen.lost == 0
 
 
@@ -359,28 +359,12 @@ async def test_a_put_that_is_cancelled_or_refused_keeps_nothing() -> None:
         await until(lambda: producer.kept == SIZE)
 
 
-class Turns:
-    """Counts the turns of this loop until it is stopped."""
-
-    def __init__(self) -> None:
-        self._count = -1
-        self._turn()
-
-    def _turn(self) -> None:
-        self._count += 1
-        self._handle = asyncio.get_running_loop().call_soon(self._turn)
-
-    def stop(self) -> int:
-        self._handle.cancel()
-        return self._count
-
-
 @pytest.mark.parametrize("room", [True, False], ids=["shared", "no room"])
 async def test_large_arrays_are_copied_a_piece_for_each_turn_of_the_loop(
     monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
-    for module in ("memory.pool", "direct.kept_payloads"):
-        monkeypatch.setattr(f"rlinf_async.channels.wire.{module}.PIECE_BYTES", SIZE)
+    for module in ("encoded", "wire.memory.pool", "wire.direct.retained_payloads"):
+        monkeypatch.setattr(f"rlinf_async.channels.{module}.PIECE_BYTES", SIZE)
     channel = items()
     async with world() as one:
         producer, consumer = await one.producer(), await one.consumer()
@@ -412,7 +396,7 @@ async def test_a_fetch_that_outlives_its_direct_connects_to_nobody() -> None:
         producer, consumer = await one.producer(), await one.consumer()
         assert producer.direct is not None
         assert consumer.direct is not None
-        left = Left(0, 1, [SIZE], producer.direct.token, "", producer.direct.addresses)
+        left = PayloadRef(0, 1, [SIZE], producer.direct.token, "", producer.direct.addresses)
         await consumer.direct.close()
         assert await consumer.direct.fetch(left) is None
         assert not consumer.direct._links
@@ -444,7 +428,7 @@ async def test_a_cut_in_the_middle_of_a_fetch_costs_nothing() -> None:
             assert len(net.passed) > 5
             assert consumer.got == (30, 0)
         seen = channel.statistics()
-        assert (seen.gets, seen.brought, seen.lost, seen.unconfirmed) == (30, 0, 0, 0)
+        assert (seen.gets, seen.loaded, seen.lost, seen.unconfirmed) == (30, 0, 0, 0)
 
 
 async def test_a_consumer_that_is_lost_while_it_fetches_leaves_the_item_to_another() -> None:
@@ -497,7 +481,7 @@ async def test_a_producer_that_announces_other_arrays_than_it_has_is_found_out()
         producer, consumer = await one.producer(), await one.consumer()
         await fill(producer, channel, 2)
         assert producer.direct is not None
-        producer.direct._kept[1] = [bytearray(5)]
+        producer.direct._retained[1] = [bytearray(5)]
         assert (await consumer.receiver(channel).get()).check() == 1
         assert channel.statistics().lost == 1
-        producer.direct._kept[1] = [bytearray(SIZE)]  # as it was counted
+        producer.direct._retained[1] = [bytearray(SIZE)]  # as it was counted

@@ -55,7 +55,7 @@ async def test_three_processes_and_no_array_passes_the_owner() -> None:
         producer.terminate()
         await until(lambda: len(seen) == 2)
         statistics = channel.statistics()
-        assert (statistics.direct, statistics.brought, statistics.lost) == (50, 0, 0)
+        assert (statistics.direct, statistics.loaded, statistics.lost) == (50, 0, 0)
         put, taken = statistics.edges
         assert (put.items, put.direct, taken.items, taken.direct) == (50, 50, 50, 50)
         assert put.nbytes == taken.nbytes > 50 * BYTES
@@ -83,7 +83,7 @@ async def test_a_producer_that_ends_in_order_leaves_nothing_behind_and_loses_not
         async with worker(owner, channel.sender, "5") as producer:
             assert await producer.wait() == 0
         statistics = channel.statistics()
-        assert (statistics.depth, statistics.brought, statistics.lost) == (5, 5, 0)
+        assert (statistics.depth, statistics.loaded, statistics.lost) == (5, 5, 0)
         found = [await channel.receiver.get() for _ in range(5)]
         for number, one in enumerate(found):
             check(one)

@@ -22,9 +22,9 @@ from rlinf_async.channels.wire import (
 from rlinf_async.channels.wire.frames.framing import PROTOCOL_VERSION
 from rlinf_async.channels.wire.session.auth import Handshake, Terms
 from rlinf_async.channels.wire.session.dialing import Dialer
-from rlinf_async.channels.wire.session.side import Side
+from rlinf_async.channels.wire.session.endpoint_options import EndpointOptions
+from rlinf_async.channels.wire.session.pending_handshakes import origin_of
 from rlinf_async.channels.wire.session.socket_link import Link
-from rlinf_async.channels.wire.session.strangers import origin_of
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import SECRET, until, wired
 
@@ -203,12 +203,12 @@ async def test_who_proves_the_secret_just_when_the_server_is_closed_is_told_why(
 async def test_strangers_who_prove_nothing_are_bounded_and_keep_nobody_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.session.strangers.MAX_STRANGERS", 5)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.pending_handshakes.MAX_PENDING", 5)
     rejected: list[WireError] = []
     async with wired(on_reject=rejected.append) as owner:
         mute = [await asyncio.open_unix_connection(owner.path) for _ in range(20)]
         friend = await owner.join("friend")
-        assert len(owner.server._strangers) <= 5
+        assert len(owner.server._pending) <= 5
         assert b"others came" not in await mute[0][0].read()  # a refusal would be final
         assert len(rejected) >= 15
         assert all("5 others came" in str(error) for error in rejected)
@@ -244,9 +244,9 @@ async def test_peers_of_two_versions_are_told_both_versions(
     ["tcp://", "tcp://host", "tcp://:5000", "tcp://host:port", "tcp://host:99999", "tcp://h:1/p"],
 )
 async def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(WireError, match="is no address: write tcp://host:port"):
+    with pytest.raises(WireError, match="is not an address: write tcp://host:port"):
         await serve(address, SECRET, router=Router())
-    with pytest.raises(WireError, match="is no address: write tcp://host:port"):
+    with pytest.raises(WireError, match="is not an address: write tcp://host:port"):
         await connect(address, SECRET, name="w", router=Router())
 
 
@@ -281,21 +281,21 @@ class Made:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.links: list[Link] = []
         self.connections: list[Connection] = []
-        begin, make = Link.connection_made, Side.connection
+        begin, make = Link.connection_made, EndpointOptions.connection
 
         def began(link: Link, transport: asyncio.BaseTransport) -> None:
             if link.handshake.role == "client":
                 self.links.append(link)
             begin(link, transport)
 
-        def made(side: Side, *arguments: Any, **more: Any) -> Connection:
+        def made(side: EndpointOptions, *arguments: Any, **more: Any) -> Connection:
             connection = make(side, *arguments, **more)
             if side.name == "worker":
                 self.connections.append(connection)
             return connection
 
         monkeypatch.setattr(Link, "connection_made", began)
-        monkeypatch.setattr(Side, "connection", made)
+        monkeypatch.setattr(EndpointOptions, "connection", made)
 
 
 def at_step(
@@ -330,8 +330,8 @@ async def test_a_connect_that_is_cancelled_at_its_end_leaves_nothing_on_either_s
         assert connection.closed
         assert link.ended.done()
         assert link.transport is None
-        assert connection.streams.pulse._timer is not None
-        assert connection.streams.pulse._timer.cancelled()
+        assert connection.streams.monitor._timer is not None
+        assert connection.streams.monitor._timer.cancelled()
         assert asyncio.all_tasks() == before
         assert await owner.lost.get() == ("worker", "worker closed it: whoever connected gave up")
         assert not owner.server.connections
@@ -355,7 +355,7 @@ async def test_a_connect_that_is_cancelled_twice_does_not_wait_for_the_server(
 async def test_a_first_connect_that_is_turned_out_tries_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    at_step(monkeypatch, "server", 1, lambda link: link.turn_out("others came"))
+    at_step(monkeypatch, "server", 1, lambda link: link.evict("others came"))
     rejected: list[WireError] = []
     async with wired(on_reject=rejected.append) as owner:
         friend = await owner.join("friend")
@@ -401,7 +401,7 @@ async def test_a_first_connect_that_is_always_cut_is_given_up_when_patience_is_o
     monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
     made = Made(monkeypatch)
-    monkeypatch.setattr(Link, "_greet", lambda link, data: link.turn_out("others came"))
+    monkeypatch.setattr(Link, "_greet", lambda link, data: link.evict("others came"))
     async with wired() as owner:
         with pytest.raises(ConnectionLost, match="lost in the handshake") as caught:
             await owner.join(patience=patience)
@@ -438,7 +438,7 @@ _knocked: list[asyncio.StreamWriter] = []
 async def test_a_flood_of_strangers_turns_out_itself_and_no_honest_one(
     monkeypatch: pytest.MonkeyPatch, honest: str
 ) -> None:
-    monkeypatch.setattr("rlinf_async.channels.wire.session.strangers.MAX_STRANGERS", 5)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.pending_handshakes.MAX_PENDING", 5)
     rejected: list[WireError] = []
     hello = Handshake("client", SECRET, "friend").take_outgoing()
     async with wired(address="tcp://127.0.0.1:0", on_reject=rejected.append) as owner:
@@ -451,7 +451,7 @@ async def test_a_flood_of_strangers_turns_out_itself_and_no_honest_one(
         await until(lambda: len(rejected) == 16)
         assert [await reader.read() for reader in flood[:16]] == [b""] * 16
         assert not friend.at_eof()
-        assert len(owner.server._strangers) == 5
+        assert len(owner.server._pending) == 5
         for writer in _knocked:
             writer.close()
             await writer.wait_closed()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rlinf_async.channels import Channel, ConnectionLost, NoReceivers
+from rlinf_async.channels import Channel, ConnectionLost, NoReceivers, encoded
 from rlinf_async.channels.delivery import Entry
 from rlinf_async.channels.wire import (
     ChannelServer,
@@ -25,7 +25,7 @@ from rlinf_async.channels.wire import (
 from rlinf_async.channels.wire.links import prepare_next as ready
 from rlinf_async.channels.wire.links import protocol
 from rlinf_async.testing import wait_all_blocked
-from tests.channels.wire.harness import Wired, until, wired
+from tests.channels.wire.harness import Turns, Wired, until, wired
 
 SIZE = 50_000
 
@@ -205,7 +205,7 @@ async def test_the_next_large_item_is_copied_before_it_is_asked_for() -> None:
         await wait_all_blocked()
         head, behind = channel.queue.unkeyed.entries
         made: Encoded = head.ready
-        assert ready.as_travels(head, channel.queue) is made
+        assert ready.encoded_entry(head, channel.queue) is made
         assert (head.ready, behind.ready) == (None, None)
         head.ready = made
         made.buffers[0][:] = bytes(len(made.buffers[0]))  # this, and no other copy, is sent
@@ -292,5 +292,45 @@ def test_what_travels_is_made_once_and_not_kept_twice() -> None:
     entry: Any = Entry(item(1), 1, 1)
     channel = Channel(Item, name="items")
     ChannelServer(Router()).publish(channel)
-    assert ready.as_travels(entry, channel.queue).data == encode(item(1)).data
+    assert ready.encoded_entry(entry, channel.queue).data == encode(item(1)).data
     assert entry.ready is None
+
+
+# ---- leased where the channel lives
+
+
+async def test_the_arrays_of_a_lease_are_copied_a_piece_for_each_turn_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with lending() as (_, _, channel, sender):
+        for number in range(5):
+            await sender.put(item(number))
+        await until(lambda: channel.statistics().depth == 5)
+        monkeypatch.setattr(encoded, "PIECE_BYTES", 4 * SIZE // 10)
+        turns = Turns()
+        async with channel.receiver.lease(weight=5) as leased:
+            assert turns.stop() >= 50
+            for number, one in enumerate(leased):
+                check(one, number)
+
+
+async def test_a_lease_that_is_cancelled_while_its_arrays_are_copied_goes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with lending() as (_, _, channel, sender):
+        await sender.put(item(1))
+        await until(lambda: channel.statistics().depth)
+        monkeypatch.setattr(encoded, "PIECE_BYTES", 1000)
+
+        async def work() -> None:
+            async with channel.receiver.lease():
+                raise AssertionError("it was cancelled before")
+
+        working = asyncio.create_task(work())
+        await until(lambda: channel.statistics().leases_out)
+        working.cancel()
+        await asyncio.wait([working])
+        assert working.cancelled()
+        seen = channel.statistics()
+        assert (seen.depth, seen.leases_out, seen.redelivered) == (1, 0, 0)
+        check(await channel.receiver.get(), 1)

@@ -7,6 +7,7 @@ import re
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -369,8 +370,8 @@ async def test_an_answer_that_fails_to_be_undone_keeps_no_other_from_it(
         def returned(self) -> None:
             self.lost("it was returned")
 
-        def losing(self) -> None:
-            """`lost` follows."""
+        def losing(self) -> AbstractContextManager[None]:
+            return nullcontext()
 
         def lost(self, reason: str) -> None:
             seen.append(self.number)

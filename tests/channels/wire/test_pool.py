@@ -113,7 +113,7 @@ def test_a_spoilt_part_is_never_written_again() -> None:
     view = view_of(views[0])
     assert view is not None
     slab = view.loan.slab
-    view.loan.spoilt = True
+    view.loan.poisoned = True
     del views, view
     for _ in range(3):
         later = view_of(lend(pool, 1000)[0])

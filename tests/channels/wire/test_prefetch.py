@@ -30,12 +30,7 @@ from rlinf_async.channels.wire.links import owner_deliveries, receiver_links
 from rlinf_async.testing import nothing_left_waiting, wait_all_blocked
 from tests.channels.wire.harness import PATIENCE, Wired, remote_pair, until, wired
 
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Items come ahead from the second get on, however slow the machine is."""
-    monkeypatch.setattr(receiver_links, "STREAK", 2)
-    monkeypatch.setattr(receiver_links, "HORIZON", 3600.0)
+pytestmark = pytest.mark.usefixtures("prefetch_at_once")
 
 
 @asynccontextmanager
@@ -137,7 +132,7 @@ async def test_what_answers_an_item_and_the_next_get_go_in_one_write(
         answering = asyncio.create_task(answer())
         for number in range(8):  # by then, room was lent for answers
             await there_and_back(number)
-        connection.streams.pulse.stop()  # a sign of life would be a write of its own
+        connection.streams.monitor.stop()  # a sign of life would be a write of its own
         transport: Any = connection.outbox._transport
         written: list[bytes] = []
 
@@ -640,6 +635,6 @@ async def test_a_get_that_is_cancelled_before_it_is_sent_still_says_what_was_tak
         await settled()
         [there] = owner.server.connections
         untaken: Any = there
-        assert untaken._answering.unsettled == {}  # the owner knows that the first was taken
+        assert untaken._peer_requests.unsettled == {}  # the owner knows that the first was taken
         channel.sender.put_nowait(2)
         assert await receiver.get() == 2

@@ -69,7 +69,7 @@ async def test_a_killed_holder_at_the_other_end_of_tcp_loses_nothing() -> None:
             name, reason = await owner.lost.get()
             assert await process.wait() == -signal.SIGKILL
             assert name == "die holding"
-            assert reason.endswith("; it was not taken up again within 0.5 s")
+            assert reason.endswith("; it was not resumed within 0.5 s")
         async with channel.receiver.lease(weight=5) as batch:
             assert [*batch] == [0, 1, 2, 3, 4]
             assert batch.deliveries == [2, 2, 2, 1, 1]
@@ -93,8 +93,8 @@ async def test_a_stopped_holder_is_noticed_by_its_heartbeat() -> None:
         async with worker(owner, ref, "stop holding"):
             await until(lambda: channel.statistics().leases_out)
             [connection] = owner.server.connections  # to start, it may take its time
-            connection.streams.pulse._heartbeat = Heartbeat.of(0.4)
-            connection.streams.pulse.start()
+            connection.streams.monitor._heartbeat = Heartbeat.of(0.4)
+            connection.streams.monitor.start()
             _, reason = await owner.lost.get()
             assert reason.startswith("nothing was heard for 0.")
             assert reason.endswith("s: the process is stopped, or blocked")

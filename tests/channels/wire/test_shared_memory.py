@@ -503,7 +503,7 @@ class Halves:
         self.gone: list[int] = []
         self.lending = Lending(self.pool, self.said.append, self.gone.append)
         self.borrowing = Borrowing(
-            self.said.append, lambda number, spoilt: self.released.append(number)
+            self.said.append, lambda number, poisoned: self.released.append(number)
         )
 
     def open(self) -> int:
@@ -556,7 +556,7 @@ def test_a_large_body_is_copied_once_by_all_who_send_it_at_the_same_time(
             assert shared is LATER  # for the peer, in the end
             copied += more
     assert copied == 100_005
-    assert all(one.moving is None for one in progress)
+    assert all(one.pending is None for one in progress)
     assert all(view_of(buffer) is not None for buffer in body.buffers)
     assert [bytes(buffer) for buffer in body.buffers] == [b"small", b"x" * 100_000]
     assert [type(notice) for notice in first.said + second.said] == [Announce, Announce]

@@ -1,13 +1,13 @@
-"""Who is at the door and has not proved anything yet: at most so many, and nobody is kept out.
+"""Sockets whose other side has not proved the secret yet: at most `MAX_PENDING`.
 
-One more than that makes somebody else leave:
+One more evicts another:
 
-1. of those who come from where most of them come from: an address of IPv4, a network of IPv6 (the
-   first 64 bits), or a process, on a Unix socket. So who floods the door makes room for himself;
-2. of these, who has not even said which protocol he speaks;
-3. of these, who has been there longest.
+1. one of the origin that has the most: an IPv4 address, an IPv6 network (the first 64 bits), or a
+   process at the other end of a Unix socket. So a flood evicts its own sockets;
+2. of these, one that has not sent a valid greeting;
+3. of these, the oldest.
 
-Who has to leave is not refused: an honest one tries again.
+An evicted client is not refused: an honest one tries again.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Final
 from rlinf_async.channels.wire.session.peer_process import is_local, peer_pid
 from rlinf_async.channels.wire.session.socket_link import Link
 
-MAX_STRANGERS: Final = 128
+MAX_PENDING: Final = 128
 
 
-class Strangers:
-    """The sockets whose other side has not proved anything yet."""
+class PendingHandshakes:
+    """The sockets whose other side has not proved the secret yet."""
 
     def __init__(self) -> None:
         self._origins: dict[Link, str | None] = {}
@@ -37,29 +37,29 @@ class Strangers:
         return len(self._origins)
 
     def add(self, link: Link) -> None:
-        """Somebody will be there."""
+        """This socket is being accepted."""
         self._origins[link] = None
 
     def remove(self, link: Link) -> None:
-        """He is known now, or gone."""
+        """Its other side is known now, or gone."""
         self._origins.pop(link, None)
 
     def arrived(self, link: Link) -> None:
-        """Somebody is there: if there are too many, another one leaves."""
+        """It is connected: if there are too many, evict another one."""
         if link not in self._origins or link.transport is None:
             return
         before = {one: origin for one, origin in self._origins.items() if origin is not None}
         self._origins[link] = origin_of(link.transport)
-        if len(before) < MAX_STRANGERS:
+        if len(before) < MAX_PENDING:
             return
-        crowds = Counter(before.values())
-        leaves = min(before, key=lambda one: (-crowds[before[one]], one.handshake.introduced))
-        self.remove(leaves)
-        leaves.turn_out(f"{MAX_STRANGERS} others came, and it has not proved anything: turned out")
+        counts = Counter(before.values())
+        evicted = min(before, key=lambda one: (-counts[before[one]], one.handshake.introduced))
+        self.remove(evicted)
+        evicted.evict(f"evicted by {MAX_PENDING} others, before it had proved the secret")
 
 
 def origin_of(transport: asyncio.BaseTransport) -> str:
-    """Where this socket comes from, as far as one who floods the door cannot choose it."""
+    """Where this socket comes from, as far as an attacker cannot choose it."""
     if is_local(transport):
         return f"process {peer_pid(transport)}"
     peer = transport.get_extra_info("peername")

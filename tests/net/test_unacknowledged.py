@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 
 from rlinf_async.channels import MalformedFrame
 from rlinf_async.channels.wire.frames.framing import Bytes
-from rlinf_async.channels.wire.session.unacknowledged import MAX_KEPT_BYTES, Kept
+from rlinf_async.channels.wire.session.unacknowledged import (
+    MAX_UNACKNOWLEDGED_BYTES,
+    Unacknowledged,
+)
 
 batches = st.lists(st.lists(st.binary(max_size=9), min_size=1, max_size=4), max_size=8)
 
@@ -21,33 +24,33 @@ def size(batch: list[bytes]) -> int:
 def test_what_goes_out_again_is_exactly_what_did_not_arrive(
     written: list[list[bytes]], said: list[int]
 ) -> None:
-    kept, stream = Kept(), b""
+    unacknowledged, stream = Unacknowledged(), b""
     for index, batch in enumerate(written):
         parts: list[Bytes] = [*batch]
-        kept.add(parts, size(batch))
+        unacknowledged.add(parts, size(batch))
         stream += b"".join(batch)
         if index < len(said) and said[index] <= len(stream):
-            kept.forget(said[index])
-    for arrived in range(kept.arrived, len(stream) + 1):
-        assert b"".join(kept.after(arrived)) == stream[arrived:]
-    assert kept.written == len(stream)
+            unacknowledged.forget(said[index])
+    for arrived in range(unacknowledged.arrived, len(stream) + 1):
+        assert b"".join(unacknowledged.after(arrived)) == stream[arrived:]
+    assert unacknowledged.written == len(stream)
 
 
 def test_nobody_can_have_more_than_was_sent_or_less_than_was_said() -> None:
-    kept = Kept()
-    kept.add([b"12345"], 5)
+    unacknowledged = Unacknowledged()
+    unacknowledged.add([b"12345"], 5)
     with pytest.raises(MalformedFrame, match="6 bytes arrived, though 5 were sent"):
-        kept.forget(6)
-    kept.forget(4)
+        unacknowledged.forget(6)
+    unacknowledged.forget(4)
     with pytest.raises(MalformedFrame, match="3 bytes arrived, though it was said to be more"):
-        kept.after(3)
+        unacknowledged.after(3)
 
 
 def test_it_is_full_until_enough_has_arrived() -> None:
-    kept = Kept()
-    kept.add([bytes(MAX_KEPT_BYTES - 1)], MAX_KEPT_BYTES - 1)
-    assert not kept.full
-    kept.add([b"x"], 1)
-    assert kept.full
-    kept.forget(1)
-    assert not kept.full
+    unacknowledged = Unacknowledged()
+    unacknowledged.add([bytes(MAX_UNACKNOWLEDGED_BYTES - 1)], MAX_UNACKNOWLEDGED_BYTES - 1)
+    assert not unacknowledged.full
+    unacknowledged.add([b"x"], 1)
+    assert unacknowledged.full
+    unacknowledged.forget(1)
+    assert not unacknowledged.full

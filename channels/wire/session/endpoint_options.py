@@ -1,4 +1,4 @@
-"""What a process is on every connection that it makes or accepts."""
+"""Options of every connection that a process makes or accepts."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from rlinf_async.channels.wire.session.router import Router
 HANDSHAKE_SECONDS: Final = 10.0
 
 
-class Times(TypedDict, total=False):
-    """How long things may take, in seconds; each of them may be left out."""
+class Timeouts(TypedDict, total=False):
+    """Time limits, in seconds, each with a default."""
 
     heartbeat_interval: float | None
-    """between signs of life; by default as the limit needs it"""
+    """between heartbeats; by default an eighth of the limit, at most 1"""
     heartbeat_limit: float
-    """without a sign of life, after which the peer is given up; 15 by default"""
+    """silence after which the peer counts as lost; 15 by default"""
     handshake_timeout: float
-    """that a stranger, or whoever answers here, has to prove the secret; 10 by default"""
+    """time that the other side has to prove the secret; 10 by default"""
     patience: float
-    """for which a connection is kept when it is cut, while it is taken up again; what the peer says
-    counts too, if it is less. 0: a cut ends it. 10 by default"""
+    """for which a cut connection may resume, the lower value of both sides; 0: a cut ends it. 10 by
+    default"""
 
 
-class Side(NamedTuple):
-    """One side of connections: who it is, what it answers, and how long it waits."""
+class EndpointOptions(NamedTuple):
+    """The name, secret, request handlers and time limits of one side of connections."""
 
     secret: bytes
     name: str
@@ -49,10 +49,10 @@ class Side(NamedTuple):
         handshake_timeout: float = HANDSHAKE_SECONDS,
         patience: float = PATIENCE,
     ) -> Self:
-        """The side with these `Times`.
+        """The options with these `Timeouts`.
 
         Raises:
-            ValueError: the secret is none, or a time makes no sense.
+            ValueError: the secret is too short, or a time limit is invalid.
         """
         check_secret(secret)
         check_patience(patience)
@@ -62,7 +62,7 @@ class Side(NamedTuple):
     def connection(
         self, peer: str, number: bytes, patience: float, redial: Redial | None = None
     ) -> Connection:
-        """A new connection to this peer, which has so much patience."""
+        """A new connection to this peer, with the lower patience of both sides."""
         return Connection(
             self.router,
             self.heartbeat,
@@ -74,5 +74,5 @@ class Side(NamedTuple):
 
 
 def lower(ours: float, theirs: float) -> float:
-    """The patience of both sides, whatever the other says."""
+    """The lower patience of both sides; 0 where the other's is invalid."""
     return min(ours, theirs) if theirs > 0 else 0.0

@@ -69,15 +69,15 @@ def state_of(queue: Queue, key: Key | None) -> KeyState:
     limit = queue.max_weight
     found = queue.known(key)
     if found is None:
-        return KeyState(depth=0, weight=0, room=queue.capacity, room_weight=limit)
+        return KeyState(depth=0, weight=0, collected=0, room=queue.capacity, room_weight=limit)
     prefetched = [
         entry for one in found.prefetching for entry in one.entries[one.requested :] if entry
     ]
-    depth, used = len(found.entries) + len(prefetched), len(found.entries) + found.reserved
     return KeyState(
-        depth=depth,
+        depth=len(found.entries) + len(prefetched),
         weight=found.weight + sum(entry.weight for entry in prefetched),
-        room=max(0, queue.capacity - used),
+        collected=len(found.collected),
+        room=max(0, queue.capacity - len(found.entries) - found.reserved),
         room_weight=None if limit is None else max(0, limit - found.weight - found.reserved_weight),
     )
 
@@ -85,19 +85,21 @@ def state_of(queue: Queue, key: Key | None) -> KeyState:
 def statistics_of(queue: Queue) -> Statistics:
     """The channel's counts up to now."""
     keys = list(queue.every_key())
+    waiting_putters = sum(len(key.putters) for key in keys)
     return Statistics(
         name=queue.name,
         capacity=queue.capacity,
         depth=sum(len(key.entries) for key in keys) + queue.prefetched,
         weight=sum(key.weight for key in keys) + queue.prefetched_weight,
+        collected=sum(len(key.collected) for key in keys),
         keys=sum(1 for key in keys[1:] if key.entries or key.getters.order or key.putters),
-        puts=queue.sequence - queue.withdrawn,
+        puts=queue.sequence - queue.withdrawn + waiting_putters,
         gets=queue.gets,
         put_waits=queue.put_waits,
         put_wait_seconds=queue.put_wait_seconds,
         get_waits=queue.get_waits,
         get_wait_seconds=queue.get_wait_seconds,
-        waiting_putters=sum(len(key.putters) for key in keys),
+        waiting_putters=waiting_putters,
         waiting_getters=sum(len(key.getters) for key in keys),
         leases_out=sum(one.unsettled for one in queue.unsettled() if one.lease),
         redelivered=queue.redelivered,
@@ -111,10 +113,10 @@ def statistics_of(queue: Queue) -> Statistics:
         credit_waits=queue.credit_waits,
         refused=queue.refused,
         direct=queue.direct,
-        brought=queue.brought,
+        loaded=queue.loaded,
         lost=queue.lost,
         edges=queue.edges.seen(),
         senders=len(queue.senders),
         receivers=len(queue.receivers),
-        seconds=0.0 if queue.born is None else queue.now() - queue.born,
+        seconds=0.0 if queue.opened_at is None else queue.now() - queue.opened_at,
     )

@@ -1,4 +1,4 @@
-"""The producer's side of large arrays that stay with it until they are fetched. See `direct`."""
+"""The producer's side of payloads that stay with it until they are fetched. See `direct`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Self
 
-from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.wire.direct.direct_protocol import Fetch, Leave, Offer, Release, Unsure
-from rlinf_async.channels.wire.links.protocol import Kept
+from rlinf_async.channels.encoded import PIECE_BYTES, Encoded
+from rlinf_async.channels.wire.direct.direct_protocol import (
+    Fetch,
+    Offer,
+    PutAbandoned,
+    Release,
+    TakeOver,
+)
+from rlinf_async.channels.wire.links.protocol import RetainedPayload
 from rlinf_async.channels.wire.links.transfers import Transfers
-from rlinf_async.channels.wire.memory.pool import PIECE_BYTES, copy_in_turns
+from rlinf_async.channels.wire.memory.pool import copy_in_turns
 from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
 from rlinf_async.patient import Timer
 
@@ -21,13 +27,13 @@ if TYPE_CHECKING:
     from rlinf_async.channels.wire.session.router import Request
 
 PROGRESS_BYTES: Final = 64 * 1024
-"""Less in `GRACE_SECONDS` is none."""
+"""Progress in `GRACE_SECONDS` that counts as some."""
 TURN_BYTES: Final = 32 * 1024**2
 log = logging.getLogger(__name__)
 
 
-class Keeping:
-    """What this process keeps for the channels of one owner."""
+class RetainedPayloads:
+    """The payloads that this process retains for the channels of one owner."""
 
     def __init__(self, connection: Connection, direct: Direct) -> None:
         self._connection = connection
@@ -37,7 +43,7 @@ class Keeping:
         self._then: Callable[[], None] | None = None
         self._timer: Timer | None = None
         Transfers.of(connection)  # it lingers first
-        self._before = connection.linger
+        self._linger_before = connection.linger
         connection.linger = self._linger
         connection.answers.add_sync("payload.fetch", Fetch, direct.answer)
         connection.answers.add_sync("payload.release", Release, self._released)
@@ -47,8 +53,8 @@ class Keeping:
 
     @classmethod
     def over(cls, connection: Connection, direct: Direct | None) -> Self | None:
-        """That of this connection; None where arrays go through the owner: it is on this host, or
-        nobody else could come for them."""
+        """Those of this connection; None where arrays go through the owner: it is on this host, or
+        this process listens nowhere."""
         found = connection.attached(cls)
         if found is not None or direct is None or not direct.addresses:
             return found
@@ -59,24 +65,26 @@ class Keeping:
     # ---- for senders
 
     async def copy(self, body: Encoded) -> bool:
-        """Replace its arrays by a copy, where they take their time: others in this loop have turns
-        meanwhile. Whether that was done."""
-        if body.nbytes <= PIECE_BYTES or not self._direct.may_keep(body.buffers):
+        """Replace large arrays by a copy that is made in pieces, between which others in this loop
+        have turns; whether that was done."""
+        if body.nbytes <= PIECE_BYTES or not self._direct.may_retain(body.buffers):
             return False
         body.buffers = await copy_in_turns(body.buffers)
         return True
 
-    def keep(self, body: Encoded, *, copied: bool = False) -> tuple[Encoded, Kept | None]:
-        """The item as it travels, and what stays here of it; None if nothing does. ``copied``: as
-        of `Direct.keep`."""
-        number = self._direct.keep(body.buffers, copied=copied)
+    def retain(
+        self, body: Encoded, *, copied: bool = False
+    ) -> tuple[Encoded, RetainedPayload | None]:
+        """The item as it travels, and its payload that stays here; None if none does. ``copied``:
+        as of `Direct.retain`."""
+        number = self._direct.retain(body.buffers, copied=copied)
         if number is None:
             return body, None
         self._numbers.add(number)
         if not self._copied:
             asyncio.get_running_loop().call_soon(self._turn)
         self._copied += 0 if copied else body.nbytes
-        return Encoded(body.data), Kept(0, number, [*map(len, body.buffers)])
+        return Encoded(body.data), RetainedPayload(0, number, [*map(len, body.buffers)])
 
     @property
     def turn_due(self) -> bool:
@@ -86,10 +94,10 @@ class Keeping:
     def _turn(self) -> None:
         self._copied = 0
 
-    def give_up(self, kept: Kept) -> None:
-        """Its put failed, or was cancelled: the owner may have heard of it, or not."""
-        if kept.number in self._numbers and not self._connection.closed:
-            self._connection.notify("payload.unsure", Unsure(kept.number))
+    def give_up(self, retained: RetainedPayload) -> None:
+        """The put failed, or was cancelled: its item may have reached the owner, or not."""
+        if retained.number in self._numbers and not self._connection.closed:
+            self._connection.notify("payload.unsure", PutAbandoned(retained.number))
 
     # ---- what becomes of it
 
@@ -97,7 +105,7 @@ class Keeping:
         for number in request.meta.numbers:
             if number in self._numbers:
                 self._numbers.discard(number)
-                self._direct.let_go(number)
+                self._direct.release(number)
         if not self._numbers and self._then is not None:
             then, self._then = self._then, None
             if self._timer is not None:
@@ -105,24 +113,25 @@ class Keeping:
             asyncio.get_running_loop().call_soon(then)
 
     def _linger(self, then: Callable[[], None]) -> bool:
-        """Whether closing must wait until the owner has what is here; then ``then`` does it."""
-        if self._before is not None and self._before(then):
+        """Whether closing must wait until the owner has taken over what is retained; ``then`` is
+        called when it has."""
+        if self._linger_before is not None and self._linger_before(then):
             return True
         if not self._numbers:
             return False
         if self._then is None:
             self._then = then
-            self._connection.notify("payload.leave", Leave())
+            self._connection.notify("payload.leave", TakeOver())
             self._watch()
         return True
 
     def _watch(self) -> None:
         seen = (len(self._numbers), self._connection.sent_bytes)
-        self._timer = Timer(GRACE_SECONDS, self._look, seen)
+        self._timer = Timer(GRACE_SECONDS, self._check_progress, seen)
 
-    def _look(self, seen: tuple[int, int]) -> None:
+    def _check_progress(self, seen: tuple[int, int]) -> None:
         count, sent = seen
-        slow = self._connection.sent_bytes < sent + PROGRESS_BYTES  # signs of life are no progress
+        slow = self._connection.sent_bytes < sent + PROGRESS_BYTES  # heartbeats are no progress
         if slow and len(self._numbers) == count:
             self._connection.abort(f"{len(self._numbers)} items were not taken over")
         else:
@@ -137,5 +146,5 @@ class Keeping:
                 "%s: %s", len(self._numbers), connection.peer, reason,
             )  # fmt: skip
         for number in self._numbers:
-            self._direct.let_go(number)
+            self._direct.release(number)
         self._numbers.clear()
