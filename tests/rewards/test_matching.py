@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 
 from rlinf_async.messages.language import Outcome, Rejected, Scored
