@@ -75,7 +75,8 @@ class Watch:
             self._cluster.abort(Deadlock(self._say(self._proven)))
         elif self._still >= self._report_at:
             self._report_at *= 2
-            log.warning("nothing has moved for %.0f s; %s", self._still, self._cluster.report())
+            report = "\n".join([self._cluster.report(), *await self._at_work()])
+            log.warning("nothing has moved for %.0f s; %s", self._still, report)
 
     def _say(self, seconds: float) -> str:
         return (
@@ -91,6 +92,17 @@ class Watch:
             else seen.version
             for channel in self._cluster.channels.values()
         ]
+
+    async def _at_work(self) -> list[str]:
+        """A line for every worker that has open spans: it may wait for something else too."""
+        lines = []
+        for group in self._cluster.groups.values():
+            for supervisor in group.supervisors:
+                handle = supervisor.handle_nowait()
+                doing = (await handle.activity()).doing if handle is not None else ()
+                if doing:
+                    lines.append(f"  {supervisor.name} is at work: {', '.join(doing)}")
+        return lines
 
     async def _nobody_can_go_on(self) -> bool:
         if not all_blocked(asyncio.all_tasks()):

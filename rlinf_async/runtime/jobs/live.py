@@ -27,6 +27,8 @@ SPANS_EVERY = 10.0
 SPANS_LIMIT = 2.0
 """seconds that a worker has to hand its spans over; it may be stopped, or dying"""
 SPANS_KEPT = 400_000
+LOOK_EVERY = 1.0
+"""seconds between two questions to the workers what they are doing; shorter waits are not busy"""
 
 
 class Headline(NamedTuple):
@@ -57,6 +59,7 @@ class Live:
         self._spans: list[Span] = []
         self._flows = Flows(cluster)
         self._collecting = asyncio.Lock()
+        self._doing: dict[str, str] = {}
         self.left_out: Counter[str] = Counter()
         """spans that had to go, by worker"""
 
@@ -97,11 +100,13 @@ class Live:
         views = []
         for group in self._cluster.groups.values():
             for supervisor in group.supervisors:
-                wait = waiting.get(supervisor.name)
+                wait, doing = waiting.get(supervisor.name), self._doing.get(supervisor.name, "")
+                if wait and wait.seconds > LOOK_EVERY and doing:
+                    wait = None  # one of its tasks waits, another works
                 views.append(
                     WorkerView(
                         name=supervisor.name,
-                        doing="" if wait else "busy",
+                        doing="" if wait else doing or "busy",
                         waiting_for=wait.channel if wait else None,
                         waiting_seconds=wait.seconds if wait else 0.0,
                         restarts=supervisor.restarts,
@@ -113,6 +118,19 @@ class Live:
         while True:
             self.show()
             await asyncio.sleep(PERIOD)
+
+    async def _look(self) -> None:
+        """Ask every worker which spans it has open."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY)
+            for group in self._cluster.groups.values():
+                for supervisor in group.supervisors:
+                    handle, doing = supervisor.handle_nowait(), ""
+                    if handle is not None:
+                        with suppress(TimeoutError):
+                            async with patient.timeout(LOOK_EVERY):
+                                doing = ", ".join(sorted(set((await handle.activity()).doing)))
+                    self._doing[supervisor.name] = doing
 
     async def _follow(self) -> None:
         while True:
@@ -146,6 +164,7 @@ class Live:
         self._tasks = [
             internal(asyncio.create_task(self._draw(), name="live view")),
             internal(asyncio.create_task(self._follow(), name="collect spans")),
+            internal(asyncio.create_task(self._look(), name="what workers do")),
         ]
         return self
 
