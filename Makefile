@@ -3,7 +3,7 @@
 #   make demo    a robot arm learns to reach, in about a minute    (OUT=folder, SEED=n)
 #   make test    every test, in 2 processes      (PYTEST_ARGS="-k channels", TEST_PROCESSES=0)
 #   make check   ruff, ruff format, mypy, pyright
-#   make quick   lint, mypy, unit tests, 200 random channel programs: 90 seconds    (SEED=n)
+#   make quick   ruff, mypy, unit tests, 200 random channel programs, in 90 seconds    (SEED=n)
 #   make bench   every bench, with its peers; fails where a bar fell short    (BENCHES="channels")
 #
 # PYTHON=python3.12 chooses the interpreter. On Linux, the default build of torch brings several GB of

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from types import TracebackType
 from typing import Final
 
@@ -68,10 +68,21 @@ class SpanRecorder:
         )
         self._capacity = capacity
         self._lock = threading.Lock()
+        self._open: Counter[str] = Counter()
 
     def span(self, name: str, /, **args: Argument) -> _Recording:
         """A context manager that records its block as one span, also when the block raises."""
         return _Recording(self, name, args or None)
+
+    def doing(self) -> tuple[str, ...]:
+        """The names of the open spans, a name as often as it is open, without waits."""
+        with self._lock:
+            return tuple(name for name in self._open.elements() if not is_waiting(name))
+
+    def count(self, name: str, change: int) -> None:
+        """Note that a span of this name was opened (1) or closed (-1)."""
+        with self._lock:
+            self._open[name] += change
 
     def record(self, name: str, start: int, duration: int, /, **args: Argument) -> None:
         """Record a span that was timed elsewhere, by ``time.monotonic_ns``."""
@@ -105,6 +116,7 @@ class _Recording:
         self._args = args
 
     def __enter__(self) -> None:
+        self._recorder.count(self._name, 1)
         self._start = time.monotonic_ns()
 
     def __exit__(
@@ -114,4 +126,5 @@ class _Recording:
         trace: TracebackType | None,
     ) -> None:
         start = self._start
+        self._recorder.count(self._name, -1)
         self._recorder.add(self._name, start, time.monotonic_ns() - start, self._args)

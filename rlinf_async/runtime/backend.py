@@ -45,6 +45,8 @@ class Activity(msgspec.Struct, frozen=True):
     """whether every one of its tasks waits on a channel or for another task"""
     computing: int = 0
     """number of calls in its compute thread"""
+    doing: tuple[str, ...] = ()
+    """names of its open spans, without waits"""
 
 
 class WorkerHandle(Protocol):

@@ -283,6 +283,7 @@ class Child:
             calls=tuple(one.method for one in self._host.calls.values()),
             blocked=computing == 0 and all_blocked(asyncio.all_tasks()),
             computing=computing,
+            doing=self._recorder.doing(),
         ), None
 
     async def _spans(

@@ -94,7 +94,8 @@ class DeadlockWatch:
             self._on_deadlock(Deadlock(self._text(self._proven)))
         elif self._still >= self._report_at:
             self._report_at *= 2
-            log.warning("nothing has moved for %.0f s; %s", self._still, self._report())
+            report = "\n".join([self._report(), *await self._at_work()])
+            log.warning("nothing has moved for %.0f s; %s", self._still, report)
 
     def _text(self, seconds: float) -> str:
         return (
@@ -110,6 +111,17 @@ class DeadlockWatch:
             else seen.version
             for channel in self._channels.values()
         ]
+
+    async def _at_work(self) -> list[str]:
+        """A line for every worker that has open spans: it may wait for something else too."""
+        lines = []
+        for group in self._groups.values():
+            for supervisor in group.supervisors:
+                handle = supervisor.handle_nowait()
+                doing = (await handle.activity()).doing if handle is not None else ()
+                if doing:
+                    lines.append(f"  {supervisor.name} is at work: {', '.join(doing)}")
+        return lines
 
     async def _nobody_can_go_on(self) -> bool:
         if not all_blocked(asyncio.all_tasks()):

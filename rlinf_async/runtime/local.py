@@ -8,6 +8,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rlinf_async.channels import Channel, Latest
 from rlinf_async.channels.wire import Traffic
 from rlinf_async.observe.trace import Span, SpanRecorder
@@ -33,7 +35,7 @@ class LocalWorker:
         return self._host.begin(method.name, arguments, on_end).cancel
 
     async def activity(self) -> Activity:
-        return activity_of(self._host)
+        return msgspec.structs.replace(activity_of(self._host), doing=self._recorder.doing())
 
     async def spans(self) -> list[Span]:
         return self._recorder.take()

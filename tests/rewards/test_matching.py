@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from rlinf_async.messages.language import Outcome, Rejected, Scored
@@ -75,9 +73,8 @@ def test_a_reference_without_a_number_is_rejected_and_no_answer_called_wrong() -
     "text", ["1," * 200_000, "1,234" * 50_000, "123,456," * 40_000, "-" * 500_000]
 )
 def test_a_long_answer_is_read_in_time_that_grows_with_its_length(text: str) -> None:
-    started = time.process_time()
-    outcome("numeric", text, "1")
-    assert time.process_time() - started < 5.0
+    # Time that grew with the square of the length would be hours: the limit of every test ends it.
+    assert isinstance(outcome("numeric", text, "1"), Scored)
 
 
 @pytest.mark.parametrize(

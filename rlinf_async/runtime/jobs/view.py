@@ -46,6 +46,8 @@ SPANS_EVERY = 10.0
 SPANS_LIMIT = 2.0
 """seconds that a worker has to hand its spans over; it may be stopped, or dying"""
 SPANS_KEPT = 400_000
+LOOK_EVERY = 1.0
+"""seconds between two questions to the workers what they do; a shorter wait counts as work"""
 
 
 class ChannelRates:
@@ -159,6 +161,8 @@ class LiveView:
         """what the run does now, beside training: one sentence, or nothing"""
         self._spans: list[Span] = []
         self._rates = ChannelRates(cluster)
+        self._doing: dict[str, str] = {}
+        """open spans, by worker"""
         self._collecting = asyncio.Lock()
         self.left_out: Counts[str] = Counts()
         """spans left out of the trace, by worker"""
@@ -200,11 +204,13 @@ class LiveView:
         views = []
         for group in self._cluster.groups.values():
             for supervisor in group.supervisors:
-                wait = waiting.get(supervisor.name)
+                wait, doing = waiting.get(supervisor.name), self._doing.get(supervisor.name, "")
+                if wait and wait.seconds > LOOK_EVERY and doing:
+                    wait = None  # one of its tasks waits, another works
                 views.append(
                     WorkerView(
                         name=supervisor.name,
-                        doing="" if wait else "busy",
+                        doing="" if wait else doing or "busy",
                         waiting_for=wait.channel if wait else None,
                         waiting_seconds=wait.seconds if wait else 0.0,
                         restarts=supervisor.restarts,
@@ -216,6 +222,14 @@ class LiveView:
         while True:
             self.show()
             await asyncio.sleep(PERIOD)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY)
+            for group in self._cluster.groups.values():
+                for supervisor in group.supervisors:
+                    handle = supervisor.handle_nowait()
+                    self._doing[supervisor.name] = await _doing(handle) if handle else ""
 
     async def _follow(self) -> None:
         while True:
@@ -249,6 +263,7 @@ class LiveView:
         self._tasks = [
             internal(asyncio.create_task(self._draw(), name="live view")),
             internal(asyncio.create_task(self._follow(), name="collect spans")),
+            internal(asyncio.create_task(self._look(), name="what workers do")),
         ]
         return self
 
@@ -260,3 +275,11 @@ class LiveView:
     ) -> None:
         for task in self._tasks:
             task.cancel()
+
+
+async def _doing(handle: WorkerHandle) -> str:
+    """The open spans of a worker; empty where it does not answer in time."""
+    with suppress(TimeoutError):
+        async with patient.timeout(LOOK_EVERY):
+            return ", ".join(sorted(set((await handle.activity()).doing)))
+    return ""

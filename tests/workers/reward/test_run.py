@@ -12,7 +12,7 @@ import rlinf_async as ra
 from rlinf_async.messages.language import Failed, Outcome, Rejected, Sample, Scored
 from rlinf_async.rewards import Answer
 from rlinf_async.rewards.scorer import Scorer
-from rlinf_async.testing import explore, nothing_left_waiting
+from rlinf_async.testing import explore, nothing_left_waiting, wait_all_blocked
 from rlinf_async.workers.reward import RewardConfig, RewardReport, RewardWorker
 from tests.jobs.processes import processes, until
 from tests.workers.reward.kit import Channels, custom, sample
@@ -71,6 +71,33 @@ async def test_every_sample_comes_out_once_with_its_outcome() -> None:
         assert report.seconds_per_sample == report.seconds / 11
         assert isinstance(report.last_failure, str)
         assert report.last_failure
+
+
+class Slow(RewardWorker):
+    """Its verifiers take until the test ends."""
+
+    async def score(self, sample: Sample) -> Outcome:
+        await asyncio.Event().wait()
+        return Scored(reward=1.0)
+
+
+async def test_a_worker_that_scores_is_reported_as_scoring_though_it_waits_for_samples_too() -> (
+    None
+):
+    async with ra.Cluster.local() as cluster:
+        channels = Channels(cluster)
+        rewards = await cluster.launch(Slow, RewardConfig(processes=1))
+        running = channels.start(rewards)
+        await channels.put(sample(0))
+        await wait_all_blocked()
+        assert [wait.channel for wait in cluster.waits()] == ["samples"]
+        [supervisor] = cluster.groups["Slow"].supervisors
+        handle = supervisor.handle_nowait()
+        assert handle is not None
+        assert (await handle.activity()).doing == ("score",)
+        running.cancel()
+        await running.finished(within=9)
+        assert (await handle.activity()).doing == ()
 
 
 def test_a_verifier_sees_prompt_response_reference_and_how_it_ended() -> None:
