@@ -24,6 +24,7 @@ from rlinf_async.runtime import (
     Restart,
     Spread,
     WorkerGroup,
+    WorkerRef,
     run,
 )
 from rlinf_async.workers import BuildError, Deadlock, Worker, WorkerDied, WorkerError
@@ -54,5 +55,6 @@ __all__ = [
     "WorkerDied",
     "WorkerError",
     "WorkerGroup",
+    "WorkerRef",
     "run",
 ]

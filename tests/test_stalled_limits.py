@@ -46,7 +46,7 @@ _running = set[asyncio.Task[None]]()
 
 
 def cancelled_call(blame: Blame) -> Heard:
-    call: Any = SimpleNamespace(unheard=lambda: blame("unheard"), cancelled=lambda: None)
+    call: Any = SimpleNamespace(cancel_timed_out=lambda: blame("timed out"), cancelled=lambda: None)
     told: Any = _Cancelled(call)
     return partial(told.set_result, None)
 
@@ -89,7 +89,7 @@ def stopping_worker(blame: Blame) -> Heard:
 
 def ended_calls(blame: Blame) -> Heard:
     call: Any = object.__new__(GroupCall)
-    call._done, call._enders = False, ()
+    call._done, call._end_waiters = False, ()
 
     async def finished() -> str | None:
         await call.finished(4.0)
@@ -97,7 +97,7 @@ def ended_calls(blame: Blame) -> Heard:
 
     def end() -> None:
         call._done = True
-        call._enders[0].set_result(None)
+        call._end_waiters[0].set_result(None)
 
     background(finished(), blame)
     return end

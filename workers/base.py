@@ -34,7 +34,7 @@ W = TypeVar("W", bound="Worker")
 
 
 class Worker:
-    """Base class of all workers. Its attributes are there before ``__init__`` runs."""
+    """Base class of all workers. Its attributes are available before ``__init__`` runs."""
 
     _context: WorkerContext
 
@@ -55,7 +55,7 @@ class Worker:
 
     @property
     def incarnation(self) -> int:
-        """How often this rank was restarted after its death; 0 in the first life."""
+        """How often this rank was restarted after a death; 0 at first."""
         return self._context.info.incarnation
 
     @property
@@ -75,8 +75,8 @@ class Worker:
         return logging.getLogger(f"rlinf_async.{self.name}")
 
     async def setup(self) -> None:
-        """Runs once after ``__init__``, before the first call. Override it to load what takes
-        long."""
+        """Runs once after ``__init__``, before the first call. Override it for slow preparation:
+        load a model, start a simulator."""
 
     async def teardown(self) -> None:
         """Runs once after the last call. Override it to release what ``setup`` took."""
@@ -85,8 +85,8 @@ class Worker:
         """Run blocking work in this worker's compute thread and wait for its result.
 
         The event loop goes on meanwhile: it answers calls, cancellation and heartbeats, and fetches
-        the next batch. There is one such thread, so blocking work runs in the order in which it was
-        asked for. A cancelled wait does not stop work that has begun.
+        the next batch. There is one such thread, so blocking work runs in the order of the calls.
+        Cancelling the wait does not stop work that has begun.
         """
         context = contextvars.copy_context()
         call = partial(context.run, fn, *args, **kwargs)
@@ -97,13 +97,14 @@ class Worker:
             self._context.computing -= 1
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[Any]:
-        """Mark what runs inside the block as a named span of the run's trace."""
+        """Record the block as a named span of the run's trace."""
         return self._context.span(name, **args)
 
     async def join_collective(self) -> None:
         """Set up torch.distributed with the other ranks of this group.
 
-        Asked for by ``launch(..., collective="gloo")``; call it in `setup`. Waits for all ranks.
+        Needs ``launch(..., collective="gloo")``, or another backend. Call it in `setup`; it waits
+        for all ranks.
         """
         from rlinf_async.workers.collective import join
 
@@ -116,7 +117,7 @@ class Worker:
 def make(
     cls: type[W], context: WorkerContext, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> W:
-    """Build a worker whose place in the run is known inside ``__init__``."""
+    """Build a worker that knows its name, rank and devices inside ``__init__``."""
     worker = cls.__new__(cls)
     worker._context = context
     worker.__init__(*args, **kwargs)  # type: ignore[misc]

@@ -7,12 +7,12 @@
     weights ---> |            <-----Actions------                     |
                  +----------------------------------------------------+
 
-The two workers are the very same classes, and their channels are as typed and bounded as others;
-but an item between them is handed over by reference, where two processes pay some hundred
-microseconds for each. That is worth it where a step costs less than that (MuJoCo locomotion: 0.07
-ms), and not where a step is long enough to overlap with the policy.
+The two workers are the same classes as in two processes, and their channels are as typed and
+bounded; but an item between them is passed by reference, which saves some hundred microseconds for
+each. That is worth it where a step costs less than that (MuJoCo locomotion: 0.07 ms), and not where
+a step is long enough to overlap with the policy.
 
-A death takes both; the ticket goes to the next life, as always.
+Both die together; the ticket is delivered again to the restarted worker.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rlinf_async.workers.rollout import RolloutConfig, RolloutWorker
 
 
 class _Between(msgspec.Struct):
-    """The channels between the two."""
+    """The channels between the two workers."""
 
     observations: Channel[Observations]
     actions: Channel[Actions]
@@ -81,7 +81,7 @@ class CollocatedEnvWorker(Worker):
         trajectories: Sender[Trajectory],
         weights: LatestReceiver[WeightUpdate],
     ) -> EnvReport:
-        """Work off tickets under this rank's key until they end. See `EnvWorker.collect`."""
+        """Collect for the tickets under this rank's key until they end. See `EnvWorker.collect`."""
         async with self._serving(weights) as between:
             return await self._env.collect(
                 tickets, between.observations.sender, between.actions.receiver, trajectories
@@ -98,7 +98,7 @@ class CollocatedEnvWorker(Worker):
 
     @asynccontextmanager
     async def _serving(self, weights: LatestReceiver[WeightUpdate]) -> AsyncIterator[_Between]:
-        """The policy answers while the block runs; its failure is raised as it is."""
+        """Serve the policy while the block runs; its failure is raised as it is."""
         between = _Between(
             Channel(Observations, name=f"{self.name} observations", capacity=self._stages),
             Channel(Actions, name=f"{self.name} actions", capacity=2),

@@ -1,4 +1,4 @@
-"""What a worker is told about its place in the run."""
+"""A worker's identity in the run, and the means that its host gives it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Plain data: crosses to the worker's process."""
+    """A worker's identity: plain data, sent to its process."""
 
     group: str
     rank: int
@@ -33,9 +33,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int = 0
     """how often this rank was restarted"""
     collective: str | None = None
-    """torch.distributed backend of the group (``"gloo"``, ``"nccl"``), where asked for"""
+    """torch.distributed backend of the group (``"gloo"``, ``"nccl"``), where it has one"""
     rendezvous: str = ""
-    """where the group's ranks meet, as torch's ``init_method``"""
+    """rendezvous of the group's ranks, as torch's ``init_method``"""
 
     @property
     def name(self) -> str:
@@ -44,7 +44,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerContext:
-    """A worker's place in the run and the means it is given."""
+    """A worker's identity, its compute thread and its recorder of spans."""
 
     def __init__(
         self, info: WorkerInfo, executor: ThreadPoolExecutor, span: OpenSpan | None = None
@@ -53,9 +53,9 @@ class WorkerContext:
         self.executor = executor
         self.span: OpenSpan = span or _no_span
         self.joined = False
-        """it is in its group's torch.distributed"""
+        """whether it has joined its group's torch.distributed"""
         self.computing = 0
-        """calls in the compute thread now"""
+        """number of calls in the compute thread"""
 
 
 def _no_span(name: str, **args: Any) -> AbstractContextManager[None]:

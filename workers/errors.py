@@ -1,8 +1,8 @@
-"""What can go wrong with workers, by what the caller can do about it.
+"""Errors of workers, by what the caller can do about them.
 
 ::
 
-    BuildError              the graph is wrong: nothing was started (also a ValueError)
+    BuildError              the worker graph is wrong: nothing was started (also a ValueError)
     WorkerError             a call failed inside a worker: worker, rank, host, method, traceback
      +-- WorkerDied         the worker's process ended by itself: exit code or signal
           +-- WorkerUnresponsive   its event loop stopped answering, and it was killed
@@ -20,7 +20,7 @@ from rlinf_async.channels.saying import fit_bytes, text_of
 
 MAX_MESSAGE_BYTES: Final = 20_000
 MAX_TRACEBACK_BYTES: Final = 60_000
-"""Together they fit in the answer to a call, whatever the exception holds."""
+"""Together they fit in the reply to a call, however long the exception's text is."""
 
 
 class BuildError(ValueError):
@@ -28,7 +28,7 @@ class BuildError(ValueError):
 
 
 class Deadlock(RuntimeError):
-    """Everybody waits, and nobody is left who could wake them."""
+    """Every worker waits for another: none can go on."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,15 +42,15 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     traceback: str
     channel_error: bool = False
-    """it only passes on what somebody else did to a channel"""
+    """whether it only passes on, through a channel, what happened elsewhere: see `is_secondary`"""
     explained: bool = False
-    """its message names the cause and a way out, which lies outside of the program"""
+    """whether the message says all (a full disk), and the traceback adds nothing"""
 
 
 def is_secondary(error: BaseException) -> bool:
     """Whether an error only passes on, through a channel, what happened elsewhere.
 
-    An item that is refused (its type, its size) is nobody else's doing.
+    The refusal of an item (wrong type, too large) is an error of its own.
     """
     from rlinf_async.channels import ChannelError, ItemTooLarge, MalformedFrame, WrongItemType
 
@@ -85,12 +85,12 @@ class WorkerError(RuntimeError):
 
     @property
     def summary(self) -> str:
-        """The first line: who, where, what."""
+        """The first line: worker, method, process, error."""
         return str(self).split("\n", 1)[0]
 
     @classmethod
     def of(cls, error: BaseException, *, worker: str, host: str, pid: int, method: str) -> Self:
-        """Wrap an exception caught here. Of a very long text the beginning and the end are kept."""
+        """Wrap an exception. Of a very long text the beginning and the end are kept."""
         from rlinf_async.observe.errors import RunFolderError
 
         return cls(

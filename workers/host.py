@@ -1,4 +1,4 @@
-"""What runs a worker where it lives: one for each rank, in whichever process.
+"""Runs a worker in its process: one host for each rank, with either backend.
 
 ============  ===============================  ==========================================
 state         entered by                       left by
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class State(enum.Enum):
-    """Where a worker is in its life. See the module's table."""
+    """The state of a worker. See the module's table."""
 
     CREATED = "created"
     STARTING = "starting"
@@ -43,26 +43,26 @@ class State(enum.Enum):
     FAILED = "failed"
 
 
-Ended = Callable[[Any, BaseException | None], None]
-"""Told once how a call ended: with its result, or with a `WorkerError` or `CancelledError`."""
+OnEnd = Callable[[Any, BaseException | None], None]
+"""Called once when a call ends: with its result, or with a `WorkerError` or `CancelledError`."""
 
 
 class Invocation:
     """A call that runs."""
 
-    __slots__ = ("_ended", "arguments", "cancelled", "error", "method", "task", "value")
+    __slots__ = ("_on_end", "arguments", "cancelled", "error", "method", "task", "value")
 
-    def __init__(self, method: str, arguments: dict[str, Any], ended: Ended) -> None:
+    def __init__(self, method: str, arguments: dict[str, Any], on_end: OnEnd) -> None:
         self.method = method
         self.arguments = arguments
         self.value: Any = None
-        """what its method gave while its task was being made, to be told afterwards"""
+        """result of a method that returned while its task was being made; reported afterwards"""
         self.error: BaseException | None = None
         self.cancelled = False
-        """its caller does not want it any more"""
-        self._ended = ended
+        """whether its caller cancelled it"""
+        self._on_end = on_end
         self.task: asyncio.Task[None] | None = None
-        """in which its method runs, once that was started"""
+        """the task in which its method runs, once started"""
 
     def cancel(self) -> None:
         """Cancel the method. The call has ended, as cancelled, once the method has."""
@@ -71,15 +71,15 @@ class Invocation:
             self.task.cancel()
 
     def returned(self, value: Any) -> None:
-        """Its method has returned. Nothing but the end of its task is left, nobody waits for it."""
-        self._ended(value, None)
+        """Report the result. Only the end of the task is left, which nobody waits for."""
+        self._on_end(value, None)
 
-    def over(self, task: asyncio.Task[None]) -> None:
-        """Nothing of it runs any more, or ever did, and nobody was told that it returned."""
+    def ended(self, task: asyncio.Task[None]) -> None:
+        """Report the end of a call whose task is done, or never began, and did not report."""
         if self.cancelled or task.cancelled():
-            self._ended(None, asyncio.CancelledError())
+            self._on_end(None, asyncio.CancelledError())
         else:
-            self._ended(self.value, self.error)
+            self._on_end(self.value, self.error)
 
 
 class WorkerHost:
@@ -123,10 +123,10 @@ class WorkerHost:
             current_party.reset(token)
             if step != "done":
                 self.state = State.FAILED
-                self._let_go()
+                self._release()
         self.state = State.READY
 
-    def begin(self, method: str, arguments: dict[str, Any], ended: Ended) -> Invocation:
+    def begin(self, method: str, arguments: dict[str, Any], on_end: OnEnd) -> Invocation:
         """Start a method and return at once; calls begin in the order in which they are made.
 
         Raises:
@@ -135,7 +135,7 @@ class WorkerHost:
         if self.state is not State.READY:
             closed = ChannelClosed(f"{self.info.name} takes no calls: it is {self.state.value}")
             raise self.wrap(closed, method)
-        invocation = Invocation(method, arguments, ended)
+        invocation = Invocation(method, arguments, on_end)
         label = self._labels.get(method)
         if label is None:
             label = self._labels[method] = f"{self.info.name}.{method}"
@@ -146,7 +146,7 @@ class WorkerHost:
         return invocation
 
     async def stop(self) -> None:
-        """Cancel what runs, run ``teardown``, and give the compute thread back."""
+        """Cancel the calls that run, run ``teardown``, and end the compute thread."""
         if self.state in (State.STOPPED, State.STOPPING):
             return
         ready = self.state is State.READY
@@ -158,10 +158,10 @@ class WorkerHost:
         except Exception as error:
             raise self.wrap(error, "teardown") from error
         finally:
-            self._let_go()
+            self._release()
             self.state = State.STOPPED
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         leave(self.context)
         self.context.executor.shutdown(wait=False, cancel_futures=True)
 
@@ -179,7 +179,7 @@ class WorkerHost:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            inside = RuntimeError("it awaited what was cancelled; nobody had cancelled the call")
+            inside = RuntimeError("a task or future that it awaited was cancelled, not the call")
             inside.__cause__ = error
             self._fail(invocation, inside)
         except Exception as error:
@@ -193,7 +193,7 @@ class WorkerHost:
             invocation.value = value
         elif not invocation.cancelled:
             del self.calls[task]
-            task.remove_done_callback(self._forget)  # it would find nothing, in a turn of its own
+            task.remove_done_callback(self._forget)  # saves a turn of the loop that has no effect
             invocation.returned(value)
 
     def _fail(self, invocation: Invocation, error: Exception) -> None:
@@ -205,7 +205,7 @@ class WorkerHost:
     def _forget(self, task: asyncio.Task[None]) -> None:
         invocation = self.calls.pop(task, None)
         if invocation is not None:
-            invocation.over(task)
+            invocation.ended(task)
 
     def wrap(self, error: BaseException, method: str) -> WorkerError:
         """The error as one of this worker's."""

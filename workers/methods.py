@@ -1,7 +1,7 @@
-"""What a call may be given, by the method's annotations, checked before anything is sent.
+"""Checks the arguments of a call against the method's annotations, before anything is sent.
 
-Annotations decide twice: here, so that a wrong end or a wrong argument is an error where the graph
-is built, and on the wire, where arguments and results are decoded by them and by nothing else.
+Annotations are used twice: here, so that a wrong end or a wrong argument is an error where the
+graph is built, and on the wire, where arguments and results are decoded by them alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rlinf_async.workers.errors import BuildError
 
 END_KINDS: tuple[type, ...] = (Sender, Receiver, LatestSender, LatestReceiver)
 CONTAINERS: tuple[type, ...] = (list, tuple, dict)
-"""in which ends may stand"""
+"""types of arguments that may contain ends"""
 AnyEnd = End | LatestSender[Any] | LatestReceiver[Any]
 
 
@@ -46,11 +46,10 @@ class Method:
         plain = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
         self._by_place = tuple(self.types) if plain else ()
         self._fitting: dict[str, set[type]] = {name: set() for name in self.types}
-        """by parameter: classes whose instances fit, whatever they hold"""
+        """by parameter: classes whose instances need no further check"""
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-        """The arguments by name, checked against the annotations; whether channel ends are among
-        them.
+        """The checked arguments by name, and whether channel ends are among them.
 
         Raises:
             BuildError: wrong number, wrong end, wrong type; names both sides.
@@ -72,7 +71,7 @@ class Method:
             raise BuildError(f"{self.label}: {error}") from None
 
     def _check(self, name: str, value: Any) -> bool:
-        """Whether it holds ends."""
+        """Check an argument, and return whether it contains ends."""
         problem = mismatch(self.types[name], value)
         if problem:
             raise BuildError(f"{self.label}: parameter {name!r} {problem}")
@@ -113,7 +112,7 @@ _methods: dict[tuple[type[Worker], object], Method] = {}
 
 
 def method_of(cls: type[Worker], function: Callable[..., Any]) -> Method:
-    """The method of this class by this name; a subclass's own version is what counts."""
+    """The method of a class; where a subclass overrides ``function``, the subclass's version."""
     found = _methods.get((cls, function))
     if found is None:
         found = _methods[cls, function] = Method(cls, function)
@@ -121,8 +120,8 @@ def method_of(cls: type[Worker], function: Callable[..., Any]) -> Method:
 
 
 def mismatch(wanted: Any, value: Any) -> str:
-    """Why this value does not fit this annotation, ends inside lists and dicts included; empty
-    where it does."""
+    """Why a value does not fit an annotation, ends inside lists and dicts included; empty where it
+    does."""
     if not _holds_ends(value):
         return argument_mismatch(wanted, value)
     choices = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
@@ -154,45 +153,45 @@ def _inside(wanted: Any, value: Any) -> list[tuple[Any, Any]]:
 
 
 def end_mismatch(wanted: Any, end: Any) -> str:
-    """Why this end does not fit this annotation; empty where it does."""
+    """Why a channel end does not fit an annotation; empty where it does."""
     kind = _kind(end)
-    said = f"{kind.__name__}[{describe(end.item_type)}] of channel {end.channel_name!r}"
+    given = f"{kind.__name__}[{describe(end.item_type)}] of channel {end.channel_name!r}"
     if wanted is Any:
         return (
-            f"is given a {said}, but is not annotated: write {kind.__name__}[...] there, "
+            f"is given a {given}, but is not annotated: write {kind.__name__}[...] there, "
             "items are decoded by it"
         )
     if wanted is kind:
         return f"is a bare {kind.__name__}: write {kind.__name__}[{type_name(end.item_type)}]"
     if get_origin(wanted) is not kind:
-        return f"wants {describe(wanted)}, but is given a {said}"
+        return f"wants {describe(wanted)}, but is given a {given}"
     (item_type,) = get_args(wanted)
     sends = kind in (Sender, LatestSender)
     narrow, wide = (item_type, end.item_type) if sends else (end.item_type, item_type)
-    too_wide = sends and _says_nothing(narrow) and not _says_nothing(wide)
+    too_wide = sends and _is_untyped(narrow) and not _is_untyped(wide)
     if is_subtype(narrow, wide) and not too_wide:
         return ""
-    return f"wants {describe(wanted)}, but is given a {said}{_hint(item_type, end, kind)}"
+    return f"wants {describe(wanted)}, but is given a {given}{_hint(item_type, end, kind)}"
 
 
 def _hint(wanted: Any, end: Any, kind: type) -> str:
-    """What to do where one side says nothing of its items."""
+    """What to do where one side does not declare the type of its items."""
     found = describe(end.item_type)
-    if _says_nothing(wanted):
+    if _is_untyped(wanted):
         why = (
             "that channel takes nothing else"
             if kind in (Sender, LatestSender)
             else "what is no plain value would arrive as a dict or a list"
         )
         return f": {why}; write {kind.__name__}[{found}] there"
-    if _says_nothing(end.item_type):
+    if _is_untyped(end.item_type):
         return f", which carries plain values only: make it a channel of {describe(wanted)}"
     return ""
 
 
 def argument_mismatch(wanted: Any, value: Any) -> str:
-    """Why this plain argument does not fit this annotation; empty where it does, or nobody can
-    tell."""
+    """Why a plain argument does not fit an annotation; empty where it does, or where that cannot be
+    checked."""
     if get_origin(wanted) in END_KINDS:
         return f"wants {describe(wanted)}, but is given {type(value).__name__}"
     try:
@@ -205,12 +204,12 @@ def argument_mismatch(wanted: Any, value: Any) -> str:
 
 
 def is_subtype(narrow: Any, wide: Any) -> bool:
-    """Whether items of one type may stand where the other is due: each of a union's members."""
+    """Whether items of one type are accepted as the other: each member of a union."""
     if narrow == wide:
         return True
-    if _says_nothing(wide):
+    if _is_untyped(wide):
         return decodes_alike(narrow)
-    if _says_nothing(narrow):
+    if _is_untyped(narrow):
         return decodes_alike(wide)
     return all(any(_fits(one, other) for other in members(wide)) for one in members(narrow))
 
@@ -221,7 +220,7 @@ def _fits(narrow: Any, wide: Any) -> bool:
     return isinstance(narrow, type) and isinstance(wide, type) and issubclass(narrow, wide)
 
 
-def _says_nothing(item_type: Any) -> bool:
+def _is_untyped(item_type: Any) -> bool:
     return item_type is Any or item_type is object
 
 

@@ -1,7 +1,7 @@
-"""Names whoever blocks an event loop.
+"""Reports what blocks an event loop.
 
 A thread asks the loop to answer; when it does not for ``limit`` seconds, the stack that the loop's
-thread is in is logged, with the worker's name. Blocking work belongs into `Worker.compute`.
+thread is in is logged, with the worker's name. Blocking work belongs in `Worker.compute`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Watchdog:
         self._answered = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=f"{name} watchdog", daemon=True)
         self.blocked = 0
-        """how often the loop was found blocked"""
+        """number of times that the loop was found blocked"""
 
     def start(self) -> None:
         """Begin watching."""

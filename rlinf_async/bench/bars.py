@@ -1,14 +1,34 @@
-"""Ways to say what must be reached: quotients of medians, and bounds on one."""
+"""Bars: bounds on medians and on quotients of medians, and the verdict on each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from rlinf_async.bench.model import Bar
-from rlinf_async.bench.results import Results
+from rlinf_async.bench.results import Absence, Results
 
 Metric = tuple[str, str]
 """A case's name and the name of a number that it prints."""
+
+HELD = "held"
+FELL_SHORT = "fell short"
+NOT_MEASURED = "not measured"
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdict on one bar."""
+
+    bar: str
+    outcome: str
+    """``held``, ``fell short`` or ``not measured``"""
+    value: float | None = None
+    target: float | None = None
+    unit: str = ""
+    at_most: bool = False
+    reason: str = ""
+    """Why there is no value."""
 
 
 def ratio(name: str, *, metric: str, ours: str, theirs: str, at_least: float) -> Bar:
@@ -27,7 +47,7 @@ def quotient(
     """The bar on one median by another. Exactly one of the two targets is given.
 
     Raises:
-        ValueError: none is, or both.
+        ValueError: neither is given, or both are.
     """
     target = _the_one(name, at_least, at_most)
     return Bar(
@@ -60,7 +80,7 @@ def bound(
     """The bar on one median by itself. Exactly one of the two targets is given.
 
     Raises:
-        ValueError: none is, or both.
+        ValueError: neither is given, or both are.
     """
     target = _the_one(name, at_least, at_most)
     return Bar(
@@ -78,3 +98,31 @@ def _the_one(name: str, at_least: float | None, at_most: float | None) -> float:
     if len(given) != 1:
         raise ValueError(f"bar {name!r}: give at_least or at_most, not both")
     return given[0]
+
+
+def judge(bar: Bar, results: Results) -> Verdict:
+    """The verdict on a bar. A case that should have run and did not makes it fall short."""
+    gaps = [(case, results.gaps[case]) for case in bar.cases if case in results.gaps]
+    harmless = (Absence.NOT_ASKED, Absence.SKIPPED)
+    broken = [(case, gap) for case, gap in gaps if gap.absence not in harmless]
+    if broken:
+        return _without_value(bar, FELL_SHORT, broken[0])
+    if gaps:
+        return _without_value(bar, NOT_MEASURED, gaps[0])
+    try:
+        value, target = bar.value(results), bar.target(results)
+    except (KeyError, ZeroDivisionError) as error:
+        return Verdict(bar=bar.name, outcome=FELL_SHORT, reason=str(error))
+    return Verdict(
+        bar=bar.name,
+        outcome=HELD if bar.held(value, target) else FELL_SHORT,
+        value=value,
+        target=target,
+        unit=bar.unit,
+        at_most=bar.at_most,
+    )
+
+
+def _without_value(bar: Bar, outcome: str, gap: tuple[str, object]) -> Verdict:
+    case, why = gap
+    return Verdict(bar=bar.name, outcome=outcome, reason=f"{case}: {why}")

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import msgspec
 from rich.console import Console
 
+from rlinf_async.bench.bars import judge
 from rlinf_async.bench.discover import BENCHMARKS, folder_of
 from rlinf_async.bench.machine import this_machine
 from rlinf_async.bench.measure import measure
 from rlinf_async.bench.model import Bench, selected
 from rlinf_async.bench.peers import PeerStore, default_store
 from rlinf_async.bench.report import Report, case_reports, show
-from rlinf_async.bench.verdict import judge
 from rlinf_async.config import UsageError
 
 

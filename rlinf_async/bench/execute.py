@@ -1,4 +1,4 @@
-"""Running one case once: pinned, with a clean environment, and never left running."""
+"""Runs one case once: pinned, in a clean environment; no process of it is left."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rlinf_async.bench.results import Sample
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _TAIL = 400
-"""characters of a failed command's last words that are shown"""
+"""characters of the end of a failed command's output that are shown"""
 SKIPPED = 77
-"""Exit code of a command that cannot run on this machine; its last words say why."""
+"""Exit code of a command that cannot run on this machine; the end of its output says why."""
 _GRACE = 10.0
 """seconds between asking a command to stop and killing it"""
 _DYING = 60.0
-"""seconds at most until what was killed is gone: it may have much memory to give back"""
+"""seconds at most until a killed process is gone: it may have much memory to free"""
 
 
 class CaseFailed(Exception):
@@ -71,8 +71,8 @@ def _output_of(case: Case, command: list[str], cwd: str) -> str:
     if process.returncode == SKIPPED:
         raise CaseSkipped((stderr or stdout).strip()[-_TAIL:])
     if process.returncode != 0:
-        last_words = (stderr or stdout).strip()[-_TAIL:]
-        raise CaseFailed(f"exit code {process.returncode}: {last_words}")
+        tail = (stderr or stdout).strip()[-_TAIL:]
+        raise CaseFailed(f"exit code {process.returncode}: {tail}")
     return stdout
 
 

@@ -1,4 +1,4 @@
-"""The facts about this machine without which a measurement says little."""
+"""This machine: what a measurement depends on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PACKAGES = ("rlinf-async", "anyio", "torch", "numpy", "msgspec", "uvloop", "gym
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and with what a bench ran."""
+    """The machine and the versions with which a bench ran."""
 
     system: str
     cpu: str
@@ -26,7 +26,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def this_machine() -> Machine:
-    """The facts, as they are now."""
+    """This machine, now."""
     return Machine(
         system=platform.platform(),
         cpu=_cpu(),

@@ -1,4 +1,4 @@
-"""Running a bench's cases alternating, so that a slow minute of the machine hits all of them."""
+"""Runs a bench's cases alternating, so that a slow minute of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -74,6 +74,6 @@ def _interpreter(case: Case, store: PeerStore, with_peers: bool, say: Say) -> st
 
 
 def _rotated(cases: Sequence[Case], by: int) -> list[Case]:
-    """The cases in another order each time: nobody is always first."""
+    """The cases in another order each time: none is always first."""
     shift = by % len(cases)
     return [*cases[shift:], *cases[:shift]]

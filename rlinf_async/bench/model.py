@@ -1,4 +1,4 @@
-"""What a bench is made of: cases, the peers they need, and bars."""
+"""A bench: cases, the peers they need, and bars."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlinf_async.bench.results import Results, Sample
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """Somebody else's software, in a virtualenv of its own with the Python that runs us."""
+    """Other software, in a virtualenv of its own with our version of Python."""
 
     name: str
     requirements: tuple[tuple[str, ...], ...]
@@ -26,7 +26,7 @@ class Peer:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a case's command left behind."""
+    """The output of a case's command."""
 
     stdout: str
     out: pathlib.Path
@@ -77,7 +77,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """What must be reached."""
+    """A target for a measurement."""
 
     name: str
     cases: tuple[str, ...]
@@ -108,7 +108,7 @@ class Bench:
 
 
 def selected(bench: Bench, parts: Sequence[str]) -> Bench:
-    """The bench with only those cases whose name holds one of these, and the bars they suffice for.
+    """The bench with only those cases whose name contains one of ``parts``, and their bars.
 
     Raises:
         ValueError: a part is in no case's name.

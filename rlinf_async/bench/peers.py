@@ -1,4 +1,4 @@
-"""Peers' virtualenvs: made on demand, kept, and never half made.
+"""Peers' virtualenvs: made on demand, and kept.
 
 A virtualenv is named by its requirements, so changing a pin makes a new one. It counts as made once
 its ``complete`` file is there; anything else is removed and made again.
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from rlinf_async.bench.model import Peer
 
 _TAIL = 3
-"""lines of pip's complaint that are shown"""
+"""lines of pip's error output that are shown"""
 
 
 class PeerMissing(Exception):
@@ -79,5 +79,5 @@ def default_store() -> PeerStore:
 def _succeed(peer: Peer, command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        complaint = (done.stderr or done.stdout).strip().splitlines()[-_TAIL:]
-        raise PeerMissing(f"{peer.name} could not be installed: {' / '.join(complaint)}")
+        output = (done.stderr or done.stdout).strip().splitlines()[-_TAIL:]
+        raise PeerMissing(f"{peer.name} could not be installed: {' / '.join(output)}")

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlinf_async.bench.bars import FELL_SHORT, HELD, NOT_MEASURED, Verdict
 from rlinf_async.bench.machine import Machine
 from rlinf_async.bench.model import Bench, Case
 from rlinf_async.bench.results import Results, Sample
-from rlinf_async.bench.verdict import FELL_SHORT, HELD, NOT_MEASURED, Verdict
 
 _LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
 _COLOURS = {HELD: "green", FELL_SHORT: "red", NOT_MEASURED: "yellow"}

@@ -47,7 +47,7 @@ class Results:
         self.samples.setdefault(case, []).append(sample)
 
     def drop(self, case: str, gap: Gap) -> None:
-        """Record why a case has no (more) samples; half a case is no case."""
+        """Record why a case has no samples; those that it has are dropped."""
         self.samples.pop(case, None)
         self.gaps[case] = gap
 

@@ -1,7 +1,7 @@
 """The command line: ``rlinf-async train | check | bench | export | reshard``.
 
-Exit codes: 0 it went well; 1 the run failed, or it or a bench's bar fell short; 2 wrong input,
-found before any worker started; 130 Ctrl-C.
+Exit codes: 0 success; 1 the run failed, or it or a bench's bar fell short; 2 wrong input, found
+before any worker started; 130 Ctrl-C; 143 SIGTERM.
 
 Importing this brings in click and nothing heavy: torch and the runtime are loaded by the command
 that needs them.
@@ -19,6 +19,7 @@ from rlinf_async.cli.checkpoints import export, reshard
 from rlinf_async.cli.failures import guarded
 from rlinf_async.cli.jobs import FindJob, Session, registered_job
 from rlinf_async.cli.train import check, train
+from rlinf_async.runtime.signals import RunSignals
 
 
 class _Commands(click.Group):
@@ -55,12 +56,14 @@ def main(arguments: Sequence[str] | None = None, find_job: FindJob = registered_
     ``find_job`` gives the job for a configuration's ``job = "name"``.
     """
     session = Session(find_job)
-    return guarded(
-        lambda: commands.main(
-            args=None if arguments is None else list(arguments),
-            prog_name="rlinf-async",
-            standalone_mode=False,
-            obj=session,
-        ),
-        session,
-    )
+
+    def command() -> object:
+        with RunSignals().handled():
+            return commands.main(
+                args=None if arguments is None else list(arguments),
+                prog_name="rlinf-async",
+                standalone_mode=False,
+                obj=session,
+            )
+
+    return guarded(command, session)

@@ -98,7 +98,7 @@ def reshard(checkpoint: pathlib.Path, out: pathlib.Path, dp: int, tp: int) -> No
 
 @contextlib.contextmanager
 def _as_usage(source: pathlib.Path, out: pathlib.Path) -> Iterator[None]:
-    """Checkpoints and sizes that do not fit are wrong input; so is a disk that is full."""
+    """Report checkpoints and sizes that do not fit as wrong input, and a full disk, too."""
     from rlinf_async.observe.errors import ObserveError
     from rlinf_async.observe.files import explaining
 
@@ -125,7 +125,7 @@ def _as_usage(source: pathlib.Path, out: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _checking(checkpoint: pathlib.Path) -> Iterator[None]:
-    """Say in a terminal that every byte of the checkpoint is read before anything is written."""
+    """Show in a terminal that the checkpoint is being checked: every byte is read first."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -137,7 +137,7 @@ def _checking(checkpoint: pathlib.Path) -> Iterator[None]:
 
 
 def _size(count: int) -> str:
-    """A number of bytes in the unit that a person would choose."""
+    """A number of bytes in a readable unit."""
     power = next(at for at in (3, 2, 1, 0) if count >= 1024**at or at == 0)
     return f"{count / 1024**power:.{2 if power else 0}f} {UNITS[power]}"
 

@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and one clear message for whatever went wrong."""
+"""How a command ends: its exit code, and one message for an error."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import click
 
 from rlinf_async.cli.jobs import Session
 from rlinf_async.config.errors import UsageError
+from rlinf_async.runtime.signals import EXIT_CODE as TERMINATED
+from rlinf_async.runtime.signals import Terminated
 
 if TYPE_CHECKING:
     from rlinf_async.workers.errors import WorkerError
@@ -21,7 +23,7 @@ INTERRUPTED = 130
 
 
 def guarded(command: Callable[[], object], session: Session) -> int:
-    """Run a command; whatever it raises is told on stderr and becomes the exit code."""
+    """Run a command; what it raises is printed on stderr, and decides the exit code."""
     try:
         result = command()
     except BaseException as error:
@@ -38,6 +40,9 @@ def _failed(error: BaseException, session: Session) -> int:
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         click.echo("interrupted", err=True)
         return INTERRUPTED
+    if isinstance(error, Terminated):
+        click.echo("terminated", err=True)
+        return TERMINATED
     if _is_wrong_input(error):
         click.echo(f"error: {error}", err=True)
         return WRONG_INPUT
@@ -66,7 +71,8 @@ def _report(error: Exception, session: Session) -> None:
 
 
 def _text(error: BaseException) -> str:
-    """Our own errors speak for themselves; another's text is often nothing without its type."""
+    """The message of an error; with its type where it is not one of ours, which say all in
+    words."""
     if _is_explained(error):
         return error.summary
     if _is_ours(error):
@@ -78,7 +84,7 @@ def _text(error: BaseException) -> str:
 
 
 def _is_explained(error: BaseException) -> TypeGuard[WorkerError]:
-    """Whether the worker's traceback tells nothing that its message does not (a full disk)."""
+    """Whether the worker's traceback adds nothing to its message (as with a full disk)."""
     from rlinf_async.workers.errors import WorkerError
 
     return isinstance(error, WorkerError) and error.failure.explained
@@ -89,9 +95,9 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """The one error inside a group; a group with an interrupt in it is an interrupt."""
+    """The one error inside a group; a group that has an interrupt counts as an interrupt."""
     if not isinstance(error, BaseExceptionGroup):
         return error
-    if (interrupts := error.subgroup(KeyboardInterrupt)) is not None:
+    if (interrupts := error.subgroup((KeyboardInterrupt, Terminated))) is not None:
         return _first_cause(interrupts.exceptions[0])
     return _first_cause(error.exceptions[0]) if len(error.exceptions) == 1 else error

@@ -1,4 +1,4 @@
-"""Where the command line finds jobs, and what one invocation carries along."""
+"""How the command line finds jobs, and the state of one invocation."""
 
 from __future__ import annotations
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import difflib
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from rlinf_async.cli import arguments
 from rlinf_async.cli.failures import FAILED, OK
 from rlinf_async.cli.jobs import Session
 from rlinf_async.config import ConfigError, Document, UsageError, to_toml
@@ -53,7 +52,7 @@ def train(
     session.traceback = traceback
     if resume and out is None:
         raise UsageError(NO_RUN)
-    file, overrides = arguments.split(tokens, out)
+    file, overrides = _split(tokens, out)
     if seed is not None:
         overrides["seed"] = str(seed)
     job, config = _read(session, file, overrides, _options(train))
@@ -72,7 +71,7 @@ def train(
 @click.pass_obj
 def check(session: Session, show: bool, tokens: tuple[str, ...]) -> None:
     """Say whether the run that FILE.toml describes could start; start nothing."""
-    file, overrides = arguments.split(tokens)
+    file, overrides = _split(tokens)
     _, config = _read(session, file, overrides, _options(check))
     if show:
         click.echo(to_toml(config), nl=False)
@@ -80,12 +79,51 @@ def check(session: Session, show: bool, tokens: tuple[str, ...]) -> None:
         click.echo(f"{file}: ok")
 
 
+def _split(
+    tokens: Sequence[str], out: pathlib.Path | None = None
+) -> tuple[str, dict[str, str | None]]:
+    """The configuration file and ``{"section.field": "value"}``.
+
+    ``--section.field=value`` is the same; a flag without a value has None. ``out`` is the run
+    folder, if one was named: a file that is missing may be in there.
+    Raises `click.UsageError` unless there is exactly one file.
+    """
+    files: list[str] = []
+    overrides: dict[str, str | None] = {}
+    rest = list(tokens)
+    while rest:
+        token = rest.pop(0)
+        if not token.startswith("--"):
+            files.append(token)
+            continue
+        name, equals, value = token.removeprefix("--").partition("=")
+        given = equals or (rest and not rest[0].startswith("--"))
+        overrides[name] = (value if equals else rest.pop(0)) if given else None
+    return _only(files, out), overrides
+
+
+def _only(files: Sequence[str], out: pathlib.Path | None) -> str:
+    if len(files) == 1:
+        return files[0]
+    if not files:
+        kept = None if out is None else out / "config.toml"
+        if kept is not None and kept.is_file():
+            raise click.UsageError(
+                f"which configuration? Give the FILE.toml of the run; {kept} is what it ran with."
+            )
+        raise click.UsageError("which configuration? Give a FILE.toml (see examples/).")
+    raise click.UsageError(
+        f"one configuration file at a time, found {len(files)}: {', '.join(files)}. "
+        "A setting is written --section.field value."
+    )
+
+
 def _read(
     session: Session, file: str, overrides: Overrides, options: Iterable[str]
 ) -> tuple[Job, Any]:
     """The job that a file names, and its checked configuration.
 
-    ``options`` are those of the command: a misspelled one looks like a setting.
+    ``options`` are those of the command: a misspelled option is read as a setting.
     """
     document = Document.read(file)
     job = _job_of(session, document)
@@ -131,13 +169,13 @@ def _with_options(error: ConfigError, overrides: Overrides, options: Iterable[st
 
 
 def _without_job_where_unknown(job: Job, document: Document) -> Document:
-    """The document as the job's Struct has it: a Struct need not repeat which job it is for."""
+    """The document without ``job``, where the job's Struct has no such field."""
     names = {field.encode_name for field in msgspec.structs.fields(job.config_type)}
     return document if JOB in names else document.without(JOB)
 
 
 def _check_folder(out: pathlib.Path | None, resume: bool) -> None:
-    """A run is never written over; a run to go on with has to be named."""
+    """Refuse a folder that holds a run or other files; a run is never overwritten."""
     if out is None:
         return
     if out.exists() and not out.is_dir():
@@ -149,16 +187,16 @@ def _check_folder(out: pathlib.Path | None, resume: bool) -> None:
 
 
 def _check_unused(out: pathlib.Path) -> None:
-    from rlinf_async.observe.run_folder import MARKER, strangers_in  # the job has loaded it
+    from rlinf_async.observe.run_folder import MARKER, foreign_entries  # the job has loaded it
 
     if (out / MARKER).exists():
         raise UsageError(
             f"--out {out}: holds a run already; add --resume to go on with it, or name another"
         )
-    strangers = strangers_in(out) if out.is_dir() else []
-    if strangers:
-        more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
+    foreign = foreign_entries(out) if out.is_dir() else []
+    if foreign:
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
         raise UsageError(
-            f"--out {out}: is no run's folder and holds {strangers[0]!r}{more}; "
+            f"--out {out}: is no run's folder and holds {foreign[0]!r}{more}; "
             "name an empty or a new folder"
         )

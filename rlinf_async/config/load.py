@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import tomllib
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
 
 from rlinf_async.config.convert import convert_struct
 from rlinf_async.config.errors import ConfigError, Path
-from rlinf_async.config.locate import find_line
 from rlinf_async.config.overrides import Overrides, apply_overrides, flag, path_of
 
 S = TypeVar("S", bound=msgspec.Struct)
+
+_HEADER = re.compile(r"^\s*(\[{1,2})\s*([^\[\]]+?)\s*\]{1,2}\s*(#.*)?$")
+_SETTING = re.compile(r"""^\s*((?:[\w.-]|"[^"]*"|'[^']*'|\s*\.\s*)+?)\s*=""")
+_PART = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([\w-]+))\s*\.?""")
 
 
 class Document:
@@ -47,7 +53,7 @@ class Document:
 
     def origin(self, path: Path) -> str:
         """``file:line`` of a setting, or the file alone where it is not written there."""
-        line = find_line(self._text, path)
+        line = _find_line(self._text, path)
         return self.name if line is None else f"{self.name}:{line}"
 
     def to(self, type_: type[S], overrides: Overrides | None = None) -> S:
@@ -61,9 +67,9 @@ class Document:
 
     def located(self, error: ConfigError, overrides: Overrides | None = None) -> ConfigError:
         """The same error with the line or the flag that its path came from."""
-        return error.at(self._blame(error.path, overrides or {}))
+        return error.at(self._origin_of(error.path, overrides or {}))
 
-    def _blame(self, path: Path, overrides: Overrides) -> str:
+    def _origin_of(self, path: Path, overrides: Overrides) -> str:
         given = [path_of(name) for name in overrides]
         mine = [one for one in given if one == path[: len(one)] or one[: len(path)] == path != ()]
         return f"command line ({flag(mine[0])})" if mine else self.origin(path)
@@ -76,3 +82,42 @@ def load(path: str | os.PathLike[str], overrides: Overrides, type_: type[S]) -> 
     found, what was expected, and the nearest valid name.
     """
     return Document.read(path).to(type_, overrides)
+
+
+def _find_line(text: str, path: Path) -> int | None:
+    """The line (from 1) of the setting, else of the nearest table around it, else None."""
+    best_length, best_line = 0, None
+    for line, written in _written_paths(text):
+        if written == path[: len(written)] and len(written) > best_length:
+            best_length, best_line = len(written), line
+    return best_line
+
+
+def _written_paths(text: str) -> Iterator[tuple[int, Path]]:
+    """Each table header and setting with its full path, in the order of the file."""
+    table: Path = ()
+    seen: Counter[Path] = Counter()
+    for line, content in _lines_outside_strings(text):
+        if header := _HEADER.match(content):
+            table = _parts(header[2])
+            if header[1] == "[[":
+                seen[table] += 1
+                table = (*table, str(seen[table] - 1))
+            yield line, table
+        elif setting := _SETTING.match(content):
+            yield line, table + _parts(setting[1])
+
+
+def _lines_outside_strings(text: str) -> Iterator[tuple[int, str]]:
+    """The lines that do not begin inside a triple-quoted string."""
+    closing = None
+    for line, content in enumerate(text.splitlines(), start=1):
+        if closing is None:
+            yield line, content
+        for quotes in ('"' * 3, "'" * 3):
+            if content.count(quotes) % 2 and closing in (None, quotes):
+                closing = None if closing else quotes
+
+
+def _parts(key: str) -> Path:
+    return tuple(a or b or c for a, b, c in _PART.findall(key))

@@ -1,12 +1,12 @@
-"""What a run shows while it goes on, and what it leaves behind.
+"""What a run shows while it goes on, and the files that it leaves.
 
 ::
 
-    run_folder      where all of it is kept             files           whole or not there
+    run_folder      where all of it is kept             files           written whole or not at all
     metrics         rows of numbers: CSV and sinks      learning_curve  a picture of them
     trace           spans of workers                    perfetto        the trace file
     busy, timeline  who was busy when, and its picture  video           the policy in its env
-    progress        the live view                       summary         what the run came to
+    progress        the live view                       summary         the result of the run
 
 Light names are here; what draws is imported from its own module, because workers trace and never
 draw: ``from rlinf_async.observe.timeline import draw_timeline``.

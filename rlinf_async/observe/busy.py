@@ -1,4 +1,4 @@
-"""What of a worker's time was spent on what, from spans that may nest and overlap.
+"""How a worker's time was spent, from spans that may nest and overlap.
 
 At every moment one span is in the foreground: of those that are open the one that started last, and
 a wait only while nothing else is open. So the pieces below never overlap, and their times add up.

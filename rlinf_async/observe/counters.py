@@ -23,7 +23,7 @@ class Rates:
         self._at = self._before = 0
 
     def per_second(self, name: str, at: int, counts: Mapping[str, float]) -> dict[str, float]:
-        """Per second since the last look; 0 at the first. What is new since then began at 0.
+        """Growth per second since the last look; 0 at the first. A new count began at 0.
 
         Args:
             at: now, in nanoseconds; the same for all that are looked at together.

@@ -1,4 +1,4 @@
-"""What can go wrong while showing and keeping a run, by what the caller can do about it.
+"""Errors in showing a run and writing its files, by what the caller can do about them.
 
 ::
 

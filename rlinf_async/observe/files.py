@@ -1,4 +1,4 @@
-"""Files that are either the old one or the new one, whenever the process is killed.
+"""Atomic writes: a file is the old or the new one, whenever the process is killed.
 
 Invariant: a reader of a path written here never sees half a file. The bytes go to a hidden
 neighbour, are synced, and are renamed over the path.
@@ -86,7 +86,7 @@ def append_all(descriptor: int, data: bytes) -> None:
 
 
 def is_partial(path: Path) -> bool:
-    """Whether ``path`` is what a killed process left behind while it replaced a file."""
+    """Whether ``path`` is a temporary file that a killed process left while it replaced a file."""
     return path.name.startswith(_PARTIAL)
 
 

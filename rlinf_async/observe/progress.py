@@ -36,20 +36,20 @@ class ChannelView(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class EdgeView(msgspec.Struct, kw_only=True, frozen=True):
-    """What goes from a worker into a channel, or from a channel to a worker."""
+    """The items from a worker into a channel, or from a channel to a worker."""
 
     name: str
     items_per_second: float
     bytes_per_second: float
     shared: int = 0
-    """items whose large arrays came without a copy, so far"""
+    """number of items whose large arrays came without a copy"""
     copied: int = 0
-    """items whose large arrays came through the socket, so far"""
+    """number of items whose large arrays came through the socket"""
     credit_waits: int = 0
 
 
 class WorkerView(msgspec.Struct, kw_only=True, frozen=True):
-    """One worker: what it does, or what it waits for and for how many seconds."""
+    """One worker: what it does, or what it waits for, and since how many seconds."""
 
     name: str
     doing: str = ""
@@ -59,30 +59,30 @@ class WorkerView(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ProgressState(msgspec.Struct, kw_only=True):
-    """All that the view shows."""
+    """The contents of the view."""
 
     run: str
     iteration: int
     iterations: int | None = None
     figures: Sequence[tuple[str, str]] = ()
-    """The numbers of the run, as they are to be shown: name and value."""
+    """The numbers of the run as shown: name and value."""
     channels: Sequence[ChannelView] = ()
     edges: Sequence[EdgeView] = ()
     workers: Sequence[WorkerView] = ()
     note: str = ""
-    """One sentence about what goes on now: starting, evaluating, a worker that was restarted."""
+    """What the run is doing now: starting, evaluating, restarting a worker."""
 
 
 class RunConsole(Console):
-    """A console whose reader may leave (``| head``): rich would end the process then."""
+    """A console that survives the end of its reader (``| head``): rich would end the process."""
 
     def on_broken_pipe(self) -> None:
-        """Say nothing more, and let what others print go nowhere instead of failing."""
+        """Print nothing more, and redirect the output, so that other prints do not fail."""
         self.quiet = True
-        with contextlib.suppress(OSError):  # not a file of the system: nothing to lead away
-            reader_left = self.file.fileno()
+        with contextlib.suppress(OSError):  # no descriptor: nothing to redirect
+            broken = self.file.fileno()
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, reader_left)
+            os.dup2(nowhere, broken)
             os.close(nowhere)
 
 
@@ -117,7 +117,7 @@ class ProgressView:
         self._line = ""
 
     def update(self, state: ProgressState) -> None:
-        """Take the newest state, and show it where the last one was shown long enough ago."""
+        """Take the newest state, and show it if the last one was shown long enough ago."""
         self._newest = state
         now = self._clock()
         if now >= self._next:
@@ -136,7 +136,7 @@ class ProgressView:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Show the last state, which may have come too soon after the one before."""
+        """Show the last state, if it came too soon after the one before to be shown."""
         if self._newest is not None and self._newest is not self._shown:
             self._show(self._newest)
         if self._live is not None:
@@ -151,12 +151,12 @@ class ProgressView:
             self._guarded(lambda: live.update(picture, refresh=True))
             return
         line = line_of(state)
-        if line.plain != self._line:  # nothing new is not said again
+        if line.plain != self._line:
             self._line = line.plain
             self._guarded(lambda: self._console.print(line, soft_wrap=True))
 
     def _guarded(self, show: Callable[[], object]) -> None:
-        """Show, or go on without a view: the terminal may be gone (a closed ssh session)."""
+        """Show; without a terminal (a closed ssh session), go on without a view."""
         try:
             show()
         except OSError:
@@ -235,7 +235,7 @@ def _fill(view: ChannelView) -> RenderableType:
 
 
 def _edges(edges: Sequence[EdgeView]) -> Table:
-    """What goes over each edge, those with the most bytes where not all can be shown."""
+    """The traffic of the edges; where not all can be shown, those with the most bytes."""
     shown = sorted(edges, key=lambda view: -view.bytes_per_second)[:_ROWS]
     table = _table("edge", "items/s", "MB/s", "no copy", "copied", "credit waits")
     for view in shown:
@@ -246,7 +246,7 @@ def _edges(edges: Sequence[EdgeView]) -> Table:
 
 
 def _workers(workers: Sequence[WorkerView], *, wide: bool) -> Table:
-    """The workers, those that wait longest first where not all can be shown."""
+    """The workers; where not all can be shown, those that wait longest."""
     shown = workers
     if len(workers) > _ROWS:
         shown = sorted(workers, key=lambda view: -view.waiting_seconds)[:_ROWS]

@@ -1,4 +1,4 @@
-"""The run folder: where a run keeps everything that it leaves.
+"""The run folder: where a run keeps all its files.
 
 ::
 
@@ -9,7 +9,8 @@
       tensorboard/        the same for TensorBoard
       checkpoints/        what --resume goes on from
       trained/            the trained model, of a run that came to its end
-      learning_curve.png  video.mp4  trace.json  timeline.png  summary.json      written at the end
+      workers.log         what the workers printed, each line with its time and worker
+      learning_curve.png  video.mp4  trace.json.gz  timeline.png  summary.json   written at the end
 
 Invariant: a folder belongs to one run, and to one process at a time. A fresh run never writes into
 somebody's files, and two processes never write into one folder.
@@ -53,16 +54,16 @@ class RunFolder:
         self.path = path
         self._made = made
         self.resumed = resumed
-        """Whether an earlier start of this run left its files here."""
+        """Whether the folder has files of an earlier start of this run."""
         self.notes = tuple(notes)
-        """What the user should be told about how the folder was opened."""
+        """Messages for the user about how the folder was opened."""
         self._lock: int | None = lock
 
     @classmethod
     def create(
         cls, path: str | os.PathLike[str], *, config_text: str, resume: bool = False
     ) -> RunFolder:
-        """Make the folder, or with ``resume`` take up the run in it, and record the configuration.
+        """Make the folder, or with ``resume`` open an existing one; record the configuration.
 
         With ``resume``, a folder that is absent or empty starts a fresh run and a note says so: a
         run that was killed before it had written anything is started again by the same command.
@@ -106,11 +107,16 @@ class RunFolder:
 
     @property
     def trace(self) -> Path:
-        return self.path / "trace.json"
+        return self.path / "trace.json.gz"
 
     @property
     def timeline(self) -> Path:
         return self.path / "timeline.png"
+
+    @property
+    def workers_log(self) -> Path:
+        """The output of the workers; not there while they have printed nothing."""
+        return self.path / "workers.log"
 
     @property
     def checkpoints(self) -> Path:
@@ -118,7 +124,7 @@ class RunFolder:
 
     @property
     def trained(self) -> Path:
-        """The trained model, where the job leaves one."""
+        """The trained model, of jobs that export one."""
         return self.path / "trained"
 
     @property
@@ -126,15 +132,15 @@ class RunFolder:
         return self.path / "summary.json"
 
     def close(self) -> None:
-        """Let another process take the folder; a second close does nothing."""
+        """Release the folder for other processes; a second close has no effect."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def discard(self) -> None:
-        """Leave nothing of a run that could not begin, and `close`; one that is resumed stays.
+        """Remove the files of a run that could not begin, and `close`; a resumed run's stay.
 
-        The folder was empty, or not there, when it was created: all that is in it is ours.
+        The folder was empty, or not there, when it was created: all files in it are ours.
         """
         if not self.resumed:
             with contextlib.suppress(OSError):
@@ -160,11 +166,11 @@ class RunFolder:
 
 
 def _read_marker(folder: Path, *, resume: bool) -> _Marker | None:
-    """The marker of the run in the folder, None where it is empty; refuses what is not ours."""
+    """The marker of the run in the folder, None where it is empty; refuses other folders."""
     with explaining("read the run folder", folder):
         marker = folder / MARKER
         if not marker.exists():
-            _refuse_strangers(folder)
+            _refuse_foreign(folder)
             return None
         content = marker.read_bytes()
     try:
@@ -181,10 +187,10 @@ def _read_marker(folder: Path, *, resume: bool) -> _Marker | None:
     return known
 
 
-def strangers_in(folder: Path) -> list[str]:
-    """What a folder without our marker may not hold: somebody's files.
+def foreign_entries(folder: Path) -> list[str]:
+    """Names in a folder without our marker that are somebody's files.
 
-    What a killed start left behind is not, and neither is an empty folder: such as ``checkpoints``,
+    Left out are the files of a start that was killed, and empty folders: such as ``checkpoints``,
     linked to a larger disk before the run begins.
     """
     return sorted(
@@ -198,18 +204,18 @@ def _is_empty_folder(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
-def _refuse_strangers(folder: Path) -> None:
-    strangers = strangers_in(folder)
-    if strangers:
+def _refuse_foreign(folder: Path) -> None:
+    foreign = foreign_entries(folder)
+    if foreign:
         raise RunFolderError(
-            f"{folder} is not empty and not a run folder (it holds {strangers[0]!r}"
-            f"{f' and {len(strangers) - 1} more' if len(strangers) > 1 else ''}); "
+            f"{folder} is not empty and not a run folder (it holds {foreign[0]!r}"
+            f"{f' and {len(foreign) - 1} more' if len(foreign) > 1 else ''}); "
             "choose an empty or a new folder (--out DIR)"
         )
 
 
 def _take_lock(folder: Path) -> int:
-    """Hold the folder for this process; the kernel lets go of it however the process ends."""
+    """Lock the folder for this process; the kernel releases it however the process ends."""
     path = folder / _LOCK
     with explaining("write", path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -236,14 +242,14 @@ def _lock_exclusively(descriptor: int, folder: Path) -> None:
 def _record_start(
     folder: Path, marker: _Marker | None, config_text: str, *, resume: bool
 ) -> list[str]:
-    """Write configuration and marker; the notes say what is unusual."""
+    """Write configuration and marker, and return notes for the user."""
     notes: list[str] = []
     if marker is None:
         if resume:
             notes.append(f"nothing to resume in {folder}: starting from the beginning")
         marker = _Marker(starts=[])
     marker.starts.append(time.time())
-    # The marker first: a start killed right after it has left a folder that we know as ours.
+    # The marker first: a start that is killed right after it leaves a folder marked as ours.
     atomic_write(folder / MARKER, msgspec.json.format(msgspec.json.encode(marker)))
     _record_config(folder, config_text, notes)
     for name in ("tensorboard", "checkpoints"):

@@ -1,4 +1,4 @@
-"""What a run came to: ``summary.json``, and the last line that a run prints."""
+"""The result of a run: ``summary.json``, and the last line that a run prints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Detail = str | int | float | bool | None
 
 
 class Staleness(msgspec.Struct, kw_only=True, frozen=True):
-    """How many weight versions behind the samples were that the actor trained on."""
+    """Weight versions between the policy that made a trained sample and the one that it trained."""
 
     mean: float
     max: int
@@ -26,12 +26,13 @@ class Staleness(msgspec.Struct, kw_only=True, frozen=True):
 class Summary(msgspec.Struct, kw_only=True, rename={"return_": "return"}):
     """The result of a run of any kind. A number that was not measured is None (``null``), never 0.
 
-    Each job has its own, with what its runs are measured by.
+    Each job has a subclass with its own measures.
     """
 
     run: str
-    outcome: Literal["succeeded", "fell short", "finished", "stopped", "failed"]
-    """``succeeded`` and ``fell short`` where the run had a target, ``finished`` where not."""
+    outcome: Literal["succeeded", "fell short", "finished", "stopped", "terminated", "failed"]
+    """``succeeded`` and ``fell short`` where the run had a target, ``finished`` where not;
+    ``stopped`` by Ctrl-C, ``terminated`` by SIGTERM."""
     seed: int
     iterations: int
     train_seconds: float
@@ -40,13 +41,13 @@ class Summary(msgspec.Struct, kw_only=True, rename={"return_": "return"}):
     restarts: dict[str, int] = {}
     """By worker."""
     dropped: dict[str, int] = {}
-    """What was left out or came twice, by kind: stale answers, second trajectories, spans."""
+    """Number of items left out, by kind: stale answers, second trajectories, spans."""
     error: str | None = None
     """The first cause, where the run failed."""
     extra: dict[str, Detail] = {}
 
     def figures(self) -> list[str]:
-        """What the last line of the run says of it."""
+        """The figures in the last line of the run."""
         return [f"{self.train_seconds:.1f} s of training"]
 
 
@@ -77,7 +78,7 @@ class LanguageSummary(Summary, kw_only=True):
     """The result of a run of a language model."""
 
     samples: int
-    """that were trained on"""
+    """samples that were trained on"""
     samples_per_second: float | None = None
     tokens_per_second: float | None = None
     """prompt and response tokens of those samples"""
@@ -87,7 +88,7 @@ class LanguageSummary(Summary, kw_only=True):
     """The same, of the trained model."""
     evaluation_samples: int | None = None
     outcomes: dict[str, int] = {}
-    """samples that were scored, rejected, failed"""
+    """number of samples that were scored, rejected, failed"""
 
     def figures(self) -> list[str]:
         parts = []
@@ -131,10 +132,11 @@ def read_summary(path: Path, kind: type[AnySummary]) -> AnySummary:
 
 
 def last_line(folder: RunFolder, summary: Summary) -> str:
-    """What came of the run, and where the things are that it left: one line."""
+    """The result of the run and the files that it left, in one line."""
     left = (
         folder.summary,
         folder.metrics,
+        folder.workers_log,
         folder.learning_curve,
         folder.video,
         folder.trace,

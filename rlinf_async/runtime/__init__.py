@@ -5,6 +5,7 @@ from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup, WorkerRef
 from rlinf_async.runtime.loop import run
 from rlinf_async.runtime.placement import Packed, Placement, Ranks, Spread
+from rlinf_async.runtime.signals import RunSignals, Terminated, run_signals
 from rlinf_async.runtime.supervise import Never, Restart
 
 __all__ = [
@@ -15,8 +16,11 @@ __all__ = [
     "Placement",
     "Ranks",
     "Restart",
+    "RunSignals",
     "Spread",
+    "Terminated",
     "WorkerGroup",
     "WorkerRef",
     "run",
+    "run_signals",
 ]

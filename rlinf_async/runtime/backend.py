@@ -1,8 +1,7 @@
 """What a cluster needs of the place where its workers run.
 
 ``local`` runs them as coroutines of this event loop, ``process`` as OS processes of this host. Both
-are driven through the same two protocols, so everything above (groups, restarts, reports) is
-written once.
+have the same two protocols, so everything above (groups, restarts, reports) is written once.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ from rlinf_async.observe.trace import Span
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.context import WorkerInfo
 from rlinf_async.workers.errors import WorkerDied
-from rlinf_async.workers.host import Ended
+from rlinf_async.workers.host import OnEnd
 from rlinf_async.workers.methods import Method
 
-Stop = Callable[[], None]
+Cancel = Callable[[], None]
+"""Cancels a method that runs."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,31 +33,31 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     kwargs: dict[str, Any]
     info: WorkerInfo
     env_vars: dict[str, str]
-    """of the rank's process, where it has one of its own"""
+    """environment variables of the rank's process, where it has one of its own"""
 
 
 class Activity(msgspec.Struct, frozen=True):
     """Whether a worker could go on by itself."""
 
     calls: tuple[str, ...] = ()
-    """methods that run now"""
+    """names of the methods that run now"""
     blocked: bool = False
-    """every one of its tasks waits on a channel or for another task"""
+    """whether every one of its tasks waits on a channel or for another task"""
     computing: int = 0
-    """calls in its compute thread"""
+    """number of calls in its compute thread"""
 
 
 class WorkerHandle(Protocol):
     """One started rank."""
 
     died: asyncio.Future[WorkerDied]
-    """set when the worker is gone although nobody stopped it"""
+    """set when the worker is gone though nobody stopped it"""
 
-    def begin(self, method: Method, arguments: dict[str, Any], ended: Ended) -> Stop:
-        """Start a method there and return at once. What is returned cancels it.
+    def begin(self, method: Method, arguments: dict[str, Any], on_end: OnEnd) -> Cancel:
+        """Start a method there and return at once, with a function that cancels it.
 
-        ``ended`` is called once, later: with the result; with a `WorkerError`, which the method
-        raised; with `WorkerDied`, if the worker went while the call ran; or with `CancelledError`.
+        ``on_end`` is called once, later: with the result; with a `WorkerError`, which the method
+        raised; with `WorkerDied`, if the worker died while the call ran; or with `CancelledError`.
 
         Raises:
             WorkerError, BuildError: nothing was started.
@@ -73,7 +73,7 @@ class WorkerHandle(Protocol):
         ...
 
     async def stop(self, grace: float) -> None:
-        """End the worker; by force after ``grace`` seconds."""
+        """End the worker; by force after ``grace`` seconds, with 0 at once."""
         ...
 
 
@@ -90,7 +90,7 @@ class Backend(Protocol):
         ...
 
     def publish(self, channel: Channel[Any] | Latest[Any]) -> None:
-        """Make a channel known, so that its ends can be given to workers."""
+        """Register a channel, so that its ends can be given to workers."""
         ...
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
@@ -101,12 +101,16 @@ class Backend(Protocol):
         """
         ...
 
-    def rendezvous(self, group: str, life: int) -> str:
-        """A fresh meeting point for a group's torch.distributed, as ``init_method``."""
+    def rendezvous(self, group: str, launch: int) -> str:
+        """A new rendezvous for a group's torch.distributed, as ``init_method``."""
+        ...
+
+    def check_load(self, workers: int) -> None:
+        """Warn where so many workers are too many for this host."""
         ...
 
     def cut_off(self) -> dict[str, float]:
-        """Workers whose connection is cut and may be found again, and for how many seconds."""
+        """Workers whose connection is cut, and for how many seconds they have been reconnecting."""
         ...
 
     def traffic(self) -> list[Traffic]:

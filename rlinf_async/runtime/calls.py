@@ -1,11 +1,14 @@
-"""A call that runs on some ranks: its parts, one for each rank, and what becomes of it.
+"""A call on some ranks of a group: one `RankCall` for each rank, and what becomes of them together.
 
-No task runs for a call here: every part is told how it ended, and the last one settles the call::
+No task runs for a call here. Each rank's call reports its end, and the last one settles the call::
 
     begin --> rank 0 --value----.
-          --> rank 1 --failure--+--> told to the cluster; the other parts are cancelled
+          --> rank 1 --failure--+--> reported to the cluster; the other ranks' calls are cancelled
           --> rank 2 --value----'
                                 `--> all have ended: result, first cause, or cancelled --> awaiters
+
+A rank's call outlives the worker that runs it: where that dies and is started again, the call
+begins again in the next life, with the channel ends that it holds meanwhile.
 """
 
 from __future__ import annotations
@@ -16,9 +19,13 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from rlinf_async import patient
-from rlinf_async.runtime.part import Part
-from rlinf_async.runtime.stall import WorkFuture
-from rlinf_async.workers.errors import is_secondary
+from rlinf_async.channels import LatestReceiver
+from rlinf_async.channels.ends import End
+from rlinf_async.channels.ends import Sender as SenderEnd
+from rlinf_async.runtime.backend import Cancel, WorkerHandle
+from rlinf_async.runtime.stall import WorkFuture, internal
+from rlinf_async.runtime.supervise import Supervisor
+from rlinf_async.workers.errors import WorkerDied, is_secondary
 from rlinf_async.workers.methods import Method
 
 R = TypeVar("R")
@@ -32,8 +39,9 @@ class GroupCall(Generic[R]):
     """
 
     __slots__ = (
-        "_cancelled", "_done", "_enders", "_error", "_group", "_method", "_on_end", "_on_failure",
-        "_parts", "_running", "_single", "_value", "_waiters", "failures", "seen",
+        "_cancelled", "_done", "_end_waiters", "_error", "_group", "_method", "_on_end",
+        "_on_failure", "_rank_calls", "_running", "_single", "_value", "_waiters", "failures",
+        "raised",
     )  # fmt: skip
 
     def __init__(
@@ -49,18 +57,18 @@ class GroupCall(Generic[R]):
         self._single = single
         self._on_failure = on_failure
         self._on_end = on_end
-        self._parts: Sequence[Part] = ()
+        self._rank_calls: Sequence[RankCall] = ()
         self._running = 0
         self._waiters: tuple[asyncio.Future[Any], ...] = ()
-        self._enders: tuple[asyncio.Future[Any], ...] = ()
+        self._end_waiters: tuple[asyncio.Future[Any], ...] = ()
         self._done = False
         self._cancelled = False
         self._value: Any = None
         self._error: BaseException | None = None
         self.failures: tuple[BaseException, ...] = ()
-        """of its ranks, in the order in which they happened"""
-        self.seen = False
-        """its failure was raised to whoever awaited it"""
+        """failures of its ranks, in the order in which they happened"""
+        self.raised = False
+        """whether its failure was raised where it was awaited"""
 
     @property
     def label(self) -> str:
@@ -75,105 +83,282 @@ class GroupCall(Generic[R]):
         """Stop the methods on all ranks; awaiting raises `asyncio.CancelledError`."""
         if not self._done:
             self._cancelled = True
-            self._stop_parts()
+            self._cancel_ranks()
 
     def __await__(self) -> Generator[Any, None, R]:
         if not self._done:
-            mine = WorkFuture()  # one for each: being cancelled here must not end the others' wait
-            self._waiters = (*self._waiters, mine) if self._waiters else (mine,)
+            waiter = WorkFuture()  # one per awaiter: cancelling one must not end the others' wait
+            self._waiters = (*self._waiters, waiter) if self._waiters else (waiter,)
             try:
-                yield from mine
+                yield from waiter
             except asyncio.CancelledError:
                 self.cancel()
                 raise
             finally:
                 if not self._done:
-                    self._waiters = tuple(one for one in self._waiters if one is not mine)
+                    self._waiters = tuple(one for one in self._waiters if one is not waiter)
         return self._outcome()
 
     async def finished(self, within: float) -> None:
-        """Wait until nothing of it runs any more, however it ended, but no longer than this."""
+        """Wait until the method runs on no rank any more, however it ended; at most so many
+        seconds."""
         if not self._done:
-            mine = WorkFuture()
-            self._enders = (*self._enders, mine)
+            waiter = WorkFuture()
+            self._end_waiters = (*self._end_waiters, waiter)
             with suppress(TimeoutError):
                 async with patient.timeout(within):
-                    await mine
+                    await waiter
 
     @property
     def awaited(self) -> bool:
-        """Whether somebody will see a failure."""
+        """Whether somebody awaits it, and so will see a failure."""
         return bool(self._waiters)
 
-    def begin(self, parts: list[Part]) -> None:
-        """Start a part for each rank."""
-        self._parts = parts
-        self._running = len(parts)
-        if not parts:
+    def begin(self, rank_calls: list[RankCall]) -> None:
+        """Start the call on each rank."""
+        self._rank_calls = rank_calls
+        self._running = len(rank_calls)
+        if not rank_calls:
             self._settle()
-        for part in parts:
-            part.start()
+        for rank_call in rank_calls:
+            rank_call.start()
 
-    # ---- for its parts
+    # ---- for its ranks
 
     def failed(self, error: BaseException) -> bool:
-        """A part failed: told before its channels pass it on, so that the first is the cause.
-        Whether it is a failure: not if it learned of its end by a channel, before it was cancelled
-        itself."""
+        """Note the failure of a rank, and return whether it counts as one.
+
+        Called before the rank's channels pass the failure on, so that the first noted is the cause.
+        An error that a cancelled call got from a channel does not count.
+        """
         if self._cancelled and is_secondary(error):
             return False
         self.failures = (*self.failures, error)
         self._on_failure(error, self)
         return True
 
-    def ended(self, part: Part) -> None:
-        """A part is over. If it failed, the others are of no use."""
+    def ended(self, rank_call: RankCall) -> None:
+        """Count a rank's call as ended. If it failed, the others are of no use."""
         self._running -= 1
-        if part.error is not None:
-            self._stop_parts()
+        if rank_call.error is not None:
+            self._cancel_ranks()
         if not self._running:
             self._settle()
 
     # ---- inside
 
-    def _stop_parts(self) -> None:
-        for part in self._parts:
-            part.cancel()
+    def _cancel_ranks(self) -> None:
+        for rank_call in self._rank_calls:
+            rank_call.cancel()
 
     def _settle(self) -> None:
         self._done = True
-        parts, self._parts = self._parts, ()
+        ranks, self._rank_calls = self._rank_calls, ()
         if self.failures:
             self._error = _first_error(self.failures)
         elif self._single:
-            self._cancelled = self._cancelled or parts[0].cancelled
-            self._value = parts[0].value
+            self._cancelled = self._cancelled or ranks[0].cancelled
+            self._value = ranks[0].value
         else:
-            self._cancelled = self._cancelled or any(part.cancelled for part in parts)
-            self._value = [part.value for part in parts]
+            self._cancelled = self._cancelled or any(rank.cancelled for rank in ranks)
+            self._value = [rank.value for rank in ranks]
         self._on_end(self)
         waiters, self._waiters = self._waiters, ()
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        for waiter in self._enders:
+        for waiter in self._end_waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
     def _outcome(self) -> R:
         if self._error is not None:
-            self.seen = True
+            self.raised = True
             raise self._error
         if self._cancelled:
             raise asyncio.CancelledError
-        found: R = self._value
-        return found
+        value: R = self._value
+        return value
 
     def __repr__(self) -> str:
         return f"<GroupCall {self.label} {'done' if self.done() else 'running'}>"
 
 
+class RankCall:
+    """A call on one rank: begun on its live worker, or as soon as there is one again."""
+
+    __slots__ = (
+        "_arguments", "_call", "_cancel_method", "_ended", "_ends", "_method", "_supervisor",
+        "_wait", "_worker", "cancelled", "error", "value",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        call: GroupCall[Any],
+        supervisor: Supervisor,
+        method: Method,
+        arguments: dict[str, Any],
+    ) -> None:
+        self._call = call
+        self._supervisor = supervisor
+        self._method = method
+        self._arguments = arguments
+        self._ends: Sequence[Any] = ()
+        self._worker: WorkerHandle | None = None
+        self._cancel_method: Cancel | None = None
+        self._wait: asyncio.Task[None] | None = None
+        self._ended = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.cancelled = False
+
+    def clone_ends(self) -> None:
+        """Replace every channel end among the arguments by this rank's own clone."""
+        holder = f"{self._supervisor.name}.{self._method.name}"
+        self._ends = ends = list[Any]()
+        self._arguments = {
+            name: _clone_ends(value, holder, ends) for name, value in self._arguments.items()
+        }
+
+    def close_ends(self) -> None:
+        """Close this rank's clones: the call will not start."""
+        for end in self._ends:
+            end.close()
+
+    def start(self) -> None:
+        """Begin on the live worker, or on the next one as soon as it has started."""
+        self._supervisor.call_begun()
+        worker = self._supervisor.handle_nowait()
+        if worker is None:
+            self._wait_for_worker()
+        else:
+            self._begin(worker)
+
+    def cancel(self) -> None:
+        """Cancel the method; the call has ended, as cancelled, once the method has."""
+        if self._ended or self.cancelled:
+            return
+        self.cancelled = True
+        if self._wait is not None:
+            self._wait.cancel()
+        elif self._cancel_method is not None:
+            self._cancel_method()
+
+    def _begin(self, worker: WorkerHandle) -> None:
+        self._worker = worker
+        try:
+            self._cancel_method = worker.begin(self._method, self._arguments, self._on_end)
+        except Exception as error:  # reported later: the caller must have the call first
+            self._cancel_method = None
+            asyncio.get_running_loop().call_soon(self._on_end, None, error)
+
+    def _on_end(self, value: Any, error: BaseException | None) -> None:
+        if error is None:
+            self._ended = True
+            self._cancel_method = self._worker = None  # they refer back here: no reference cycle
+            self.value = value
+            for end in self._ends:
+                end.close()
+            self._call.ended(self)
+            self._supervisor.call_ended(None)
+        elif not isinstance(error, WorkerDied) or self._supervisor.stopping:
+            self._end(error)
+        elif self.cancelled:
+            self._end(asyncio.CancelledError())
+        else:
+            if self._worker is not None:
+                self._supervisor.lost(self._worker, error)
+            self._wait_for_worker()
+
+    def _wait_for_worker(self) -> None:
+        name = f"{self._supervisor.name}.{self._method.name} waits for its worker"
+        self._wait = internal(asyncio.create_task(self._begin_when_ready(), name=name))
+        self._wait.add_done_callback(self._on_wait_done)
+
+    async def _begin_when_ready(self) -> None:
+        worker = await self._supervisor.handle()
+        self._wait = None
+        self._begin(worker)
+
+    def _on_wait_done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            self._end(asyncio.CancelledError())
+        elif (error := task.exception()) is not None:
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        self._ended = True
+        self._cancel_method = self._worker = None
+        failure: BaseException | None = None
+        if isinstance(error, asyncio.CancelledError):
+            self.cancelled = True
+        else:
+            self.error = error
+            failure = error if self._call.failed(error) else None
+        for end in self._ends:
+            _release(end, failure)
+        self._call.ended(self)
+        self._supervisor.call_ended(failure)
+
+
+class FirstCause:
+    """Which failure a cluster raises: the first that explains the others.
+
+    A failure spreads: whoever reads or writes a channel of a failed worker fails too, often before
+    the first failure was noted. Such a *secondary* failure never hides a primary one.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._call: GroupCall[Any] | None = None
+
+    def note(self, error: BaseException, call: GroupCall[Any] | None) -> None:
+        """Note a failure, and the call that it happened in, if any."""
+        known = self.error
+        if known is None or (not is_secondary(error) and (self._raised or is_secondary(known))):
+            self.error, self._call = error, call
+
+    def outranks(self, body: BaseException | None, *, aborted: bool) -> bool:
+        """Whether it is to be raised rather than what the body ended with."""
+        if self.error is None or self.error is body:
+            return False
+        if isinstance(body, asyncio.CancelledError):
+            return aborted
+        if body is None:
+            return aborted or not (self._raised or is_secondary(self.error))
+        return is_secondary(body) or (aborted and isinstance(body, Exception))
+
+    @property
+    def _raised(self) -> bool:
+        """Whether the body has seen it, by an ``await`` of its call."""
+        return self._call is not None and self._call.raised
+
+
 def _first_error(failures: Sequence[BaseException]) -> BaseException | None:
-    """The failure that explains the others: one that is not just a channel's news of it."""
+    """The failure that explains the others: the first that is not secondary."""
     primary = [error for error in failures if not is_secondary(error)]
     return next(iter(primary or failures), None)
+
+
+def _clone_ends(value: Any, holder: str, ends: list[Any]) -> Any:
+    """The same argument with every channel end replaced by a clone, which is added to ``ends``."""
+    if isinstance(value, End):
+        clone = value.clone(holder)
+        ends.append(clone)
+        return clone
+    if isinstance(value, LatestReceiver):
+        return value.clone()  # what one rank has seen is still new to the others
+    if type(value) in (list, tuple):
+        return type(value)(_clone_ends(one, holder, ends) for one in value)
+    if type(value) is dict:
+        return {key: _clone_ends(one, holder, ends) for key, one in value.items()}
+    return value
+
+
+def _release(end: Any, error: BaseException | None) -> None:
+    """Close the end of a call; fail its channel where the call failed, so that consumers do not
+    take the failure for the end of the data."""
+    if error is not None and isinstance(end, SenderEnd):
+        end.fail(error)
+    else:
+        end.close()

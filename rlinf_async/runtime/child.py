@@ -31,14 +31,19 @@ from rlinf_async.channels.wire.frames.messages import DATA
 from rlinf_async.channels.wire.links.protocol import Nothing
 from rlinf_async.observe.trace import SpanRecorder
 from rlinf_async.runtime.backend import Activity, WorkerSpec
-from rlinf_async.runtime.codecs import (
+from rlinf_async.runtime.loop import run
+from rlinf_async.runtime.protocol import (
+    CALL,
+    ENDED,
     ArgumentsCodec,
+    Call,
+    CallNumber,
+    Outcome,
     arguments_codec,
     encode_result,
     encode_spans,
 )
-from rlinf_async.runtime.loop import run
-from rlinf_async.runtime.protocol import CALL, ENDED, Call, Number, Outcome
+from rlinf_async.runtime.signals import ignore_in_worker
 from rlinf_async.runtime.stall import all_blocked, current_is_internal, internal
 from rlinf_async.workers.errors import WorkerError
 from rlinf_async.workers.host import Invocation, WorkerHost
@@ -46,16 +51,15 @@ from rlinf_async.workers.methods import Method, method_of
 from rlinf_async.workers.watchdog import Watchdog
 
 ORPHAN_SECONDS = 0.5
-"""How long a process that lost its connection waits to see whether its parent is gone."""
+"""time that a process which lost its connection waits to see whether its parent is gone"""
 CHILDREN_SECONDS = 0.5
-"""How long each process that a worker started gets to end once it is asked to."""
-
+"""time that each process which a worker started has to end once it is asked to"""
 
 RETURNED = Outcome()
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process is started with. Goes through the inherited pipe, not through a socket."""
+    """What a process is started with. Sent through the inherited pipe, not through a socket."""
 
     spec: WorkerSpec
     life: str
@@ -64,11 +68,14 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_limit: float
 
 
-def child_main(boot: Boot) -> None:
-    """Serve one worker until told to stop, or until the process that started this one is gone."""
+def child_main(output: None, boot: Boot) -> None:
+    """Serve one worker until asked to stop, or until the process that started this one is gone.
+
+    Args:
+        output: an `OutputPipe`, of which only the effect arrives here: this process prints there.
+    """
     os.setsid()  # a Ctrl-C is for the driver; and what starts here can be ended as one group
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    ignore_in_worker()
     faulthandler.enable()
     folder = Path(boot.socket).parent
     threading.Thread(
@@ -77,9 +84,10 @@ def child_main(boot: Boot) -> None:
     _show_name(boot.spec.info.name)
     _pin(boot)
     gc.freeze()  # what was imported stays: the collector need not look at it again and again
-    told = run(Child(boot).serve())
+    asked_to_stop = run(Child(boot).serve())
     _end_children()
-    if not told:  # a connection breaks some moments before its process is seen to be gone
+    _remove_unused_torch_cache(folder.parent)
+    if not asked_to_stop:  # a connection breaks some moments before its process is seen to be gone
         _go_with_parent(folder, ORPHAN_SECONDS)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -98,8 +106,21 @@ def _pin(boot: Boot) -> None:
         os.sched_setaffinity(0, cores)
 
 
+def _remove_unused_torch_cache(temporary: Path) -> None:
+    """Remove torch's folder for compiled code from the temporary folder, if it is empty.
+
+    The first step of an optimizer imports ``torch._dynamo``, which makes it, and notes it in the
+    environment.
+    """
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
+    if folder.parent == temporary and folder.name.startswith("torchinductor_"):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
 def _end_children() -> None:
-    """Ask the processes that the worker started to end; who does not is killed with the group."""
+    """Ask the processes that the worker started to end; those that do not are killed later, with
+    the group."""
     children = multiprocessing.active_children()
     for child in children:
         child.terminate()
@@ -108,8 +129,8 @@ def _end_children() -> None:
 
 
 def _go_with_parent(folder: Path, within: float | None = None) -> None:
-    """If the parent goes within so many seconds, clean up after it and go, with all that was
-    started here. Nobody else would."""
+    """If the parent ends within so many seconds, remove its folder and exit, with all processes
+    that were started here. Nobody else would."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -120,7 +141,7 @@ def _go_with_parent(folder: Path, within: float | None = None) -> None:
 
 
 class Child:
-    """Answers the process that owns the cluster."""
+    """Serves the process that owns the cluster."""
 
     def __init__(self, boot: Boot) -> None:
         self._boot = boot
@@ -128,14 +149,15 @@ class Child:
         self._recorder = SpanRecorder(spec.info.name)
         self._host = WorkerHost(spec.cls, spec.args, spec.kwargs, spec.info, self._recorder.span)
         self._stopped = asyncio.Event()
-        self._told = False
+        self._asked_to_stop = False
         self._flushing: set[asyncio.Task[None]] = set()
         self._codecs: dict[tuple[str, tuple[str, ...]], ArgumentsCodec] = {}
-        self._ending: dict[int, Request[Number] | None] = {}
-        """cancelled calls whose methods have not ended, and who wants to know when they have"""
+        self._ending: dict[int, Request[CallNumber] | None] = {}
+        """cancelled calls whose methods have not ended, and the requests to reply to when they
+        have"""
 
     async def serve(self) -> bool:
-        """Connect, answer, and return once told to stop (True) or cut off (False)."""
+        """Connect, serve, and return once asked to stop (True) or cut off (False)."""
         current_is_internal()
         watchdog = Watchdog(self._boot.spec.info.name)
         watchdog.start()
@@ -151,13 +173,13 @@ class Child:
         connection.close()
         await connection.wait_closed()
         watchdog.stop()
-        return self._told
+        return self._asked_to_stop
 
     def _router(self) -> Router:
         router = Router()
         router.add("worker.start", Nothing, self._start)
         router.add_sync(CALL, Call, self._call)
-        router.add_sync(ENDED, Number, self._tell_end)
+        router.add_sync(ENDED, CallNumber, self._reply_when_ended)
         router.add("worker.activity", Nothing, self._activity)
         router.add("worker.spans", Nothing, self._spans)
         router.add("worker.stop", Nothing, self._stop)
@@ -183,7 +205,7 @@ class Child:
             )
         except WorkerError as error:
             request.reply(Outcome(error.failure))
-        except Exception as error:  # an argument cannot travel
+        except Exception as error:  # an argument cannot be decoded
             request.reply(Outcome(self._host.wrap(error, call.method).failure))
         else:
             request.abandon = partial(self._cancel, request.number, running)
@@ -192,8 +214,8 @@ class Child:
         self._ending[number] = None
         running.cancel()
 
-    def _tell_end(self, request: Request[Number]) -> None:
-        request.lane = DATA  # the answer comes behind what the method has put
+    def _reply_when_ended(self, request: Request[CallNumber]) -> None:
+        request.lane = DATA  # the reply comes behind what the method has put
         number = request.meta.number
         if number in self._ending:
             self._ending[number] = request
@@ -201,7 +223,7 @@ class Child:
             request.reply(Nothing())
 
     def _codec(self, call: Call) -> ArgumentsCodec:
-        """That of this method, for every call of it that is to come."""
+        """The codec of the called method; kept for its later calls."""
         cls = self._boot.spec.cls
         method = method_of(cls, getattr(cls, call.method))
         found = self._codecs[call.method, call.names] = arguments_codec(method, call.names)
@@ -221,7 +243,7 @@ class Child:
             else:
                 request.fail(ChannelError(f"{method.label} was cancelled"))
             asked = self._ending.pop(request.number, None)
-            if asked is not None:  # all that it put has been said before this
+            if asked is not None:  # all that the method put was sent before this
                 asked.reply(Nothing())
         elif client.has_senders:
             flushing = internal(asyncio.create_task(self._flush(request, method, client, value)))
@@ -234,7 +256,7 @@ class Child:
     async def _flush(
         self, request: Request[Call], method: Method, client: ChannelClient, value: Any
     ) -> None:
-        """A call has returned when what it put is in its channels."""
+        """Reply when what the call put is in its channels."""
         try:
             await client.flush()
         except Exception as error:
@@ -245,7 +267,7 @@ class Child:
     def _reply(self, request: Request[Call], method: Method, value: Any) -> None:
         try:
             body = encode_result(method, value)
-        except Exception as error:  # the result cannot travel
+        except Exception as error:  # the result cannot be encoded
             request.reply(Outcome(self._host.wrap(error, method.name).failure))
             return
         try:
@@ -271,7 +293,7 @@ class Child:
     async def _stop(
         self, connection: Connection, meta: Nothing, body: Encoded | None
     ) -> tuple[Outcome, None]:
-        self._told = True
+        self._asked_to_stop = True
         try:
             await self._host.stop()
         except WorkerError as error:

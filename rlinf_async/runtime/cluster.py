@@ -4,7 +4,7 @@
 
                      waits for                         unblocked by
     the body         calls, channels                   workers; a failure cancels it
-    a call's part    its rank's restart, its method    the worker's reply or death
+    a rank's call    its rank's restart, its method    the worker's reply or death
     a worker         its calls, channels, compute      the driver, items, its own thread
     leaving          calls, workers, processes         cancellation, then force after `grace`
 
@@ -15,31 +15,48 @@ rest and is raised once, with the worker, rank, host, method and traceback of it
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Sequence
-from types import TracebackType
+from pathlib import Path
+from types import TracebackType, UnionType
 from typing import Any, Self, TypeVar
 
+from rlinf_async.channels import Channel, Latest, Wait, render
+from rlinf_async.channels.waitfor import mark_cut_off
+from rlinf_async.channels.wire import Traffic
+from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.backend import Backend
-from rlinf_async.runtime.calls import GroupCall
-from rlinf_async.runtime.cause import FirstCause
-from rlinf_async.runtime.graph import Graph
-from rlinf_async.runtime.group import WorkerGroup
+from rlinf_async.runtime.calls import FirstCause, GroupCall
+from rlinf_async.runtime.deadlock import DeadlockWatch
+from rlinf_async.runtime.group import WorkerGroup, WorkerRef
 from rlinf_async.runtime.launching import Launch, check_launch, check_limits, specs
 from rlinf_async.runtime.placement import Placement, host_devices
 from rlinf_async.runtime.stall import internal
-from rlinf_async.runtime.supervise import Never, Restart, Supervisor
-from rlinf_async.runtime.together import all_or_none, settled, stop_all, tell, unless
-from rlinf_async.runtime.watch import Watch
+from rlinf_async.runtime.supervise import (
+    Never,
+    Restart,
+    Supervisor,
+    all_ended,
+    all_or_none,
+    log_failed_stops,
+    stop_all,
+    unless,
+)
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.errors import BuildError, is_secondary
 
+T = TypeVar("T")
 W = TypeVar("W", bound=Worker)
+log = logging.getLogger(__name__)
 
 
-class Cluster(Graph):
-    """A task group whose tasks are workers. Make one with `local` or `process`."""
+class Cluster:
+    """A task group whose tasks are workers, and the channels between them.
+
+    Make one with `local` or `process`.
+    """
 
     def __init__(
         self,
@@ -50,10 +67,15 @@ class Cluster(Graph):
         grace: float = 5.0,
     ) -> None:
         check_limits(deadlock_after=deadlock_after, grace=grace)
-        super().__init__(backend)
+        self._backend = backend
+        self.channels: dict[str, Channel[Any] | Latest[Any]] = {}
+        """by name"""
+        self.groups: dict[str, WorkerGroup[Any]] = {}
+        """by name"""
         self.devices = tuple(host_devices() if devices is None else devices)
         self.grace = grace
-        self._lives: Counter[str] = Counter()
+        self._spans: list[Span] = []
+        self._launches: Counter[str] = Counter()
         self._starting: set[asyncio.Task[None]] = set()
         self._parent: asyncio.Task[Any] | None = None
         self._cause = FirstCause()
@@ -61,7 +83,14 @@ class Cluster(Graph):
         self._entered = False
         self._closing = False
         self._hurry = asyncio.Event()
-        self._watch = Watch(self, deadlock_after)
+        self._watch = DeadlockWatch(
+            self.channels,
+            self.groups,
+            waits=self.waits,
+            report=self.report,
+            on_deadlock=self.abort,
+            limit=deadlock_after,
+        )
 
     @classmethod
     def local(
@@ -89,27 +118,30 @@ class Cluster(Graph):
         grace: float = 5.0,
         heartbeat_limit: float = 60.0,
         listen: str | None = None,
+        log: Path | None = None,
     ) -> Self:
         """One OS process per worker on this host.
 
         Args:
             devices: what placements choose from; by default the host's accelerators, else its CPU
                 cores.
-            deadlock_after: seconds of nobody being able to go on before `Deadlock` is raised;
-                None: only reported.
+            deadlock_after: seconds in which nobody can go on before `Deadlock` is raised; None:
+                it is only reported.
             grace: seconds that workers get to finish when the cluster ends.
             heartbeat_limit: seconds after which a worker whose event loop does not answer is
                 killed.
             listen: ``tcp://host:port``, to be reached from other hosts at this address, under the
                 secret that RLINF_ASYNC_SECRET_FILE or RLINF_ASYNC_SECRET gives; by default what
                 RLINF_ASYNC_LISTEN says. The workers of this host use a Unix socket in any case.
+            log: file to which the output of the workers is appended, each line with the worker's
+                name; by default it goes to standard error.
 
         Raises:
-            BuildError: a time that is none; an address to listen at, but no secret.
+            BuildError: invalid time limit; an address to listen at, but no secret.
         """
         from rlinf_async.runtime.process import ProcessBackend
 
-        backend = ProcessBackend(heartbeat_limit=heartbeat_limit, listen=listen)
+        backend = ProcessBackend(heartbeat_limit=heartbeat_limit, listen=listen, log=log)
         return cls(backend, devices=devices, deadlock_after=deadlock_after, grace=grace)
 
     async def launch(
@@ -135,7 +167,8 @@ class Cluster(Graph):
             collective: torch.distributed backend for the group; see `Worker.join_collective`.
             env_vars: environment variables of the ranks' processes.
 
-        If it is cancelled, or one rank cannot be started, none is left.
+        A call on the group gives a list with one result per rank, ``[x]`` where ``count`` is 1: see
+        `launch_one`. If the launch is cancelled, or one rank cannot be started, none is left.
 
         Raises:
             BuildError: wrong arguments, name or placement, and nothing was started; or the cluster
@@ -154,27 +187,149 @@ class Cluster(Graph):
         check_launch(launch, args, kwargs)
         self._check_open(launch.group)
         places = placement.assign(count, self.devices) if placement else [()] * count
-        self._lives[launch.group] += 1
-        life = self._lives[launch.group]
-        meeting = self._backend.rendezvous(launch.group, life) if collective else ""
+        self._launches[launch.group] += 1
+        number = self._launches[launch.group]
+        rendezvous = self._backend.rendezvous(launch.group, number) if collective else ""
         supervisors = [
             Supervisor(self._backend, spec, restart or Never(), self._on_idle_death)
-            for spec in specs(launch, places, meeting, args, kwargs)
+            for spec in specs(launch, places, rendezvous, args, kwargs)
         ]
         made = WorkerGroup(worker, launch.group, supervisors, self._on_failure)
         self.groups[launch.group] = made
+        self._backend.check_load(sum(map(len, self.groups.values())))
         starts = [asyncio.create_task(one.start(), name=one.name) for one in supervisors]
         self._starting.update(starts)
         try:
             await all_or_none(starts)
-        except BaseException as error:  # those ranks that did start are of no use alone
-            tell(await stop_all(supervisors, self.grace))
+        except BaseException as error:  # the ranks that did start are of no use alone
+            log_failed_stops(await stop_all(supervisors, self.grace))
             del self.groups[launch.group]
             self._explain_end(launch.group, error)
             raise
         finally:
             self._starting.difference_update(starts)
         return made
+
+    async def launch_one(
+        self,
+        worker: type[W],
+        *args: Any,
+        placement: Placement | None = None,
+        name: str | None = None,
+        restart: Never | Restart | None = None,
+        env_vars: dict[str, str] | None = None,
+        **kwargs: Any,
+    ) -> WorkerRef[W]:
+        """Start a single worker, whose calls give the result itself. See `launch`."""
+        group = await self.launch(
+            worker,
+            *args,
+            placement=placement,
+            name=name,
+            restart=restart,
+            env_vars=env_vars,
+            **kwargs,
+        )
+        return group[0]
+
+    # ---- channels
+
+    def channel(
+        self,
+        item_type: type[T] | UnionType,
+        *,
+        name: str,
+        capacity: int = 64,
+        max_weight: int | None = None,
+        max_deliveries: int = 5,
+    ) -> Channel[T]:
+        """A new channel. See `Channel` for the arguments.
+
+        Raises:
+            BuildError: the name is taken.
+        """
+        made: Channel[T] = Channel(
+            item_type,
+            name=name,
+            capacity=capacity,
+            max_weight=max_weight,
+            max_deliveries=max_deliveries,
+        )
+        self._publish(made)
+        return made
+
+    def latest(self, item_type: type[T] | UnionType, *, name: str) -> Latest[T]:
+        """A new `Latest`: a channel that holds only the newest value.
+
+        Raises:
+            BuildError: the name is taken.
+        """
+        made: Latest[T] = Latest(item_type, name=name)
+        self._publish(made)
+        return made
+
+    def _publish(self, made: Channel[Any] | Latest[Any]) -> None:
+        if made.name in self.channels:
+            raise BuildError(f"there is a channel {made.name!r} already: give each its own name")
+        try:
+            self._backend.publish(made)
+        except TypeError as error:
+            raise BuildError(f"channel {made.name!r} cannot cross to workers: {error}") from error
+        self.channels[made.name] = made
+
+    # ---- what can be seen of it
+
+    def waits(self) -> list[Wait]:
+        """Everybody who waits on a channel of this cluster, the longest first."""
+        cut_off = tuple(f"{name}." for name in self._backend.cut_off())
+        found = [
+            mark_cut_off(wait, cut_off)
+            for channel in self.channels.values()
+            for wait in channel.waits()
+        ]
+        return sorted(found, key=lambda wait: -wait.seconds)
+
+    def traffic(self) -> list[Traffic]:
+        """What went over the connection to each worker's process."""
+        return self._backend.traffic()
+
+    def report(self) -> str:
+        """Who waits for whom, who is cut off, and which items were given up, for a person."""
+        cut_off = [
+            f"{name} is cut off: reconnecting for {seconds:.1f} s"
+            for name, seconds in self._backend.cut_off().items()
+        ]
+        return "\n".join([render(self.waits()), *cut_off, *self._dead_letters()])
+
+    @property
+    def address(self) -> str | None:
+        """Where other hosts reach this cluster; None where it does not `listen`."""
+        return self._backend.address
+
+    def pid(self, name: str) -> int | None:
+        """The process of a worker by its name (``"Env[0]"``); None where it has none of its own."""
+        return self._backend.pid(name)
+
+    async def spans(self) -> list[Span]:
+        """All spans that workers have recorded since the last time."""
+        for supervisor in self._supervisors():
+            handle = supervisor.handle_nowait()
+            if handle is not None:
+                self._spans += await handle.spans()
+        taken, self._spans = self._spans, []
+        return taken
+
+    def _supervisors(self) -> list[Supervisor]:
+        return [one for group in self.groups.values() for one in group.supervisors]
+
+    def _dead_letters(self) -> list[str]:
+        """A line for each channel that gave items up, with the last one's error."""
+        return [
+            f"dead letters of channel {name!r}: {len(dead)}, the last after "
+            f"{dead[-1].deliveries} deliveries: {dead[-1].error}"
+            for name, channel in self.channels.items()
+            if isinstance(channel, Channel) and (dead := channel.dead_letters)
+        ]
 
     # ---- life
 
@@ -204,18 +359,18 @@ class Cluster(Graph):
             return
         if body_failed:
             cause.add_note(f"the body of the cluster then raised {error!r}")
-        raise cause from cause.__cause__  # not from what it led to
+        raise cause from cause.__cause__  # not from the errors that it led to
 
     def abort(self, cause: BaseException) -> None:
-        """End the cluster: cancel its body and raise this when it is left. The first cause
-        counts."""
-        self._cause.blame(cause, None)
+        """End the cluster: cancel its body, and raise ``cause`` when it is left; of several the
+        first."""
+        self._cause.note(cause, None)
         if not (self._aborted or self._closing or self._parent is None or self._parent.done()):
             self._aborted = True
             self._parent.cancel()
 
     def _on_failure(self, error: BaseException, call: GroupCall[Any]) -> None:
-        self._cause.blame(error, call)
+        self._cause.note(error, call)
         if not call.awaited:
             self.abort(error)
 
@@ -223,7 +378,7 @@ class Cluster(Graph):
         self.abort(death)
 
     async def _close_shielded(self) -> asyncio.CancelledError | None:
-        """Close even if the parent is cancelled meanwhile: then without grace, and say so."""
+        """Close; without grace once the parent is cancelled, and return that cancellation."""
         self._closing = True
         interrupted = None
         closing = internal(asyncio.create_task(self._close(), name="close cluster"))
@@ -248,18 +403,19 @@ class Cluster(Graph):
         for start in self._starting:
             start.cancel()
         ending = (call.finished(self.grace) for call in calls)
-        await unless(self._hurry, *ending, settled(self._starting))
+        await unless(self._hurry, *ending, all_ended(self._starting))
         supervisors = self._supervisors()
         results = await unless(self._hurry, *(one.stop(self.grace) for one in supervisors))
         if results is None:
+            log.warning("interrupted again: workers are killed")
             results = await stop_all(supervisors, 0.0)
         await self._backend.close()
-        tell(results)
+        log_failed_stops(results)
 
     # ---- inside
 
     def _explain_end(self, group: str, error: BaseException) -> None:
-        """A launch whose starts were cancelled by `_close`, rather than itself, says so."""
+        """Raise `BuildError` for a launch whose starts were cancelled by `_close`."""
         task = asyncio.current_task()
         by_others = task is None or not task.cancelling()
         if self._closing and by_others and isinstance(error, asyncio.CancelledError):

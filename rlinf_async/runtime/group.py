@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from rlinf_async.runtime.calls import GroupCall
-from rlinf_async.runtime.part import Part
+from rlinf_async.runtime.calls import GroupCall, RankCall
 from rlinf_async.runtime.supervise import Supervisor
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.errors import BuildError
@@ -34,20 +33,20 @@ class WorkerGroup(Generic[W_co]):
         self._on_failure = on_failure
         self.calls: set[GroupCall[Any]] = set()
         self.ended = False
-        """its cluster has been left"""
+        """whether its cluster has been left"""
 
     def __len__(self) -> int:
         return len(self.supervisors)
 
     def __getitem__(self, rank: int) -> WorkerRef[W_co]:
-        """One rank, whose calls give the result itself. `IndexError` where there is none."""
+        """One rank, whose calls give the result itself. `IndexError` where there is none such."""
         if not 0 <= rank < len(self):
             raise IndexError(f"{self.name} has ranks 0 to {len(self) - 1}, not {rank}")
         return WorkerRef(self, rank)
 
     @property
     def restarts(self) -> int:
-        """How often ranks were restarted, in total."""
+        """Number of restarts of all ranks."""
         return sum(supervisor.restarts for supervisor in self.supervisors)
 
     def call(
@@ -58,7 +57,8 @@ class WorkerGroup(Generic[W_co]):
     ) -> GroupCall[list[R]]:
         """Run a method on every rank. The result has one value per rank, in rank order.
 
-        Channel ends among the arguments are cloned for each rank and closed when its call returns.
+        So a group of one rank gives ``[x]``; ``group[0].call`` gives ``x``. Channel ends among the
+        arguments are cloned for each rank and closed when its call returns.
 
         Raises:
             BuildError: an argument does not fit the method; nothing was sent.
@@ -91,7 +91,7 @@ class WorkerGroup(Generic[W_co]):
         kwargs: dict[str, Any],
         single: bool = False,
     ) -> GroupCall[Any]:
-        """A call on these ranks; with ``single`` of one, whose result is the value itself."""
+        """Call a method on ranks; ``single``: on one, whose result is the value itself."""
         method = method_of(self.worker_class, function)
         arguments, has_ends = method.bind(args, kwargs)
         if self.ended:
@@ -99,15 +99,15 @@ class WorkerGroup(Generic[W_co]):
         call: GroupCall[Any] = GroupCall(
             self.name, method, single, self._on_failure, self.calls.discard
         )
-        parts = [Part(call, self.supervisors[rank], method, arguments) for rank in ranks]
+        rank_calls = [RankCall(call, self.supervisors[rank], method, arguments) for rank in ranks]
         if has_ends:
-            with ExitStack() as undo:  # all of them or none
-                for part in parts:
-                    undo.callback(part.close_ends)
-                    part.own_ends()
+            with ExitStack() as undo:  # every rank has its clones, or none has
+                for rank_call in rank_calls:
+                    undo.callback(rank_call.close_ends)
+                    rank_call.clone_ends()
                 undo.pop_all()
         self.calls.add(call)
-        call.begin(parts)
+        call.begin(rank_calls)
         return call
 
 

@@ -1,4 +1,4 @@
-"""A launch: what it was given, what is refused before anything is started, and each rank's part."""
+"""A launch: its arguments, their checks before anything is started, and what each rank gets."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rlinf_async.workers.errors import BuildError
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``launch`` was given, but the arguments of the worker's ``__init__``."""
+    """The arguments of ``launch``, without those of the worker's ``__init__``."""
 
     worker: Any
-    """a `Worker` class, once `check_launch` has seen it"""
+    """a `Worker` class, once checked by `check_launch`"""
     name: str | None
     count: int
     placement: object
@@ -41,15 +41,15 @@ DEFAULTS: Mapping[str, object] = {
     "collective": None,
     "env_vars": None,
 }
-"""Names that ``launch`` keeps to itself, and what they are when they are not given."""
+"""Keywords that ``launch`` keeps to itself, and their defaults."""
 
 
 def check_launch(launch: Launch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check a launch by itself.
+    """Check the arguments of a launch.
 
     Raises:
-        BuildError: no worker class or an abstract one, a wrong count, a policy that cannot be
-            kept, wrong arguments.
+        BuildError: not a worker class, or an abstract one; a wrong count; a restart policy that
+            cannot be kept; wrong arguments.
     """
     if not isinstance(launch.worker, type) or not issubclass(launch.worker, Worker):
         raise BuildError(f"launch() takes a subclass of Worker, not {launch.worker!r}")
@@ -98,11 +98,11 @@ def _shadowed(names: list[str]) -> str:
 def specs(
     launch: Launch,
     places: Sequence[tuple[Device, ...]],
-    meeting: str,
+    rendezvous: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> list[WorkerSpec]:
-    """What each rank is started with: its devices, and where it meets the others."""
+    """What each rank is started with; ``places`` are the devices of each."""
     return [
         WorkerSpec(
             cls=launch.worker,
@@ -114,7 +114,7 @@ def specs(
                 world_size=launch.count,
                 devices=places[rank],
                 collective=launch.collective,
-                rendezvous=meeting,
+                rendezvous=rendezvous,
             ),
             env_vars=launch.env_vars or {},
         )
@@ -123,10 +123,10 @@ def specs(
 
 
 def check_limits(*, deadlock_after: float | None, grace: float) -> None:
-    """Check a cluster's times, in seconds.
+    """Check the time limits of a cluster, in seconds.
 
     Raises:
-        BuildError: one of them is none.
+        BuildError: invalid time limit.
     """
     if deadlock_after is not None:
         check_seconds("deadlock_after", deadlock_after, "None to only report who waits")
@@ -137,6 +137,6 @@ def check_limits(*, deadlock_after: float | None, grace: float) -> None:
 
 
 def check_seconds(name: str, seconds: float, otherwise: str) -> None:
-    """Refuse what is not a positive number; NaN is none."""
+    """Raise `BuildError` unless the time limit is above 0; NaN is not."""
     if not seconds > 0:
         raise BuildError(f"{name} must be more than 0 seconds, got {seconds!r}: pass {otherwise}")

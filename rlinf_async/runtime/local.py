@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from rlinf_async.channels import Channel, Latest
 from rlinf_async.channels.wire import Traffic
 from rlinf_async.observe.trace import Span, SpanRecorder
-from rlinf_async.runtime.backend import Activity, Stop, WorkerSpec
+from rlinf_async.runtime.backend import Activity, Cancel, WorkerSpec
+from rlinf_async.runtime.forced_exit import make_temporary_folder, remove_temporary_folder
 from rlinf_async.runtime.stall import all_blocked
 from rlinf_async.workers.errors import BuildError, WorkerDied
-from rlinf_async.workers.host import Ended, WorkerHost
+from rlinf_async.workers.host import OnEnd, WorkerHost
 from rlinf_async.workers.methods import Method
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ class LocalWorker:
         self._recorder = recorder
         self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
 
-    def begin(self, method: Method, arguments: dict[str, Any], ended: Ended) -> Stop:
-        return self._host.begin(method.name, arguments, ended).cancel
+    def begin(self, method: Method, arguments: dict[str, Any], on_end: OnEnd) -> Cancel:
+        return self._host.begin(method.name, arguments, on_end).cancel
 
     async def activity(self) -> Activity:
         return activity_of(self._host)
@@ -54,14 +54,14 @@ class LocalBackend:
     here."""
 
     def __init__(self) -> None:
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Path | None = None
 
     @property
     def address(self) -> None:
         return None
 
     async def open(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="rlinf-async-")
+        self._folder = make_temporary_folder()
 
     def publish(self, channel: Channel[Any] | Latest[Any]) -> None:
         pass
@@ -80,10 +80,13 @@ class LocalBackend:
     def traffic(self) -> list[Traffic]:
         return []
 
-    def rendezvous(self, group: str, life: int) -> str:
+    def rendezvous(self, group: str, launch: int) -> str:
         if self._folder is None:
             raise RuntimeError("the cluster was not entered")
-        return (Path(self._folder.name) / f"{group}-{life}").as_uri()
+        return (self._folder / f"{group}-{launch}").as_uri()
+
+    def check_load(self, workers: int) -> None:
+        pass
 
     def cut_off(self) -> dict[str, float]:
         return {}
@@ -93,11 +96,11 @@ class LocalBackend:
 
     async def close(self) -> None:
         if self._folder is not None:
-            self._folder.cleanup()
+            remove_temporary_folder(self._folder)
 
 
 def activity_of(host: WorkerHost) -> Activity:
-    """What a worker in this process is doing now, as far as its calls' own tasks tell."""
+    """What a worker in this process is doing now, by the tasks of its calls."""
     labels = tuple(invocation.method for invocation in host.calls.values())
     return Activity(
         calls=labels,

@@ -35,7 +35,7 @@ class Placement(Protocol):
 class Packed(msgspec.Struct, frozen=True):
     """Ranks side by side, from device ``start``: the fewest devices.
 
-    ``devices`` says how many each rank takes: 2 for two whole ones, 0.5 for two ranks on each.
+    ``devices`` is the number for each rank: 2 for two whole ones, 0.5 for two ranks on each.
     """
 
     devices: float = 1
@@ -54,7 +54,7 @@ class Packed(msgspec.Struct, frozen=True):
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """One device for each rank, as far from each other as can be: evenly over all devices."""
+    """One device for each rank, spread evenly over all devices."""
 
     def assign(self, count: int, devices: Sequence[Device]) -> list[tuple[Device, ...]]:
         if not devices or count > len(devices):
@@ -112,6 +112,6 @@ def host_devices() -> tuple[Device, ...]:
 
 
 def _names_a_device(word: str) -> bool:
-    """CUDA sees what stands before the first that names none: of ``"0,-1,1"`` the first, of
-    ``"-1"`` nothing."""
+    """CUDA uses the entries before the first that names no device: of ``"0,-1,1"`` the first, of
+    ``"-1"`` none."""
     return bool(word.strip()) and not word.strip().startswith("-")

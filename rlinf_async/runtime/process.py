@@ -5,6 +5,7 @@
     this process                                      a worker's process (child.py)
     queues of all channels                            ends of channels
     unix socket, owner only  <---- one connection --->  proves the cluster's secret
+    log, or stderr           <---- lines --------------  what it prints
     pidfd of the process     ---- death --------------x
                                                       watches this process, and goes with it
 
@@ -19,8 +20,10 @@ import logging
 import os
 import socket
 from contextlib import suppress
+from functools import partial
 from multiprocessing.context import SpawnProcess
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from rlinf_async import patient
 from rlinf_async.channels import Channel, ConnectionLost, Latest
@@ -34,19 +37,15 @@ from rlinf_async.channels.wire import (
 from rlinf_async.channels.wire.links.protocol import Nothing
 from rlinf_async.observe.trace import Span
 from rlinf_async.rewards.ended import how_it_ended
-from rlinf_async.runtime.backend import Activity, Stop, WorkerSpec
+from rlinf_async.runtime.backend import Activity, Cancel, WorkerSpec
 from rlinf_async.runtime.child import Boot
-from rlinf_async.runtime.codecs import decode_spans
-from rlinf_async.runtime.doors import LISTEN_VARIABLE, Doors
+from rlinf_async.runtime.forced_exit import kill_tree
 from rlinf_async.runtime.launching import check_seconds
-from rlinf_async.runtime.protocol import Outcome
+from rlinf_async.runtime.listeners import LISTEN_VARIABLE, Listeners
+from rlinf_async.runtime.output import OutputLog, OutputPipe
+from rlinf_async.runtime.protocol import Outcome, decode_spans
 from rlinf_async.runtime.remote import RemoteCall
-from rlinf_async.runtime.spawning import (
-    is_being_started,
-    kill_tree,
-    open_death,
-    spawn_whole,
-)
+from rlinf_async.runtime.spawning import is_being_started, open_death, spawn_whole
 from rlinf_async.runtime.stall import result_of
 from rlinf_async.workers.errors import (
     BuildError,
@@ -55,7 +54,7 @@ from rlinf_async.workers.errors import (
     WorkerError,
     WorkerUnresponsive,
 )
-from rlinf_async.workers.host import Ended
+from rlinf_async.workers.host import OnEnd
 from rlinf_async.workers.methods import Method
 
 log = logging.getLogger(__name__)
@@ -64,19 +63,30 @@ MAIN_GUARD = (
     "import it"
 )
 EXIT_SECONDS = 1.0
-"""How long a process that closed its connection may take to exit by itself."""
+"""time that a process which closed its connection has to exit by itself"""
+CROWDED: Final = 4
+"""worker processes per core, above which a warning is logged"""
 
 
 class ProcessWorker:
     """One rank in a process of its own."""
 
-    def __init__(self, spec: WorkerSpec, process: SpawnProcess, server: ChannelServer) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        process: SpawnProcess,
+        server: ChannelServer,
+        output: OutputPipe,
+        output_place: str,
+    ) -> None:
         self.name = spec.info.name
         self._process = process
+        self._output = output
+        self._output_place = output_place
         self._server = server
         self._connection: Connection | None = None
         self._stopping = False
-        self._why: str | None = None
+        self._kill_reason: str | None = None
         self._kill_timer: patient.Timer | None = None
         self._loop = asyncio.get_running_loop()
         self.pid = process.pid or 0
@@ -105,8 +115,8 @@ class ProcessWorker:
         if outcome.failure is not None:
             raise WorkerError(outcome.failure)
 
-    def begin(self, method: Method, arguments: dict[str, Any], ended: Ended) -> Stop:
-        call = RemoteCall(self._live, self._server, self.died, method, ended)
+    def begin(self, method: Method, arguments: dict[str, Any], on_end: OnEnd) -> Cancel:
+        call = RemoteCall(self._live, self._server, self.died, method, on_end)
         call.send(arguments)
         return call.cancel
 
@@ -130,7 +140,7 @@ class ProcessWorker:
         self._stopping = True
         outcome = Outcome()
         try:
-            if self._connection is not None and not self.exited.done():
+            if grace > 0 and self._connection is not None and not self.exited.done():
                 async with patient.timeout(grace):
                     outcome = await self._ask("worker.stop")
                     await result_of(self.exited)
@@ -143,21 +153,21 @@ class ProcessWorker:
             raise WorkerError(outcome.failure)
 
     async def kill(self) -> None:
-        """End the process and what it started by force, if it is still there."""
+        """Kill the process and what it started, if it still runs."""
         self._stopping = True
         if not self.exited.done():
             kill_tree(self._process)
             await result_of(self.exited)
         self.died.cancel()
 
-    def lose(self, why: str) -> None:
-        """The connection is gone: so will the process be, or else it is ended for this reason."""
+    def lose(self, reason: str) -> None:
+        """The connection is lost: kill the process for this reason, unless it soon ends itself."""
         if not self._stopping and not self.exited.done() and self._kill_timer is None:
-            self._kill_timer = patient.Timer(EXIT_SECONDS, self._end_for, why)
+            self._kill_timer = patient.Timer(EXIT_SECONDS, self._kill_for, reason)
 
-    def _end_for(self, why: str) -> None:
+    def _kill_for(self, reason: str) -> None:
         if not self.exited.done():
-            self._why = why
+            self._kill_reason = reason
             kill_tree(self._process)
 
     async def _ask(self, kind: str) -> Outcome:
@@ -178,6 +188,7 @@ class ProcessWorker:
         os.close(self._death_file)
         kill_tree(self._process)  # what it started and left behind
         self._process.join()
+        self._output.close()
         code = self._process.exitcode or 0
         self._process.close()
         if self._kill_timer is not None:
@@ -190,34 +201,45 @@ class ProcessWorker:
             self.exited.set_result(None)
 
     def _death(self, code: int) -> WorkerDied:
-        kind = WorkerDied if self._why is None else WorkerUnresponsive
+        kind = WorkerDied if self._kill_reason is None else WorkerUnresponsive
         failure = Failure(
             worker=self.name,
             host=socket.gethostname(),
             pid=self.pid,
             method="its process",
             error_type=kind.__name__,
-            message=self._why or f"the process ended by itself: {how_it_ended(code)}{self._hint()}",
+            message=self._kill_reason or f"the process ended by itself: {self._end_of(code)}",
             traceback="",
         )
         return kind(failure)
 
-    def _hint(self) -> str:
+    def _end_of(self, code: int) -> str:
+        """How the process ended, with a hint where it never connected."""
+        end = how_it_ended(code)
         if self._connection is not None:
-            return ""
-        return f", before it could connect; why stands on stderr ({MAIN_GUARD})"
+            return end
+        if code < 0:
+            return f"{end}, before it could connect (was memory used up? the kernel's log says so)"
+        return f"{end}, before it could connect; why stands {self._output_place} ({MAIN_GUARD})"
 
 
 class ProcessBackend:
     """Starts a process for each rank and owns the queues of all channels."""
 
     def __init__(
-        self, *, heartbeat_limit: float, listen: str | None = None, connect_limit: float = 120.0
+        self,
+        *,
+        heartbeat_limit: float,
+        listen: str | None = None,
+        log: Path | None = None,
+        connect_limit: float = 120.0,
     ) -> None:
         check_seconds("heartbeat_limit", heartbeat_limit, "60 or so")
         self._heartbeat_limit = heartbeat_limit
         self._connect_limit = connect_limit
-        self._doors = Doors(
+        self._output = OutputLog(log)
+        self._warned_of_load = False
+        self._listeners = Listeners(
             listen or os.environ.get(LISTEN_VARIABLE), heartbeat_limit=heartbeat_limit
         )
         self._router = Router()
@@ -228,11 +250,11 @@ class ProcessBackend:
     async def open(self) -> None:
         if is_being_started():
             raise BuildError(f"this is the process of a worker that is being started: {MAIN_GUARD}")
-        await self._doors.open(self._router, self._on_connect, self._on_disconnect)
+        await self._listeners.open(self._router, self._on_connect, self._on_disconnect)
 
     @property
     def address(self) -> str | None:
-        return self._doors.address
+        return self._listeners.address
 
     def publish(self, channel: Channel[Any] | Latest[Any]) -> None:
         self._channels.publish(channel)
@@ -243,14 +265,14 @@ class ProcessBackend:
         boot = Boot(
             spec=spec,
             life=life,
-            socket=str(self._doors.socket),
-            secret=self._doors.secret,
+            socket=str(self._listeners.socket),
+            secret=self._listeners.secret,
             heartbeat_limit=self._heartbeat_limit,
         )
         self._expected[life] = connected
         try:
-            process = await spawn_whole(boot)
-            worker = ProcessWorker(spec, process, self._channels)
+            process, output = await self._spawn(boot)
+            worker = ProcessWorker(spec, process, self._channels, output, self._output.place)
             self._workers[spec.info.name] = worker
             try:
                 await worker.attach(connected, self._connect_limit)
@@ -261,8 +283,29 @@ class ProcessBackend:
             self._expected.pop(life, None)
         return worker
 
-    def rendezvous(self, group: str, life: int) -> str:
-        return (self._doors.socket.parent / f"{group}-{life}.store").as_uri()
+    async def _spawn(self, boot: Boot) -> tuple[SpawnProcess, OutputPipe]:
+        output = OutputPipe(partial(self._output.write, boot.spec.info.name))
+        try:
+            process = await spawn_whole(boot, output)
+        except BaseException:
+            output.close()
+            raise
+        output.started()
+        return process, output
+
+    def rendezvous(self, group: str, launch: int) -> str:
+        return (self._listeners.socket.parent / f"{group}-{launch}.store").as_uri()
+
+    def check_load(self, workers: int) -> None:
+        cores = len(os.sched_getaffinity(0))
+        if workers > CROWDED * cores and not self._warned_of_load:
+            self._warned_of_load = True
+            log.warning(
+                "%d worker processes share %d cores: each is slow, also to answer heartbeats; "
+                "start fewer workers, or pass a longer heartbeat_limit",
+                workers,
+                cores,
+            )
 
     def cut_off(self) -> dict[str, float]:
         connections = {name: worker.connection for name, worker in self._workers.items()}
@@ -283,7 +326,7 @@ class ProcessBackend:
     async def close(self) -> None:
         for worker in list(self._workers.values()):
             await worker.kill()
-        await self._doors.close()
+        await self._listeners.close()
 
     def _on_connect(self, connection: Connection) -> None:
         expected = self._expected.get(connection.peer)

@@ -1,9 +1,9 @@
-"""A call to a worker in another process, until its answer is there. No task waits for it.
+"""A call to a worker in another process, until its reply arrives. No task waits for it.
 
 A call that is cancelled has ended once its method has: until then its channel ends stay open, so
-what the method had put by then is in its channels. A worker that does not say so in
-`CANCEL_SECONDS`, because it is blocked or cut off, is not waited for. What is asked about the end
-goes ahead of all data; the answer comes behind what the method has put.
+what the method had put by then is in its channels. A worker that does not report the end within
+`CANCEL_SECONDS`, because it is blocked or cut off, is not waited for. The request to report the end
+goes ahead of all data; its reply comes behind what the method has put.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -21,14 +21,19 @@ from rlinf_async.channels.wire.frames.messages import Message
 from rlinf_async.channels.wire.session.failures import UNREADABLE
 from rlinf_async.channels.wire.session.requests import head_of
 from rlinf_async.patient import Timer
-from rlinf_async.runtime.codecs import ArgumentsCodec, arguments_codec
-from rlinf_async.runtime.protocol import CALL, ENDED, Number, Outcome
+from rlinf_async.runtime.protocol import (
+    CALL,
+    ENDED,
+    ArgumentsCodec,
+    CallNumber,
+    Outcome,
+    arguments_codec,
+)
 from rlinf_async.workers.errors import WorkerDied, WorkerError
-from rlinf_async.workers.host import Ended
+from rlinf_async.workers.host import OnEnd
 from rlinf_async.workers.methods import Method
 
-if TYPE_CHECKING:
-    Death = asyncio.Future[WorkerDied]
+Death: TypeAlias = "asyncio.Future[WorkerDied]"
 
 CANCEL_SECONDS: Final = 2.0
 log = logging.getLogger(__name__)
@@ -37,10 +42,10 @@ _RETURNED = msgspec.msgpack.encode(Outcome())
 
 
 class RemoteCall:
-    """What the answer to one call is told to.
+    """Receives the reply to one call, and passes it to ``on_end``.
 
-    Results are told at once, failures and cancellations with the next turn of the loop: they make
-    others act, who must not do so in the midst of what arrived.
+    Results are passed on at once, failures and cancellations with the next turn of the loop: what
+    they lead to must not happen while arrived messages are still being handled.
     """
 
     __slots__ = (
@@ -51,7 +56,7 @@ class RemoteCall:
         "_lent",
         "_method",
         "_number",
-        "_over",
+        "_on_end",
         "_server",
     )
 
@@ -61,24 +66,25 @@ class RemoteCall:
         server: ChannelServer,
         death: Death,
         method: Method,
-        ended: Ended,
+        on_end: OnEnd,
     ) -> None:
         self._connection = connection
         self._server = server
         self._death = death
         self._method = method
         self._codec: ArgumentsCodec
-        self._ended = ended
+        self._on_end = on_end
         self._lent: Sequence[int] = ()
         self._number = 0
-        self._over = False
+        self._ended = False
 
     def send(self, arguments: dict[str, Any]) -> None:
         """Ask the worker to run the method.
 
         Raises:
-            BuildError, ItemTooLarge: what is given or returned cannot travel; nothing was sent.
-            ConnectionLost: the worker is cut off for good.
+            BuildError, ItemTooLarge: an argument or the result type cannot cross to another
+                process; nothing was sent.
+            ConnectionLost: the connection is lost for good.
         """
         self._codec = codec = arguments_codec(self._method, tuple(arguments))
         try:
@@ -95,7 +101,7 @@ class RemoteCall:
 
     def cancel(self) -> None:
         """Cancel the method."""
-        if self._over:
+        if self._ended:
             return
         never_sent = self._connection.give_up(self._number)
         self._death.remove_done_callback(self._died)
@@ -104,22 +110,22 @@ class RemoteCall:
             return
         cancelled = _Cancelled(self)
         try:
-            head = head_of(ENDED, Number(self._number))
+            head = head_of(ENDED, CallNumber(self._number))
             self._connection.post(cancelled, ENDED, head, control=True)
         except ConnectionLost as error:
             cancelled.set_exception(error)
 
     def cancelled(self) -> None:
-        """Its method has ended, or cannot be heard of any more."""
+        """End as cancelled: the method has ended, or will not be waited for."""
         self._fail(asyncio.CancelledError())
 
-    def unheard(self) -> None:
-        """The worker does not say that its method has ended."""
+    def cancel_timed_out(self) -> None:
+        """End as cancelled, though the worker has not reported that the method has ended."""
         cut = self._connection.reconnecting
         log.warning(
             "%s was cancelled, and %s within %g s: what it puts now is refused",
             self._method.label,
-            "its worker is cut off (reconnecting) and could not say that it ended"
+            "its worker is cut off (reconnecting) and could not report that it ended"
             if cut
             else "did not end",
             CANCEL_SECONDS,
@@ -129,10 +135,10 @@ class RemoteCall:
     # ---- for the connection
 
     def done(self) -> bool:
-        return self._over
+        return self._ended
 
     def set_result(self, message: Message, /) -> None:
-        """The worker answered."""
+        """Take the reply."""
         if message.head != _RETURNED and self._failed(message.head):
             return
         try:
@@ -140,13 +146,13 @@ class RemoteCall:
         except Exception as error:
             self._fail(error)
             return
-        self._over = True
+        self._ended = True
         if self._lent:
             self._take_back()
-        self._ended(value, None)
+        self._on_end(value, None)
 
     def set_exception(self, error: BaseException, /) -> None:
-        """It was refused, or the connection is lost: then the worker is, too."""
+        """The call was refused; or the connection is lost, and then the worker will be, too."""
         if isinstance(error, ConnectionLost):
             self._wait_for_death()
         else:
@@ -155,11 +161,11 @@ class RemoteCall:
     # ---- inside
 
     def _failed(self, head: bytes) -> bool:
-        """Whether the answer says that the method failed; then so has the call."""
+        """Whether the reply says that the method failed; then the call fails."""
         try:
             outcome = _decode_outcome(head)
         except UNREADABLE as error:
-            self._fail(MalformedFrame(f"the answer to a call of {self._method.label}: {error}"))
+            self._fail(MalformedFrame(f"the reply to a call of {self._method.label}: {error}"))
             raise
         if outcome.failure is not None:
             self._fail(WorkerError(outcome.failure))
@@ -172,10 +178,10 @@ class RemoteCall:
         self._fail(asyncio.CancelledError() if death.cancelled() else death.result())
 
     def _fail(self, error: BaseException) -> None:
-        if not self._over:
-            self._over = True
+        if not self._ended:
+            self._ended = True
             self._take_back()
-            asyncio.get_running_loop().call_soon(self._ended, None, error)
+            asyncio.get_running_loop().call_soon(self._on_end, None, error)
 
     def _take_back(self) -> None:
         for number in self._lent:
@@ -184,11 +190,11 @@ class RemoteCall:
 
 
 class _Cancelled:
-    """What the end of a cancelled call is told to."""
+    """Receives the reply that the method of a cancelled call has ended."""
 
     def __init__(self, call: RemoteCall) -> None:
         self._call = call
-        self._timer = Timer(CANCEL_SECONDS, call.unheard)
+        self._timer = Timer(CANCEL_SECONDS, call.cancel_timed_out)
 
     def done(self) -> bool:
         return self._call.done()

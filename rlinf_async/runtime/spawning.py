@@ -1,4 +1,4 @@
-"""Starts a process for a worker, sees it end, and ends it: it and all that it started.
+"""Starts the process of a worker, and gives a file by which its end is seen.
 
 A worker's process leads a session of its own. So the terminal's Ctrl-C is for the process that
 started it alone, and whatever the worker starts (simulators, loaders) can be ended with it. What a
@@ -17,14 +17,17 @@ from collections.abc import Iterator
 from multiprocessing.context import SpawnProcess
 
 from rlinf_async.runtime.child import Boot, child_main
+from rlinf_async.runtime.forced_exit import kill_tree
+from rlinf_async.runtime.output import OutputPipe
+from rlinf_async.runtime.signals import OF_THE_DRIVER
 from rlinf_async.workers.errors import BuildError
 
 _spawn_lock = threading.Lock()
 
 
-async def spawn_whole(boot: Boot) -> SpawnProcess:
+async def spawn_whole(boot: Boot, output: OutputPipe) -> SpawnProcess:
     """Start the process in a thread. If this is cancelled meanwhile, no process is left."""
-    spawning = asyncio.create_task(asyncio.to_thread(_spawn, boot))
+    spawning = asyncio.create_task(asyncio.to_thread(_spawn, boot, output))
     try:
         return await asyncio.shield(spawning)
     except asyncio.CancelledError:
@@ -48,30 +51,18 @@ def open_death(process: SpawnProcess) -> int:
     return os.dup(process.sentinel)
 
 
-def kill_tree(process: SpawnProcess) -> None:
-    """End the process and what it started, by force.
-
-    Also after it has ended, but not after it was joined: its number may be another's by then.
-    """
-    if process.pid is None:
-        return
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()  # it may not lead its own group yet
-
-
 def is_being_started() -> bool:
     """Whether this process is a child that still imports its main module."""
     return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
 
 
-def _spawn(boot: Boot) -> SpawnProcess:
+def _spawn(boot: Boot, output: OutputPipe) -> SpawnProcess:
     """Start the process. Its environment is set here, because its modules are imported first of
     all."""
     process = multiprocessing.get_context("spawn").Process(
-        target=child_main, args=(boot,), name=boot.life, daemon=False
+        target=child_main, args=(output, boot), name=boot.life, daemon=False
     )
-    with _spawn_lock, _environment(boot.spec.env_vars), _no_interrupt():
+    with _spawn_lock, _environment(boot.spec.env_vars), _signals_blocked():
         try:
             process.start()
         except OSError:
@@ -100,10 +91,10 @@ def _environment(extra: dict[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_interrupt() -> Iterator[None]:
-    """The child inherits a blocked SIGINT: until it leads a session of its own, a Ctrl-C reaches
-    it too."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+def _signals_blocked() -> Iterator[None]:
+    """The child inherits the signals of this process as blocked, until it ignores them: before it
+    leads a session of its own, what is sent to this process's group reaches it, too."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_THE_DRIVER)
     try:
         yield
     finally:

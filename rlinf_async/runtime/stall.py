@@ -1,9 +1,9 @@
-"""Is anybody left who could make progress?
+"""Which tasks are blocked: could any of them make progress by itself?
 
 A task is *blocked* if what it awaits can be ended by others only: a wait on a channel, or another
-task, which is asked the same. Anything else (a timer, ``asyncio.timeout``, a socket, a thread) may
-end by itself, so the benefit of the doubt goes to the task: a verdict of "blocked" is one that
-holds. (What cannot be seen: a timer of the user's own that cancels a task.)
+task, of which the same is asked. Anything else (a timer, ``asyncio.timeout``, a socket, a thread)
+may end by itself, and then the task does not count as blocked; so "blocked" is certain. (What
+cannot be seen: a timer of the user's own that cancels a task.)
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _internal: WeakSet[asyncio.Task[Any]] = WeakSet()
 
 
 class WorkFuture(asyncio.Future[Any]):
-    """What a task awaits while a worker works for it: only that worker can end it."""
+    """A future that only a worker can complete: what a task awaits while a worker runs its call."""
 
 
 async def result_of(future: asyncio.Future[R]) -> R:
-    """Await a future that others await too: being cancelled here leaves it alone."""
+    """Await a future that others await too: cancelling this wait does not cancel the future."""
     if not future.done():
         mine: asyncio.Future[None] = WorkFuture()
 
@@ -63,8 +63,8 @@ def all_blocked(tasks: Iterable[asyncio.Task[Any]]) -> bool:
 
 
 def _with_timeout() -> set[asyncio.Task[Any]]:
-    """Tasks inside an ``asyncio.timeout`` that still runs. No loop tells, so the heap is asked:
-    some milliseconds, and only when all is blocked otherwise."""
+    """Tasks inside an ``asyncio.timeout`` that still runs. No loop lists them, so the heap is
+    searched: some milliseconds, and only when all tasks are blocked otherwise."""
     every = [one for one in gc.get_objects() if type(one) is asyncio.Timeout]
     return {vars(one)["_task"] for one in every if vars(one).get("_timeout_handler") is not None}
 

@@ -1,4 +1,4 @@
-"""Keeps the ranks of a group alive.
+"""Keeps the ranks of a group alive; starts and stops many at once.
 
 ::
 
@@ -17,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -30,13 +31,13 @@ log = logging.getLogger(__name__)
 
 
 class Never(msgspec.Struct, frozen=True):
-    """A death ends the run with its cause."""
+    """The death of a rank's process ends the run with its cause."""
 
 
 class Restart(msgspec.Struct, frozen=True):
     """A rank whose process dies is started again, at most ``max`` times within ``within`` seconds.
 
-    An exception that a method raises is no death: it would only be raised again.
+    An exception that a method raises is not a death: it would only be raised again.
     """
 
     max: int = 3
@@ -50,7 +51,7 @@ class Restart(msgspec.Struct, frozen=True):
 
 
 class Supervisor:
-    """One rank: its current handle, or the restart that is under way."""
+    """One rank: its live worker, or the restart that is under way."""
 
     def __init__(
         self,
@@ -65,10 +66,10 @@ class Supervisor:
         self._on_idle_death = on_idle_death
         self._restarts: deque[float] = deque()
         self._handle: asyncio.Future[WorkerHandle] | None = None
-        self._live: WorkerHandle | None = None  # what it gives, if anything
+        self._live: WorkerHandle | None = None  # result of `_handle`, while the worker is live
         self._restarting: asyncio.Task[None] | None = None
-        self._calls = 0  # that run or wait on this rank
-        self._untold: Exception | None = None  # the death that ended the rank, while none raised it
+        self._calls = 0  # calls that run or wait on this rank
+        self._unraised: Exception | None = None  # the final death, until a call has raised it
         self.restarts = 0
         self.stopping = False
 
@@ -85,7 +86,7 @@ class Supervisor:
         """The live worker; waits for a restart that is under way.
 
         Raises:
-            WorkerDied: it is gone for good.
+            WorkerDied: the worker died, and is not restarted.
         """
         if self._handle is None:
             raise RuntimeError(f"{self.name} was not started")
@@ -96,15 +97,15 @@ class Supervisor:
         return self._live
 
     def call_begun(self) -> None:
-        """A call waits for this rank's worker, or runs there."""
+        """Count a call that waits for this rank's worker, or runs there."""
         self._calls += 1
 
     def call_ended(self, error: BaseException | None) -> None:
-        """One is over, and raises this error."""
+        """Count a call as ended; ``error`` is what it raises."""
         self._calls -= 1
-        if error is not None and error is self._untold:
-            self._untold = None
-        self._check_told()
+        if error is not None and error is self._unraised:
+            self._unraised = None
+        self._check_raised()
 
     async def stop(self, grace: float) -> None:
         """End the rank for good."""
@@ -128,7 +129,7 @@ class Supervisor:
             self.lost(worker, died.result())
 
     def lost(self, worker: WorkerHandle, death: WorkerDied) -> None:
-        """This life is over: begin the next, or give up. Whoever learns of it says so."""
+        """The worker has died: restart it, or give up. Reported by whoever notices first."""
         if self.stopping or self._live is not worker:
             return
         self._live = None
@@ -163,7 +164,7 @@ class Supervisor:
             self._adopt(await self._backend.start(self._spec))
         except WorkerDied as death:
             self._after(death)
-        except Exception as error:  # whatever it is: those who wait for the worker must learn of it
+        except Exception as error:  # whatever it is: calls that wait for the worker must fail
             self._give_up(error)
 
     def _give_up(self, death: Exception) -> None:
@@ -174,22 +175,67 @@ class Supervisor:
             )
         if self._handle is not None and not self._handle.done():
             self._handle.set_exception(death)
-        self._untold = death
-        self._check_told()
+        self._unraised = death
+        self._check_raised()
 
-    def _check_told(self) -> None:
-        """What cancels the cluster's body comes with the next turn: it must not look like the end
-        of a call that the body had cancelled itself and waits for."""
-        if self._untold is not None and not self._calls and not self.stopping:
-            asyncio.get_running_loop().call_soon(self._tell_if_idle)
+    def _check_raised(self) -> None:
+        """Report a death that no call raises, with the next turn of the loop.
 
-    def _tell_if_idle(self) -> None:
-        if self._untold is not None and not self._calls:
-            death, self._untold = self._untold, None
+        It cancels the cluster's body, which must not look like the end of a call that the body
+        itself cancelled and waits for.
+        """
+        if self._unraised is not None and not self._calls and not self.stopping:
+            asyncio.get_running_loop().call_soon(self._report_if_idle)
+
+    def _report_if_idle(self) -> None:
+        if self._unraised is not None and not self._calls:
+            death, self._unraised = self._unraised, None
             self._on_idle_death(death)
 
 
 def _retrieve(future: asyncio.Future[WorkerHandle]) -> None:
-    """A death that no call waits for is reported otherwise."""
+    """Mark the exception as retrieved: a death that no call waits for is reported otherwise."""
     if not future.cancelled():
         future.exception()
+
+
+async def all_or_none(tasks: list[asyncio.Task[None]]) -> None:
+    """Await all tasks; at the first failure cancel the rest and raise it, not a group of one."""
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def all_ended(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Wait until all tasks have ended, however they did."""
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def unless(hurry: asyncio.Event, *waits: Coroutine[Any, Any, None]) -> list[Any] | None:
+    """The results of ``waits``, errors included; None where ``hurry`` is set before."""
+    every: asyncio.Future[Any] = asyncio.gather(*waits, return_exceptions=True)
+    either: list[asyncio.Future[Any]] = [every]
+    hurried = asyncio.create_task(hurry.wait())
+    await asyncio.wait([*either, hurried], return_when=asyncio.FIRST_COMPLETED)
+    in_time = every.done()
+    hurried.cancel()
+    every.cancel()
+    await asyncio.gather(every, hurried, return_exceptions=True)
+    return every.result() if in_time else None
+
+
+async def stop_all(supervisors: Sequence[Supervisor], grace: float) -> list[Any]:
+    """Stop these ranks; what one raises does not keep the others from being stopped."""
+    stops = (one.stop(grace) for one in supervisors)
+    return await asyncio.gather(*stops, return_exceptions=True)
+
+
+def log_failed_stops(results: list[Any]) -> None:
+    """Log the workers that failed while they were stopped: they must not hide the first cause."""
+    for result in results:
+        if isinstance(result, Exception):
+            log.error("while a worker was stopped: %s", result)

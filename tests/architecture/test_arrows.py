@@ -12,6 +12,7 @@ from tests.architecture.sources import ROOT, Import, folders, imports, loose, mo
 LIGHT = {"config", "messages", "parallel", "patient"}
 
 ARROWS: dict[str, set[str]] = {
+    "__main__": {"cli"},
     "patient": set(),
     "channels": {"patient"},
     "config": set(),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlinf_async.bench import Bar, Results, best_of, bound, quotient
+from rlinf_async.bench.bars import judge
 from rlinf_async.bench.model import selected
-from rlinf_async.bench.verdict import judge
 from tests.bench.conftest import printing, versus
 
 

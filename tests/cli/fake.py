@@ -9,6 +9,7 @@ import msgspec
 
 from rlinf_async.config import ConfigError, MissingDevice, UsageError
 from rlinf_async.observe.summary import Summary
+from rlinf_async.runtime.signals import Terminated
 from rlinf_async.workers.errors import BuildError
 
 
@@ -35,6 +36,7 @@ ENDINGS: dict[str, BaseException] = {
     "build": BuildError("channel 'numbers': nobody puts anything into it"),
     "disk": OSError(28, "No space left on device", "runs/a/metrics.csv"),
     "interrupt": KeyboardInterrupt(),
+    "terminated": Terminated(),
     "group": ExceptionGroup("several", [WorkerError("env[0] died")]),
     "many": ExceptionGroup("several", [WorkerError("env[0] died"), RuntimeError("odd")]),
     "interrupted group": BaseExceptionGroup("several", [KeyboardInterrupt(), ValueError("odd")]),

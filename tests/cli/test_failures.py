@@ -18,6 +18,7 @@ from tests.cli.conftest import CommandLine
         ("group", 1, "error: env[0] died\n"),
         ("interrupt", 130, "interrupted\n"),
         ("interrupted group", 130, "interrupted\n"),
+        ("terminated", 143, "terminated\n"),
     ],
 )
 def test_a_failed_run_says_its_cause_and_nothing_else(

@@ -81,14 +81,16 @@ def test_the_layout_has_the_documented_names(tmp_path: Path) -> None:
             folder.trace,
             folder.timeline,
             folder.summary,
+            folder.workers_log,
         )
         assert [path.name for path in named] == [
             "metrics.csv",
             "learning_curve.png",
             "video.mp4",
-            "trace.json",
+            "trace.json.gz",
             "timeline.png",
             "summary.json",
+            "workers.log",
         ]
         assert all(path.parent == folder.path for path in named)
 

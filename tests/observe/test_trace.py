@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import subprocess
 import sys
 import threading
@@ -177,8 +178,19 @@ def test_spans_of_two_processes_are_merged_by_the_clock_they_share(tmp_path: Pat
     assert [span.name for span in ordered] == ["before", "step", "after"]
 
 
-def test_something_else_is_not_read_as_a_trace(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text("[1, 2]")
+def test_a_compressed_trace_is_smaller_and_reads_back_the_same(tmp_path: Path) -> None:
+    spans = [Span("env", "step", at * 1_000, 500, {"stage": at % 2}) for at in range(1_000)]
+    for name in ("trace.json", "trace.json.gz"):
+        write_perfetto(spans, tmp_path / name)
+        assert read_perfetto(tmp_path / name) == spans
+    plain, compressed = (tmp_path / name for name in ("trace.json", "trace.json.gz"))
+    assert gzip.decompress(compressed.read_bytes()) == plain.read_bytes()
+    assert compressed.stat().st_size < plain.stat().st_size / 5
+
+
+@pytest.mark.parametrize("content", [b"[1, 2]", b"\x1f\x8b", gzip.compress(b"{}")[:-1]])
+def test_something_else_is_not_read_as_a_trace(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(content)
     with pytest.raises(RunFolderError, match="is not a trace of a run"):
         read_perfetto(path)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rlinf_async.runtime.backend import Stop, WorkerSpec
+from rlinf_async.runtime.backend import Cancel, WorkerSpec
 from rlinf_async.runtime.local import LocalBackend, LocalWorker
 from rlinf_async.workers.errors import Failure, WorkerDied
-from rlinf_async.workers.host import Ended
+from rlinf_async.workers.host import OnEnd
 from rlinf_async.workers.methods import Method
 
 
@@ -31,20 +31,20 @@ class Mortal(LocalWorker):
 
     name = ""
 
-    def begin(self, method: Method, arguments: dict[str, Any], ended: Ended) -> Stop:
-        def told(value: Any, error: BaseException | None) -> None:
+    def begin(self, method: Method, arguments: dict[str, Any], on_end: OnEnd) -> Cancel:
+        def ended(value: Any, error: BaseException | None) -> None:
             self.died.remove_done_callback(dies)
             if self.died.done() and not self.died.cancelled():
                 value, error = None, self.died.result()
-            ended(value, error)
+            on_end(value, error)
 
         def dies(died: asyncio.Future[WorkerDied]) -> None:
             if not died.cancelled():
-                stop()
+                cancel()
 
-        stop = super().begin(method, arguments, told)
+        cancel = super().begin(method, arguments, ended)
         self.died.add_done_callback(dies)
-        return stop
+        return cancel
 
     def kill(self) -> None:
         """End it as SIGKILL would."""

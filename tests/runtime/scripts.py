@@ -12,11 +12,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parents[2]
 
 PATIENCE = 100.0
-"""seconds; how long a script may take on a busy machine, before it is taken to hang"""
+"""seconds after which a script is taken to hang, on a busy machine, too"""
 
 
 class Script:
@@ -26,23 +27,59 @@ class Script:
         self.process = process
         self.folder = folder
         self._read: list[str] = []
+        self._read_errors: list[str] = []
 
     def wait_for(self, line: str) -> None:
         """Return once it has printed this line."""
         assert self.process.stdout is not None
-        while not self._read or self._read[-1] != f"{line}\n":
-            self._read.append(self.process.stdout.readline())
-            assert self._read[-1], self.end()
+        self._wait_for(line, self.process.stdout, self._read)
+
+    def wait_for_error(self, line: str) -> None:
+        """Return once this line is on its stderr, where its workers' output is, too."""
+        assert self.process.stderr is not None
+        self._wait_for(line, self.process.stderr, self._read_errors)
+
+    def _wait_for(self, line: str, stream: IO[str], read: list[str]) -> None:
+        while not read or read[-1] != f"{line}\n":
+            read.append(stream.readline())
+            assert read[-1], self.end()
+
+    def terminate_until_ended(self) -> None:
+        """Send SIGTERM until it has ended: a second one too soon after the first does not count."""
+        until = time.monotonic() + PATIENCE
+        while self.process.poll() is None:
+            assert time.monotonic() < until
+            self.process.terminate()
+            time.sleep(0.05)
 
     def end(self) -> tuple[int, list[str], str]:
-        """Its exit code, the lines in order of the alphabet that it and its workers printed, and
-        their errors; returns when all of them have closed their output."""
+        """Its exit code, the lines in alphabetical order that it printed, and its stderr; returns
+        when it and its workers have closed their output."""
         out, err = self.process.communicate(timeout=PATIENCE)
-        return self.process.returncode, sorted(("".join(self._read) + out).splitlines()), err
+        lines = sorted(("".join(self._read) + out).splitlines())
+        return self.process.returncode, lines, "".join(self._read_errors) + err
+
+    def gone(self) -> bool:
+        """Whether nothing of it runs any more, workers included, or will soon."""
+        until = time.monotonic() + PATIENCE
+        while (left := self._processes()) and time.monotonic() < until:
+            time.sleep(0.01)
+        return not left
+
+    def _processes(self) -> list[str]:
+        """The processes with its environment; one that has ended and waits for its parent has
+        none."""
+        mine = f"TMPDIR={self.folder / 't'}".encode()
+        found = []
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                if mine in file.read_bytes().split(b"\0"):
+                    found.append(file.parent.name)
+        return found
 
     @property
     def left(self) -> list[str]:
-        """What stands in its temporary folder now."""
+        """What is in its temporary folder now."""
         return sorted(os.listdir(self.folder / "t"))
 
 

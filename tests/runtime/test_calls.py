@@ -32,6 +32,14 @@ async def test_call_on_runs_on_these_ranks_in_this_order(new_cluster: NewCluster
             tellers[3]
 
 
+async def test_a_single_worker_gives_the_result_itself(new_cluster: NewCluster) -> None:
+    async with new_cluster() as cluster:
+        teller = await cluster.launch_one(Teller, "good day", name="one")
+        assert teller.name == "one[0]"
+        assert await teller.call(Teller.greet, "Ada") == "good day Ada!"
+        assert await teller.group.call(Teller.greet, "Ada") == ["good day Ada!"]
+
+
 async def test_arguments_go_by_position_by_name_and_by_default(new_cluster: NewCluster) -> None:
     async with new_cluster() as cluster:
         teller = (await cluster.launch(Teller, "good morning", name="polite"))[0]

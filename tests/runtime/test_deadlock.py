@@ -12,7 +12,7 @@ import pytest
 import rlinf_async as ra
 from rlinf_async import testing
 from rlinf_async.channels import Channel
-from rlinf_async.runtime import watch
+from rlinf_async.runtime import deadlock
 from rlinf_async.runtime.stall import all_blocked
 from rlinf_async.testing import run, wait_all_blocked
 from tests.loops import FACTORIES
@@ -31,7 +31,7 @@ def setting(request: pytest.FixtureRequest) -> tuple[str, str]:
 @pytest.fixture(autouse=True)
 def short_period(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look every 50 ms."""
-    monkeypatch.setattr(watch, "PERIOD", 0.05)
+    monkeypatch.setattr(deadlock, "PERIOD", 0.05)
 
 
 class Polite(ra.Worker):
@@ -119,9 +119,9 @@ async def test_a_limit_around_the_body_is_left_to_end_it(new_cluster: NewCluster
 async def test_without_a_limit_waits_are_only_reported(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "FIRST_REPORT", 0.1)
+    monkeypatch.setattr(deadlock, "FIRST_REPORT", 0.1)
     reported = asyncio.Event()
-    monkeypatch.setattr(watch.log, "warning", lambda *_: reported.set())
+    monkeypatch.setattr(deadlock.log, "warning", lambda *_: reported.set())
     async with new_cluster(deadlock_after=None) as cluster:
         waiting = asyncio.ensure_future(each_waits_for_the_other(cluster, Polite.converse))
         await reported.wait()

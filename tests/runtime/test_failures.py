@@ -95,7 +95,7 @@ async def test_a_failure_while_it_is_cancelled_is_logged(
 async def test_a_method_cancelled_from_inside_is_a_failure(new_cluster: NewCluster) -> None:
     async with new_cluster() as cluster:
         broken = await cluster.launch(Broken)
-        with pytest.raises(ra.WorkerError, match="nobody had cancelled the call"):
+        with pytest.raises(ra.WorkerError, match="that it awaited was cancelled, not the call"):
             await broken.call(Broken.cancels_itself)
 
 

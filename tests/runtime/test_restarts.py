@@ -156,7 +156,6 @@ def test_a_death_while_a_cancelled_call_ends_is_told_in_any_order() -> None:
     explore(lambda: dies_while_its_cancelled_call_ends(awaited=False), seeds=range(100))
 
 
-@pytest.mark.timeout(20)
 async def test_a_body_that_awaits_the_call_that_it_cancelled_is_told_of_the_death() -> None:
     await dies_while_its_cancelled_call_ends(awaited=True)
 

@@ -43,7 +43,7 @@ backend = "local"
 """Six iterations of 64 steps."""
 
 ENTRY = "tests.jobs.embodied.envs"
-LEFT = ("config.toml", "metrics.csv", "summary.json", "trace.json", "run.json")
+LEFT = ("config.toml", "metrics.csv", "summary.json", "trace.json.gz", "run.json")
 PICTURES = ("learning_curve.png", "timeline.png")
 
 
@@ -79,7 +79,7 @@ class Job(jobs.Job[EmbodiedSummary]):
 
     def trained_in_trace(self) -> list[int]:
         """The iterations whose training the trace shows, on rank 0 of the actors."""
-        spans = read_perfetto(self.out / "trace.json")
+        spans = read_perfetto(self.out / "trace.json.gz")
         mine = [one for one in spans if one.name == "train" and one.worker == "Actor[0]"]
         return [int(one.args["iteration"]) for one in mine if one.args is not None]
 

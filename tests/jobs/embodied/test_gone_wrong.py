@@ -122,7 +122,7 @@ def test_checkpoints_on_a_full_disk_are_the_error_that_is_shown(
     assert f"cannot write the checkpoint {job.out}/checkpoints/version-000002" in error
     assert "No space left on device; free some space there" in error
     assert "Traceback" not in ended.err
-    assert (job.out / "trace.json").exists()
+    assert (job.out / "trace.json.gz").exists()
     assert job.summary.outcome == "failed"
 
 
@@ -134,7 +134,7 @@ def test_a_disk_that_fills_up_at_the_metrics_is_named_too(
     error = failed(ended)
     assert error.startswith(f"cannot write {job.out}/")
     assert "No space left on device; free some space there" in error
-    written = {"trace": job.out / "trace.json", "summary": job.out / "summary.json"}
+    written = {"trace": job.out / "trace.json.gz", "summary": job.out / "summary.json"}
     for what, file in written.items():  # one may just have fitted
         assert file.exists() is not (f"the {what} was not written" in ended.err), what
 

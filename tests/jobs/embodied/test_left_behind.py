@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from typing import Any
 
 import pytest
@@ -86,7 +87,8 @@ def test_spans_that_had_to_go_are_counted_in_the_trace(
 ) -> None:
     monkeypatch.setattr(live, "SPANS_KEPT", 10)
     job.succeed()
-    assert "spans left out of Actor[0]" in (job.out / "trace.json").read_text()
+    trace = gzip.decompress((job.out / "trace.json.gz").read_bytes())
+    assert b"spans left out of Actor[0]" in trace
 
 
 def test_metrics_can_do_without_tensorboard(job: Job) -> None:

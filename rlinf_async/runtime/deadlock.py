@@ -1,36 +1,55 @@
-"""Sees a deadlock, or whoever blocks this process's event loop, and says who waits for whom.
+"""Detects a deadlock, or a blocked event loop of this process, and reports who waits for whom.
 
 Once a second, and only while somebody has waited on a channel for longer than that, every worker is
-asked whether it could go on by itself. When nobody can, here or there, and nothing has moved for
-``deadlock_after`` seconds, that is a deadlock: it is raised with the report. While somebody still
-could (a timer, a computation, a socket), the waits are only reported, ever more rarely.
+asked whether it could go on by itself. When nobody can, here or there, and no item has moved for
+``limit`` seconds, that is a deadlock: it is raised with the report. While somebody still could (a
+timer, a computation, a socket), the waits are only reported, ever more rarely.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from rlinf_async.channels import Statistics
+from rlinf_async.channels import Channel, Latest, Statistics, Wait
+from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.stall import all_blocked, internal
 from rlinf_async.workers.errors import Deadlock
 from rlinf_async.workers.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from rlinf_async.runtime.cluster import Cluster
 
 log = logging.getLogger(__name__)
 PERIOD = 1.0
 FIRST_REPORT = 30.0
 
 
-class Watch:
-    """Watches one cluster."""
+class DeadlockWatch:
+    """Watches the channels and the workers of one cluster.
 
-    def __init__(self, cluster: Cluster, deadlock_after: float | None) -> None:
-        self._cluster = cluster
-        self._limit = deadlock_after
+    Args:
+        waits: gives the waits on the channels, the longest first.
+        report: gives who waits for whom, for a person.
+        on_deadlock: called with the `Deadlock`.
+        limit: seconds without progress that count as a deadlock; None: waits are only reported.
+    """
+
+    def __init__(
+        self,
+        channels: Mapping[str, Channel[Any] | Latest[Any]],
+        groups: Mapping[str, WorkerGroup[Any]],
+        *,
+        waits: Callable[[], list[Wait]],
+        report: Callable[[], str],
+        on_deadlock: Callable[[Deadlock], None],
+        limit: float | None,
+    ) -> None:
+        self._channels = channels
+        self._groups = groups
+        self._waits = waits
+        self._report = report
+        self._on_deadlock = on_deadlock
+        self._limit = limit
         self._task: asyncio.Task[None] | None = None
         self._watchdog: Watchdog | None = None
         self._progress: object = None
@@ -44,7 +63,7 @@ class Watch:
         if getattr(loop, "virtual", False):
             hooks: list[Any] | None = getattr(loop, "describe", None)
             if isinstance(hooks, list):
-                hooks.append(self._cluster.report)
+                hooks.append(self._report)
             return
         self._watchdog = Watchdog("the process that started the workers")
         self._watchdog.start()
@@ -63,8 +82,8 @@ class Watch:
             await self._look()
 
     async def _look(self) -> None:
-        waits = self._cluster.waits()
-        progress = self._moved()
+        waits = self._waits()
+        progress = self._item_counts()
         if progress != self._progress or not waits or waits[0].seconds < PERIOD:
             self._progress, self._still, self._proven = progress, 0.0, 0.0
             self._report_at = FIRST_REPORT
@@ -72,30 +91,30 @@ class Watch:
         self._still += PERIOD
         self._proven = self._proven + PERIOD if await self._nobody_can_go_on() else 0.0
         if self._limit is not None and self._proven >= self._limit:
-            self._cluster.abort(Deadlock(self._say(self._proven)))
+            self._on_deadlock(Deadlock(self._text(self._proven)))
         elif self._still >= self._report_at:
             self._report_at *= 2
-            log.warning("nothing has moved for %.0f s; %s", self._still, self._cluster.report())
+            log.warning("nothing has moved for %.0f s; %s", self._still, self._report())
 
-    def _say(self, seconds: float) -> str:
+    def _text(self, seconds: float) -> str:
         return (
             f"every worker waits for another, and nothing has moved for {seconds:.0f} s\n"
-            + self._cluster.report()
+            + self._report()
         )
 
-    def _moved(self) -> object:
+    def _item_counts(self) -> object:
         """Changes whenever an item moves on any channel."""
         return [
             (seen.puts, seen.gets, seen.leases_out)
             if isinstance(seen := channel.statistics(), Statistics)
             else seen.version
-            for channel in self._cluster.channels.values()
+            for channel in self._channels.values()
         ]
 
     async def _nobody_can_go_on(self) -> bool:
         if not all_blocked(asyncio.all_tasks()):
             return False
-        for group in self._cluster.groups.values():
+        for group in self._groups.values():
             for supervisor in group.supervisors:
                 handle = supervisor.handle_nowait()
                 if handle is None or not (await handle.activity()).blocked:

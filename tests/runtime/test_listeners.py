@@ -84,8 +84,8 @@ def test_the_environment_may_say_where_to_listen(
     monkeypatch: pytest.MonkeyPatch, secret: bytes
 ) -> None:
     monkeypatch.setenv("RLINF_ASYNC_LISTEN", "tcp://127.0.0.1:0")
-    assert ProcessBackend(heartbeat_limit=60)._doors._listen == "tcp://127.0.0.1:0"
-    assert ProcessBackend(heartbeat_limit=60)._doors.secret == secret
+    assert ProcessBackend(heartbeat_limit=60)._listeners._listen == "tcp://127.0.0.1:0"
+    assert ProcessBackend(heartbeat_limit=60)._listeners.secret == secret
 
 
 def test_listening_without_a_secret_is_refused_when_the_cluster_is_built(

@@ -3,16 +3,14 @@
 ::
 
     workers of this host    a Unix socket in a folder of the run's own, owner only    always
-    other hosts             TCP, at the one address that was given                    only if told
+    other hosts             TCP, at the one address that was given                    with `listen`
 
-Both lead to the same channels, and to the same question: who are you, and do you know the secret?
+Both lead to the same channels, and both ask for proof of the cluster's secret.
 """
 
 from __future__ import annotations
 
 import secrets
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -21,19 +19,20 @@ from rlinf_async.channels.wire import Router, Server, serve
 from rlinf_async.channels.wire.session.connection import Closed
 from rlinf_async.channels.wire.session.endpoint import Opened
 from rlinf_async.channels.wire.session.secret import HOW, load_secret
+from rlinf_async.runtime.forced_exit import make_temporary_folder, remove_temporary_folder
 from rlinf_async.workers.errors import BuildError
 
 LISTEN_VARIABLE: Final = "RLINF_ASYNC_LISTEN"
 
 
-class Doors:
-    """The servers of one cluster.
+class Listeners:
+    """The listening sockets of one cluster.
 
     Args:
         listen: where other hosts reach it, ``tcp://host:port``; None for nowhere.
 
     Raises:
-        BuildError: other hosts are to reach it, but there is no secret that they could know.
+        BuildError: an address to listen at, but no secret that other hosts could know.
     """
 
     def __init__(self, listen: str | None, *, heartbeat_limit: float) -> None:
@@ -42,7 +41,7 @@ class Doors:
         self._folder: Path | None = None
         self._inner: Server | None = None
         self._outer: Server | None = None
-        self.secret = secrets.token_bytes(32) if listen is None else given_secret()
+        self.secret = secrets.token_bytes(32) if listen is None else shared_secret()
 
     @property
     def socket(self) -> Path:
@@ -53,16 +52,16 @@ class Doors:
 
     @property
     def address(self) -> str | None:
-        """Where other hosts reach it; None where it was not told to listen for them."""
+        """Where other hosts reach the cluster; None where it does not listen for them."""
         return None if self._outer is None else self._outer.address
 
     async def open(self, router: Router, on_connect: Opened, on_disconnect: Closed) -> None:
-        """Let others in.
+        """Listen for connections.
 
         Raises:
             BuildError: a socket cannot be made; none is left.
         """
-        self._folder = Path(tempfile.mkdtemp(prefix="rlinf-async-"))
+        self._folder = make_temporary_folder()
 
         async def listen_at(address: str | Path) -> Server:
             return await serve(
@@ -91,7 +90,7 @@ class Doors:
             if server is not None:
                 await server.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_temporary_folder(self._folder)
 
     def _explain(self, error: Exception) -> str:
         if self._inner is not None:
@@ -102,11 +101,11 @@ class Doors:
         )
 
 
-def given_secret() -> bytes:
+def shared_secret() -> bytes:
     """The secret that processes of other hosts know too.
 
     Raises:
-        BuildError: none was given, or it is of no use.
+        BuildError: it is not set, or cannot be used.
     """
     try:
         secret = load_secret()

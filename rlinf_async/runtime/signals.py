@@ -1,0 +1,304 @@
+"""What Ctrl-C, SIGTERM and SIGUSR1 do to a run.
+
+=========  =============================================================================
+signal     effect
+=========  =============================================================================
+Ctrl-C     first: the main coroutine is cancelled, and takes down what it started
+           second: it is cancelled again: a cluster that is being left stops waiting for workers
+           third: the process ends at once, as if it had no handler; its workers see it and go
+SIGUSR1    a checkpoint is requested; the run goes on
+SIGTERM    a checkpoint is requested, and the run ends, as below
+           second: the process and its workers are killed, exit code 143
+=========  =============================================================================
+
+After a SIGTERM, as shares of `RunSignals.grace_seconds`::
+
+     0 %   inside `checked_each_step`: the step is finished and saved; elsewhere: cancelled
+    60 %   cancelled, if it still goes on: workers are taken down, summary and trace written
+    80 %   cancelled again: a cluster that is being left kills its workers
+   100 %   the process and its workers are killed
+
+In each case the exit code is 143. Where no coroutine runs (a configuration is read, a picture is
+drawn), SIGTERM raises `Terminated` there, as Ctrl-C raises KeyboardInterrupt.
+
+Workers ignore all three signals while the process that started them is alive, and go with it.
+"""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Final, TypeVar
+
+from rlinf_async.runtime.forced_exit import exit_at_once
+from rlinf_async.runtime.stall import WorkFuture
+
+T = TypeVar("T")
+
+EXIT_CODE: Final = 128 + signal.SIGTERM
+"""exit code of a run that SIGTERM ended: 143"""
+CANCELLATIONS: Final = 2
+"""cancellations by Ctrl-C before the next one ends the process"""
+CANCEL_AT: Final = 0.6
+CANCEL_AGAIN_AT: Final = 0.8
+"""shares of the grace"""
+REPEATED: Final = 0.5
+"""seconds in which another SIGTERM counts as the same one: ``timeout``, for one, sends two, to the
+process and to its group"""
+OF_THE_DRIVER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""signals that are for the process that starts workers, and not for the workers"""
+
+
+class Terminated(SystemExit):
+    """SIGTERM ended the run. Where nobody catches it, the process exits with code 143."""
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_CODE)
+
+    def __str__(self) -> str:
+        return "terminated by SIGTERM"
+
+
+class RunSignals:
+    """The signals of one run: what was requested, for a job to look at.
+
+    A job that can save looks at the end of every step::
+
+        signals = run_signals()
+        with signals.checked_each_step():
+            for step in range(steps):
+                await train()
+                if signals.take_checkpoint_request():
+                    await save()
+                await signals.leave_if_terminating()
+
+    Args:
+        grace_seconds: from a SIGTERM to the end of the process, at most. May be set later.
+    """
+
+    def __init__(self, grace_seconds: float = 25.0) -> None:
+        self.grace_seconds = grace_seconds
+        self.interrupts = 0
+        """number of Ctrl-C so far"""
+        self.terminating = False
+        """whether a SIGTERM came"""
+        self.checkpoint_requested = False
+        """whether SIGUSR1 or SIGTERM came since the last `take_checkpoint_request`"""
+        self._terminated_at = 0.0
+        self._cancelled = False
+        self._steps = 0  # blocks of `checked_each_step` that are entered
+        self._task: asyncio.Task[Any] | None = None
+        self._waiters: list[WorkFuture] = []
+        self._over = threading.Event()
+
+    # ---- for the job
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the process is killed; None while no SIGTERM came."""
+        if not self.terminating:
+            return None
+        return max(0.0, self._terminated_at + self.grace_seconds - time.monotonic())
+
+    def take_checkpoint_request(self) -> bool:
+        """Whether a checkpoint is requested; the caller saves it now."""
+        requested, self.checkpoint_requested = self.checkpoint_requested, False
+        return requested
+
+    async def checkpoint_request(self) -> None:
+        """Wait until a checkpoint is requested. Does not hide a deadlock."""
+        while not self.checkpoint_requested:
+            waiter = WorkFuture()
+            self._waiters.append(waiter)
+            await waiter
+
+    @contextmanager
+    def checked_each_step(self) -> Iterator[None]:
+        """In this block a SIGTERM does not cancel the run at once: the job looks at the end of
+        each step, saves, and leaves. It is cancelled all the same at 60 % of the grace."""
+        self._steps += 1
+        try:
+            yield
+        finally:
+            self._steps -= 1
+        if self.terminating and not self._steps:
+            self._cancel_once()
+
+    async def leave_if_terminating(self) -> None:
+        """End the run, by cancellation, if a SIGTERM came and its request has been taken.
+
+        One that came since `take_checkpoint_request` was asked waits for the next step.
+        """
+        if self.terminating and not self.checkpoint_requested:
+            self._cancel_once()
+            await WorkFuture()
+
+    # ---- for those who start the run
+
+    @contextmanager
+    def handled(self) -> Iterator[RunSignals]:
+        """Handle SIGTERM and SIGUSR1 in this block, those that have no handler yet.
+
+        Outside the main thread nothing is handled.
+        """
+        global _current
+        if not _in_main_thread():
+            yield self
+            return
+        before, _current = _current, self
+        handlers = {signal.SIGTERM: self._on_terminate, signal.SIGUSR1: self._on_checkpoint}
+        taken = [number for number in handlers if signal.getsignal(number) is signal.SIG_DFL]
+        for number in taken:
+            signal.signal(number, handlers[number])
+        try:
+            yield self
+        finally:
+            for number in taken:
+                if signal.getsignal(number) == handlers[number]:  # nobody has replaced it
+                    signal.signal(number, signal.SIG_DFL)
+            _current = before
+            self._over.set()
+
+    @contextmanager
+    def interrupts_handled(self) -> Iterator[None]:
+        """Handle Ctrl-C in this block, unless it has another handler than Python's own."""
+        handler = signal.default_int_handler
+        if not _in_main_thread() or signal.getsignal(signal.SIGINT) is not handler:
+            yield
+            return
+        signal.signal(signal.SIGINT, self._on_interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+    async def cancelling(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine, which signals cancel. SIGINT and SIGTERM may have come before."""
+        self._task = asyncio.current_task()
+        if self._task is not None and (self.interrupts or self.terminating):
+            self._task.cancel()
+        try:
+            return await main
+        finally:
+            self._task = None
+
+    # ---- handlers
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupts += 1
+        if self.interrupts > CANCELLATIONS:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            self._task.get_loop().call_soon_threadsafe(_wake)
+
+    def _on_checkpoint(self, number: int, frame: FrameType | None) -> None:
+        self.checkpoint_requested = True
+        if self._task is not None:
+            self._task.get_loop().call_soon_threadsafe(self._report_request)
+
+    def _on_terminate(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.terminating:
+            if now > self._terminated_at + REPEATED:
+                exit_at_once(EXIT_CODE, "a second SIGTERM: all processes of the run are killed")
+            return
+        self.terminating, self._terminated_at = True, now
+        self.checkpoint_requested = True
+        # Not by `threading`: the thread that this interrupts may hold its locks.
+        _thread.start_new_thread(self._enforce_grace, ())
+        if self._task is None:
+            raise Terminated
+        self._task.get_loop().call_soon_threadsafe(self._begin_end)
+
+    # ---- inside
+
+    def _report_request(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _begin_end(self) -> None:
+        """Begin the end of the run, in its loop."""
+        self._report_request()
+        if not self._steps:
+            self._cancel_once()
+        loop = asyncio.get_running_loop()
+        loop.call_later(CANCEL_AT * self.grace_seconds, self._cancel_once)
+        loop.call_later(CANCEL_AGAIN_AT * self.grace_seconds, self._cancel)
+
+    def _cancel_once(self) -> None:
+        if not self._cancelled:
+            self._cancelled = True
+            self._cancel()
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _enforce_grace(self) -> None:
+        """Exit when the grace is over; in a thread of its own, since the loop may be blocked."""
+        if not self._over.wait(self.grace_seconds):
+            exit_at_once(
+                EXIT_CODE,
+                f"not done {self.grace_seconds:g} s after SIGTERM: all processes of the run are "
+                "killed",
+            )
+
+
+_current: RunSignals | None = None
+_ignoring = False
+
+
+def run_signals() -> RunSignals:
+    """The signals of the run in this process; where there is none, nothing is ever requested."""
+    return RunSignals() if _current is None else _current
+
+
+def is_handled() -> bool:
+    """Whether this is a part of a run whose signals are handled."""
+    return _current is not None and _in_main_thread()
+
+
+def ignore_in_worker() -> None:
+    """Ignore, in a worker's process, the signals of the process that started it.
+
+    SIGINT as such, the others by a handler: programs that the worker starts can be ended by them.
+    """
+    global _ignoring
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _ignore)
+    signal.signal(signal.SIGUSR1, _ignore)
+    _ignoring = True
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_DRIVER)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Nothing; the process goes when the one that started it does."""
+
+
+def _wake() -> None:
+    """Nothing; but a loop that waits for files looks at its tasks only when something happens."""
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _restore_in_forked_child() -> None:
+    """Let SIGTERM end a forked child: its parent's handlers would not."""
+    if _current is not None or _ignoring:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_restore_in_forked_child)
