@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from tests.cli.conftest import CommandLine
+from tests.runtime.scripts import running
 
 
 @pytest.mark.parametrize(
@@ -66,3 +68,61 @@ def test_the_command_line_starts_without_anything_heavy() -> None:
     script = f"import rlinf_async.cli, sys; print(sorted({heavy!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "[]\n"
+
+
+SCRIPT = """
+import asyncio, pathlib, sys, time
+import rlinf_async as ra
+from rlinf_async.cli import main
+from tests.cli.fake import FakeJob
+
+class Waits(FakeJob):
+    def run(self, config, out, resume):
+        BODY
+
+if __name__ == "__main__":
+    file = pathlib.Path(__file__).with_suffix(".toml")
+    file.write_text('job = "fake"')
+    sys.exit(main(["train", str(file)], Waits().find))
+"""
+IN_A_COROUTINE = """
+        async def wait():
+            print("running", flush=True)
+            await asyncio.Event().wait()
+        ra.run(wait())"""
+IN_A_FUNCTION = """
+        print("running", flush=True)
+        while True:
+            time.sleep(1)"""
+
+
+@pytest.mark.parametrize("body", [IN_A_COROUTINE, IN_A_FUNCTION], ids=["coroutine", "function"])
+@pytest.mark.parametrize(
+    ("number", "code", "message"),
+    [(signal.SIGTERM, 143, "terminated\n"), (signal.SIGINT, 130, "interrupted\n")],
+)
+def test_a_signal_ends_a_command_with_its_exit_code(
+    body: str, number: signal.Signals, code: int, message: str
+) -> None:
+    with running(SCRIPT.replace("BODY", body)) as script:
+        script.wait_for("running")
+        script.process.send_signal(number)
+        found, _, err = script.end()
+    assert (found, err.lstrip()) == (code, message)
+
+
+def test_sigusr1_does_not_end_a_command() -> None:
+    with running(SCRIPT.replace("BODY", IN_A_FUNCTION)) as script:
+        script.wait_for("running")
+        script.process.send_signal(signal.SIGUSR1)
+        script.process.send_signal(signal.SIGTERM)
+        code, _, _ = script.end()
+    assert code == 143
+
+
+def test_the_package_is_the_command_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlinf_async", "train"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "which configuration?" in done.stderr
