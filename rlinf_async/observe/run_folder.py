@@ -13,7 +13,7 @@
       learning_curve.png  video.mp4  trace.json.gz  timeline.png  summary.json   written at the end
 
 Invariant: a folder belongs to one run, and to one process at a time. A fresh run never writes into
-somebody's files, and two processes never write into one folder.
+a folder with other files, and two processes never write into one folder.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _read_marker(folder: Path, *, resume: bool) -> _Marker | None:
 
 
 def foreign_entries(folder: Path) -> list[str]:
-    """Names in a folder without our marker that are somebody's files.
+    """Names in a folder without our marker that are not of a run.
 
     Left out are the files of a start that was killed, and empty folders: such as ``checkpoints``,
     linked to a larger disk before the run begins.

@@ -331,8 +331,8 @@ class ProcessBackend:
     def _on_connect(self, connection: Connection) -> None:
         expected = self._expected.get(connection.peer)
         if expected is None or expected.done():
-            log.warning("an unknown peer %r connected and is refused", connection.peer)
-            connection.abort(f"nobody expects {connection.peer!r}")
+            log.warning("refused the connection of unknown peer %r", connection.peer)
+            connection.abort(f"not an expected worker: {connection.peer!r}")
             return
         expected.set_result(connection)
 

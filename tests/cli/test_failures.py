@@ -23,7 +23,7 @@ from tests.runtime.scripts import running
         ("terminated", 143, "terminated\n"),
     ],
 )
-def test_a_failed_run_says_its_cause_and_nothing_else(
+def test_a_failed_run_prints_its_cause_and_nothing_else(
     command_line: CommandLine, end: str, code: int, message: str
 ) -> None:
     found, out, err = command_line.train("--end", end)

@@ -89,7 +89,7 @@ def test_a_run_is_gone_on_with_when_asked(
     assert command_line.job.runs[0][1:] == (tmp_path, True)
 
 
-def test_resuming_where_nothing_is_says_so_and_starts(
+def test_resuming_an_empty_folder_prints_a_note_and_starts(
     command_line: CommandLine, tmp_path: pathlib.Path
 ) -> None:
     code, _, err = command_line.train("--out", tmp_path / "none", "--resume")
@@ -173,7 +173,7 @@ def test_a_missing_file_is_named(command_line: CommandLine) -> None:
     assert "absent.toml: cannot be read: No such file or directory" in err
 
 
-def test_no_file_at_all_is_said(command_line: CommandLine) -> None:
+def test_a_missing_file_argument_is_reported(command_line: CommandLine) -> None:
     code, _, err = command_line.run("train")
     assert code == 2
     assert "Give a FILE.toml" in err

@@ -1,4 +1,4 @@
-"""Reading a TOML file into Structs: what is accepted, and what each mistake is told."""
+"""Reading a TOML file into Structs: what is accepted, and the error for each mistake."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_setting_inside_a_multi_line_string_is_not_taken_for_its_line() -> Non
     assert complaint(text).startswith("run.toml:4: offload:")
 
 
-def test_a_missing_tag_says_that_a_table_is_due() -> None:
+def test_a_missing_tag_is_reported_as_an_expected_table() -> None:
     assert "actor.decay: expected a table or a table" in complaint("actor.decay = {until = 1}")
 
 

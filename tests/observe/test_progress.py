@@ -56,7 +56,7 @@ class Clock:
         return self.now
 
 
-def test_where_nothing_changed_nothing_is_said_again() -> None:
+def test_an_unchanged_line_is_not_printed_again() -> None:
     clock, out = Clock(), io.StringIO()
     with ProgressView(console=RunConsole(file=out), interval=5.0, clock=clock) as view:
         for _ in range(3):

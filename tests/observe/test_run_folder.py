@@ -113,7 +113,7 @@ def test_a_folder_in_which_only_an_empty_folder_is_is_taken(tmp_path: Path) -> N
         RunFolder.create(out, config_text=CONFIG)
 
 
-def test_a_folder_with_somebodys_files_is_refused_and_untouched(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_refused_and_untouched(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     for resume in (False, True):
         with pytest.raises(RunFolderError, match=r"not a run folder \(it holds 'thesis\.tex'\)"):

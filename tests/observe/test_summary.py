@@ -1,4 +1,4 @@
-"""The summary says what was measured, and the last line where it is."""
+"""The summary has the results of a run; its last line has the files."""
 
 from __future__ import annotations
 

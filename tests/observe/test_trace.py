@@ -87,7 +87,7 @@ def test_spans_travel_as_messages() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(spans), type=list[Span]) == spans
 
 
-def test_waits_are_told_by_their_name() -> None:
+def test_waits_are_recognised_by_their_name() -> None:
     assert is_waiting("wait")
     assert is_waiting("wait actions")
     assert not is_waiting("waiter")

@@ -196,7 +196,7 @@ def test_frames_of_odd_size_are_padded(tmp_path: Path) -> None:
     assert len(frames_of(tmp_path / "video.mp4", 48, 64)) == 4
 
 
-def test_a_host_without_a_display_renders_by_egl_unless_told_otherwise(
+def test_a_host_without_a_display_renders_by_egl_unless_configured_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "platform", "linux")

@@ -1,4 +1,4 @@
-"""Workers that the runtime's tests launch, here and in other processes, and what they look at."""
+"""Workers that the runtime's tests launch, in this and in other processes, and helpers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Doubler(ra.Worker):
 
 
 class Teller(ra.Worker):
-    """Says what it knows and what it is given."""
+    """Returns what it knows and what it is given."""
 
     def __init__(self, greeting: str = "hello") -> None:
         self.greeting = greeting
@@ -127,7 +127,7 @@ class Broken(ra.Worker):
 
 
 class Waiter(ra.Worker):
-    """Waits, until it is cancelled or told."""
+    """Waits until it is cancelled or gets an item."""
 
     async def forever(self, started: ra.Sender[str]) -> None:
         await started.put(self.name)

@@ -1,4 +1,4 @@
-"""Cancelled anywhere, a cluster ends; nobody is left waiting and nothing is left running."""
+"""A cluster that is cancelled at any point ends: no task waits for ever, no process is left."""
 
 # ruff: noqa: PT012  (it is leaving the cluster that raises)
 
@@ -229,7 +229,7 @@ async def test_what_a_cancelled_call_had_put_is_in_its_channel(
 
 
 class Deaf(ra.Worker):
-    """Never ends, whoever cancels it, and wherever that finds it."""
+    """Ignores every cancellation."""
 
     async def run(self, started: ra.Sender[str]) -> None:
         while True:
@@ -282,7 +282,7 @@ async def test_the_end_of_a_cancelled_call_does_not_wait_behind_data(
     assert "did not end" not in caplog.text
 
 
-async def test_a_cancelled_call_of_a_worker_that_is_cut_off_is_said_to_be_so(
+async def test_a_cancelled_call_of_a_worker_that_is_cut_off_is_logged_as_such(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("rlinf_async.runtime.remote.CANCEL_SECONDS", 0.1)

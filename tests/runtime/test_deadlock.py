@@ -1,4 +1,4 @@
-"""A deadlock is seen and named; whoever could go on by itself gets the benefit of the doubt."""
+"""A deadlock is detected and reported, unless a worker could go on by itself."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_who_can_go_on_by_itself_is_not_deadlocked(
         assert await each_waits_for_the_other(cluster, method) == "went on"
 
 
-async def test_a_body_that_waits_for_a_producer_that_never_comes_is_told(
+async def test_a_body_that_waits_for_a_producer_that_never_comes_gets_the_deadlock(
     new_cluster: NewCluster,
 ) -> None:
     with pytest.raises(ra.Deadlock, match=r"main has waited .* 'numbers'; no open sender"):

@@ -229,7 +229,7 @@ async def test_teardown_runs_when_the_cluster_is_left(
     assert set(os.listdir(tmp_path)) == {"Setup[0] left", "Setup[1] left"}
 
 
-async def test_the_constructors_failure_is_told(new_cluster: NewCluster) -> None:
+async def test_the_constructors_failure_is_raised(new_cluster: NewCluster) -> None:
     with pytest.raises(ra.WorkerError, match=r"Picky\[0\] failed in __init__ .*ValueError: 3"):
         async with new_cluster() as cluster:
             await cluster.launch(Picky, 3)
@@ -266,7 +266,7 @@ class Noisy(ra.Worker):
         raise RuntimeError("the noise")
 
 
-async def test_a_failed_launch_raises_its_cause_whatever_its_other_ranks_do(
+async def test_a_failed_launch_raises_its_cause_even_if_other_ranks_fail_too(
     new_cluster: NewCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with new_cluster() as cluster:

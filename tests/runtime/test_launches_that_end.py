@@ -55,7 +55,7 @@ async def test_a_launch_that_is_cancelled_stops_the_ranks_that_were_there(
         assert await again.call(Slow.rank_of) == [0]
 
 
-async def test_a_launch_whose_cluster_is_left_ends_with_it_and_says_so(
+async def test_a_launch_whose_cluster_is_left_ends_with_it_and_raises(
     new_cluster: NewCluster, tmp_path: Path
 ) -> None:
     async with new_cluster(grace=30.0) as cluster:

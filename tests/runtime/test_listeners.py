@@ -1,4 +1,4 @@
-"""Where a cluster can be reached, by whom, and what is said while somebody is cut off."""
+"""Where a cluster can be reached, by whom, and what it reports of a connection that is cut."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def listening() -> set[str]:
     return found
 
 
-async def test_a_cluster_listens_for_no_other_host_unless_it_is_told_to(
+async def test_a_cluster_listens_for_no_other_host_unless_it_is_asked_to(
     new_cluster: NewCluster,
 ) -> None:
     before = listening()
@@ -72,7 +72,7 @@ async def test_other_hosts_are_let_in_at_one_address_if_they_know_the_secret(
             await connect(cluster.address, b"a guess of some length", name="x", router=Router())
         stranger = await connect(cluster.address, secret, name="Nobody[0]#1", router=Router())
         await stranger.wait_closed()
-        with pytest.raises(ConnectionLost, match=r"nobody expects 'Nobody\[0\]#1'"):
+        with pytest.raises(ConnectionLost, match=r"not an expected worker: 'Nobody\[0\]#1'"):
             stranger.notify("anything", None)
         tellers = await cluster.launch(Teller)  # its workers still come through the Unix socket
         assert await tellers.call(Teller.life) == [0]

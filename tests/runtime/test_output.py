@@ -48,7 +48,7 @@ def lines_of(log: Path) -> list[str]:
     return [line.partition(" ")[2] for line in lines]
 
 
-async def test_lines_stand_in_the_log_with_time_and_worker(
+async def test_lines_are_in_the_log_with_time_and_worker(
     tmp_path: Path, new_cluster: NewCluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "workers.log"
@@ -64,7 +64,7 @@ async def test_lines_stand_in_the_log_with_time_and_worker(
     assert capfd.readouterr() == ("", "")
 
 
-async def test_whatever_writes_in_a_workers_process_is_heard(
+async def test_output_of_libraries_and_of_started_programs_is_logged_too(
     tmp_path: Path, new_cluster: NewCluster
 ) -> None:
     async with new_cluster(log=tmp_path / "log") as cluster:

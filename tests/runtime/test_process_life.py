@@ -106,7 +106,7 @@ def test_workers_go_with_a_driver_that_is_killed() -> None:
     assert "Traceback" not in err
 
 
-def test_a_script_without_a_main_guard_is_told_so() -> None:
+def test_a_script_without_a_main_guard_gets_the_hint() -> None:
     source = SCRIPT.replace("BODY", SAYING).replace('if __name__ == "__main__":', "if True:")
     with running(source) as script:
         code, _, err = script.end()
@@ -245,7 +245,7 @@ async def test_a_worker_that_stops_ends_what_it_started(new_cluster: NewCluster)
     assert not process_runs(started)
 
 
-async def test_a_socket_that_cannot_be_made_is_told_with_its_path(
+async def test_a_socket_that_cannot_be_made_is_reported_with_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = tmp_path / ("deep" * 30)

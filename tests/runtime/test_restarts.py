@@ -77,7 +77,7 @@ async def test_an_idle_death_ends_the_run_too(new_cluster: NewCluster) -> None:
             await asyncio.Event().wait()
 
 
-async def test_an_exit_code_is_told(new_cluster: NewCluster) -> None:
+async def test_an_exit_code_is_reported(new_cluster: NewCluster) -> None:
     async with new_cluster() as cluster:
         broken = await cluster.launch(Broken)
         with pytest.raises(ra.WorkerDied, match="the process ended by itself: exit code 7"):
@@ -152,11 +152,11 @@ async def dies_while_its_cancelled_call_ends(*, awaited: bool) -> None:
             await asyncio.Event().wait()
 
 
-def test_a_death_while_a_cancelled_call_ends_is_told_in_any_order() -> None:
+def test_a_death_while_a_cancelled_call_ends_is_raised_in_any_order() -> None:
     explore(lambda: dies_while_its_cancelled_call_ends(awaited=False), seeds=range(100))
 
 
-async def test_a_body_that_awaits_the_call_that_it_cancelled_is_told_of_the_death() -> None:
+async def test_a_body_that_awaits_the_call_that_it_cancelled_gets_the_death() -> None:
     await dies_while_its_cancelled_call_ends(awaited=True)
 
 
@@ -199,7 +199,7 @@ class Once(MortalBackend):
         return await super().start(spec)
 
 
-def test_a_restart_that_fails_otherwise_is_told_to_whoever_waits() -> None:
+def test_a_restart_that_fails_otherwise_is_raised_by_the_waiting_call() -> None:
     async def main() -> None:
         backend = Once()
         async with ra.Cluster(backend, devices=()) as cluster:

@@ -159,7 +159,7 @@ def test_a_step_that_goes_on_is_cancelled_before_the_grace_is_over() -> None:
     assert "requested" in out
 
 
-def test_at_the_end_of_the_grace_everything_is_killed_whatever_the_script_does() -> None:
+def test_at_the_end_of_the_grace_everything_is_killed_even_if_the_loop_is_blocked() -> None:
     with running(script("blocks", grace=0.5)) as run:
         run.wait_for("step")
         run.process.terminate()
