@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 
 from rlinf_async.runtime.child import Boot, child_main
@@ -62,9 +63,12 @@ def _spawn(boot: Boot, output: OutputPipe) -> SpawnProcess:
     process = multiprocessing.get_context("spawn").Process(
         target=child_main, args=(output, boot), name=boot.life, daemon=False
     )
-    with _spawn_lock, _environment(boot.spec.env_vars), _signals_blocked():
+    with _spawn_lock, _environment(boot.spec.env_vars):
+        with _signals_blocked():
+            resource_tracker.ensure_running()  # by itself first: it unblocks signals in the end
         try:
-            process.start()
+            with _signals_blocked():
+                process.start()
         except OSError:
             raise
         except Exception as error:  # pickle raises what the arguments' own methods raise

@@ -9,7 +9,9 @@ import signal
 import pytest
 
 import rlinf_async as ra
+from rlinf_async.runtime import signals
 from rlinf_async.runtime.signals import RunSignals, Terminated, run_signals
+from rlinf_async.runtime.stall import all_blocked
 from tests.runtime.kit import NewCluster, Parent, Waiter, kill, waiting
 from tests.runtime.scripts import process_runs, running
 
@@ -269,15 +271,51 @@ def test_leaving_the_steps_of_a_job_ends_a_run_that_is_terminated() -> None:
 
 def test_the_seconds_left_count_from_the_signal() -> None:
     async def left() -> None:
-        signals = run_signals()
-        signals.grace_seconds = 1000.0
-        assert signals.seconds_left is None
+        seen = run_signals()
+        seen.grace_seconds = 1000.0
+        assert seen.seconds_left is None
         signal.raise_signal(signal.SIGTERM)
-        assert signals.seconds_left is not None
-        assert 0.0 <= signals.seconds_left <= 1000.0
+        assert seen.seconds_left is not None
+        assert 0.0 <= seen.seconds_left <= 1000.0
 
     with pytest.raises(Terminated):
         ra.run(left())
+
+
+def test_a_sigterm_that_is_sent_twice_at_once_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def terminated_twice() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(signals, "REPEATED", 1000.0)
+    with pytest.raises(Terminated):
+        ra.run(terminated_twice())
+
+
+def test_a_request_that_comes_after_the_look_is_taken_in_the_next_step() -> None:
+    steps: list[bool] = []
+
+    async def trains() -> None:
+        seen = run_signals()
+        with seen.checked_each_step():
+            while True:
+                steps.append(seen.take_checkpoint_request())
+                if len(steps) == 1:
+                    signal.raise_signal(signal.SIGTERM)
+                await seen.leave_if_terminating()
+
+    with pytest.raises(Terminated):
+        ra.run(trains())
+    assert steps == [False, True]
+
+
+async def test_waiting_for_a_request_does_not_hide_a_deadlock() -> None:
+    waiting = asyncio.create_task(run_signals().checkpoint_request())
+    await asyncio.sleep(0)
+    assert all_blocked([waiting])
+    waiting.cancel()
+    await asyncio.wait([waiting])
 
 
 def test_a_handler_of_the_users_own_is_left_alone() -> None:
@@ -295,6 +333,6 @@ def test_a_handler_of_the_users_own_is_left_alone() -> None:
 
 
 def test_outside_a_run_nothing_is_requested() -> None:
-    signals = run_signals()
-    assert not signals.take_checkpoint_request()
-    assert not signals.terminating
+    seen = run_signals()
+    assert not seen.take_checkpoint_request()
+    assert not seen.terminating
