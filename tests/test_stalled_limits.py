@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rlinf_async import patient
+from rlinf_async import deadlines
 from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
 from rlinf_async.messages.language import Failed, Scored
 from rlinf_async.rewards.protocol import Judged, frame
@@ -194,9 +194,9 @@ def test_a_stall_of_its_own_blames_nobody(place: Place) -> None:
         heard = place.start(blamed.append)
         await asyncio.sleep(0.95 * place.limit)
         stall(10 * place.limit)
-        await asyncio.sleep(0.5 * place.limit / patient.LOOKS)  # before it is read
+        await asyncio.sleep(0.5 * place.limit / deadlines.LOOKS)  # before it is read
         heard()
-        await asyncio.sleep(place.limit / patient.LOOKS)
+        await asyncio.sleep(place.limit / deadlines.LOOKS)
         assert not blamed
 
     explore_stalls(main)

@@ -9,13 +9,13 @@ from typing import Any
 from rlinf_async.workers.context import OpenSpan
 
 
-class Together:
+class MergedSpan:
     """Concurrent pieces of work as one span, from the begin of the first to the end of the last.
 
     A cut ends the span, and work after it is another one: a wait inside a span would count as work,
     and a span that never ends is never recorded. ::
 
-        training = Together(self.span, "train")
+        training = MergedSpan(self.span, "train")
         with training.piece():
             ...
             with training.cut(), self.span("wait samples"):

@@ -42,7 +42,8 @@ PR_SET_PDEATHSIG: Final = 1
 def main() -> None:
     """Serve until the owner closes its end."""
     asks, answers = _take_pipes()
-    signal.signal(signal.SIGINT, _nothing)  # a Ctrl-C is for the owner
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, _nothing)  # for the driver: the owner closes its end when it leaves
     serving = Serving(asks, answers)
     try:
         while serving.answer_next():

@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 import msgspec
 import psutil
 
-from rlinf_async import patient
+from rlinf_async import deadlines
 from rlinf_async.messages.language import Failed, Outcome
 from rlinf_async.rewards.answer import Answer
 from rlinf_async.rewards.ended import how_it_ended
@@ -108,7 +108,7 @@ class Scorer:
             ScorerGone: the process ended meanwhile.
             TimeoutError: it took more than `START_SECONDS`.
         """
-        async with patient.timeout(START_SECONDS):
+        async with deadlines.timeout(START_SECONDS):
             loaded = await self._ask(Load(verifiers), (Loaded,))
         return loaded.error
 
@@ -121,7 +121,7 @@ class Scorer:
         asked = Judge(verifier, answer)
         try:
             try:
-                async with patient.timeout(START_SECONDS):
+                async with deadlines.timeout(START_SECONDS):
                     begun = await self._ask(asked, (Begun, Judged))
             except TimeoutError:
                 await self.kill()
@@ -143,7 +143,7 @@ class Scorer:
 
     async def _judged(self, verifier: str, time_limit: float) -> Outcome:
         try:
-            async with patient.timeout(time_limit):
+            async with deadlines.timeout(time_limit):
                 judged = await self._hear((Judged,))
         except TimeoutError:
             await self.kill()
@@ -183,7 +183,7 @@ class Scorer:
     async def _how(self) -> str:
         """How the process ended."""
         try:
-            async with patient.timeout(CLOSED_SECONDS):
+            async with deadlines.timeout(CLOSED_SECONDS):
                 code = await self._process.wait()
         except TimeoutError:
             await self.kill()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from rlinf_async import patient
+from rlinf_async import deadlines
 from rlinf_async.channels import LatestReceiver
 from rlinf_async.channels.ends import End
 from rlinf_async.channels.ends import Sender as SenderEnd
@@ -106,7 +106,7 @@ class GroupCall(Generic[R]):
             waiter = WorkFuture()
             self._end_waiters = (*self._end_waiters, waiter)
             with suppress(TimeoutError):
-                async with patient.timeout(within):
+                async with deadlines.timeout(within):
                     await waiter
 
     @property

@@ -25,7 +25,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Final
 
-from rlinf_async import patient
+from rlinf_async import deadlines
 from rlinf_async.channels import Channel, ConnectionLost, Latest
 from rlinf_async.channels.wire import (
     ChannelServer,
@@ -87,7 +87,7 @@ class ProcessWorker:
         self._connection: Connection | None = None
         self._stopping = False
         self._kill_reason: str | None = None
-        self._kill_timer: patient.Timer | None = None
+        self._kill_timer: deadlines.Timer | None = None
         self._loop = asyncio.get_running_loop()
         self.pid = process.pid or 0
         self.died: asyncio.Future[WorkerDied] = self._loop.create_future()
@@ -103,7 +103,7 @@ class ProcessWorker:
         """Wait for the process to connect and its worker to be set up."""
         either: list[asyncio.Future[Any]] = [connected, self.died]
         with suppress(TimeoutError):
-            async with patient.timeout(limit):
+            async with deadlines.timeout(limit):
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self.died.done():
             raise self.died.result()
@@ -141,7 +141,7 @@ class ProcessWorker:
         outcome = Outcome()
         try:
             if grace > 0 and self._connection is not None and not self.exited.done():
-                async with patient.timeout(grace):
+                async with deadlines.timeout(grace):
                     outcome = await self._ask("worker.stop")
                     await result_of(self.exited)
         except TimeoutError:
@@ -163,7 +163,7 @@ class ProcessWorker:
     def lose(self, reason: str) -> None:
         """The connection is lost: kill the process for this reason, unless it soon ends itself."""
         if not self._stopping and not self.exited.done() and self._kill_timer is None:
-            self._kill_timer = patient.Timer(EXIT_SECONDS, self._kill_for, reason)
+            self._kill_timer = deadlines.Timer(EXIT_SECONDS, self._kill_for, reason)
 
     def _kill_for(self, reason: str) -> None:
         if not self.exited.done():
@@ -310,7 +310,7 @@ class ProcessBackend:
     def cut_off(self) -> dict[str, float]:
         connections = {name: worker.connection for name, worker in self._workers.items()}
         return {
-            name: one.reach.seconds
+            name: one.streams.reconnection.seconds
             for name, one in connections.items()
             if one is not None and one.reconnecting
         }

@@ -20,7 +20,7 @@ from rlinf_async.channels.wire import ChannelServer, Connection
 from rlinf_async.channels.wire.frames.messages import Message
 from rlinf_async.channels.wire.session.failures import UNREADABLE
 from rlinf_async.channels.wire.session.requests import head_of
-from rlinf_async.patient import Timer
+from rlinf_async.deadlines import Timer
 from rlinf_async.runtime.protocol import (
     CALL,
     ENDED,

@@ -9,12 +9,12 @@ import pytest
 
 from tests.architecture.sources import ROOT, Import, folders, imports, loose, modules
 
-LIGHT = {"config", "messages", "parallel", "patient"}
+LIGHT = {"config", "messages", "parallel", "deadlines"}
 
 ARROWS: dict[str, set[str]] = {
     "__main__": {"cli"},
-    "patient": set(),
-    "channels": {"patient"},
+    "deadlines": set(),
+    "channels": {"deadlines"},
     "config": set(),
     "messages": set(),
     "parallel": set(),
@@ -64,11 +64,13 @@ def test_a_part_imports_only_what_its_arrows_allow(package: str) -> None:
 
 
 def test_channels_import_only_the_standard_library_and_msgspec() -> None:
-    allowed = sys.stdlib_module_names | {"msgspec", "channels", "patient"}
+    allowed = sys.stdlib_module_names | {"msgspec", "channels", "deadlines"}
     wrong = [
         each
         for each in imports()
-        if each.package in {"channels", "patient"} and not each.lazy and each.target not in allowed
+        if each.package in {"channels", "deadlines"}
+        and not each.lazy
+        and each.target not in allowed
     ]
     assert not wrong, say(wrong)
 

@@ -151,7 +151,7 @@ def published_difference(engine: str, config: dict[str, Any], folder: Path) -> f
         generator = torch.Generator().manual_seed(1)
         for parameter in trainer.manager.model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
-    add_missing_files(trainer.manager.model_files(), folder)
+    add_missing_files(trainer.manager.model_files, folder)
     save_tokenizer(folder)
     return asyncio.run(_difference(_engine(engine, folder), trainer))
 

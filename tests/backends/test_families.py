@@ -48,7 +48,7 @@ def test_published_names_and_values_are_those_that_transformers_saves(
 
     trainer = PolicyTrainer(trainer_config(tiny(family)), 1, 0)
     published = unpack(trainer.publish())
-    language: Any = trainer.manager.language
+    language: Any = trainer.language
     language.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     assert published.keys() == saved.keys()
@@ -62,7 +62,7 @@ def test_names_do_not_depend_on_the_files_that_a_model_was_loaded_from(tmp_path:
 
     factory: Any = AutoModelForCausalLM
     trainer = PolicyTrainer(trainer_config(tiny("qwen3_moe")), 1, 0)
-    language: Any = trainer.manager.language
+    language: Any = trainer.language
     language.save_pretrained(tmp_path, save_original_format=False)
     loaded = factory.from_pretrained(tmp_path)
     assert ModelTensors(loaded).published() == ModelTensors(tiny("qwen3_moe")).published()

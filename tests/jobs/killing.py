@@ -27,8 +27,8 @@ class Killer:
         self.clusters: list[Cluster] = []
         make = HostConfig.make_cluster
 
-        def making(host: HostConfig) -> Cluster:
-            self.clusters.append(make(host))
+        def making(host: HostConfig, log: Path | None = None) -> Cluster:
+            self.clusters.append(make(host, log))
             return self.clusters[-1]
 
         monkeypatch.setattr(HostConfig, "make_cluster", making)

@@ -272,13 +272,13 @@ async def test_the_end_of_a_cancelled_call_does_not_wait_behind_data(
     monkeypatch.setattr("rlinf_async.runtime.remote.CANCEL_SECONDS", PATIENCE)
     async with ra.Cluster.process() as cluster:
         waiters, running, _ = await waiting(cluster)
-        kept = connection_to(waiters).outbox._kept
-        assert kept is not None
-        limit, kept._limit = kept._limit, 0  # data waits; control goes on
+        unacknowledged = connection_to(waiters).outbox._unacknowledged
+        assert unacknowledged is not None
+        limit, unacknowledged._limit = unacknowledged._limit, 0  # data waits; control goes on
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        kept._limit = limit
+        unacknowledged._limit = limit
     assert "did not end" not in caplog.text
 
 
@@ -290,7 +290,7 @@ async def test_a_cancelled_call_of_a_worker_that_is_cut_off_is_logged_as_such(
         waiters, running, _ = await waiting(cluster)
         pid = kill(cluster, "Waiter[0]", signal.SIGSTOP)  # it does not connect again
         wait_until_stopped(pid)
-        connection_to(waiters).streams.make_way()
+        connection_to(waiters).streams.drop_link()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running

@@ -175,10 +175,10 @@ async def test_a_stopped_worker_is_found_unresponsive_and_killed(new_cluster: Ne
         async with new_cluster(heartbeat_limit=45.0) as cluster:
             waiters, running, _ = await waiting(cluster)
             pid = kill(cluster, "Waiter[0]", signal.SIGSTOP)
-            pulse = connection_to(waiters).streams.pulse
-            assert pulse._heartbeat.limit == 45.0
-            pulse._heartbeat = Heartbeat.of(0.5)  # before, it may have been slow to start
-            pulse.start()
+            monitor = connection_to(waiters).streams.monitor
+            assert monitor._heartbeat.limit == 45.0
+            monitor._heartbeat = Heartbeat.of(0.5)  # before, it may have been slow to start
+            monitor.start()
             await running
     assert caught.value.failure.pid == pid
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlinf_async.workers.spans import Together
+from rlinf_async.workers.spans import MergedSpan
 
 
 class Recorded:
@@ -29,7 +29,7 @@ class Recorded:
 
 def test_work_and_its_waits_take_turns() -> None:
     seen = Recorded()
-    training = Together(seen.span, "train", iteration=3)
+    training = MergedSpan(seen.span, "train", iteration=3)
     with training.piece():
         for _ in range(2):
             with training.cut(), seen.span("wait samples"):
@@ -45,14 +45,14 @@ def test_work_and_its_waits_take_turns() -> None:
 
 def test_work_that_fails_ends_its_span() -> None:
     seen = Recorded()
-    with pytest.raises(ValueError, match="no"), Together(seen.span, "train").piece():
+    with pytest.raises(ValueError, match="no"), MergedSpan(seen.span, "train").piece():
         raise ValueError("no")
     assert seen.closed == [("train", 0, 1)]
 
 
 def test_pieces_that_run_beside_each_other_are_one_span() -> None:
     seen = Recorded()
-    generating = Together(seen.span, "generate")
+    generating = MergedSpan(seen.span, "generate")
     one, other, third = generating.piece(), generating.piece(), generating.piece()
     with one:
         with other:
@@ -66,7 +66,7 @@ def test_pieces_that_run_beside_each_other_are_one_span() -> None:
 
 def test_a_cut_ends_the_span_and_the_work_goes_on_in_another() -> None:
     seen = Recorded()
-    generating = Together(seen.span, "generate")
+    generating = MergedSpan(seen.span, "generate")
     with generating.piece(), generating.cut():
         assert seen.closed == [("generate", 0, 1)]
         with generating.piece():  # begun while it is cut

@@ -38,7 +38,7 @@ from rlinf_async.channels.batching import BatchSizes, BlockingBatches, HandlerFa
 from rlinf_async.messages.language import LanguageTrainReport, SampleGroup
 from rlinf_async.workers.actor.groups import ArrivalStatistics, GroupOps
 from rlinf_async.workers.base import Worker
-from rlinf_async.workers.spans import Together
+from rlinf_async.workers.spans import MergedSpan
 
 Batches = BatchResizingIterator[SampleGroup]
 Waiting = Callable[[], AbstractContextManager[None]]
@@ -109,7 +109,7 @@ class Iteration:
     async def _train(self, batches: Batches, *, arriving: bool) -> LanguageTrainReport:
         """Train; ``arriving``: on samples that are still to come."""
         loop = asyncio.get_running_loop()
-        training = Together(self._worker.span, "train", iteration=self._number)
+        training = MergedSpan(self._worker.span, "train", iteration=self._number)
         began = loop.time()
 
         @contextmanager

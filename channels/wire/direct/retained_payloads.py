@@ -19,7 +19,7 @@ from rlinf_async.channels.wire.links.protocol import RetainedPayload
 from rlinf_async.channels.wire.links.transfers import Transfers
 from rlinf_async.channels.wire.memory.pool import copy_in_turns
 from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
-from rlinf_async.patient import Timer
+from rlinf_async.deadlines import Timer
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.direct.direct import Direct

@@ -44,7 +44,7 @@ from rlinf_async.channels.wire.links.protocol import (
     Settle,
 )
 from rlinf_async.channels.wire.session.router import Request
-from rlinf_async.patient import Timer
+from rlinf_async.deadlines import Timer
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.session.connection import Connection

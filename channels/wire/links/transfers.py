@@ -47,7 +47,7 @@ from rlinf_async.channels.wire.links.protocol import (
 from rlinf_async.channels.wire.session.failures import rebuild
 from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
 from rlinf_async.channels.wire.session.requests import head_of
-from rlinf_async.patient import Timer
+from rlinf_async.deadlines import Timer
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.session.connection import Connection

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from rlinf_async import patient
+from rlinf_async import deadlines
 from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError
 from rlinf_async.channels.wire.session.address import Address, UnixAddress
 from rlinf_async.channels.wire.session.auth import Handshake, Terms
@@ -57,7 +57,7 @@ class Dialer:
             why: HandshakeCut = error
         pause = FIRST_PAUSE
         try:
-            async with patient.timeout(patience):
+            async with deadlines.timeout(patience):
                 while True:
                     await asyncio.sleep(pause)
                     try:
@@ -119,7 +119,7 @@ class Dialer:
 
     async def _dial(self, link: Link, timeout: float) -> None:
         try:
-            async with patient.timeout(timeout):
+            async with deadlines.timeout(timeout):
                 await self._open(link)
         except (ConnectionRefusedError, FileNotFoundError) as error:
             raise NotListening(self._say(error)) from error
@@ -151,7 +151,7 @@ async def _take_back(link: Link, made: list[Connection]) -> None:
     """The connection is not wanted any more: notify the server, which may have accepted it."""
     if not made and link.handshake.introduced:  # the server may be about to make it
         with contextlib.suppress(TimeoutError, WireError):
-            async with patient.timeout(GRACE_SECONDS):
+            async with deadlines.timeout(GRACE_SECONDS):
                 await asyncio.shield(link.opened)
     for connection in made:
         connection.abort("whoever connected gave up")

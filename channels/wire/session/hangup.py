@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Final
 
-from rlinf_async.patient import Timer
+from rlinf_async.deadlines import Timer
 
 log = logging.getLogger(__name__)
 GRACE_SECONDS: Final = 2.0

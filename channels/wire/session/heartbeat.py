@@ -1,6 +1,6 @@
 """Whether the other side still answers: a stopped process keeps its sockets open.
 
-Silence counts only while this process listens, see `patient`: not while it is stopped or blocked
+Silence counts only while this process listens, see `deadlines`: not while it is stopped or blocked
 itself.
 """
 
@@ -12,7 +12,7 @@ from typing import Final, Self
 
 import msgspec
 
-from rlinf_async.patient import Patience
+from rlinf_async.deadlines import Patience
 
 HEARTBEAT_LIMIT: Final = 15.0
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from rlinf_async.channels.wire.session.peer_process import DeathWatch
-from rlinf_async.patient import Timer
+from rlinf_async.deadlines import Timer
 
 PATIENCE: Final = 10.0
 """Seconds for which a cut connection is kept, unless said otherwise."""

@@ -20,7 +20,7 @@ from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireErr
 from rlinf_async.channels.wire.session.auth import Handshake
 from rlinf_async.channels.wire.session.busy_poll import busy_poll
 from rlinf_async.channels.wire.session.hangup import HangUp
-from rlinf_async.patient import Timer
+from rlinf_async.deadlines import Timer
 
 CLOSED = "the other process closed it or died"
 

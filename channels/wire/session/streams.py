@@ -25,7 +25,7 @@ from rlinf_async.channels.wire.session.outbox import Outbox
 from rlinf_async.channels.wire.session.peer_process import can_watch, is_local, is_stopped, peer_pid
 from rlinf_async.channels.wire.session.reconnect import ENDED, Again, Reconnection
 from rlinf_async.channels.wire.session.socket_link import Link
-from rlinf_async.patient import Timer
+from rlinf_async.deadlines import Timer
 
 MAX_UNSENT_MESSAGES: Final = 65_536
 """A peer that does not read its answers is not read any more from here on."""

@@ -54,12 +54,15 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         # A thread that spins while it waits for its neighbours keeps a core from another worker.
         return one if self.threads == 1 else one | {"OMP_WAIT_POLICY": "passive"}
 
-    def make_cluster(self) -> Cluster:
-        """A cluster of this configuration, not entered."""
+    def make_cluster(self, log: Path | None = None) -> Cluster:
+        """A cluster of this configuration, not entered.
+
+        ``log``: file for what worker processes print; None: stderr.
+        """
         if self.backend == "local":
             return Cluster.local(deadlock_after=self.deadlock_after)
         return Cluster.process(
-            heartbeat_limit=self.heartbeat_limit, deadlock_after=self.deadlock_after
+            heartbeat_limit=self.heartbeat_limit, deadlock_after=self.deadlock_after, log=log
         )
 
 

@@ -163,7 +163,7 @@ class _Execution(Generic[S]):
 
     async def _main(self) -> None:
         with ProgressView() as progress:
-            async with self._run.host.make_cluster() as cluster:
+            async with self._run.host.make_cluster(self._folder.workers_log) as cluster:
                 view = LiveView(self._folder, cluster, progress, self._run.headline)
                 self._spans_left_out = view.left_out
                 with view, abort_on_lost_items(cluster):

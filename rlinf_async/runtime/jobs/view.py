@@ -16,7 +16,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
-from rlinf_async import patient
+from rlinf_async import deadlines
 from rlinf_async.channels import Channel, Edge, Statistics
 from rlinf_async.channels.wire import Traffic
 from rlinf_async.observe.counters import Counter, Rates
@@ -248,7 +248,7 @@ class LiveView:
 
     async def _take(self, handle: WorkerHandle) -> None:
         with suppress(TimeoutError):
-            async with patient.timeout(SPANS_LIMIT):
+            async with deadlines.timeout(SPANS_LIMIT):
                 self.keep(await handle.spans())
 
     def keep(self, spans: list[Span]) -> None:
@@ -280,6 +280,6 @@ class LiveView:
 async def _doing(handle: WorkerHandle) -> str:
     """The open spans of a worker; empty where it does not answer in time."""
     with suppress(TimeoutError):
-        async with patient.timeout(LOOK_EVERY):
+        async with deadlines.timeout(LOOK_EVERY):
             return ", ".join(sorted(set((await handle.activity()).doing)))
     return ""

@@ -110,7 +110,7 @@ def test_sigterm_writes_a_checkpoint_of_the_last_step_and_the_run_can_be_resumed
     assert (job.out / "timeline.png").exists()
     iterations, end = a_few_more(job)
     assert start(*NEVER, *end).wait() == 0
-    job.check_books(iterations, STEPS, resumed=True)
+    job.check_records(iterations, STEPS, resumed=True)
     assert job.trained_in_trace()[0] == done
 
 
@@ -137,4 +137,4 @@ def test_sigterm_while_the_workers_start_leaves_nothing_running_and_the_run_can_
     assert [*temporary.glob("rlinf-async-*")] == []
     iterations, end = a_few_more(job)
     assert start(*end).wait() == 0
-    job.check_books(iterations, STEPS, resumed=True)
+    job.check_records(iterations, STEPS, resumed=True)

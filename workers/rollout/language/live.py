@@ -23,7 +23,7 @@ from rlinf_async.messages.language import Generated, Request, WeightsTaken
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.context import OpenSpan
 from rlinf_async.workers.rollout.following import FollowedWeights
-from rlinf_async.workers.spans import Together
+from rlinf_async.workers.spans import MergedSpan
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class LiveEngine:
         self._build = build
         self._restarts_left = restarts
         self._span = span
-        self._generating = Together(span, "generate")
+        self._generating = MergedSpan(span, "generate")
         self.engine = build()
         self.weights = FollowedWeights(lambda: self.engine.version, askers="rollout workers")
         self._source: LatestReceiver[WeightUpdate] | None = None

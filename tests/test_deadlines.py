@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
-from rlinf_async import patient
+from rlinf_async import deadlines
 from rlinf_async.runtime.stall import all_blocked
 from tests.stalling import explore_stalls, stall, stall_at
 
 LIMIT = 2.0
 LONG = 10 * LIMIT
-LOOK = LIMIT / patient.LOOKS
+LOOK = LIMIT / deadlines.LOOKS
 
 
 def now() -> float:
@@ -36,7 +36,7 @@ def never() -> asyncio.Future[str]:
 def test_who_says_nothing_has_its_limit() -> None:
     async def main() -> None:
         with pytest.raises(TimeoutError):
-            async with patient.timeout(LIMIT):
+            async with deadlines.timeout(LIMIT):
                 await never()
         assert now() == LIMIT
 
@@ -45,7 +45,7 @@ def test_who_says_nothing_has_its_limit() -> None:
 
 def test_what_comes_in_time_is_no_timeout() -> None:
     async def main() -> None:
-        async with patient.timeout(LIMIT):
+        async with deadlines.timeout(LIMIT):
             assert await said_after(0.9 * LIMIT) == "said"
         assert now() == 0.9 * LIMIT
 
@@ -62,7 +62,7 @@ def test_a_stall_of_this_process_does_not_run_a_limit_out(when: float) -> None:
             asyncio.get_running_loop().call_later(LOOK / 2, said.set_result, "said")
 
         asyncio.get_running_loop().call_later(when * LIMIT, go_on)
-        async with patient.timeout(LIMIT):
+        async with deadlines.timeout(LIMIT):
             assert await said == "said"
 
     explore_stalls(main)
@@ -72,7 +72,7 @@ def test_who_says_nothing_has_its_limit_without_the_stall() -> None:
     async def main() -> None:
         stall_at(LIMIT / 2, LONG)
         with pytest.raises(TimeoutError):
-            async with patient.timeout(LIMIT):
+            async with deadlines.timeout(LIMIT):
                 await never()
         assert LONG + LIMIT - LOOK <= now() <= LONG + LIMIT + LOOK
 
@@ -85,7 +85,7 @@ def test_one_stall_after_another_does_not_run_a_limit_out() -> None:
         said = said_after(0.9 * LIMIT + 3 * between)
         for n in range(3):
             stall_at(0.9 * LIMIT + n * between, LONG)
-        async with patient.timeout(LIMIT):
+        async with deadlines.timeout(LIMIT):
             assert await said == "said"
 
     explore_stalls(main)
@@ -100,7 +100,7 @@ def test_a_process_that_is_always_late_comes_to_the_end_of_a_limit_too() -> None
 
         stalling = asyncio.create_task(stalls())
         with pytest.raises(TimeoutError):
-            async with patient.timeout(LIMIT):
+            async with deadlines.timeout(LIMIT):
                 await never()
         stalling.cancel()
         assert now() > 10 * LIMIT
@@ -111,7 +111,7 @@ def test_a_process_that_is_always_late_comes_to_the_end_of_a_limit_too() -> None
 def test_being_cancelled_is_no_timeout() -> None:
     async def main() -> None:
         async def waits() -> None:
-            async with patient.timeout(LIMIT):
+            async with deadlines.timeout(LIMIT):
                 await never()
 
         task = asyncio.create_task(waits())
@@ -126,7 +126,7 @@ def test_being_cancelled_is_no_timeout() -> None:
 
 def test_an_error_in_time_is_raised_as_it_is() -> None:
     async def fails() -> None:
-        async with patient.timeout(LIMIT):
+        async with deadlines.timeout(LIMIT):
             await asyncio.sleep(LIMIT / 2)
             raise ValueError("a test")
 
@@ -145,14 +145,14 @@ def test_the_shorter_of_two_limits_ends_first(outer: float) -> None:
 
         async def inner() -> None:
             try:
-                async with patient.timeout(LIMIT):
+                async with deadlines.timeout(LIMIT):
                     await never()
             except TimeoutError:
                 ended.append("inner")
                 await never()
 
         with pytest.raises(TimeoutError):
-            async with patient.timeout(outer):
+            async with deadlines.timeout(outer):
                 await inner()
         assert ended == (["inner"] if outer > LIMIT else [])
         assert now() == outer
@@ -163,8 +163,8 @@ def test_the_shorter_of_two_limits_ends_first(outer: float) -> None:
 def test_a_timer_calls_once_and_not_when_it_was_cancelled() -> None:
     async def main() -> None:
         called = list[str]()
-        patient.Timer(LIMIT, called.append, "one")
-        other = patient.Timer(LIMIT, called.append, "two")
+        deadlines.Timer(LIMIT, called.append, "one")
+        other = deadlines.Timer(LIMIT, called.append, "two")
         await asyncio.sleep(0.9 * LIMIT)
         assert other.left == pytest.approx(0.1 * LIMIT)
         other.cancel()
@@ -177,7 +177,7 @@ def test_a_timer_calls_once_and_not_when_it_was_cancelled() -> None:
 
 def test_what_is_left_of_a_limit_is_kept_over_a_stall() -> None:
     async def main() -> None:
-        timer = patient.Timer(LIMIT, lambda: None)
+        timer = deadlines.Timer(LIMIT, lambda: None)
         await asyncio.sleep(LIMIT / 2 + LOOK / 2)
         stall(LONG)
         assert LIMIT / 2 - LOOK <= timer.left <= LIMIT / 2
@@ -194,7 +194,7 @@ async def test_a_cancelled_timer_holds_nothing() -> None:
 
     owner = Owner()
     gone: Callable[[], Owner | None] = weakref.ref(owner)
-    timer = patient.Timer(LIMIT, owner.call)
+    timer = deadlines.Timer(LIMIT, owner.call)
     timer.cancel()
     del owner
     assert gone() is None
@@ -202,7 +202,7 @@ async def test_a_cancelled_timer_holds_nothing() -> None:
 
 async def test_who_has_a_limit_can_go_on_by_itself() -> None:
     async def waits() -> None:
-        async with patient.timeout(1000.0):
+        async with deadlines.timeout(1000.0):
             await asyncio.ensure_future(asyncio.Event().wait())
 
     task = asyncio.create_task(waits())
