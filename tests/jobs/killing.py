@@ -27,7 +27,7 @@ class Killer:
         self.clusters: list[Cluster] = []
         make = HostConfig.make_cluster
 
-        def making(host: HostConfig, log: Path | None = None) -> Cluster:
+        def making(host: HostConfig, log: pathlib.Path | None = None) -> Cluster:
             self.clusters.append(make(host, log))
             return self.clusters[-1]
 
