@@ -91,7 +91,7 @@ def test_samples_draw_from_streams_of_their_own_that_a_resumed_run_has_too() -> 
 
 
 def test_another_number_of_prompts_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 prompts were given; an iteration has 2"):
+    with pytest.raises(ValueError, match="3 prompts, but an iteration has 2"):
         ledger(count=2).admit(prompts(3))
 
 
