@@ -22,8 +22,8 @@ class UnsupportedModel(ValueError):
 class Family(NamedTuple):
     """A family that can be trained, and served by the transformers engine."""
 
-    vllm: Literal["yes", "no", "not on a CPU"] = "yes"
-    """whether vLLM's log-probs are those of the trainer; on a GPU it was not tried"""
+    vllm: Literal["yes", "no", "not on a CPU", "untried"] = "yes"
+    """whether vLLM on a CPU computes the trainer's log-probs; only ``no`` is refused"""
     note: str = ""
     """why vLLM cannot serve it"""
 

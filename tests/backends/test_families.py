@@ -65,6 +65,16 @@ def test_names_do_not_depend_on_the_files_that_a_model_was_loaded_from(tmp_path:
     assert ModelTensors(loaded).published() == ModelTensors(tiny("qwen3_moe")).published()
 
 
+@pytest.mark.parametrize("family", ["gpt_neox", "mixtral"])
+def test_a_single_rank_loads_what_another_trainer_published(family: str) -> None:
+    source = PolicyTrainer(trainer_config(tiny(family), seed=1), 1, 0)
+    target = PolicyTrainer(trainer_config(tiny(family), seed=2), 1, 0)
+    target.load(source.publish())
+    expected = source.manager.model.state_dict()
+    for name, tensor in target.manager.model.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
 def test_a_checkpoint_that_is_no_slice_of_memory_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
