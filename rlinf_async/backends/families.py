@@ -8,7 +8,7 @@ is not in it is judged by its structure. No torch, except for such a family.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 ENGINES: Final = ("transformers", "vllm")
 LAYER_KINDS: Final = ("full_attention", "sliding_attention")
@@ -20,57 +20,57 @@ class UnsupportedModel(ValueError):
 
 
 class Family(NamedTuple):
-    """What was found of a family."""
+    """A family that can be trained, and served by the transformers engine."""
 
-    engines: tuple[str, ...]
-    """engines whose log-probs are those of the trainer"""
+    vllm: Literal["yes", "no", "not on a CPU", "untried"] = "yes"
+    """whether vLLM on a CPU computes the trainer's log-probs; only ``no`` is refused"""
     note: str = ""
-    """why another engine is missing"""
+    """why vLLM cannot serve it"""
 
 
 FAMILIES: Final[Mapping[str, Family]] = {
-    "arcee": Family(ENGINES),
-    "cohere": Family(ENGINES),
-    "cohere2": Family(ENGINES),
-    "deepseek_v2": Family(ENGINES),
-    "deepseek_v3": Family(ENGINES),
-    "dots1": Family(ENGINES),
-    "ernie4_5": Family(ENGINES),
-    "exaone4": Family(ENGINES),
-    "gemma": Family(ENGINES),
-    "gemma2": Family(ENGINES),
-    "gemma3_text": Family(ENGINES),
-    "glm": Family(ENGINES),
-    "glm4": Family(ENGINES),
-    "glm4_moe": Family(ENGINES),
-    "gpt2": Family(ENGINES),
-    "gpt_neox": Family(ENGINES),
-    "granite": Family(ENGINES),
-    "granitemoe": Family(ENGINES),
-    "helium": Family(ENGINES),
-    "llama": Family(ENGINES),
-    "mistral": Family(ENGINES),
-    "mixtral": Family(ENGINES),
-    "olmo": Family(ENGINES),
-    "olmo2": Family(ENGINES),
-    "olmo3": Family(ENGINES),
-    "olmoe": Family(ENGINES),
-    "opt": Family(ENGINES),
-    "phi": Family(ENGINES),
-    "phi3": Family(ENGINES),
-    "qwen2": Family(ENGINES),
-    "qwen2_moe": Family(ENGINES),
-    "qwen3": Family(ENGINES),
-    "qwen3_moe": Family(ENGINES),
-    "seed_oss": Family(ENGINES),
-    "smollm3": Family(ENGINES),
-    "starcoder2": Family(ENGINES),
+    "arcee": Family(),
+    "cohere": Family(),
+    "cohere2": Family(),
+    "deepseek_v2": Family("not on a CPU"),
+    "deepseek_v3": Family("not on a CPU"),
+    "dots1": Family(),
+    "ernie4_5": Family(),
+    "exaone4": Family(),
+    "gemma": Family(),
+    "gemma2": Family(),
+    "gemma3_text": Family(),
+    "glm": Family(),
+    "glm4": Family(),
+    "glm4_moe": Family(),
+    "gpt2": Family(),
+    "gpt_neox": Family("no", "its log-probs differ from the trainer's"),
+    "granite": Family(),
+    "granitemoe": Family(),
+    "helium": Family(),
+    "llama": Family(),
+    "mistral": Family(),
+    "mixtral": Family(),
+    "olmo": Family(),
+    "olmo2": Family(),
+    "olmo3": Family(),
+    "olmoe": Family(),
+    "opt": Family(),
+    "phi": Family(),
+    "phi3": Family(),
+    "qwen2": Family(),
+    "qwen2_moe": Family(),
+    "qwen3": Family(),
+    "qwen3_moe": Family(),
+    "seed_oss": Family(),
+    "smollm3": Family(),
+    "starcoder2": Family(),
 }
 """by ``model_type``"""
 
 REFUSED: Final[Mapping[str, str]] = {
     "gpt_oss": "its attention has sinks, which packed attention does not compute",
-    "nemotron": "its log-probs in packed samples differ from its own forward pass",
+    "nemotron": "its attention is not told where packed samples end",
     "phimoe": "its router draws random numbers in training",
 }
 """reasons that do not follow from a model's structure, by ``model_type``"""
@@ -95,20 +95,16 @@ def check_family(config: Mapping[str, Any], engine: str | None = None) -> None:
                 f"models of the family {kind!r} cannot be trained: {reason}. "
                 f"{supported_families(engine)}"
             )
-    elif engine in ENGINES and engine not in family.engines:
-        others = " or ".join(repr(one) for one in family.engines)
-        instead = f"; set rollout.backend to {others}" if others else ""
+    elif engine == "vllm" and family.vllm == "no":
         raise UnsupportedModel(
-            f"models of the family {kind!r} cannot be served by the {engine} engine: "
-            f"{family.note}{instead}. {supported_families(engine)}"
+            f"models of the family {kind!r} cannot be served by the vllm engine: {family.note}; "
+            f"set rollout.backend to 'transformers'. {supported_families(engine)}"
         )
 
 
 def supported_families(engine: str | None = None) -> str:
     """Return a sentence with the families that were tried: with the engine, or with the trainer."""
-    names = sorted(
-        name for name, family in FAMILIES.items() if engine is None or engine in family.engines
-    )
+    names = [name for name, one in FAMILIES.items() if engine != "vllm" or one.vllm != "no"]
     return f"Supported are {', '.join(names)}; see 'Model families' in docs/language.md"
 
 

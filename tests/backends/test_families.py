@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from rlinf_async.backends.families import (
-    ENGINES,
     FAMILIES,
     REFUSED,
     UnsupportedModel,
@@ -23,12 +22,10 @@ from tests.backends.families import TIED, TINY, TOLERANCE, published_difference,
 from tests.backends.language.kit import trainer_config
 from tests.docs.pages import ROOT
 
-ROW = re.compile(r"^\| `(\w+)` \| (yes|no|tied only|untied only) \| (.+?) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| `(\w+)` \| yes \| (.+?) \|$", re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "family", [name for name, one in FAMILIES.items() if "transformers" in one.engines]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_transformers_engine_computes_what_the_trainer_does(
     family: str, tmp_path: Path
 ) -> None:
@@ -68,6 +65,16 @@ def test_names_do_not_depend_on_the_files_that_a_model_was_loaded_from(tmp_path:
     assert ModelTensors(loaded).published() == ModelTensors(tiny("qwen3_moe")).published()
 
 
+@pytest.mark.parametrize("family", ["gpt_neox", "mixtral"])
+def test_a_single_rank_loads_what_another_trainer_published(family: str) -> None:
+    source = PolicyTrainer(trainer_config(tiny(family), seed=1), 1, 0)
+    target = PolicyTrainer(trainer_config(tiny(family), seed=2), 1, 0)
+    target.load(source.publish())
+    expected = source.manager.model.state_dict()
+    for name, tensor in target.manager.model.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
 def test_a_checkpoint_that_is_no_slice_of_memory_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -104,7 +111,7 @@ def test_a_family_that_cannot_be_trained_is_refused_with_the_reason_and_what_can
 
 
 def test_a_family_that_an_engine_does_not_serve_is_refused_with_that_engine_alone() -> None:
-    family = next(name for name, one in FAMILIES.items() if one.engines == ("transformers",))
+    family = next(name for name, one in FAMILIES.items() if one.vllm == "no")
     check_family({"model_type": family})
     check_family({"model_type": family}, "transformers")
     with pytest.raises(UnsupportedModel, match=r"set rollout\.backend to 'transformers'"):
@@ -114,13 +121,7 @@ def test_a_family_that_an_engine_does_not_serve_is_refused_with_that_engine_alon
 def test_the_table_of_the_page_is_the_list_of_the_code() -> None:
     page = (ROOT / "docs" / "language.md").read_text(encoding="utf-8")
     section = page.partition("### Model families")[2].partition("\n### ")[0]
-    table = {
-        name: tuple(
-            engine for engine, cell in zip(ENGINES, cells, strict=True) if cell.startswith("yes")
-        )
-        for name, *cells in ROW.findall(section)
-    }
-    assert table == {name: family.engines for name, family in FAMILIES.items()}
+    assert dict(ROW.findall(section)) == {name: one.vllm for name, one in FAMILIES.items()}
     for name in REFUSED:
         assert f"`{name}`" in section
     assert FAMILIES.keys() == TINY.keys()

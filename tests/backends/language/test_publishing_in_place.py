@@ -27,11 +27,19 @@ pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy 
 
 LIMIT = 60.0
 """seconds"""
+MIXTURE = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
+"""experts that are fused in memory, and that ranks do not share evenly"""
 VARIANTS: dict[str, dict[str, Any]] = {
     "uneven, tied": {"bucket_bytes": 1 << 12},
     "one bucket": {},
     "fewer rows than ranks": {"model": QWEN3 | {"head_dim": 2}, "bucket_bytes": 1 << 10},
     "a tensor a bucket": {"model": UNTIED, "bucket_bytes": 1},
+    "experts": {"model": MIXTURE, "bucket_bytes": 1 << 12},
     "bfloat16": {"publish_precision": "bfloat16", "bucket_bytes": 1 << 12},
     "float16, untied": {
         "model": UNTIED | {"head_dim": 2, "num_key_value_heads": 1},
