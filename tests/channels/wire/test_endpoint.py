@@ -200,7 +200,7 @@ async def test_who_proves_the_secret_just_when_the_server_is_closed_is_told_why(
         connection.notify("anything", None)
 
 
-async def test_strangers_who_prove_nothing_are_bounded_and_keep_nobody_out(
+async def test_sockets_that_prove_nothing_are_bounded_and_keep_no_peer_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rlinf_async.channels.wire.session.pending_handshakes.MAX_PENDING", 5)
@@ -209,9 +209,9 @@ async def test_strangers_who_prove_nothing_are_bounded_and_keep_nobody_out(
         mute = [await asyncio.open_unix_connection(owner.path) for _ in range(20)]
         friend = await owner.join("friend")
         assert len(owner.server._pending) <= 5
-        assert b"others came" not in await mute[0][0].read()  # a refusal would be final
+        assert b"evicted by" not in await mute[0][0].read()  # a refusal would be final
         assert len(rejected) >= 15
-        assert all("5 others came" in str(error) for error in rejected)
+        assert all("evicted by 5 others" in str(error) for error in rejected)
         friend.close()
         await friend.wait_closed()
         for _, writer in mute:
@@ -355,12 +355,12 @@ async def test_a_connect_that_is_cancelled_twice_does_not_wait_for_the_server(
 async def test_a_first_connect_that_is_turned_out_tries_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    at_step(monkeypatch, "server", 1, lambda link: link.evict("others came"))
+    at_step(monkeypatch, "server", 1, lambda link: link.evict("evicted"))
     rejected: list[WireError] = []
     async with wired(on_reject=rejected.append) as owner:
         friend = await owner.join("friend")
         assert friend.peer == "owner"
-        assert [str(error) for error in rejected] == ["others came"]
+        assert [str(error) for error in rejected] == ["evicted"]
         friend.close()
         await friend.wait_closed()
 
@@ -401,7 +401,7 @@ async def test_a_first_connect_that_is_always_cut_is_given_up_when_patience_is_o
     monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
     made = Made(monkeypatch)
-    monkeypatch.setattr(Link, "_greet", lambda link, data: link.evict("others came"))
+    monkeypatch.setattr(Link, "_greet", lambda link, data: link.evict("evicted"))
     async with wired() as owner:
         with pytest.raises(ConnectionLost, match="lost in the handshake") as caught:
             await owner.join(patience=patience)
@@ -435,7 +435,7 @@ _knocked: list[asyncio.StreamWriter] = []
 @pytest.mark.parametrize(
     "honest", ["127.0.0.2", "127.0.0.1"], ids=["of another address", "who has said hello"]
 )
-async def test_a_flood_of_strangers_turns_out_itself_and_no_honest_one(
+async def test_a_flood_of_sockets_evicts_its_own_and_no_honest_peer(
     monkeypatch: pytest.MonkeyPatch, honest: str
 ) -> None:
     monkeypatch.setattr("rlinf_async.channels.wire.session.pending_handshakes.MAX_PENDING", 5)
