@@ -310,7 +310,7 @@ class ProcessBackend:
     def cut_off(self) -> dict[str, float]:
         connections = {name: worker.connection for name, worker in self._workers.items()}
         return {
-            name: one.streams.reconnection.seconds
+            name: one.reconnection.seconds
             for name, one in connections.items()
             if one is not None and one.reconnecting
         }
