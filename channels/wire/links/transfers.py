@@ -84,6 +84,7 @@ class ReportsPuts(Protocol):
 
     def report(self, error: Exception) -> bool:
         """Raise this at the sender's next use; whether there may be one."""
+        ...
 
 
 class Transfers:

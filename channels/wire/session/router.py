@@ -28,6 +28,7 @@ class Unsettled(Protocol):
 
     def losing(self) -> AbstractContextManager[None]:
         """The connection is lost: in this block `lost` follows, of this and of all others."""
+        ...
 
     def lost(self, reason: str) -> None:
         """The connection is lost: whether the asker has taken it is unknown."""
