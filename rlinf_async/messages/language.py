@@ -245,7 +245,5 @@ class LanguageTrainReport(msgspec.Struct, kw_only=True):
     """time spent waiting for samples: before training, or, pipelined, in between"""
     train_seconds: float
     """time from the begin of training to its end; pipelined, it includes ``wait_seconds``"""
-    checkpoint: str | None = None
-    """folder of the newest checkpoint whose part this rank has written since its last report"""
     ranks: int = 1
     """number of ranks that train the next iteration and share its data"""
