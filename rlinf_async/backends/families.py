@@ -29,13 +29,13 @@ class Family(NamedTuple):
 
 
 FAMILIES: Final[Mapping[str, Family]] = {
-    "arcee": Family(),
+    "arcee": Family("untried"),
     "cohere": Family(),
     "cohere2": Family(),
     "deepseek_v2": Family("not on a CPU"),
     "deepseek_v3": Family("not on a CPU"),
-    "dots1": Family(),
-    "ernie4_5": Family(),
+    "dots1": Family("untried"),
+    "ernie4_5": Family("untried"),
     "exaone4": Family(),
     "gemma": Family(),
     "gemma2": Family(),
@@ -47,7 +47,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "gpt_neox": Family("no", "its log-probs differ from the trainer's"),
     "granite": Family(),
     "granitemoe": Family(),
-    "helium": Family(),
+    "helium": Family("untried"),
     "llama": Family(),
     "mistral": Family(),
     "mixtral": Family(),
@@ -56,15 +56,15 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "olmo3": Family(),
     "olmoe": Family(),
     "opt": Family(),
-    "phi": Family(),
+    "phi": Family("untried"),
     "phi3": Family(),
     "qwen2": Family(),
     "qwen2_moe": Family(),
     "qwen3": Family(),
     "qwen3_moe": Family(),
-    "seed_oss": Family(),
+    "seed_oss": Family("untried"),
     "smollm3": Family(),
-    "starcoder2": Family(),
+    "starcoder2": Family("untried"),
 }
 """by ``model_type``"""
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 
 from tests.architecture.sources import import_graph
 
-
 KNOWN: tuple[frozenset[str], ...] = tuple(
     frozenset(f"rlinf_async.channels.{folder}{name}" for name in names.split())
     for folder, names in (

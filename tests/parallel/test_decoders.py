@@ -150,5 +150,5 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known() -> None:
         Decoder.from_config(config("gpt2"))
     with pytest.raises(ModelMismatch, match="attention_bias=True"):
         Decoder.from_config(config("llama", attention_bias=True))
-    with pytest.raises(ModelMismatch, match="no norms behind attention"):
+    with pytest.raises(ModelMismatch, match="no norms after attention"):
         megatron(Decoder.from_config(config("gemma3_text")))

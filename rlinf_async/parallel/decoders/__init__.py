@@ -1,4 +1,4 @@
-"""Decoder-only language models in the parameters of three backends: the name maps between them.
+"""Name maps of decoder-only language models: their parameters in three backends.
 
 All hold the same global tensors, which have the names that checkpoints of the architecture have. So
 ``plan(layout(huggingface(d), ...), layout(vllm(d), ...))`` publishes a trainer's weights to an

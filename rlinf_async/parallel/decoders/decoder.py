@@ -1,5 +1,4 @@
-"""The sizes of a decoder-only language model, and its global tensors by their names in
-checkpoints."""
+"""Sizes of a decoder-only language model, and its global tensors by their names in checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ Kind = Literal["weight", "bias"]
 
 
 class Decoder(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes of a decoder, and what its layers have besides attention and a gated MLP."""
+    """Sizes of a decoder, and the options of its layers beside attention and a gated MLP."""
 
     layers: int
     hidden: int
@@ -33,7 +32,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool = False
     qk_norm: bool = False
     post_norms: bool = False
-    """whether there are norms behind attention and MLP too (Gemma)"""
+    """further norms after attention and MLP (Gemma)"""
     experts: int = 0
     block_sparse: bool = False
     """whether the names are those of Mixtral: ``block_sparse_moe``, with ``w1``, ``w3``, ``w2``"""
@@ -123,7 +122,7 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def router(self, layer: int) -> GlobalTensor:
-        """Return the router, which chooses the experts."""
+        """Return the weight of the router."""
         return self.tensor(f"{self.block(layer)}.gate.weight", self.experts, self.hidden)
 
     def embedding(self) -> GlobalTensor:
@@ -145,14 +144,14 @@ class Decoder(msgspec.Struct, frozen=True, kw_only=True):
         return [f"{mlp}.experts.{e}" for e in range(self.experts)] if self.experts else [mlp]
 
     def qkv_kinds(self) -> tuple[Kind, ...]:
-        """Return the tensors of query, key and value: weights, and biases where there are."""
+        """Return the kinds of tensors of query, key and value: weights, and biases if any."""
         return ("weight", "bias") if self.qkv_bias else ("weight",)
 
 
 def between_ends(
     one: Decoder, layers: list[Parameter], names: tuple[str, str, str], vocabulary: Split
 ) -> Model:
-    """Put embedding, final norm and output layer round the layers."""
+    """Add embedding, final norm and output layer to the layers."""
     embedding, norm, head = names
     final = one.tensor("model.norm.weight", one.hidden)
     return Model(
@@ -187,7 +186,7 @@ def layer_name(layer: int) -> str:
 
 
 def _experts(config: Mapping[str, Any]) -> int:
-    """The count has two names: transformers writes the second one."""
+    """Return the number of experts, which has two names; transformers writes the second."""
     found: int = config["num_experts" if "num_experts" in config else "num_local_experts"]
     return found
 

@@ -25,10 +25,10 @@ Norms = Literal["apart", "fused"]
 def megatron(one: Decoder, norms: Norms = "apart", vocabulary_multiple: int = 128) -> Model:
     """Return the parameters of a megatron-core GPT model.
 
-    ``norms="fused"`` is the Transformer Engine spec, which keeps a norm in the linear layer behind
+    ``norms="fused"`` is the Transformer Engine spec, in which a linear layer holds the norm before
     it. Experts are those of ``SequentialMLP``. Raises `ModelMismatch` for post-norms."""
     if one.post_norms:
-        raise ModelMismatch("megatron-core's GPT layer has no norms behind attention and MLP")
+        raise ModelMismatch("megatron-core's GPT layer has no norms after attention and MLP")
     held: list[Parameter] = []
     grouped = GroupedHeads(one.heads, one.kv_heads)
     fused = norms == "fused"
