@@ -16,6 +16,7 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.channels.wire.session.heartbeat import Heartbeat
+from rlinf_async.deadlines import Patience
 from rlinf_async.runtime.process import ProcessBackend
 from rlinf_async.workers import WorkerUnresponsive
 from tests.runtime.kit import (
@@ -177,7 +178,8 @@ async def test_a_stopped_worker_is_found_unresponsive_and_killed(new_cluster: Ne
             pid = kill(cluster, "Waiter[0]", signal.SIGSTOP)
             monitor = connection_to(waiters).streams.monitor
             assert monitor._heartbeat.limit == 45.0
-            monitor._heartbeat = Heartbeat.of(0.5)  # before, it may have been slow to start
+            quick = Heartbeat.of(0.5)  # before, it may have been slow to start
+            monitor._heartbeat, monitor._patience = quick, Patience(quick.limit, quick.interval)
             monitor.start()
             await running
     assert caught.value.failure.pid == pid
