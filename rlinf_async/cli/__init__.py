@@ -10,6 +10,7 @@ that needs them.
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Sequence
 
 import click
@@ -56,9 +57,11 @@ def main(arguments: Sequence[str] | None = None, find_job: FindJob = registered_
     ``find_job`` gives the job for a configuration's ``job = "name"``.
     """
     session = Session(find_job)
+    # Where the process is this command, and nothing else, its exit code stands when it is over.
+    afterwards = signal.SIG_IGN if arguments is None else signal.SIG_DFL
 
     def command() -> object:
-        with RunSignals().handled():
+        with RunSignals().handled(afterwards):
             return commands.main(
                 args=None if arguments is None else list(arguments),
                 prog_name="rlinf-async",

@@ -153,10 +153,10 @@ class RunSignals:
     # ---- for those who start the run
 
     @contextmanager
-    def handled(self) -> Iterator[RunSignals]:
+    def handled(self, afterwards: signal.Handlers = signal.SIG_DFL) -> Iterator[RunSignals]:
         """Handle SIGTERM and SIGUSR1 in this block, those that have no handler yet.
 
-        Outside the main thread nothing is handled.
+        Outside the main thread nothing is handled. ``afterwards``: what they do then.
         """
         global _current
         if not _in_main_thread():
@@ -172,7 +172,7 @@ class RunSignals:
         finally:
             for number in taken:
                 if signal.getsignal(number) == handlers[number]:  # nobody has replaced it
-                    signal.signal(number, signal.SIG_DFL)
+                    signal.signal(number, afterwards)
             _current = before
             self._over.set()
 

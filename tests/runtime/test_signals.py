@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -336,3 +338,15 @@ def test_outside_a_run_nothing_is_requested() -> None:
     seen = run_signals()
     assert not seen.take_checkpoint_request()
     assert not seen.terminating
+
+
+def test_a_sigterm_after_the_command_is_over_does_not_change_its_exit_code() -> None:
+    script = (
+        "import atexit, os, signal, sys\n"
+        "from rlinf_async.cli import main\n"
+        "sys.argv = ['rlinf-async', '--version']\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
