@@ -34,6 +34,11 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
             if seen.interrupts:
                 raise KeyboardInterrupt from error
             raise
+        except Exception as error:
+            # A worker whose channel's other end is closed on the way out fails: not the cause.
+            if seen.cancelled_by_sigterm:
+                raise Terminated from error
+            raise
         if seen.terminating:
             raise Terminated
         return result

@@ -92,7 +92,8 @@ class RunSignals:
         self.checkpoint_requested = False
         """whether SIGUSR1 or SIGTERM came since the last `take_checkpoint_request`"""
         self._terminated_at = 0.0
-        self._cancelled = False
+        self.cancelled_by_sigterm = False
+        """whether the coroutine was cancelled because of it"""
         self._steps = 0  # blocks of `checked_each_step` that are entered
         self._task: asyncio.Task[Any] | None = None
         self._waiters: list[WorkFuture] = []
@@ -247,8 +248,8 @@ class RunSignals:
         loop.call_later(CANCEL_AGAIN_AT * self.grace_seconds, self._cancel)
 
     def _cancel_once(self) -> None:
-        if not self._cancelled:
-            self._cancelled = True
+        if self._task is not None and not self.cancelled_by_sigterm:
+            self.cancelled_by_sigterm = True
             self._cancel()
 
     def _cancel(self) -> None:

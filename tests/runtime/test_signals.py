@@ -227,6 +227,29 @@ def test_a_coroutine_that_finishes_all_the_same_is_terminated_all_the_same() -> 
         ra.run(finishes())
 
 
+def test_an_error_on_the_way_out_is_not_taken_for_the_cause() -> None:
+    async def fails_when_cancelled() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise RuntimeError("its channel has no receiver left")
+
+    with pytest.raises(Terminated) as caught:
+        ra.run(fails_when_cancelled())
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_an_error_before_the_run_is_cancelled_is_raised() -> None:
+    async def fails() -> None:
+        with run_signals().checked_each_step():
+            signal.raise_signal(signal.SIGTERM)
+            raise RuntimeError("the disk is full")
+
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        ra.run(fails())
+
+
 def test_sigterm_raises_where_no_coroutine_runs_before_and_after_one() -> None:
     async def nothing() -> None:
         return None
