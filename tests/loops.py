@@ -16,6 +16,10 @@ BLOCKED = 3.0
 """Seconds without an answer of the loop, after which a test has blocked it: far more than any step
 takes, also where the machine is slow."""
 
+LIMIT = 300.0
+"""Seconds after which a test on a real loop hangs: it is cancelled, and its error says where it
+waited. (A signal's handler cannot do that: what it raises, uvloop passes to nobody.)"""
+
 SEEDS = range(20)
 """Schedules that each test is run under on the virtual loop."""
 
@@ -74,10 +78,15 @@ VIRTUAL = "virtual"
 
 
 def run_on_kind(kind: str, main: Main) -> None:
-    """Run a test's body; fail it if it blocked the loop or if an error reached nobody."""
+    """Run a test's body; fail it if it hung or blocked the loop, or if an error reached nobody."""
     if kind == VIRTUAL:
         explore(main, seeds=SEEDS)
         return
     loop = FACTORIES[kind]()
     with forbid_blocking(loop, limit=BLOCKED):
-        run_on(loop, main())
+        run_on(loop, _limited(main))
+
+
+async def _limited(main: Main) -> None:
+    async with asyncio.timeout(LIMIT):
+        await main()

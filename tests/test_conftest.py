@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import traceback
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,20 @@ def test_an_error_that_reaches_nobody_fails_the_test(kind: str) -> None:
         run_on_kind(kind, main)
 
 
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_a_test_that_hangs_fails_and_says_where(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "LIMIT", 0.01)
+
+    async def waits_for_nothing() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError) as caught:
+        run_on_kind(kind, waits_for_nothing)
+    cause = caught.value.__cause__
+    assert isinstance(cause, asyncio.CancelledError)
+    assert "waits_for_nothing" in "".join(traceback.format_exception(cause))
+
+
 def test_eager_tasks_run_up_to_their_first_wait_at_once() -> None:
     async def main() -> None:
         seen: list[object] = []
@@ -97,6 +112,19 @@ def test_the_tests_of_a_file_run_in_one_process() -> None:
     places = set(re.findall(r"^\[(gw\d)\] .* (tests/\S+\.py)::", done.stdout, re.MULTILINE))
     assert {process for process, _ in places} == {"gw0", "gw1"}
     assert len(places) == len({file for _, file in places}) > 3
+
+
+def test_a_test_that_ends_its_process_is_named_and_the_others_run(tmp_path: Path) -> None:
+    (tmp_path / "test_ends.py").write_text(
+        "import os\ndef test_before(): pass\ndef test_ends(): os._exit(1)\ndef test_after(): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.conftest"]
+    grouped = ["--dist", "loadgroup", "-n", "2", "-c", f"{ROOT}/pyproject.toml", f"{tmp_path}"]
+    done = subprocess.run(
+        [*command, *grouped], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert re.findall("crashed while running '.*::(.*)'", done.stdout) == ["test_ends"]
+    assert "1 failed, 2 passed" in done.stdout
 
 
 def test_what_is_said_to_stay_together_or_to_take_long_is_there() -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from xdist.scheduler import LoadScopeScheduling
+
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
 
 TOGETHER = ("backends/vllm", "gpu")
 """Folders whose files stay together too: they share engines, or a device."""
@@ -38,6 +43,16 @@ class FilesTogether(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no 
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Go on without a process, and without the test in which it ended: xdist would run that
+        again, and end process after process."""
+        units = self.assigned_work[node].values()
+        left = [(unit, test) for unit in units for test, done in unit.items() if not done]
+        for unit, test in left[:1]:
+            unit[test] = True
+        super().remove_node(node)
+        return left[0][1] if left else None
 
 
 def turn(nodeid: str) -> int:

@@ -54,6 +54,8 @@ REPEATED: Final = 0.5
 process and to its group"""
 OF_THE_DRIVER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """signals that are for the process that starts workers, and not for the workers"""
+FOR_FORKED_CHILDREN: Final = (signal.SIGTERM, signal.SIGUSR1)
+"""signals whose handlers a forked child does not keep"""
 
 
 class Terminated(SystemExit):
@@ -305,11 +307,29 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _restore_in_forked_child() -> None:
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    """Block them until the child has its own handlers: sent before, they would do nothing there."""
+    if _current is not None or _ignoring:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_FORKED_CHILDREN)
+
+
+def _in_forked_child() -> None:
     """Let SIGTERM end a forked child: its parent's handlers would not."""
     if _current is not None or _ignoring:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        for number in FOR_FORKED_CHILDREN:
+            signal.signal(number, signal.SIG_DFL)
+    _after_fork()
 
 
-os.register_at_fork(after_in_child=_restore_in_forked_child)
+def _after_fork() -> None:
+    mask = _forking.__dict__.pop("mask", None)
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_child=_in_forked_child, after_in_parent=_after_fork
+)

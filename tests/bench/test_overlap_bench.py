@@ -44,7 +44,6 @@ def test_the_bound_is_the_last_arrival_and_what_can_only_be_trained_after_it(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)  # it starts processes that import torch and vLLM, or transformers
 def test_vllm_and_fsdp_train_both_ways_in_the_small_mode(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("vllm")
     script = BENCHMARKS / "overlap" / "real.py"

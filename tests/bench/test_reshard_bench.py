@@ -11,8 +11,6 @@ import pytest
 
 from rlinf_async.bench.discover import BENCHMARKS, bench_named
 
-pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
-
 
 def run(script: str, folder: Path, *more: str) -> dict[str, float]:
     """The line that a case prints for a small model."""

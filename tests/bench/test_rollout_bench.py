@@ -13,7 +13,6 @@ from rlinf_async.bench.discover import BENCHMARKS
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)  # it starts processes that import torch and vLLM, or transformers
 def test_the_worker_and_bare_vllm_are_measured_over_one_engine(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("vllm")
     script = BENCHMARKS / "rollout" / "generate.py"

@@ -196,6 +196,25 @@ async def test_sigterm_ends_what_a_worker_has_forked(new_cluster: NewCluster) ->
         assert await parent.call(Parent.started) == pid
 
 
+def test_sigterm_ends_a_forked_child_that_has_not_run_yet() -> None:
+    """It is sent in the first hook that runs in the child, which is before our own."""
+    code = """
+import os, signal, sys
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+from rlinf_async.runtime.signals import RunSignals
+with RunSignals().handled():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    child = os.fork()
+    if child == 0:
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+print(os.waitstatus_to_exitcode(status))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"{-signal.SIGTERM}\n", "")
+
+
 async def test_a_worker_survives_the_signals_of_its_driver(new_cluster: NewCluster) -> None:
     async with new_cluster() as cluster:
         await waiting(cluster)

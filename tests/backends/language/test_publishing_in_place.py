@@ -23,8 +23,6 @@ from rlinf_async.weights import pack, verify
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.language.kit import QWEN3, UNTIED, micro_batches, samples, trainer_config
 
-pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
-
 LIMIT = 60.0
 """seconds"""
 MIXTURE = QWEN3 | {

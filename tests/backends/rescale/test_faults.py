@@ -31,8 +31,6 @@ from tests.backends.rescale.kit import (
     small_shards_too,
 )
 
-pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
-
 STAGES = ("propose", "connect", "drain", "build", "move", "verify", "decide")
 FAULTS = [
     # (how, stage, rank, from so many ranks, to so many)

@@ -12,7 +12,6 @@ from rlinf_async.backends.fsdp.rescale import rescale
 from tests.backends.fsdp_helpers import in_processes, save_result
 
 PARAMETERS = 67e6
-pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
 
 
 def go_idle(rank: int, world_size: int, folder: Path) -> None:

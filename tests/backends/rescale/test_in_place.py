@@ -15,8 +15,6 @@ from rlinf_async.parallel import plan
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.rescale.kit import LIMIT
 
-pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
-
 PARAMETERS = 8.4e6
 """two matrices, 32 MiB each in all: 4,096 x 1,024 and back"""
 CHANGES = (2, 4, 3, 1, 4)

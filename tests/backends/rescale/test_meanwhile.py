@@ -18,8 +18,6 @@ from tests.backends.fsdp_helpers import (
 )
 from tests.backends.rescale.kit import BUCKET, LIMIT, small_shards_too
 
-pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
-
 SCALER = (2.0**9, 7)
 """factor, good steps"""
 

@@ -22,8 +22,6 @@ from rlinf_async.backends.fsdp.sharding import first_row, local_shard
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.rescale.kit import BUCKET, LIMIT
 
-pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
-
 SIZES = (4, 2, 4, 3, 4, 1)
 """how many ranks train, one after the other"""
 ROWS = 24

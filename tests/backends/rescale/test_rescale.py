@@ -34,9 +34,6 @@ from tests.backends.rescale.kit import (
     small_shards_too,
 )
 
-pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
-
-
 WARMUP = 2 * EACH
 """optimizer steps of the critic alone: the first two sizes of the ring"""
 

@@ -36,8 +36,6 @@ from rlinf_async.parallel.decoders import Decoder, huggingface, megatron, vllm
 from tests.backends.ranks import start_ranks
 from tests.parallel.arrays import scatter
 
-pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
-
 CPU = torch.device("cpu")
 DECODER = Decoder(
     layers=4, hidden=16, heads=4, kv_heads=2, head_dim=4, mlp=24, vocabulary=37, qk_norm=True

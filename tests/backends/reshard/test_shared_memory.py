@@ -17,8 +17,6 @@ from rlinf_async.backends.reshard.signals import Inboxes
 from rlinf_async.weights.behind import this_host
 from tests.backends.reshard.test_executor import in_ranks
 
-pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
-
 IMPATIENT = timedelta(seconds=2)
 """much less than the group's own limit of 60 s"""
 

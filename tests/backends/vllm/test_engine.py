@@ -53,7 +53,6 @@ from tests.backends.vllm.kit import (
 )
 
 pytestmark = [
-    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]

@@ -13,7 +13,6 @@ from tests.backends.checkpoint.kit import PROMPT, RESPONSE, model_folder, own_lo
 from tests.backends.vllm.kit import SMALL, Served
 
 pytestmark = [
-    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]

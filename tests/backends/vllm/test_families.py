@@ -9,7 +9,6 @@ import pytest
 from tests.backends.families import TOLERANCE, published_difference, tiny
 
 pytestmark = [
-    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.timeout(600)
 def test_a_killed_vllm_engine_is_built_again_and_no_sample_is_lost(
     tiny: Job, start_driver: Start
 ) -> None:

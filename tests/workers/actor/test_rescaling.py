@@ -29,8 +29,6 @@ from tests.workers.actor.language.kit import Channels as LanguageChannels
 from tests.workers.actor.language.kit import groups
 from tests.workers.actor.toy import Channels, Plan
 
-pytestmark = pytest.mark.timeout(400)  # processes that import torch, on a busy machine
-
 GROUPS = 24
 BATCHES = LanguageBatches(
     samples=GROUPS * 4, group_size=4, optimizer_steps=2, max_tokens_per_micro_batch=64

@@ -15,8 +15,6 @@ from rlinf_async.workers.actor import FSDPActor
 from tests.backends.rescale.kit import LIMIT, language_config
 from tests.workers.actor.language.kit import BATCHES, Channels, groups
 
-pytestmark = pytest.mark.timeout(300)  # processes that import torch, on a busy machine
-
 
 async def two_ready(cluster: ra.Cluster, actor: type[FSDPActor]) -> ra.WorkerGroup[FSDPActor]:
     """Two actors that share a model, ready for other strategies."""

@@ -17,8 +17,6 @@ from rlinf_async.workers.critic import FSDPCritic
 from tests.backends.rescale.kit import RING, language_config
 from tests.workers.actor.language.kit import Channels, groups
 
-pytestmark = pytest.mark.timeout(400)  # processes that import torch, on a busy machine
-
 GROUPS = 24
 BATCHES = LanguageBatches(
     samples=GROUPS * 4, group_size=4, optimizer_steps=2, max_tokens_per_micro_batch=64

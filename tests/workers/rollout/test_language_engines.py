@@ -31,8 +31,6 @@ from tests.backends.models import log_probs, make_model, publish, qwen3, save_fo
 from tests.backends.requests import request
 from tests.workers.rollout.language_kit import Channels
 
-pytestmark = pytest.mark.timeout(600)
-
 
 class VllmRollout(LanguageRolloutWorker):
     """Tells what the test has to kill."""
