@@ -29,11 +29,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from rlinf_async.channels.waitfor import WaitFuture
-
 if TYPE_CHECKING:
     from rlinf_async.channels.errors import ChannelError
-    from rlinf_async.channels.key_queue import KeyQueue
 
 
 class Entry(msgspec.Struct, eq=False, gc=False):
@@ -80,7 +77,6 @@ class Delivery(abc.ABC):
     """One get, batch or lease: first it waits and collects entries, then it holds them.
 
     Args:
-        queue: of its key.
         receiver: number of the end that asked.
         holder: the party that asked, for reports.
         owner: the task that asked: it must not wait for its own entries.
@@ -90,15 +86,14 @@ class Delivery(abc.ABC):
     """
 
     __slots__ = (
-        "at_least", "entries", "holder", "lease", "link", "loop", "owner", "prefetched", "queue",
-        "receiver", "requested", "since", "target", "unsettled", "waiting", "weight",
+        "at_least", "entries", "holder", "lease", "link", "loop", "owner", "prefetched", "receiver",
+        "requested", "since", "target", "unsettled", "waiting", "weight",
     )  # fmt: skip
 
     def __init__(
-        self, queue: KeyQueue, receiver: int, holder: str, owner: object,
+        self, receiver: int, holder: str, owner: object,
         target: int = 1, at_least: int = 1, lease: bool = False,
     ) -> None:  # fmt: skip
-        self.queue = queue
         self.receiver = receiver
         self.holder = holder
         self.owner = owner
@@ -137,21 +132,6 @@ class Delivery(abc.ABC):
 
     # ---- for its queue, while it waits
 
-    def collect(self) -> bool:
-        """Take what fits from the queue; whether nothing more would fit."""
-        queue, target = self.queue, self.target
-        entries = queue.entries
-        while entries:
-            weight = entries[0].weight
-            if self.weight and self.weight + weight > target:
-                return True  # whole items only
-            self.entries.append(entries.popleft())
-            queue.weight -= weight
-            self.weight += weight
-            if self.weight >= target:
-                return True
-        return False
-
     def release(self) -> list[Entry]:
         """Let go of what was collected."""
         collected, self.entries, self.weight = self.entries, [], 0
@@ -162,37 +142,12 @@ class Delivery(abc.ABC):
         return [entry for entry in self.entries if entry is not None]
 
 
-class LocalDelivery(Delivery):
-    """A delivery to a task of this process, which awaits ``future``."""
-
-    __slots__ = ("future",)
-
-    def __init__(
-        self, queue: KeyQueue, receiver: int, holder: str, owner: object,
-        target: int = 1, at_least: int = 1, lease: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(queue, receiver, holder, owner, target, at_least, lease)
-        self.future = WaitFuture(loop=self.loop)
-
-    @property
-    def cancelled(self) -> bool:
-        return self.future.done()
-
-    def served(self) -> None:
-        self.future.set_result(None)
-
-    def refused(self, error: ChannelError) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-
-
 class WaitingPut(abc.ABC):
     """A put that waits for room."""
 
-    __slots__ = ("entry", "holder", "loop", "queue", "sender", "since")
+    __slots__ = ("entry", "holder", "loop", "sender", "since")
 
-    def __init__(self, queue: KeyQueue, entry: Entry, sender: int, holder: str) -> None:
-        self.queue = queue
+    def __init__(self, entry: Entry, sender: int, holder: str) -> None:
         self.entry = entry
         self.sender = sender
         self.holder = holder
@@ -211,27 +166,6 @@ class WaitingPut(abc.ABC):
     @abc.abstractmethod
     def refused(self, error: ChannelError) -> None:
         """Its item will not be taken: end the wait with this error."""
-
-
-class LocalPut(WaitingPut):
-    """A put of a task of this process, which awaits ``future``."""
-
-    __slots__ = ("future",)
-
-    def __init__(self, queue: KeyQueue, entry: Entry, sender: int, holder: str) -> None:
-        super().__init__(queue, entry, sender, holder)
-        self.future = WaitFuture(loop=self.loop)
-
-    @property
-    def cancelled(self) -> bool:
-        return self.future.done()
-
-    def admitted(self) -> None:
-        self.future.set_result(None)
-
-    def refused(self, error: ChannelError) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
 
 
 class Turns:

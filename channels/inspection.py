@@ -11,6 +11,7 @@ from rlinf_async.channels.waitfor import Wait
 
 if TYPE_CHECKING:
     from rlinf_async.channels.ends import Key
+    from rlinf_async.channels.key_queue import KeyQueue
     from rlinf_async.channels.queue import Queue
 
 
@@ -21,13 +22,14 @@ def waits_of(queue: Queue) -> list[Wait]:
         queue.now()
     )  # once: those who began in the same moment stay in the order in which they came
     for key in queue.every_key():
-        found += _describe(queue, key.putters, "put", at)
-        found += _describe(queue, key.getters, "get", at)
+        found += _describe(queue, key, key.putters, "put", at)
+        found += _describe(queue, key, key.getters, "get", at)
     return sorted(found, key=lambda wait: -wait.seconds)
 
 
 def _describe(
     queue: Queue,
+    of_key: KeyQueue,
     waits: Iterable[WaitingPut | Delivery],
     operation: Literal["put", "get"],
     at: float,
@@ -37,30 +39,30 @@ def _describe(
             party=wait.holder,
             operation=operation,
             channel=queue.name,
-            key=None if wait.queue.key is None else str(wait.queue.key),
+            key=None if of_key.key is None else str(of_key.key),
             seconds=at - wait.since,
-            unblockers=_unblockers(queue, wait),
-            held_by=_held_by(wait),
+            unblockers=_unblockers(queue, of_key, wait),
+            held_by=_held_by(of_key, wait),
         )
         for wait in waits
     ]
 
 
-def _unblockers(queue: Queue, wait: WaitingPut | Delivery) -> tuple[str, ...]:
+def _unblockers(queue: Queue, of_key: KeyQueue, wait: WaitingPut | Delivery) -> tuple[str, ...]:
     """The parties that hold the other end; when no sender is left, those whose deliveries are not
     settled: their items may come back."""
     others = list((queue.receivers if isinstance(wait, WaitingPut) else queue.senders).values())
     if not others and isinstance(wait, Delivery):
-        others = [one.holder for one in wait.queue.deliveries if one.owner != wait.owner]
+        others = [one.holder for one in of_key.deliveries if one.owner != wait.owner]
     return tuple(dict.fromkeys(others))
 
 
-def _held_by(wait: WaitingPut | Delivery) -> tuple[str, ...]:
+def _held_by(of_key: KeyQueue, wait: WaitingPut | Delivery) -> tuple[str, ...]:
     """The parties that have credit, or prefetched items, which this wait could use."""
     if isinstance(wait, WaitingPut):
-        found = [one.holder for one in wait.queue.credit_holders if one.items]
+        found = [one.holder for one in of_key.credit_holders if one.items]
     else:
-        found = [one.holder for one in wait.queue.prefetching]
+        found = [one.holder for one in of_key.prefetching]
     return tuple(dict.fromkeys(found))
 
 

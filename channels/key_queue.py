@@ -19,13 +19,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from rlinf_async.channels import errors
+from rlinf_async.channels.channel_state import ChannelState
 from rlinf_async.channels.delivery import (
     Delivery,
     Entry,
-    LocalPut,
     Outcome,
     PrefetchLink,
     Turns,
@@ -36,9 +36,9 @@ from rlinf_async.channels.waitfor import current_party
 if TYPE_CHECKING:
     from rlinf_async.channels.ends import Key
     from rlinf_async.channels.errors import ChannelError
-    from rlinf_async.channels.queue import Queue
 
 
+P = TypeVar("P", bound=WaitingPut)
 _ITSELF: Final = 1
 _EVERYBODY: Final = 2
 
@@ -67,12 +67,12 @@ class KeyQueue:
     """The state of one key of a channel."""
 
     __slots__ = (
-        "contested", "credit_holders", "deliveries", "entries", "getters", "key", "paused",
-        "prefetching", "putters", "queue", "reserved", "reserved_weight", "room_wanted", "weight",
+        "channel", "contested", "credit_holders", "deliveries", "entries", "getters", "key",
+        "paused", "prefetching", "putters", "reserved", "reserved_weight", "room_wanted", "weight",
     )  # fmt: skip
 
-    def __init__(self, queue: Queue, key: Key | None) -> None:
-        self.queue = queue
+    def __init__(self, channel: ChannelState, key: Key | None) -> None:
+        self.channel = channel
         self.key = key
         self.entries: deque[Entry] = deque()
         self.weight = 0
@@ -113,34 +113,34 @@ class KeyQueue:
     # ---- put
 
     def put(
-        self, item: Any, weight: int, sender: int, waiting: Callable[..., WaitingPut] = LocalPut,
-        holder: str = "",
-    ) -> WaitingPut | None:  # fmt: skip
-        """Put at once, or return the wait for room.
+        self, item: Any, weight: int, sender: int,
+        waiting: Callable[[KeyQueue, Entry, int, str], P], holder: str = "",
+    ) -> P | None:  # fmt: skip
+        """Put at once, or return the wait for room, which ``waiting`` makes.
 
         Raises:
             ChannelClosed, ChannelFailed, NoReceivers: no receiver will take it.
             TypeError, ValueError: the weight is not a positive int.
         """
-        queue = self.queue
-        if not queue.accepts or weight.__class__ is not int or weight < 1:
+        channel = self.channel
+        if not channel.accepts or weight.__class__ is not int or weight < 1:
             self._check_put(weight)
         entries = self.entries
         count = len(entries) + self.reserved
         if count and (
-            count >= queue.capacity
+            count >= channel.capacity
             or self.putters
             or (
-                queue.max_weight is not None
-                and self.weight + self.reserved_weight + weight > queue.max_weight
+                channel.max_weight is not None
+                and self.weight + self.reserved_weight + weight > channel.max_weight
             )
         ):
             wait = waiting(self, Entry(item, weight, 0), sender, holder or current_party.get())
             self.putters.append(wait)
-            queue.put_waits += 1
+            channel.put_waits += 1
             self.recall_credit()
             return wait
-        queue.sequence = sequence = queue.sequence + 1
+        channel.sequence = sequence = channel.sequence + 1
         entries.append(Entry(item, weight, sequence))
         self.weight += weight
         if self.getters.order:
@@ -149,9 +149,9 @@ class KeyQueue:
 
     def _check_put(self, weight: object) -> None:
         try:
-            self.queue.check_put(self.key, weight)
+            self.channel.check_put(self.key, weight)
         except Exception:
-            self.queue.forget(self)  # it may have been made for this put
+            self.channel.forget(self.key)  # it may have been made for this put
             raise
 
     def cancel_put(self, wait: WaitingPut) -> None:
@@ -160,7 +160,7 @@ class KeyQueue:
         if wait in self.putters:
             self.putters.remove(wait)
             self.serve()  # what waits behind it may fit now
-            self.queue.forget(self)
+            self.channel.forget(self.key)
         else:
             self.retract(wait.entry)
 
@@ -169,24 +169,24 @@ class KeyQueue:
         if entry in self.entries:
             self.entries.remove(entry)
             self.weight -= entry.weight
-            self.queue.withdrawn += 1
+            self.channel.withdrawn += 1
         elif self.getters.order and entry in (collecting := self.getters.first).entries:
             collecting.entries.remove(entry)
             collecting.weight -= entry.weight
-            self.queue.withdrawn += 1
+            self.channel.withdrawn += 1
         self.serve()
-        self.queue.forget(self)
+        self.channel.forget(self.key)
 
     def put_waited(self, wait: WaitingPut) -> None:
         """The put is over, in whichever way; account for its wait."""
-        self.queue.put_wait_seconds += wait.loop.time() - wait.since
+        self.channel.put_wait_seconds += wait.loop.time() - wait.since
 
     def has_room(self, weight: int) -> bool:
         """Whether an item of this weight could be admitted."""
         count = len(self.entries) + self.reserved
-        limit = self.queue.max_weight
+        limit = self.channel.max_weight
         return not count or (
-            count < self.queue.capacity
+            count < self.channel.capacity
             and (limit is None or self.weight + self.reserved_weight + weight <= limit)
         )
 
@@ -195,31 +195,31 @@ class KeyQueue:
     def take(self) -> Entry | None:
         """Deliver the head and settle it as taken, at once; None if one would have to wait."""
         entries = self.entries
-        if not entries or self.getters.order or self.queue.failure is not None:
+        if not entries or self.getters.order or self.channel.failure is not None:
             return None
         if self.prefetching and any(not link.overdue for link in self.prefetching.values()):
             return None
         entry = entries.popleft()
         self.weight -= entry.weight
-        self.queue.gets += 1
+        self.channel.gets += 1
         if self.putters:
             self.admit()
         if self.room_wanted:
             self.offer_room()
         if self.key is not None:
-            self.queue.forget(self)
+            self.channel.forget(self.key)
         return entry
 
     def get(self, delivery: Delivery) -> bool:
         """Serve this delivery in its turn; whether it has to wait for that."""
         self.getters.add(delivery)
-        if self.entries or self.putters or self.queue.ended:  # else there is nothing to serve
+        if self.entries or self.putters or self.channel.ended:  # else there is nothing to serve
             self.serve()
             if not delivery.waiting:
                 return False
         for link in list(self.prefetching.values()):
             link.recall(delivery.receiver)
-        self.queue.get_waits += 1
+        self.channel.get_waits += 1
         return True
 
     def get_nowait(self, delivery: Delivery) -> bool:
@@ -236,11 +236,11 @@ class KeyQueue:
             if self.getters.drop(delivery):
                 self.insert(delivery.release())
                 self.serve()
-            self.queue.forget(self)
+            self.channel.forget(self.key)
 
     def get_waited(self, delivery: Delivery) -> None:
         """The get waits no more; account for its wait."""
-        self.queue.get_wait_seconds += delivery.loop.time() - delivery.since
+        self.channel.get_wait_seconds += delivery.loop.time() - delivery.since
 
     def prefetch(self, delivery: Delivery, link: PrefetchLink, entries: Sequence[Entry]) -> None:
         """These left the queue for a receiver that has not asked for them; they count as queued."""
@@ -276,9 +276,9 @@ class KeyQueue:
             delivery.prefetched -= len(prefetched)
             self._count_prefetched(prefetched, -1)
             if outcome in (Outcome.TAKEN, Outcome.REJECTED):
-                self.queue.gets += len(prefetched)
+                self.channel.gets += len(prefetched)
         if requested and outcome not in (Outcome.TAKEN, Outcome.REJECTED):
-            self.queue.gets -= len(requested)
+            self.channel.gets -= len(requested)
         if outcome is not Outcome.TAKEN:
             back = self._put_away(delivery, [*requested, *prefetched], outcome, error)
             if back and self.getters.order:
@@ -300,26 +300,26 @@ class KeyQueue:
         self, delivery: Delivery, entries: list[Entry], outcome: Outcome, error: BaseException | str
     ) -> list[Entry]:
         """Count and keep what does not go back to the queue; the rest."""
-        queue = self.queue
+        channel = self.channel
         if outcome is Outcome.RETURNED:
             for entry in entries if delivery.lease else ():
                 entry.deliveries -= 1  # it was not handed out after all
             return entries
         if outcome is Outcome.LOST:
-            queue.count_lost(entries)
+            channel.count_lost(entries)
             return []
         if outcome is Outcome.REJECTED:
             for entry in entries:
-                queue.dead_letter(entry, error)
+                channel.dead_letter(entry, error)
             return []
         again: list[Entry] = []
         for entry in entries:
-            if entry.deliveries >= queue.max_deliveries:
-                queue.gets += 1
-                queue.dead_letter(entry, error)
+            if entry.deliveries >= channel.max_deliveries:
+                channel.gets += 1
+                channel.dead_letter(entry, error)
             else:
                 again.append(entry)
-        queue.redelivered += len(again)
+        channel.redelivered += len(again)
         return again
 
     def _settled(self, delivery: Delivery) -> None:
@@ -335,14 +335,14 @@ class KeyQueue:
         if self.getters.order or self.putters or self.room_wanted:
             self.serve()
         if self.key is not None:
-            self.queue.forget(self)
+            self.channel.forget(self.key)
 
     def _count_prefetched(self, entries: Sequence[Entry], sign: int) -> None:
         count, weight = sign * len(entries), sign * sum([entry.weight for entry in entries])
         self.reserved += count
         self.reserved_weight += weight
-        self.queue.prefetched += count
-        self.queue.prefetched_weight += weight
+        self.channel.prefetched += count
+        self.channel.prefetched_weight += weight
 
     def pop(self, count: int) -> list[Entry]:
         """Take so many entries out, the oldest first."""
@@ -384,29 +384,43 @@ class KeyQueue:
                 self.insert(delivery.release())  # its own process stands still: others go on
                 getters.order.rotate(-1)
                 continue
-            full = delivery.collect()
+            full = self.collect(delivery)
             while not full and self.putters and self.admit():
-                full = delivery.collect()
+                full = self.collect(delivery)
             if not (
                 full or delivery.weight >= delivery.at_least or self._nothing_can_come(delivery)
             ):
-                if self.queue.ended and len(getters.order) + len(self.deliveries) > 1:
+                if self.channel.ended and len(getters.order) + len(self.deliveries) > 1:
                     self._end_waits_of_holders()
                 break
             getters.pop_first()
             if delivery.entries:
                 self._deliver(delivery)
             else:
-                delivery.refused(errors.channel_ended(self.queue.name))
+                delivery.refused(errors.channel_ended(self.channel.name))
             if self.putters:
                 self.admit()
         if self.room_wanted:
             self.offer_room()
 
+    def collect(self, delivery: Delivery) -> bool:
+        """Move what fits from the entries to this delivery; whether nothing more would fit."""
+        entries, target = self.entries, delivery.target
+        while entries:
+            weight = entries[0].weight
+            if delivery.weight and delivery.weight + weight > target:
+                return True  # whole items only
+            delivery.entries.append(entries.popleft())
+            self.weight -= weight
+            delivery.weight += weight
+            if delivery.weight >= target:
+                return True
+        return False
+
     def _deliver(self, delivery: Delivery) -> None:
         entries = delivery.entries
         delivery.requested = delivery.unsettled = len(entries)
-        self.queue.gets += len(entries)
+        self.channel.gets += len(entries)
         if delivery.lease:
             for entry in delivery.held():
                 entry.deliveries += 1
@@ -429,19 +443,19 @@ class KeyQueue:
         Holders that wait for one another would do so for ever: so they see the end, and all others
         see it once these have settled what they hold.
         """
-        if not self.queue.ended or self.prefetching:
+        if not self.channel.ended or self.prefetching:
             return False
         holders = {one.owner for one in self.deliveries}
         if holders <= {delivery.owner}:
             return True
-        stuck = self.queue.stuck_holders()
+        stuck = self.channel.stuck_holders()
         return delivery.owner in stuck and holders <= stuck
 
     def _end_waits_of_holders(self) -> None:
         """The first in turn waits for what holders may return; those wait behind it."""
         for delivery in list(self.getters)[1:]:
             if self._nothing_can_come(delivery) and self.getters.drop(delivery):
-                delivery.refused(errors.channel_ended(self.queue.name))
+                delivery.refused(errors.channel_ended(self.channel.name))
 
     def admit(self) -> bool:
         """Let waiting puts in, in order, while there is room; whether one came in."""
@@ -449,8 +463,8 @@ class KeyQueue:
         while self.putters and self.has_room(self.putters[0].entry.weight):
             wait = self.putters.popleft()
             if not wait.cancelled:  # else its task has not run yet
-                self.queue.sequence += 1
-                wait.entry.sequence = self.queue.sequence
+                self.channel.sequence += 1
+                wait.entry.sequence = self.channel.sequence
                 self.entries.append(wait.entry)
                 self.weight += wait.entry.weight
                 wait.admitted()
@@ -465,7 +479,7 @@ class KeyQueue:
         for wait in refused:
             self.putters.remove(wait)
         for wait in refused:
-            wait.refused(error(self.queue.name))
+            wait.refused(error(self.channel.name))
 
     def refuse_getters(
         self, error: Callable[[str], ChannelError], receiver: int | None = None
@@ -473,24 +487,24 @@ class KeyQueue:
         """Raise an error of their own in all waiting gets, or in those of one receiver."""
         for delivery in self.getters.drop_all(receiver):
             self.insert(delivery.release())
-            delivery.refused(error(self.queue.name))
+            delivery.refused(error(self.channel.name))
 
     # ---- credit
 
     def room_to_grant(self) -> tuple[int, int | None]:
         """Items, and weight where it is bounded, for which credit could be granted: none while
         somebody waits."""
-        limit = self.queue.max_weight
-        if self.putters or not self.queue.accepts:
+        limit = self.channel.max_weight
+        if self.putters or not self.channel.accepts:
             return 0, None if limit is None else 0
-        items = max(0, self.queue.capacity - len(self.entries) - self.reserved)
+        items = max(0, self.channel.capacity - len(self.entries) - self.reserved)
         return items, None if limit is None else max(0, limit - self.weight - self.reserved_weight)
 
     def reserve(self, items: int, weight: int) -> None:
         """Grant so much of it (or take so much back, where it is negative)."""
         self.reserved += items
         self.reserved_weight += weight
-        self.queue.credit += items
+        self.channel.credit += items
 
     def put_on_credit(self, items: Sequence[Any], each: int) -> None:
         """Put items that weigh so much each, for which credit was spent.
@@ -498,14 +512,14 @@ class KeyQueue:
         Raises:
             ChannelClosed, ChannelFailed, NoReceivers: no receiver will take them.
         """
-        queue = self.queue
-        if not queue.accepts or each != 1:
+        channel = self.channel
+        if not channel.accepts or each != 1:
             self._check_put(each)
-        sequence, push = queue.sequence, self.entries.append
+        sequence, push = channel.sequence, self.entries.append
         for item in items:
             sequence += 1
             push(Entry(item, each, sequence))
-        queue.sequence = sequence
+        channel.sequence = sequence
         self.weight += each * len(items)
         if self.getters.order:
             self.serve()
@@ -517,7 +531,7 @@ class KeyQueue:
 
     def offer_room(self) -> None:
         """Room was freed: grant it to those who want it, if it is enough to be worth a message."""
-        free = self.queue.capacity - len(self.entries) - self.reserved
+        free = self.channel.capacity - len(self.entries) - self.reserved
         if not self.putters and free >= self.room_wanted:
             self.room_wanted = 0
             for holder in list(self.credit_holders):
@@ -538,7 +552,7 @@ def paused(queues: Iterable[KeyQueue]) -> Iterator[None]:
             queue.paused = False
         for queue in stopped:
             queue.serve()
-            queue.queue.forget(queue)
+            queue.channel.forget(queue.key)
 
 
 def _sequence(entry: Entry) -> int:

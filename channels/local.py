@@ -11,7 +11,7 @@ from functools import partial
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
-from rlinf_async.channels.delivery import Entry, LocalDelivery, Outcome
+from rlinf_async.channels.delivery import Entry, Outcome
 from rlinf_async.channels.encoded import copies_of
 from rlinf_async.channels.ends import Key, Lease, Receiver, Sender, checked_least
 from rlinf_async.channels.errors import (
@@ -23,8 +23,9 @@ from rlinf_async.channels.errors import (
 )
 from rlinf_async.channels.inspection import state_of, statistics_of, waits_of
 from rlinf_async.channels.key_queue import KeyQueue
+from rlinf_async.channels.local_deliveries import LocalDelivery, LocalPut, load_ahead, load_payloads
 from rlinf_async.channels.queue import Queue
-from rlinf_async.channels.remote_payload import load_ahead, load_payloads, remote_payload_of
+from rlinf_async.channels.remote_payload import remote_payload_of
 from rlinf_async.channels.statistics import DeadLetter, KeyState, Statistics
 from rlinf_async.channels.waitfor import Wait, current_party
 
@@ -249,11 +250,11 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
         if item.__class__ is not channel.item_class:
             channel.check_item(item)
         queue = self._unkeyed if key is None else channel.of_key(key)
-        wait = queue.put(item, weight, self._number)
+        wait = queue.put(item, weight, self._number, LocalPut)
         if wait is None:
             return
         try:
-            await wait.future  # type: ignore[attr-defined]
+            await wait.future
         except BaseException:
             queue.cancel_put(wait)
             raise
@@ -268,7 +269,7 @@ class LocalSender(_LocalEnd, Sender[T_contra]):
         if queue.putters or not queue.has_room(weight):
             queue.recall_credit()
             raise ChannelFull(f"channel {channel.name!r} is full ({channel.capacity} items queued)")
-        queue.put(item, weight, self._number)
+        queue.put(item, weight, self._number, LocalPut)
 
     def close(self) -> None:
         self._closed = True

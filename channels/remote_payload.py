@@ -10,18 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, cast
 
-from rlinf_async.channels.delivery import Delivery, Outcome
 from rlinf_async.channels.encoded import Buffer, Encoded
 from rlinf_async.channels.errors import ChannelError
 
-if TYPE_CHECKING:
-    from rlinf_async.channels.key_queue import KeyQueue
-
-LOAD_AHEAD: Final = 4
-"""Items behind the one that is taken in this process, which are loaded meanwhile."""
 log = logging.getLogger(__name__)
 Fetch = Callable[[], Coroutine[Any, Any, Sequence[Buffer]]]
 
@@ -123,29 +116,3 @@ def is_lost(item: object) -> bool:
     """Whether the arrays of this item went with its producer."""
     payload = remote_payload_of(item)
     return payload is not None and payload.lost
-
-
-def load_ahead(queue: KeyQueue) -> None:
-    """Load the payloads of the first items: a receiver in this process will take them."""
-    for entry in islice(queue.entries, LOAD_AHEAD):
-        if (payload := remote_payload_of(entry.item)) is not None and not payload.lost:
-            payload.start_loading()
-
-
-async def load_payloads(delivery: Delivery) -> bool:
-    """Wait until all of these items are here; False if some are lost, and the others returned."""
-    load_ahead(delivery.queue)
-    lost: list[int] = []
-    payloads = [remote_payload_of(entry.item) for entry in delivery.held()]
-    for payload in payloads:
-        if payload is not None and not payload.lost:
-            payload.start_loading()
-    for index, payload in enumerate(payloads):
-        try:
-            if payload is not None:
-                await payload.wait_loaded()
-        except PayloadLost:
-            lost.append(index)
-    if lost:
-        delivery.queue.return_except(delivery, lost, Outcome.LOST)
-    return not lost

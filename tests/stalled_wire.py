@@ -82,7 +82,9 @@ def greeting(blame: Blame) -> Heard:
 
 
 def connection(blame: Blame) -> Connection:
-    made = Connection(Router(), Heartbeat.of(1000.0), peer="a", number=b"1", patience=1000.0)
+    made = Connection(
+        Router().answering, Heartbeat.of(1000.0), peer="a", number=b"1", patience=1000.0
+    )
 
     def closed(_: Connection, reason: str) -> None:
         if reason != "it was closed":

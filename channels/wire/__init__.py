@@ -23,10 +23,10 @@ from rlinf_async.channels.wire.links.remote_latest import RemoteLatestReceiver, 
 from rlinf_async.channels.wire.links.remote_receiver import RemoteReceiver
 from rlinf_async.channels.wire.links.remote_sender import RemoteSender
 from rlinf_async.channels.wire.server import ChannelServer
+from rlinf_async.channels.wire.session.answers import Request, Router
 from rlinf_async.channels.wire.session.connection import Connection
 from rlinf_async.channels.wire.session.endpoint import Server, connect, serve
 from rlinf_async.channels.wire.session.failures import RemoteError
-from rlinf_async.channels.wire.session.router import Request, Router
 from rlinf_async.channels.wire.session.secret import load_secret
 from rlinf_async.channels.wire.session.traffic import Traffic, traffic_of
 

@@ -16,8 +16,8 @@ from rlinf_async.channels.wire.links.owner_credit import answer_put
 from rlinf_async.channels.wire.links.owner_deliveries import NOTHING
 from rlinf_async.channels.wire.links.owner_ends import OpenEnd
 from rlinf_async.channels.wire.links.published import Published
+from rlinf_async.channels.wire.session.answers import Reply, Request, Router
 from rlinf_async.channels.wire.session.connection import Connection
-from rlinf_async.channels.wire.session.router import Reply, Request, Router
 
 log = logging.getLogger(__name__)
 

@@ -198,7 +198,7 @@ async def hold_while_it_is_taken_back(channel: Channel[int], error: Exception | 
     """Hold a lease that the channel takes back, as it does when a connection is cut."""
     async with channel.receiver.lease():
         [delivery] = channel.queue.unsettled()
-        delivery.queue.settle(delivery, Outcome.FAILED, error="the connection was cut")
+        channel.queue.unkeyed.settle(delivery, Outcome.FAILED, error="the connection was cut")
         if error is not None:
             raise error
 

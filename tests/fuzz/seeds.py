@@ -29,7 +29,7 @@ from rlinf_async.channels.wire.memory.memory_protocol import (
 )
 from rlinf_async.channels.wire.memory.slab import PAGE
 from rlinf_async.channels.wire.server import ChannelServer
-from rlinf_async.channels.wire.session.router import Router
+from rlinf_async.channels.wire.session.answers import Router
 from tests.fuzz.pieces import piece
 from tests.fuzz.pure import TYPES, Other, Plain, Sample
 

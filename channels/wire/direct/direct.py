@@ -32,11 +32,11 @@ from rlinf_async.channels.wire.direct.direct_protocol import (
 )
 from rlinf_async.channels.wire.links.protocol import PayloadRef
 from rlinf_async.channels.wire.memory.pool import process_pool
+from rlinf_async.channels.wire.session.answers import Request, Router
 from rlinf_async.channels.wire.session.connection import Connection
 from rlinf_async.channels.wire.session.endpoint import Server, connect, serve
 from rlinf_async.channels.wire.session.endpoint_options import Timeouts
 from rlinf_async.channels.wire.session.failures import RemoteError
-from rlinf_async.channels.wire.session.router import Request, Router
 
 LEAST: Final = 1024**2
 MOST: Final = 1024**3

@@ -34,8 +34,8 @@ from rlinf_async.channels.wire.links.protocol import PayloadRef, RetainedPayload
 from rlinf_async.channels.wire.session.failures import RemoteError
 
 if TYPE_CHECKING:
+    from rlinf_async.channels.wire.session.answers import Reply, Request, Router
     from rlinf_async.channels.wire.session.connection import Connection
-    from rlinf_async.channels.wire.session.router import Reply, Request, Router
 
 RELEASES_PER_MESSAGE = 4096
 """Numbers that one message releases."""

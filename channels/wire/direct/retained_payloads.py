@@ -18,13 +18,13 @@ from rlinf_async.channels.wire.direct.direct_protocol import (
 from rlinf_async.channels.wire.links.protocol import RetainedPayload
 from rlinf_async.channels.wire.links.transfers import Transfers
 from rlinf_async.channels.wire.memory.pool import copy_in_turns
+from rlinf_async.channels.wire.session.answers import PeerRequests, Request
 from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
 from rlinf_async.deadlines import Timer
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.direct.direct import Direct
     from rlinf_async.channels.wire.session.connection import Connection
-    from rlinf_async.channels.wire.session.router import Request
 
 PROGRESS_BYTES: Final = 64 * 1024
 """Progress in `GRACE_SECONDS` that counts as some."""
@@ -45,8 +45,8 @@ class RetainedPayloads:
         Transfers.of(connection)  # it lingers first
         self._linger_before = connection.linger
         connection.linger = self._linger
-        connection.answers.add_sync("payload.fetch", Fetch, direct.answer)
-        connection.answers.add_sync("payload.release", Release, self._released)
+        PeerRequests.of(connection).own.add_sync("payload.fetch", Fetch, direct.answer)
+        PeerRequests.of(connection).own.add_sync("payload.release", Release, self._released)
         connection.on_close(self._lost)
         offer = Offer(direct.token, direct.host, direct.addresses)
         connection.notify("payload.offer", offer, control=True)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.wire.links.protocol import Credit
+from rlinf_async.channels.wire.session.answers import PeerRequests, Request
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.session.connection import Connection
-    from rlinf_async.channels.wire.session.router import Request
 
 MAX_KEY: Final = 128
 """Characters of a key for which credit is granted."""
@@ -85,7 +85,7 @@ class Accounts:
         """by channel and key; no more than `MAX_ACCOUNTS`"""
         self._sweeper: asyncio.TimerHandle | None = None
         self._swept_at = self._loop.time()
-        connection.answers.add_sync("credit.recall", Credit, self._recalled)
+        PeerRequests.of(connection).own.add_sync("credit.recall", Credit, self._recalled)
 
     def find(self, queue: int, key: Key | None) -> Account:
         """The account of this key, forgotten when it has no credit: see `Account.registered`."""

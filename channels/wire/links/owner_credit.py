@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
-from rlinf_async.channels.delivery import WaitingPut
+from rlinf_async.channels.delivery import Entry, WaitingPut
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ChannelError, MalformedFrame
@@ -27,9 +27,9 @@ from rlinf_async.channels.wire.links.owner_ends import OpenEnd
 from rlinf_async.channels.wire.links.protocol import Credit, Grant, Put, Refused, Run, Transfer
 from rlinf_async.channels.wire.links.split_transfer import cut
 from rlinf_async.channels.wire.memory.slab import is_private
+from rlinf_async.channels.wire.session.answers import Request
 from rlinf_async.channels.wire.session.connection import Connection
 from rlinf_async.channels.wire.session.failures import Report, report
-from rlinf_async.channels.wire.session.router import Request
 
 MIN_CAPACITY: Final = 4
 """Smaller channels grant nothing."""
@@ -48,19 +48,21 @@ class GrantedCredit:
     """The credit of one process for one key. (A `CreditHolder`.)"""
 
     __slots__ = (
-        "_credits", "gone", "holder", "items", "number", "queue", "recalled", "wanting", "weight"
+        "_credits", "channel", "gone", "holder", "items", "number", "queue", "recalled", "wanting",
+        "weight",
     )  # fmt: skip
 
-    def __init__(self, credits: Credits, number: int, queue: KeyQueue) -> None:
+    def __init__(self, credits: Credits, number: int, channel: Queue, key: Key | None) -> None:
         self._credits = credits
         self.number = number
         """of the channel, to the process"""
-        self.queue = queue
+        self.channel = channel
+        self.queue = channel.of_key(key)
         self.holder = ""
         self.items = 0
         self.weight = 0
         self.recalled = self.wanting = self.gone = False
-        queue.credit_holders.append(self)
+        self.queue.credit_holders.append(self)
 
     def recall(self) -> None:
         if self.items and not self.recalled:
@@ -76,7 +78,7 @@ class GrantedCredit:
 
     @property
     def _share(self) -> int:
-        share = self.queue.queue.capacity // (1 + len(self.queue.credit_holders))
+        share = self.channel.capacity // (1 + len(self.queue.credit_holders))
         return share if share < MAX_CREDIT else MAX_CREDIT
 
     @property
@@ -112,10 +114,10 @@ class GrantedCredit:
         Raises:
             MalformedFrame: that is more than was granted.
         """
-        weight = items * each if self.queue.queue.max_weight is not None else 0
+        weight = items * each if self.channel.max_weight is not None else 0
         if items > self.items or weight > self.weight:
             raise MalformedFrame(
-                f"{items} items of weight {weight} came for channel {self.queue.queue.name!r}, "
+                f"{items} items of weight {weight} came for channel {self.channel.name!r}, "
                 f"which has granted credit for {self.items} of weight {self.weight}"
             )
         self._subtract(items, weight)
@@ -129,7 +131,7 @@ class GrantedCredit:
         self.queue.serve()
         if self.queue.putters:  # that was not enough
             self.recall()
-        self.queue.queue.forget(self.queue)
+        self.channel.forget(self.queue.key)
 
     def give_up(self) -> None:
         """It has no credit any more, and will not be granted any."""
@@ -169,7 +171,7 @@ class Credits:
             channel.credit_waits += 1
             channel.edges.asked(holder)
         elif channel.capacity >= MIN_CAPACITY and channel.open:
-            found = self._granted[number, key] = GrantedCredit(self, number, channel.of_key(key))
+            found = self._granted[number, key] = GrantedCredit(self, number, channel, key)
         if found is not None:
             found.holder = holder
             self.reconsider(found)
@@ -199,8 +201,8 @@ class Credits:
         if not (0 <= items <= found.items and 0 <= weight <= found.weight):
             raise MalformedFrame(
                 f"credit for {items} items of weight {weight} of channel "
-                f"{found.queue.queue.name!r} came back, which has granted {found.items} of weight "
-                f"{found.weight}"
+                f"{found.channel.name!r} came back, which has granted {found.items} of "
+                f"weight {found.weight}"
             )
         if items == found.items:
             self.forget(found)
@@ -239,7 +241,7 @@ class Credits:
             elsewhere: list[int] = []
             if transfer.retained:
                 into = self._granted.get((run.queue, run.key))
-                channel = into.queue.queue if into else None
+                channel = into.channel if into else None
                 elsewhere = take_retained(self._connection, transfer, items, index, channel)
             index += run.count
             holder, refused = "", None
@@ -250,7 +252,7 @@ class Credits:
             else:
                 holder = end.holder
                 known = self._granted.get((run.queue, run.key))
-                if known is not None and known.queue.queue is not end.queue:
+                if known is not None and known.channel is not end.queue:
                     raise MalformedFrame("items came for a channel that is not their sender's")
             channel = self._put(run, items, refused)
             if channel is None:
@@ -274,20 +276,20 @@ class Credits:
             self._refuse(run, refused)
             return None
         credit.spend(run.count, run.weight)
-        queue = credit.queue
+        queue, channel = credit.queue, credit.channel
         try:
             if refused is not None:
                 raise refused
             queue.put_on_credit(items, run.weight)
         except ChannelError as error:
-            queue.queue.refused += run.count
+            channel.refused += run.count
             self._refuse(run, error)
             queue.serve()
-            queue.queue.forget(queue)
+            channel.forget(queue.key)
         if not credit.gone and credit.wanted:
             credit.wanting = True
             self._wanting[credit] = None
-        return queue.queue
+        return channel
 
     def _refuse(self, run: Run, error: ChannelError) -> None:
         refused = run.end, report(error, REFUSAL_BYTES)
@@ -310,7 +312,7 @@ class Credits:
         for one in wanting:
             one.wanting = False
             if not one.items:
-                one.queue.queue.forget(one.queue)
+                one.channel.forget(one.queue.key)
         handled, self._handled = self._handled, 0
         refused = [Refused(end, count, why) for (end, why), count in self._refused.items()]
         self._refused.clear()
@@ -352,9 +354,13 @@ class Credits:
 class RemotePut(WaitingPut):
     """A put of another process that waits for room; its request is answered when it has some."""
 
-    __slots__ = ("request",)
+    __slots__ = ("queue", "request")
 
     request: Request[Put]
+
+    def __init__(self, queue: KeyQueue, entry: Entry, sender: int, holder: str) -> None:
+        super().__init__(entry, sender, holder)
+        self.queue = queue
 
     @property
     def cancelled(self) -> bool:
@@ -411,7 +417,6 @@ def answer_put(request: Request[Put], end: OpenEnd) -> None:
     if wait is None:
         put_answered(request, queue, item)
     else:
-        assert isinstance(wait, RemotePut)
         wait.request = request
         request.abandon = wait.abandon
 

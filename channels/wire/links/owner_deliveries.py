@@ -43,7 +43,7 @@ from rlinf_async.channels.wire.links.protocol import (
     Recall,
     Settle,
 )
-from rlinf_async.channels.wire.session.router import Request
+from rlinf_async.channels.wire.session.answers import Request
 from rlinf_async.deadlines import Timer
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ ONE: Final = 1
 class RemoteDelivery(Delivery):
     """A delivery to another process, which asked for it with a request."""
 
-    __slots__ = ("_deliveries", "request")
+    __slots__ = ("_deliveries", "queue", "request")
 
     def __init__(
         self, deliveries: Deliveries, request: Request[Get], queue: KeyQueue, receiver: int
@@ -75,8 +75,9 @@ class RemoteDelivery(Delivery):
         get = request.meta
         least = get.weight if get.at_least is None else get.at_least
         owner = (deliveries, get.task)
-        super().__init__(queue, receiver, get.party, owner, get.weight, least, get.lease)
+        super().__init__(receiver, get.party, owner, get.weight, least, get.lease)
         self._deliveries = deliveries
+        self.queue = queue
         self.request = request
 
     @property
@@ -114,7 +115,7 @@ class RemoteDelivery(Delivery):
             why = f"{self.request.connection.peer} is gone: {reason}"
             self.queue.settle(self, Outcome.FAILED, error=why)
         else:
-            self.queue.queue.unconfirmed += self.unsettled
+            self.queue.channel.unconfirmed += self.unsettled
             self.queue.settle(self, Outcome.RETURNED)
 
 
@@ -138,7 +139,7 @@ class Prefetch:
     def recall(self, receiver: int = 0) -> None:
         connection, queue = self._deliveries.connection, self._queue
         if receiver != self._receiver:
-            queue.contested = queue.queue.now()
+            queue.contested = queue.channel.now()
         if self._timer is None and not connection.closed:
             self._timer = Timer(RECALL_SECONDS, self._not_answered)
             connection.notify("delivery.recall", Recall(self._end, queue.key))
@@ -188,7 +189,7 @@ class Deliveries:
         if queue.get(delivery):
             request.abandon = delivery.abandon
         else:
-            channel.forget(queue)
+            channel.forget(queue.key)
 
     def answer(self, delivery: RemoteDelivery) -> None:
         """Send the entries of a delivery, and some in advance."""
@@ -214,17 +215,17 @@ class Deliveries:
         found: list[Encoded] = []
         for index, entry in enumerate(delivery.held()):
             try:
-                found.append(encoded_entry(entry, delivery.queue.queue))
+                found.append(encoded_entry(entry, delivery.queue.channel))
             except CANNOT_TRAVEL as error:
                 queue = delivery.queue
                 queue.return_except(delivery, [index], Outcome.REJECTED, error)
-                raise type(error)(f"channel {queue.queue.name!r}: {error}") from error
+                raise type(error)(f"channel {queue.channel.name!r}: {error}") from error
         return found
 
     def _prefetch(self, delivery: RemoteDelivery, get: Get, bodies: list[Encoded]) -> None:
         """Send small items in advance, where no other get waits for them. Adds their bodies."""
         queue = delivery.queue
-        channel = queue.queue
+        channel = queue.channel
         if not queue.entries or queue.getters.order or channel.failure is not None:
             return
         prefetch = self.prefetches.get((get.end, get.key))
@@ -256,7 +257,7 @@ class Deliveries:
         queue.prefetch(delivery, prefetch, queue.pop(len(bodies) - before))
 
     def _reply(self, delivery: RemoteDelivery, bodies: list[Encoded]) -> None:
-        request, channel = delivery.request, delivery.queue.queue
+        request, channel = delivery.request, delivery.queue.channel
         nbytes, left = 0, NO_LEFT
         if channel.direct:
             nbytes = sum(body.nbytes for body in bodies)

@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
+from rlinf_async.channels.channel_state import ChannelState
 from rlinf_async.channels.delivery import Entry
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ItemTooLarge, WrongItemType
 from rlinf_async.channels.key_queue import KeyQueue
-from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.remote_payload import remote_payload_of
 from rlinf_async.channels.wire.frames.framing import MAX_DATA_BYTES, check_sizes
 from rlinf_async.channels.wire.frames.messages import SHARE_BYTES
@@ -30,7 +30,7 @@ CANNOT_TRAVEL: Final = (WrongItemType, ItemTooLarge)
 """What is wrong with an item that no other process will ever get: it is buried."""
 
 
-def encoded_entry(entry: Entry, channel: Queue) -> Encoded:
+def encoded_entry(entry: Entry, channel: ChannelState) -> Encoded:
     """An item as it travels; made now if it was not made ready.
 
     Raises:
@@ -64,7 +64,7 @@ def _prepare(connection: Connection, queue: KeyQueue) -> None:
     if entry.ready is not None or remote_payload_of(entry.item) is not None:
         return
     try:
-        body = encoded_entry(entry, queue.queue)
+        body = encoded_entry(entry, queue.channel)
     except CANNOT_TRAVEL:  # the get that asks for it raises that
         return
     if _worth_it(body) and connection.prepare(body) and body is not entry.item:

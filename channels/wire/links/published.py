@@ -23,8 +23,8 @@ from rlinf_async.channels.wire.links.owner_credit import Credits
 from rlinf_async.channels.wire.links.owner_deliveries import Deliveries
 from rlinf_async.channels.wire.links.owner_ends import LatestEnd, LentEnd, OpenEnd, channel_of
 from rlinf_async.channels.wire.links.protocol import EndKind, EndRef
+from rlinf_async.channels.wire.session.answers import Request
 from rlinf_async.channels.wire.session.connection import Connection
-from rlinf_async.channels.wire.session.router import Request
 
 Local = Sender[Any] | Receiver[Any] | LatestSender[Any] | LatestReceiver[Any]
 

@@ -38,11 +38,11 @@ from rlinf_async.channels.wire.direct.fetching import attach
 from rlinf_async.channels.wire.frames.messages import Message
 from rlinf_async.channels.wire.items.codec import split
 from rlinf_async.channels.wire.links.protocol import Delivered, Get, Range, Recall, Settle, Taken
+from rlinf_async.channels.wire.session.answers import PeerRequests, Request
 from rlinf_async.channels.wire.session.requests import head_of
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.session.connection import Connection
-    from rlinf_async.channels.wire.session.router import Request
 
 HORIZON: Final = 0.005
 """Seconds: what is taken in this time is prefetched."""
@@ -308,7 +308,7 @@ class ReceiverLinks:
         self._links: dict[tuple[int, Key | None], ReceiverLink] = {}
         self._unreported: list[Range] = []
         self._due = False
-        connection.answers.add_sync("delivery.recall", Recall, self._recalled)
+        PeerRequests.of(connection).own.add_sync("delivery.recall", Recall, self._recalled)
         connection.on_close(self._lost, first=True)
 
     @classmethod

@@ -44,6 +44,7 @@ from rlinf_async.channels.wire.links.protocol import (
     Run,
     Transfer,
 )
+from rlinf_async.channels.wire.session.answers import PeerRequests, Request
 from rlinf_async.channels.wire.session.failures import rebuild
 from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
 from rlinf_async.channels.wire.session.requests import head_of
@@ -51,7 +52,6 @@ from rlinf_async.deadlines import Timer
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.session.connection import Connection
-    from rlinf_async.channels.wire.session.router import Request
 
 log = logging.getLogger(__name__)
 MAX_ITEM_BYTES: Final = 32 * 1024
@@ -109,7 +109,7 @@ class Transfers:
         self._unconfirmed_bytes = 0
         self._then: Callable[[], None] | None = None
         self._grace: Timer | None = None
-        connection.answers.add_sync("credit.grant", Grant, self._granted)
+        PeerRequests.of(connection).own.add_sync("credit.grant", Grant, self._granted)
         connection.linger = self._linger
         connection.on_close(self._lost, first=True)
 

@@ -1,4 +1,4 @@
-"""The peer's requests, until they are answered and the answer was taken."""
+"""The peer's requests: which handler answers which kind, and each until its answer was taken."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import logging
 import struct
 from collections.abc import Callable, Coroutine
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -17,12 +17,13 @@ from rlinf_async.channels.errors import ChannelError, ItemTooLarge, MalformedFra
 from rlinf_async.channels.wire.frames.framing import Flag, FrameType
 from rlinf_async.channels.wire.frames.messages import Message
 from rlinf_async.channels.wire.memory.slab import is_private
+from rlinf_async.channels.wire.session.connection import Connection
 from rlinf_async.channels.wire.session.failures import UNREADABLE, report
-from rlinf_async.channels.wire.session.outbox import Outbox
-from rlinf_async.channels.wire.session.router import Reply, Request, Router, Unsettled
 
-if TYPE_CHECKING:
-    from rlinf_async.channels.wire.session.connection import Connection
+M = TypeVar("M")
+
+Reply = tuple[Any, Encoded | None]
+Handler = Callable[[Connection, M, Encoded | None], Coroutine[Any, Any, Reply]]
 
 log = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
@@ -34,14 +35,118 @@ _RECEIPT = int(Flag.RECEIPT)  # the enums are slow to ask
 _REQUEST, _REPLY, _ERROR = FrameType.REQUEST, FrameType.REPLY, FrameType.ERROR
 
 
+class Unsettled(Protocol):
+    """An answer that was given, and that the asker has not settled yet."""
+
+    def returned(self) -> None:
+        """The asker gave its request up before it saw the answer: nothing of it was taken."""
+
+    def losing(self) -> AbstractContextManager[None]:
+        """The connection is lost: in this block `lost` follows, of this and of all others."""
+        ...
+
+    def lost(self, reason: str) -> None:
+        """The connection is lost: whether the asker has taken it is unknown."""
+
+
+class Request(msgspec.Struct, Generic[M], eq=False):
+    """A request of the peer that a handler answers, now or later, once.
+
+    A notice has no reply: replies to it are dropped, and failures are logged.
+    """
+
+    connection: Connection
+    peer_requests: PeerRequests
+    kind: str
+    number: int
+    lane: int
+    body: Encoded | None
+    meta: M = cast("Any", None)
+    """its arguments"""
+    open: bool = True
+    """whether an answer is still wanted"""
+    abandon: Callable[[], None] | None = None
+    """called if the answer is wanted no more before it was given"""
+    held: int = 0
+    """bytes of its body that count as held here until it is answered"""
+
+    def reply(
+        self,
+        meta: Any,
+        body: Encoded | None = None,
+        *,
+        unsettled: Unsettled | None = None,
+        receipt: bool = False,
+    ) -> None:
+        """Answer. ``unsettled`` is called if the answer turns out not to have been taken, until it
+        is removed from `PeerRequests.unsettled`; with ``receipt`` that is done as soon as the asker
+        has the answer.
+
+        Raises:
+            ItemTooLarge: the answer is over a limit; the request is still open.
+        """
+        if self.open:
+            self.peer_requests.reply(self, meta, body, unsettled, receipt)
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with an error."""
+        if self.open:
+            self.peer_requests.fail(self, error)
+
+
+class Route(NamedTuple):
+    """How one kind of request is read and answered."""
+
+    kind: str
+    decode: Callable[[bytes], Any]
+    answer: Callable[[Request[Any]], None] | None
+    handle: Handler[Any] | None
+
+
+class Router:
+    """The kinds of requests that this process answers."""
+
+    def __init__(self) -> None:
+        self.routes: dict[bytes, Route] = {}
+        """by how a request begins: the length of the kind, and the kind"""
+
+    def add(self, kind: str, meta_type: type[M] | None, handler: Handler[M]) -> None:
+        """Answer this kind with a coroutine, which is cancelled when the asker cancels or dies.
+
+        Args:
+            kind: what askers call it.
+            meta_type: of its arguments, a small msgspec Struct; None if it has none.
+        """
+        self._add(Route(kind, msgspec.msgpack.Decoder(meta_type).decode, None, handler))
+
+    def add_sync(
+        self, kind: str, meta_type: type[M] | None, handler: Callable[[Request[M]], None]
+    ) -> None:
+        """Answer this kind with a function that calls ``request.reply``, at once or later."""
+        self._add(Route(kind, msgspec.msgpack.Decoder(meta_type).decode, handler, None))
+
+    def answering(self, connection: Connection) -> PeerRequests:
+        """Answers what the peer of this connection asks."""
+        return PeerRequests(connection, self)
+
+    def _add(self, route: Route) -> None:
+        name = route.kind.encode()
+        if not 1 <= len(name) <= 255:
+            raise ValueError(f"the kind of a request has 1 to 255 bytes, {route.kind!r} does not")
+        begin = bytes((len(name),)) + name
+        if begin in self.routes:
+            raise ValueError(f"requests of kind {route.kind!r} have a handler already")
+        self.routes[begin] = route
+
+
 class PeerRequests:
     """The requests of a connection's peer that are not answered, or not settled."""
 
-    def __init__(self, connection: Connection, router: Router, outbox: Outbox) -> None:
+    def __init__(self, connection: Connection, router: Router) -> None:
         self._loop = asyncio.get_running_loop()
         self._connection = connection
         self._routes = router.routes
-        self._outbox = outbox
+        self._outbox = connection.outbox
         self._asked: dict[int, Request[Any]] = {}
         self._tasks: dict[asyncio.Task[Reply], Request[Any]] = {}
         self.unsettled: dict[int, Unsettled] = {}
@@ -52,6 +157,14 @@ class PeerRequests:
         self._lost: str | None = None
         self.own = Router()
         """what only this connection answers"""
+        connection.attach(self)
+
+    @classmethod
+    def of(cls, connection: Connection) -> PeerRequests:
+        """Those of this connection."""
+        found = connection.attached(cls)
+        assert found is not None  # every connection has them from its start
+        return found
 
     # ---- what arrives
 

@@ -24,7 +24,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ConnectionLost, MalformedFrame, fit
@@ -34,7 +34,6 @@ from rlinf_async.channels.wire.frames.messages import CONTROL, DATA, Message
 from rlinf_async.channels.wire.frames.reader import MessageReader
 from rlinf_async.channels.wire.memory.pool import process_pool
 from rlinf_async.channels.wire.memory.shared_memory import MemoryUse, Sharing
-from rlinf_async.channels.wire.session.answers import PeerRequests
 from rlinf_async.channels.wire.session.failures import UNREADABLE
 from rlinf_async.channels.wire.session.heartbeat import Heartbeat
 from rlinf_async.channels.wire.session.outbox import Outbox
@@ -46,7 +45,6 @@ from rlinf_async.channels.wire.session.requests import (
     head_of,
     reply_decoder,
 )
-from rlinf_async.channels.wire.session.router import Router
 from rlinf_async.channels.wire.session.streams import Streams
 
 A = TypeVar("A")
@@ -59,10 +57,35 @@ log = logging.getLogger(__name__)
 _SHARED, _NOTICE = int(Flag.SHARED), FrameType.NOTICE  # the enums are slow to ask
 
 
+class Answering(Protocol):
+    """Answers the requests of a connection's peer."""
+
+    def handle(self, message: Message) -> None:
+        """A request or a notice came.
+
+        Raises:
+            MalformedFrame: it does not follow the protocol.
+        """
+
+    def cancelled(self, number: int) -> None:
+        """The peer gave this request up before it saw the answer."""
+
+    def taken(self, message: Message) -> None:
+        """The peer has these answers.
+
+        Raises:
+            MalformedFrame: it does not follow the protocol.
+        """
+
+    def lose(self, reason: str) -> None:
+        """The peer takes no answer any more."""
+
+
 class Connection:
     """One side of a connection. Made by `connect` and `serve`.
 
     Args:
+        answering: makes what answers the peer's requests; called once.
         peer, patience: as of `Streams`.
         number: of this connection, on both sides.
         redial: connects again; None on the side that waits.
@@ -70,7 +93,7 @@ class Connection:
 
     def __init__(
         self,
-        router: Router,
+        answering: Callable[[Connection], Answering],
         heartbeat: Heartbeat,
         *,
         peer: str,
@@ -91,14 +114,14 @@ class Connection:
         self._own_requests = OwnRequests(self._outbox)
         self._reader = MessageReader()
         self._sharing = Sharing(self._loop, self._outbox, process_pool())
-        self._peer_requests = PeerRequests(self, router, self._outbox)
         self._outbox.new_share = self._sharing.new_share
-        self._handlers = self._message_handlers()
         self._on_close: list[Closed] = []
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self.linger: Callable[[Callable[[], None]], bool] | None = None
         """whether closing must wait; if so, its argument is called as soon as it need not"""
         self._attached: dict[type, Any] = {}
+        self._peer_requests = answering(self)
+        self._handlers = self._message_handlers()
 
     # ---- requests and notices
 
@@ -254,11 +277,6 @@ class Connection:
     def memory(self) -> MemoryUse:
         """How many messages with large arrays went by shared memory, and how many did not."""
         return self._sharing.use
-
-    @property
-    def answers(self) -> Router:
-        """What only this connection answers, beside what its router does."""
-        return self._peer_requests.own
 
     @property
     def outbox(self) -> Outbox:

@@ -25,12 +25,12 @@ from rlinf_async.channels.wire.session.address import (
     bind_unix,
     parse,
 )
+from rlinf_async.channels.wire.session.answers import Router
 from rlinf_async.channels.wire.session.auth import NEW, Handshake, Terms
 from rlinf_async.channels.wire.session.connection import Closed, Connection
 from rlinf_async.channels.wire.session.dialing import Dialer
 from rlinf_async.channels.wire.session.endpoint_options import EndpointOptions, Timeouts
 from rlinf_async.channels.wire.session.pending_handshakes import PendingHandshakes
-from rlinf_async.channels.wire.session.router import Router
 from rlinf_async.channels.wire.session.socket_link import Link
 
 NUMBER_BYTES: Final = len(NEW)

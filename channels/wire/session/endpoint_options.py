@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple, Self, TypedDict
 
+from rlinf_async.channels.wire.session.answers import Router
 from rlinf_async.channels.wire.session.auth import check_secret
 from rlinf_async.channels.wire.session.connection import Connection, Redial
 from rlinf_async.channels.wire.session.heartbeat import HEARTBEAT_LIMIT, Heartbeat
 from rlinf_async.channels.wire.session.reconnect import PATIENCE, check_patience
-from rlinf_async.channels.wire.session.router import Router
 
 HANDSHAKE_SECONDS: Final = 10.0
 
@@ -64,7 +64,7 @@ class EndpointOptions(NamedTuple):
     ) -> Connection:
         """A new connection to this peer, with the lower patience of both sides."""
         return Connection(
-            self.router,
+            self.router.answering,
             self.heartbeat,
             peer=peer,
             number=number,

@@ -30,6 +30,7 @@ from rlinf_async.channels.wire import (
 from rlinf_async.channels.wire.frames.framing import CHUNK_BYTES, FrameType, pack_small
 from rlinf_async.channels.wire.links.protocol import Nothing
 from rlinf_async.channels.wire.memory.pool import Pool
+from rlinf_async.channels.wire.session.answers import PeerRequests
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import PATIENCE, SECRET, until
 
@@ -276,7 +277,7 @@ async def test_an_answer_that_was_not_taken_is_undone_when_the_connection_is_los
         asking = asyncio.create_task(two.client.request("give", Text("it"), reply=Text))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        await until(lambda: two.server_side._peer_requests.unsettled)
+        await until(lambda: PeerRequests.of(two.server_side).unsettled)
         two.server_side.abort("a test")
         assert two.seen == ["it lost: a test"]
         await asyncio.gather(asking, return_exceptions=True)

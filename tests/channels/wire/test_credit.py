@@ -384,7 +384,7 @@ async def test_a_lease_is_settled_after_the_items_that_were_put_inside(
         settle = KeyQueue.settle
 
         def watch(queue: KeyQueue, *settled: Any) -> None:
-            if queue.queue.name == "tasks":
+            if queue.channel.name == "tasks":
                 depths.append(results.statistics().depth)
             settle(queue, *settled)
 

@@ -26,6 +26,7 @@ from rlinf_async.channels.wire import Direct, Router, connect
 from rlinf_async.channels.wire.direct.direct_protocol import Fetch, Payload
 from rlinf_async.channels.wire.links.protocol import PayloadRef
 from rlinf_async.channels.wire.memory.pool import Pool
+from rlinf_async.channels.wire.session.answers import PeerRequests
 from tests.channels.wire.direct_kit import ELEMENTS, Item, Party, item, world
 from tests.channels.wire.harness import SECRET, Turns, until
 from tests.net.cutter import Cutter, cutter
@@ -304,7 +305,10 @@ def holding_fetches(party: Party) -> Iterator[list[object]]:
     """Let nobody have anything of it meanwhile; who came for it."""
     assert party.direct is not None
     held: list[object] = []
-    routers = [party.connection.answers, *(one._side.router for one in party.direct._servers)]
+    routers = [
+        PeerRequests.of(party.connection).own,
+        *(one._side.router for one in party.direct._servers),
+    ]
     before = [router.routes[FETCH] for router in routers]
     for router in routers:
         router.routes[FETCH] = router.routes[FETCH]._replace(answer=held.append)

@@ -27,6 +27,7 @@ from rlinf_async.channels import (
 )
 from rlinf_async.channels.wire import ChannelServer
 from rlinf_async.channels.wire.links import owner_deliveries, receiver_links
+from rlinf_async.channels.wire.session.answers import PeerRequests
 from rlinf_async.testing import nothing_left_waiting, wait_all_blocked
 from tests.channels.wire.harness import PATIENCE, Wired, remote_pair, until, wired
 
@@ -634,7 +635,6 @@ async def test_a_get_that_is_cancelled_before_it_is_sent_still_says_what_was_tak
         connection.outbox.resume()
         await settled()
         [there] = owner.server.connections
-        untaken: Any = there
-        assert untaken._peer_requests.unsettled == {}  # the owner knows that the first was taken
+        assert PeerRequests.of(there).unsettled == {}  # the owner knows that the first was taken
         channel.sender.put_nowait(2)
         assert await receiver.get() == 2
