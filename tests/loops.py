@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
@@ -88,5 +89,22 @@ def run_on_kind(kind: str, main: Main) -> None:
 
 
 async def _limited(main: Main) -> None:
-    async with asyncio.timeout(LIMIT):
+    """A thread has the limit: a timer of the loop would count as what can end a deadlock."""
+    loop, task, expired = asyncio.get_running_loop(), asyncio.current_task(), threading.Event()
+    assert task is not None
+
+    def expire() -> None:
+        expired.set()
+        loop.call_soon_threadsafe(task.cancel)
+
+    timer = threading.Timer(LIMIT, expire)
+    timer.start()
+    try:
         await main()
+    except asyncio.CancelledError as error:
+        if not expired.is_set():
+            raise
+        raise TimeoutError(f"the test still waits, after {LIMIT:g} s") from error
+    finally:
+        timer.cancel()
+        timer.join()

@@ -18,8 +18,9 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
 
     Ctrl-C and SIGTERM cancel the coroutine, so that everything it started is taken down; then
     Ctrl-C raises `KeyboardInterrupt`, and SIGTERM `Terminated`, with which the process exits with
-    code 143: see `rlinf_async.runtime.signals`. Outside the main thread, and where a signal has a
-    handler already, it is left alone.
+    code 143: see `rlinf_async.runtime.signals`. An error that the coroutine raises after that is
+    its ``__cause__``. Outside the main thread, and where a signal has a handler already, the signal
+    is left alone.
     """
     with _signals() as seen:
         try:
@@ -38,6 +39,8 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
             # A worker whose channel's other end is closed on the way out fails: not the cause.
             if seen.cancelled_by_sigterm:
                 raise Terminated from error
+            if seen.interrupts:
+                raise KeyboardInterrupt from error
             raise
         if seen.terminating:
             raise Terminated

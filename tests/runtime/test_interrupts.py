@@ -94,6 +94,19 @@ def test_a_coroutine_that_finishes_all_the_same_gives_its_result() -> None:
     assert ra.run(finishes()) == "finished"
 
 
+def test_an_error_on_the_way_out_is_not_taken_for_the_cause() -> None:
+    async def fails_when_interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise RuntimeError("its channel has no receiver left")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        ra.run(fails_when_interrupted())
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
 async def _handler() -> object:
     return signal.getsignal(signal.SIGINT)
 

@@ -66,6 +66,8 @@ TINY = (
     .replace('[actor]\nbackend = "toy"\n', "[actor]\nmicro_batch_size = 4\n")
 )
 """The same with a real model of random weights."""
+LOSSES = ("policy_loss", "grad_norm", "reward", "response_tokens", "behaviour_log_prob")
+"""metrics that say whether two runs trained on the same samples, to the same weights"""
 
 
 class Job(jobs.Job[LanguageSummary]):

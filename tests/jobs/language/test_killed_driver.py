@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from rlinf_async.runtime.jobs.language.checkpoints import load_language_progress
-from tests.jobs.language.kit import Job
+from tests.jobs.language.kit import LOSSES, TINY, Job
 from tests.jobs.processes import Start
 
 ENDLESS = 10**6
@@ -45,6 +45,34 @@ def test_a_killed_driver_leaves_no_worker_and_the_run_comes_to_its_end(
     assert summary.iterations == iterations
     assert summary.samples == sum(summary.outcomes.values()) == 8 * iterations
     assert [row["iteration"] for row in job.iterations] == [str(n) for n in range(iterations)]
+
+
+def test_losses_of_a_real_model_are_those_of_a_run_that_was_not_killed(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], start_driver: Start
+) -> None:
+    """By SIGKILL, between two checkpoints or while one is written."""
+    settings = (
+        *("--actor.pipelined", "false", "--training.checkpoint_every", 2, *PROCESS),
+        *("--data.verifier", "tests.jobs.language.verifiers:letters"),
+    )
+    runs = []
+    for name in ("killed", "whole"):
+        (tmp_path / name).mkdir()
+        runs.append(Job(tmp_path / name, capsys, TINY))
+    killed, whole = runs
+    command = ("train", killed.file, "--out", killed.out, *settings, "--training.iterations")
+    driver = start_driver(*command, ENDLESS)
+    driver.until(lambda: booked(killed) > 3, "three iterations and the evaluation before them")
+    driver.kill()
+    assert driver.wait() == -9
+    iterations = booked(killed) + 2
+    assert start_driver(*command, iterations, "--resume").wait() == 0
+    whole.succeed(*settings, "--training.iterations", iterations)
+    assert [row["iteration"] for row in killed.iterations] == [str(n) for n in range(iterations)]
+    for before, after in zip(whole.iterations, killed.iterations, strict=True):
+        for name in LOSSES:
+            assert float(after[name]) == pytest.approx(float(before[name]), abs=1e-6), name
+    assert killed.summary.eval_accuracy == whole.summary.eval_accuracy
 
 
 def test_sigterm_writes_a_checkpoint_of_the_last_step_and_the_run_comes_to_its_end(

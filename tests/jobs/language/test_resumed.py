@@ -23,9 +23,7 @@ from rlinf_async.runtime.jobs.language.checkpoints import (
 from rlinf_async.runtime.jobs.language.run import Flow, LanguageRun
 from rlinf_async.runtime.jobs.language.samples import Ledger, Source
 from rlinf_async.workers.reward import RewardWorker
-from tests.jobs.language.kit import TINY, Job
-
-LOSSES = ("policy_loss", "grad_norm", "reward", "response_tokens", "behaviour_log_prob")
+from tests.jobs.language.kit import LOSSES, TINY, Job
 
 
 class Killed(BaseException):
