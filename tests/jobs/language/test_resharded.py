@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from rlinf_async.backends.checkpoint.metadata import Metadata, read_metadata
-from tests.jobs.language.kit import TINY, Job
+from tests.jobs.language.kit import LOSSES, TINY, Job
 from tests.jobs.language.test_critic import GAE, LETTERS
-from tests.jobs.language.test_resumed import LOSSES, Killed, die_after
+from tests.jobs.language.test_resumed import Killed, die_after
 
 SETTINGS = (*GAE, *LETTERS, "--training.iterations", 5, "--actor.pipelined", "false")
 OF_CRITIC = ("critic_loss", "critic_value", "critic_grad_norm")
