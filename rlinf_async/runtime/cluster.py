@@ -32,6 +32,7 @@ from rlinf_async.runtime.deadlock import DeadlockWatch
 from rlinf_async.runtime.group import WorkerGroup, WorkerRef
 from rlinf_async.runtime.launching import Launch, check_launch, check_limits, specs
 from rlinf_async.runtime.placement import Placement, host_devices
+from rlinf_async.runtime.signals import run_signals
 from rlinf_async.runtime.stall import internal
 from rlinf_async.runtime.supervise import (
     Never,
@@ -349,6 +350,8 @@ class Cluster:
         traceback: TracebackType | None,
     ) -> None:
         body_failed = isinstance(error, Exception) and not is_secondary(error)
+        if isinstance(error, Exception):
+            run_signals().note_failure()
         interrupted = await self._close_shielded()
         if self._aborted and self._parent is not None:
             self._parent.uncancel()
@@ -367,6 +370,7 @@ class Cluster:
         self._cause.note(cause, None)
         if not (self._aborted or self._closing or self._parent is None or self._parent.done()):
             self._aborted = True
+            run_signals().note_failure()
             self._parent.cancel()
 
     def _on_failure(self, error: BaseException, call: GroupCall[Any]) -> None:

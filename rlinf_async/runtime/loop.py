@@ -18,9 +18,9 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
 
     Ctrl-C and SIGTERM cancel the coroutine, so that everything it started is taken down; then
     Ctrl-C raises `KeyboardInterrupt`, and SIGTERM `Terminated`, with which the process exits with
-    code 143: see `rlinf_async.runtime.signals`. An error that the coroutine raises after that is
-    its ``__cause__``. Outside the main thread, and where a signal has a handler already, the signal
-    is left alone.
+    code 143: see `rlinf_async.runtime.signals`. An error that the coroutine raises on its way out
+    is its ``__cause__``; but where a cluster had failed before, the error of that is raised.
+    Outside the main thread, and where a signal has a handler already, the signal is left alone.
     """
     with _signals() as seen:
         try:
@@ -37,9 +37,9 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
             raise
         except Exception as error:
             # A worker whose channel's other end is closed on the way out fails: not the cause.
-            if seen.cancelled_by_sigterm:
+            if seen.cancelled_by_sigterm and not seen.failed:
                 raise Terminated from error
-            if seen.interrupts:
+            if seen.interrupts and not seen.failed:
                 raise KeyboardInterrupt from error
             raise
         if seen.terminating:

@@ -13,7 +13,8 @@ SIGTERM    a checkpoint is requested, and the run ends, as below
 
 After a SIGTERM, as shares of `RunSignals.grace_seconds`::
 
-     0 %   inside `checked_each_step`: the step is finished and saved; elsewhere: cancelled
+     0 %   inside `checked_each_step`: the step is finished and saved; elsewhere: cancelled.
+           What runs in `unless_terminating` is given up
     60 %   cancelled, if it still goes on: workers are taken down, summary and trace written
     80 %   cancelled again: a cluster that is being left kills its workers
    100 %   the process and its workers are killed
@@ -96,6 +97,10 @@ class RunSignals:
         self._terminated_at = 0.0
         self.cancelled_by_sigterm = False
         """whether the coroutine was cancelled because of it"""
+        self.failed = False
+        """whether the run had failed before a signal cancelled it: then its error is raised"""
+        self._given_up: set[asyncio.Task[Any]] = set()
+        """what a SIGTERM cancels at once"""
         self._steps = 0  # blocks of `checked_each_step` that are entered
         self._task: asyncio.Task[Any] | None = None
         self._waiters: list[WorkFuture] = []
@@ -134,6 +139,29 @@ class RunSignals:
         if self.terminating and not self._steps:
             self._cancel_once()
 
+    async def unless_terminating(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Do work that is not worth the grace, such as an evaluation: a SIGTERM gives it up, and
+        the result is None."""
+        if self.terminating:
+            work.close()
+            return None
+        task = asyncio.create_task(work)
+        self._given_up.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            outer = asyncio.current_task()
+            if self.terminating and (outer is None or not outer.cancelling()):
+                return None
+            raise
+        finally:
+            self._given_up.discard(task)
+
+    def note_failure(self) -> None:
+        """An error ends the run. What a signal has cancelled fails for that reason."""
+        if not (self.interrupts or self.cancelled_by_sigterm):
+            self.failed = True
+
     @property
     def leaving(self) -> bool:
         """Whether a SIGTERM came and its checkpoint request has been taken.
@@ -159,7 +187,8 @@ class RunSignals:
     def handled(self, afterwards: signal.Handlers = signal.SIG_DFL) -> Iterator[RunSignals]:
         """Handle SIGTERM and SIGUSR1 in this block, those that have no handler yet.
 
-        Outside the main thread nothing is handled. ``afterwards``: what they do then.
+        Outside the main thread nothing is handled. ``afterwards``: what they do then; where they
+        are ignored, because the process ends, the grace is enforced until it has.
         """
         global _current
         if not _in_main_thread():
@@ -177,7 +206,8 @@ class RunSignals:
                 if signal.getsignal(number) == handlers[number]:  # nobody has replaced it
                     signal.signal(number, afterwards)
             _current = before
-            self._over.set()
+            if afterwards is not signal.SIG_IGN:
+                self._over.set()
 
     @contextmanager
     def interrupts_handled(self) -> Iterator[None]:
@@ -243,6 +273,8 @@ class RunSignals:
     def _begin_end(self) -> None:
         """Begin the end of the run, in its loop."""
         self._report_request()
+        for task in self._given_up:
+            task.cancel()
         if not self._steps:
             self._cancel_once()
         loop = asyncio.get_running_loop()
@@ -318,8 +350,9 @@ def _before_fork() -> None:
 
 def _in_forked_child() -> None:
     """Let SIGTERM end a forked child: its parent's handlers would not."""
-    if _current is not None or _ignoring:
-        for number in FOR_FORKED_CHILDREN:
+    for number in FOR_FORKED_CHILDREN:
+        handler = signal.getsignal(number)
+        if handler is _ignore or isinstance(getattr(handler, "__self__", None), RunSignals):
             signal.signal(number, signal.SIG_DFL)
     _after_fork()
 

@@ -215,6 +215,22 @@ print(os.waitstatus_to_exitcode(status))
     assert (done.stdout, done.stderr) == (f"{-signal.SIGTERM}\n", "")
 
 
+def test_a_forked_child_keeps_a_handler_of_the_users_own() -> None:
+    code = """
+import os, signal
+from rlinf_async.runtime.signals import RunSignals
+signal.signal(signal.SIGTERM, lambda number, frame: os._exit(7))
+with RunSignals().handled():
+    child = os.fork()
+    if child == 0:
+        signal.raise_signal(signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "7\n"
+
+
 async def test_a_worker_survives_the_signals_of_its_driver(new_cluster: NewCluster) -> None:
     async with new_cluster() as cluster:
         await waiting(cluster)
@@ -257,6 +273,80 @@ def test_an_error_on_the_way_out_is_not_taken_for_the_cause() -> None:
     with pytest.raises(Terminated) as caught:
         ra.run(fails_when_cancelled())
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+class FailsAndIsTerminated(ra.Worker):
+    async def work(self) -> None:
+        raise ValueError("the real cause")
+
+    async def teardown(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.sleep(0)  # here the run is cancelled
+
+
+def test_the_error_of_a_run_that_had_failed_before_it_was_terminated_is_raised() -> None:
+    async def fails() -> None:
+        async with ra.Cluster.local() as cluster:
+            worker = await cluster.launch_one(FailsAndIsTerminated)
+            await worker.call(FailsAndIsTerminated.work)
+
+    with pytest.raises(ra.WorkerError, match="the real cause"):
+        ra.run(fails())
+
+
+def test_what_is_not_worth_the_grace_is_given_up() -> None:
+    async def evaluates() -> str:
+        signals = run_signals()
+        with signals.checked_each_step():
+            assert await signals.unless_terminating(_gives("done")) == "done"
+            assert await signals.unless_terminating(_is_terminated()) is None
+            assert await signals.unless_terminating(_gives("never done")) is None
+            assert not signals.cancelled_by_sigterm
+        return "not reached"
+
+    with pytest.raises(Terminated):
+        ra.run(evaluates())
+
+
+async def _gives(what: str) -> str:
+    return what
+
+
+async def _is_terminated() -> str:
+    signal.raise_signal(signal.SIGTERM)
+    await asyncio.Event().wait()
+    return "not cancelled"
+
+
+async def test_what_is_not_worth_the_grace_is_cancelled_with_its_caller() -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    caller = asyncio.create_task(RunSignals().unless_terminating(work()))
+    await begun.wait()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert ended.is_set()
+
+
+def test_a_command_that_is_over_is_still_ended_when_the_grace_is() -> None:
+    code = """
+import signal, threading, time
+from rlinf_async.runtime.signals import RunSignals, Terminated
+try:
+    with RunSignals(grace_seconds=0.1).handled(signal.SIG_IGN):
+        signal.raise_signal(signal.SIGTERM)
+except Terminated:
+    threading.Thread(target=threading.Event().wait).start()
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 143
 
 
 def test_an_error_before_the_run_is_cancelled_is_raised() -> None:

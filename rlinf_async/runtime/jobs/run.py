@@ -198,6 +198,8 @@ class _Execution(Generic[S]):
                 draw()
             except (ObserveError, UsageError) as error:
                 problems[name] = f"not made: {error}"
+            except Exception as error:  # whatever it is, the training is done
+                problems[name] = f"not made: {type(error).__name__}: {error}"
             except KeyboardInterrupt:
                 problems[name] = "not made: interrupted"
                 raise

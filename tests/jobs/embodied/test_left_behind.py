@@ -110,3 +110,16 @@ def test_an_interrupted_video_costs_the_video_and_nothing_else(
     assert job.trained_in_trace() == [*range(6)]
     for name in ("timeline.png", "learning_curve.png"):
         assert (job.out / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_video_that_cannot_be_made_costs_the_video_and_nothing_else(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no renderer")
+
+    monkeypatch.setattr(reports, "record_video", broken)
+    summary = job.succeed("--evaluation.video_episodes", 1)
+    assert summary.outcome == "finished"
+    assert summary.extra == {"video": "not made: RuntimeError: no renderer"}
+    assert (job.out / "learning_curve.png").exists()

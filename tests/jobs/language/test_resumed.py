@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from rlinf_async.backends.toy.engine import ToyEngine
 from rlinf_async.messages.language import Generated, Outcome, Request, Sample, ScoredSample
 from rlinf_async.runtime.jobs.checkpoints import Checkpointer
+from rlinf_async.runtime.jobs.language import run
 from rlinf_async.runtime.jobs.language.checkpoints import (
     InFlight,
     Unfinished,
@@ -79,6 +81,46 @@ def test_losses_of_a_resumed_run_are_those_of_one_that_was_not_killed(
         for name in LOSSES:
             assert float(after[name]) == pytest.approx(float(before[name]), abs=1e-6), name
     assert killed.summary.eval_accuracy == whole.summary.eval_accuracy
+
+
+def test_sigterm_while_the_last_checkpoint_is_written_does_not_cost_it(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = Checkpointer.finish
+
+    async def terminated(checkpointer: Checkpointer) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        for _ in range(5):  # turns of the loop in which it would be cancelled
+            await asyncio.sleep(0)
+        await finish(checkpointer)
+
+    monkeypatch.setattr(Checkpointer, "finish", terminated)
+    ended = job.train("--training.iterations", 3, "--training.checkpoint_every", 0)
+    assert ended.code == 143
+    progress = load_language_progress(job.out / "checkpoints")
+    assert progress is not None
+    assert progress.version == 3
+
+
+def test_sigterm_in_an_evaluation_saves_what_was_trained_before_it(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = run.evaluate
+
+    async def terminated(*arguments: Any, version: int, **others: Any) -> Any:
+        if version == 2:
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.Event().wait()
+        return await evaluate(*arguments, version=version, **others)
+
+    monkeypatch.setattr(run, "evaluate", terminated)
+    never = ("--training.checkpoint_every", 0, "--cluster.grace_seconds", 600)
+    ended = job.train("--training.iterations", 4, "--evaluation.every", 1, *never)
+    assert ended.code == 143
+    progress = load_language_progress(job.out / "checkpoints")
+    assert progress is not None
+    assert progress.version == 2
+    assert [row["iteration"] for row in job.iterations] == ["0", "1"]
 
 
 def test_samples_that_were_under_way_are_kept_and_trained_once(

@@ -164,9 +164,12 @@ class LanguageRun:
             if not self.progress.version:
                 await self._evaluate_first(flow)
             await self._in_flight.put_back(channels)
-            with in_background(cluster, source.run(), "source"), checkpointer:
-                with run_signals().checked_each_step():
-                    await self._train(flow)
+            with (
+                in_background(cluster, source.run(), "source"),
+                checkpointer,
+                run_signals().checked_each_step(),
+            ):
+                await self._train(flow)
                 await checkpointer.finish()
             await self._evaluate_last(flow)
             await self._export(flow)
@@ -183,9 +186,9 @@ class LanguageRun:
             await flow.roles.publish()
             flow.source.trained(version)
             row = self._account(flow, iteration, trained, clock())
-            row |= await self._evaluate_if_due(flow, version)
+            row |= await signals.unless_terminating(self._evaluate_if_due(flow, version)) or {}
             flow.metrics.write(self.progress.samples, row)
-            await self._compare_weights_if_due(flow, version)
+            await signals.unless_terminating(self._compare_weights_if_due(flow, version))
             # The step boundary: progress, ledger and weights are of this version, so a checkpoint
             # can be written and the loop can be left.
             if signals.take_checkpoint_request() or self._checkpoint_due(version):
