@@ -14,7 +14,6 @@ import pytest
 from rlinf_async.backends.toy.engine import ToyEngine
 from rlinf_async.messages.language import Generated, Outcome, Request, Sample, ScoredSample
 from rlinf_async.runtime.jobs.checkpoints import Checkpointer
-from rlinf_async.runtime.jobs.language import run
 from rlinf_async.runtime.jobs.language.checkpoints import (
     InFlight,
     Unfinished,
@@ -22,6 +21,7 @@ from rlinf_async.runtime.jobs.language.checkpoints import (
     load_language_progress,
     load_unfinished,
 )
+from rlinf_async.runtime.jobs.language.reports import evaluate
 from rlinf_async.runtime.jobs.language.run import Flow, LanguageRun
 from rlinf_async.runtime.jobs.language.samples import Ledger, Source
 from rlinf_async.workers.reward import RewardWorker
@@ -105,15 +105,13 @@ def test_sigterm_while_the_last_checkpoint_is_written_does_not_cost_it(
 def test_sigterm_in_an_evaluation_saves_what_was_trained_before_it(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate = run.evaluate
-
     async def terminated(*arguments: Any, version: int, **others: Any) -> Any:
         if version == 2:
             signal.raise_signal(signal.SIGTERM)
             await asyncio.Event().wait()
         return await evaluate(*arguments, version=version, **others)
 
-    monkeypatch.setattr(run, "evaluate", terminated)
+    monkeypatch.setattr("rlinf_async.runtime.jobs.language.run.evaluate", terminated)
     never = ("--training.checkpoint_every", 0, "--cluster.grace_seconds", 600)
     ended = job.train("--training.iterations", 4, "--evaluation.every", 1, *never)
     assert ended.code == 143
