@@ -11,6 +11,7 @@ import msgspec
 from rlinf_async.channels import Channel
 from rlinf_async.channels.wire import EndRef
 from rlinf_async.channels.wire.session.heartbeat import Heartbeat
+from rlinf_async.deadlines import Patience
 from tests.channels.wire import remote_worker
 from tests.channels.wire.harness import Wired, until, wired
 from tests.channels.wire.running import running
@@ -93,8 +94,10 @@ async def test_a_stopped_holder_is_noticed_by_its_heartbeat() -> None:
         async with worker(owner, ref, "stop holding"):
             await until(lambda: channel.statistics().leases_out)
             [connection] = owner.server.connections  # to start, it may take its time
-            connection.streams.monitor._heartbeat = Heartbeat.of(0.4)
-            connection.streams.monitor.start()
+            monitor = connection.streams.monitor
+            monitor._heartbeat = Heartbeat.of(0.4)
+            monitor._patience = Patience(0.4, monitor.interval)
+            monitor.start()
             _, reason = await owner.lost.get()
             assert reason.startswith("nothing was heard for 0.")
             assert reason.endswith("s: the process is stopped, or blocked")
