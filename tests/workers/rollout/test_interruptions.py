@@ -172,7 +172,7 @@ async def test_a_request_carries_its_partial_between_processes() -> None:
             await channels.ask(*(request(index, max_tokens=100) for index in range(6)))
             begun: list[Request] = []
             while len(begun) < 6:
-                under_way = await rollout[0].call(Rollout.under_way)
+                under_way = await rollout[0].call(Rollout.partial_requests)
                 begun = [one for one in under_way if _made(one) == Stalled.MADE]
             unfinished = cluster.channel(Request, name="unfinished", capacity=10)
             count = await rollout[0].call(Rollout.interrupt, unfinished.sender)

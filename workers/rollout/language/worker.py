@@ -179,7 +179,7 @@ class LanguageRolloutWorker(Worker):
             await self._live.onload()
         self._taking.open()
 
-    async def under_way(self) -> list[Request]:
+    async def partial_requests(self) -> list[Request]:
         """The requests that are here, each with the tokens that it has by now as its ``partial``.
 
         For a checkpoint: nothing is interrupted, and they stay here.

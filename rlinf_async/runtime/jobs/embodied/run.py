@@ -79,8 +79,8 @@ class EmbodiedRun:
     def __init__(self, config: EmbodiedConfig, folder: RunFolder) -> None:
         self.folder = folder
         clean(folder.checkpoints)
-        self.reached = load_progress(folder.checkpoints, EmbodiedProgress) or EmbodiedProgress()
-        self.config = reseeded(config, self.reached.version)
+        self.progress = load_progress(folder.checkpoints, EmbodiedProgress) or EmbodiedProgress()
+        self.config = reseeded(config, self.progress.version)
         self._env_reports: list[EnvReport] = []
         self._last: TrainReport | None = None
         self._warned = False
@@ -122,11 +122,11 @@ class EmbodiedRun:
 
     async def _launch_actors(self, cluster: Cluster) -> WorkerGroup[EmbodiedFSDPActor]:
         counts = self.config.cluster
-        resume = str(self.folder.checkpoints / self.reached.checkpoint)
+        resume = str(self.folder.checkpoints / self.progress.checkpoint)
         return await cluster.launch(
             EmbodiedFSDPActor,
             self.config.actor,
-            resume=resume if self.reached.version else None,
+            resume=resume if self.progress.version else None,
             count=counts.actors,
             name="Actor",
             collective=self.config.collective,
@@ -142,10 +142,10 @@ class EmbodiedRun:
         metrics: MetricsWriter,
         view: LiveView,
     ) -> None:
-        first, ahead = self.reached.version, self.config.training.max_staleness
+        first, ahead = self.progress.version, self.config.training.max_staleness
         await actors.call(EmbodiedFSDPActor.sync_model_to_rollout, channels.weights.sender)
         collecting = collectors.collect()
-        clock, signals = TrainingClock(self.reached.train_seconds), run_signals()
+        clock, signals = TrainingClock(self.progress.train_seconds), run_signals()
         # A restarted env worker may send a trajectory again when the actors are done already.
         with channels.trajectories.receiver, checkpointer, signals.checked_each_step():
             with channels.tickets.sender:
@@ -157,11 +157,11 @@ class EmbodiedRun:
                 while training is not None:
                     report = merged(await training)
                     await self._issue(channels, report.version + ahead)
-                    self.reached.take(report, clock(), self.config.training.return_window)
+                    self.progress.take(report, clock(), self.config.training.return_window)
                     # The step boundary: progress and weights are of this version, so a checkpoint
                     # can be written and the loop can be left.
                     if signals.take_checkpoint_request() or self._checkpoint_due(report.version):
-                        await checkpointer.begin(self.reached)
+                        await checkpointer.begin(self.progress)
                     leaving = signals.leaving
                     # The next one is trained while this process accounts for this one.
                     training = None if leaving else next(calls, None)
@@ -206,7 +206,7 @@ class EmbodiedRun:
     def _write_row(self, report: TrainReport, metrics: MetricsWriter) -> None:
         self._last = report
         self._warned = warn_of_no_success(self.config, report, warned=self._warned)
-        metrics.write(self.reached.env_steps, row(self.reached, report))
+        metrics.write(self.progress.env_steps, row(self.progress, report))
 
     # ---- evaluation, metrics, summary
 
@@ -227,25 +227,25 @@ class EmbodiedRun:
         )
 
     def _metrics(self) -> MetricsWriter:
-        kept = self.reached.env_steps if self.reached.version else None
+        kept = self.progress.env_steps if self.progress.version else None
         sinks = self.config.training.metrics
         return MetricsWriter(self.folder.path, resume_at=kept, sinks=sinks)
 
     def _write_evaluation(self, metrics: MetricsWriter, episodes: list[EvaluatedEpisode]) -> None:
         """A row of its own, a step after the last: a resumed run drops it and evaluates again."""
         row = {
-            "env_steps": float(self.reached.env_steps),
-            "train_seconds": self.reached.train_seconds,
+            "env_steps": float(self.progress.env_steps),
+            "train_seconds": self.progress.train_seconds,
             "eval_return": mean_return(episodes),
         }
         rate = success_rate(episodes)
         if rate is not None:
             row["eval_success_rate"] = rate
-        metrics.write(self.reached.env_steps + 1, row)
+        metrics.write(self.progress.env_steps + 1, row)
 
     def headline(self) -> Headline:
         """The top line of the live view."""
-        return headline(self.config, self.reached, self._last)
+        return headline(self.config, self.progress, self._last)
 
     @property
     def title(self) -> str:
@@ -259,33 +259,33 @@ class EmbodiedRun:
 
     def drawings(self, *, ended: bool) -> dict[str, Draw]:
         """The learning curve, and of a run that came to its end a video of the trained policy."""
-        if not (ended or self.reached.version):
+        if not (ended or self.progress.version):
             return {}
         made = pictures(self.config, self.folder, self.title, self.headline)
         return made if ended else {"learning curve": made["learning curve"]}
 
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
         """What came of the run."""
-        reached, episodes = self.reached, self._episodes
+        progress, episodes = self.progress, self._episodes
         summary = EmbodiedSummary(
             run=self.config.name,
             outcome=stopped.outcome if stopped else outcome(self.config, episodes),
             seed=self.config.seed,
-            iterations=reached.version,
-            env_steps=reached.env_steps,
-            train_seconds=reached.train_seconds,
+            iterations=progress.version,
+            env_steps=progress.env_steps,
+            train_seconds=progress.train_seconds,
             error=stopped.error if stopped else None,
         )
-        if reached.version:
-            summary.steps_per_second = reached.env_steps / max(reached.train_seconds, 1e-9)
+        if progress.version:
+            summary.steps_per_second = progress.env_steps / max(progress.train_seconds, 1e-9)
             summary.staleness = Staleness(
-                mean=reached.lag_mean,
-                max=reached.lag_max,
+                mean=progress.lag_mean,
+                max=progress.lag_max,
                 allowed=self.config.training.max_staleness,
             )
             summary.dropped = {
                 "stale answers": sum(report.dropped_answers for report in self._env_reports),
-                "second trajectories": reached.duplicates,
+                "second trajectories": progress.duplicates,
             }
         if episodes:
             summary.success_rate = success_rate(episodes)

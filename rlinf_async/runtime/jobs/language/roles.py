@@ -157,7 +157,7 @@ class Roles:
 
     async def partial_requests(self) -> list[Request]:
         """The requests that are being answered, with the tokens generated so far."""
-        found = await self._rollouts.call(LanguageRolloutWorker.under_way)
+        found = await self._rollouts.call(LanguageRolloutWorker.partial_requests)
         return [request for one in found for request in one]
 
     async def check_weights(self, prompts: Sequence[Prompt], version: int) -> float | None:
