@@ -90,4 +90,5 @@ def _leaves_task_group(task: asyncio.Task[Any]) -> bool:
     while isinstance(getattr(inner, "cr_await", None), CoroutineType):
         inner = inner.cr_await
     code = getattr(inner, "cr_code", None)
-    return code is asyncio.TaskGroup.__aexit__.__code__
+    exit_ = getattr(asyncio.TaskGroup, "_aexit", asyncio.TaskGroup.__aexit__)  # Python 3.13
+    return code is exit_.__code__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from rlinf_async.channels import Channel
 from rlinf_async.runtime import deadlock
 from rlinf_async.runtime.stall import all_blocked
 from rlinf_async.testing import run, wait_all_blocked
+from rlinf_async.workers.tasks import task_group
 from tests.loops import FACTORIES
 from tests.runtime.kit import NewCluster, Number
 
@@ -45,6 +47,10 @@ class Polite(ra.Worker):
 
     async def in_task_group(self, hear: ra.Receiver[Number], say: ra.Sender[Number]) -> None:
         async with asyncio.TaskGroup() as group:
+            group.create_task(self.converse(hear, say))
+
+    async def in_group_of_workers(self, hear: ra.Receiver[Number], say: ra.Sender[Number]) -> None:
+        async with task_group() as group:
             group.create_task(self.converse(hear, say))
 
     async def with_timeout(self, hear: ra.Receiver[Number], say: ra.Sender[Number]) -> str:
@@ -80,7 +86,10 @@ async def each_waits_for_the_other(cluster: ra.Cluster, first: Method) -> Any:
     return await one
 
 
-@pytest.mark.parametrize("method", [Polite.converse, Polite.gathers, Polite.in_task_group])
+@pytest.mark.parametrize(
+    "method",
+    [Polite.converse, Polite.gathers, Polite.in_task_group, Polite.in_group_of_workers],
+)
 async def test_a_deadlock_names_both_workers_their_channels_and_the_time(
     new_cluster: NewCluster, method: Method
 ) -> None:
@@ -146,6 +155,7 @@ BLOCKED: dict[str, Callable[[Channel[Number]], Coroutine[Any, Any, Any]]] = {
     "another task": lambda c: _await(asyncio.ensure_future(c.receiver.get())),
     "a gather": lambda c: _await(asyncio.gather(c.receiver.get(), c.receiver.get())),
     "a task group": lambda c: _group(c.receiver.get()),
+    "a task group of workers": lambda c: _group(c.receiver.get(), new=task_group),
 }
 FREE: dict[str, Callable[[Channel[Number]], Coroutine[Any, Any, Any]]] = {
     "a timer": lambda c: asyncio.sleep(3600),
@@ -154,6 +164,9 @@ FREE: dict[str, Callable[[Channel[Number]], Coroutine[Any, Any, Any]]] = {
     "a get under wait_for": lambda c: asyncio.wait_for(c.receiver.get(), 3600),
     "a gather with a timer": lambda c: _await(asyncio.gather(c.receiver.get(), asyncio.sleep(99))),
     "a task group with a timer": lambda c: _group(c.receiver.get(), asyncio.sleep(99)),
+    "a task group of workers with a timer": lambda c: _group(
+        c.receiver.get(), asyncio.sleep(99), new=task_group
+    ),
     "a task group under a timeout": lambda c: _timeout(_group(c.receiver.get())),
     "a plain future": lambda c: _await(asyncio.get_running_loop().create_future()),
 }
@@ -163,8 +176,11 @@ async def _await(future: asyncio.Future[Any]) -> None:
     await future
 
 
-async def _group(*waits: Coroutine[Any, Any, Any]) -> None:
-    async with asyncio.TaskGroup() as group:
+async def _group(
+    *waits: Coroutine[Any, Any, Any],
+    new: Callable[[], AbstractAsyncContextManager[asyncio.TaskGroup]] = asyncio.TaskGroup,
+) -> None:
+    async with new() as group:
         for wait in waits:
             group.create_task(wait)
 
