@@ -18,10 +18,23 @@ def short_period(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadlock, "PERIOD", 0.05)
 
 
+PIPELINED = ("--actor.pipelined", "true")
+COLLECTED = ("--actor.pipelined", "false")
+COLLOCATED = ("--cluster.placement", "collocated")
+
+
 @pytest.mark.parametrize("backend", ["local", "process"])
-@pytest.mark.parametrize("pipelined", ["true", "false"])
+@pytest.mark.parametrize(
+    ("options", "waits"),
+    [
+        (PIPELINED, "Actor[0].run_training_pipeline has waited"),
+        (COLLECTED, "Actor[0].run_training has waited"),
+        (COLLOCATED, "main has waited"),
+    ],
+    ids=["pipelined", "collected", "collocated"],
+)
 def test_a_sample_that_the_ledger_loses_ends_the_run_with_a_deadlock(
-    job: Job, monkeypatch: pytest.MonkeyPatch, pipelined: str, backend: str
+    job: Job, monkeypatch: pytest.MonkeyPatch, backend: str, options: tuple[str, str], waits: str
 ) -> None:
     take, taken = Ledger.take, list[ScoredSample]()
 
@@ -30,12 +43,11 @@ def test_a_sample_that_the_ledger_loses_ends_the_run_with_a_deadlock(
         return None if len(taken) == 3 else take(ledger, scored)
 
     monkeypatch.setattr(Ledger, "take", losing)
-    ended = job.train(*LIMITED, "--actor.pipelined", pipelined, "--cluster.backend", backend)
+    ended = job.train(*LIMITED, *options, "--cluster.backend", backend)
     assert ended.code == 1
     assert len(taken) >= 3
     assert str(job.summary.error).startswith("Deadlock: every worker waits for another")
-    method = "run_training_pipeline" if pipelined == "true" else "run_training"
-    assert f"Actor[0].{method} has waited" in str(job.summary.error)
+    assert waits in str(job.summary.error)
 
 
 def test_an_answer_of_an_evaluation_that_is_lost_ends_the_run_with_a_deadlock(
