@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -24,6 +25,24 @@ class WaitFuture(asyncio.Future[Any]):
 
     The runtime tells by this type whether a worker could still go on by itself.
     """
+
+
+class ComputeThread:
+    """The thread that computes for a worker: whether it works, or waits for the event loop.
+
+    Changed and read on that loop alone: from the moment on which what it waits for is there, it
+    counts as at work, however long the machine takes to wake it.
+    """
+
+    def __init__(self) -> None:
+        self.waits = 0
+        """number of tasks of the loop that it waits for now: 0 or 1"""
+
+
+current_thread: ContextVar[ComputeThread | None] = ContextVar("current_thread", default=None)
+"""the thread that the running function computes in; the tasks that it starts inherit it"""
+computations: WeakKeyDictionary[asyncio.Future[Any], ComputeThread] = WeakKeyDictionary()
+"""what tasks await while a thread computes for them"""
 
 
 class Wait(msgspec.Struct, frozen=True):

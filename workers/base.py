@@ -26,6 +26,7 @@ from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any, ParamSpec, TypeVar
 
+from rlinf_async.channels.waitfor import computations, current_thread
 from rlinf_async.workers.context import Device, WorkerContext
 
 P = ParamSpec("P")
@@ -89,10 +90,13 @@ class Worker:
         Cancelling the wait does not stop work that has begun.
         """
         context = contextvars.copy_context()
+        context.run(current_thread.set, self._context.thread)
         call = partial(context.run, fn, *args, **kwargs)
         self._context.computing += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._context.executor, call)
+            done = asyncio.get_running_loop().run_in_executor(self._context.executor, call)
+            computations[done] = self._context.thread
+            return await done
         finally:
             self._context.computing -= 1
 

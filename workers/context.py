@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from rlinf_async.channels.waitfor import ComputeThread
+
 OpenSpan = Callable[..., AbstractContextManager[Any]]
 
 
@@ -56,6 +58,12 @@ class WorkerContext:
         """whether it has joined its group's torch.distributed"""
         self.computing = 0
         """number of calls in the compute thread"""
+        self.thread = ComputeThread()
+
+    @property
+    def at_work(self) -> bool:
+        """Whether the compute thread can go on by itself: it has a call, and waits for no task."""
+        return self.computing > 0 and not self.thread.waits
 
 
 def _no_span(name: str, **args: Any) -> AbstractContextManager[None]:

@@ -15,6 +15,7 @@ from threading import Lock
 from typing import Any, Protocol, TypeVar
 
 from rlinf_async.channels.batching.errors import PullCancelled
+from rlinf_async.channels.waitfor import current_thread
 
 R = TypeVar("R")
 
@@ -96,8 +97,20 @@ class ThreadDriver:
                     awaitable.close()
                 what = "the blocking view" if self._closed else "its event loop"
                 raise PullCancelled(f"{what} was closed: no further batch can be waited for")
-            self._waiting = asyncio.run_coroutine_threadsafe(wait_here(awaitable), self._loop)
+            self._waiting = asyncio.run_coroutine_threadsafe(for_thread(awaitable), self._loop)
             return self._waiting
+
+
+async def for_thread(awaitable: Awaitable[R]) -> R:
+    """Wait on the loop for a thread, which does not compute meanwhile."""
+    thread = current_thread.get()
+    if thread is None:
+        return await awaitable
+    thread.waits += 1
+    try:
+        return await awaitable
+    finally:
+        thread.waits -= 1
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -33,7 +33,8 @@ R = TypeVar("R")
 
 class GroupCall(Generic[R]):
     """A call that runs on one or more ranks. Await it for its result; it runs whether or not you
-    do.
+    do. Several tasks may await it: cancelling one ends its own wait, cancelling the last one that
+    waits cancels the call.
 
     If nobody awaits it when it fails, the failure ends the cluster: it is never lost.
     """
@@ -87,12 +88,13 @@ class GroupCall(Generic[R]):
 
     def __await__(self) -> Generator[Any, None, R]:
         if not self._done:
-            waiter = WorkFuture()  # one per awaiter: cancelling one must not end the others' wait
+            waiter = WorkFuture()  # one per awaiter: cancelling one does not end the others' wait
             self._waiters = (*self._waiters, waiter) if self._waiters else (waiter,)
             try:
                 yield from waiter
             except asyncio.CancelledError:
-                self.cancel()
+                if self._waiters == (waiter,):
+                    self.cancel()
                 raise
             finally:
                 if not self._done:

@@ -278,11 +278,11 @@ class Child:
     async def _activity(
         self, connection: Connection, meta: Nothing, body: Encoded | None
     ) -> tuple[Activity, None]:
-        computing = self._host.context.computing
+        context = self._host.context
         return Activity(
             calls=tuple(one.method for one in self._host.calls.values()),
-            blocked=computing == 0 and all_blocked(asyncio.all_tasks()),
-            computing=computing,
+            blocked=not context.at_work and all_blocked(asyncio.all_tasks()),
+            computing=context.computing,
             doing=self._recorder.doing(),
         ), None
 

@@ -106,6 +106,6 @@ def activity_of(host: WorkerHost) -> Activity:
     labels = tuple(invocation.method for invocation in host.calls.values())
     return Activity(
         calls=labels,
-        blocked=host.context.computing == 0 and all_blocked(host.calls),
+        blocked=not host.context.at_work and all_blocked(host.calls),
         computing=host.context.computing,
     )

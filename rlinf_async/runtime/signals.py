@@ -39,7 +39,7 @@ from types import FrameType
 from typing import Any, Final, NoReturn, TypeVar
 
 from rlinf_async.runtime.forced_exit import exit_at_once
-from rlinf_async.runtime.stall import WorkFuture
+from rlinf_async.runtime.stall import WorkEvent, WorkFuture
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ class RunSignals:
         """what a SIGTERM cancels at once"""
         self._steps = 0  # blocks of `checked_each_step` that are entered
         self._task: asyncio.Task[Any] | None = None
-        self._waiters: list[WorkFuture] = []
+        self._reported = WorkEvent()
         self._over = threading.Event()
 
     # ---- for the job
@@ -123,9 +123,8 @@ class RunSignals:
     async def checkpoint_request(self) -> None:
         """Wait until a checkpoint is requested. Does not hide a deadlock."""
         while not self.checkpoint_requested:
-            waiter = WorkFuture()
-            self._waiters.append(waiter)
-            await waiter
+            self._reported.clear()
+            await self._reported.wait()
 
     @contextmanager
     def checked_each_step(self) -> Iterator[None]:
@@ -246,7 +245,7 @@ class RunSignals:
     def _on_checkpoint(self, number: int, frame: FrameType | None) -> None:
         self.checkpoint_requested = True
         if self._task is not None:
-            self._task.get_loop().call_soon_threadsafe(self._report_request)
+            self._task.get_loop().call_soon_threadsafe(self._reported.set)
 
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -264,15 +263,9 @@ class RunSignals:
 
     # ---- inside
 
-    def _report_request(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
     def _begin_end(self) -> None:
         """Begin the end of the run, in its loop."""
-        self._report_request()
+        self._reported.set()
         for task in self._given_up:
             task.cancel()
         if not self._steps:

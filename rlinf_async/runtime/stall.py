@@ -1,9 +1,10 @@
 """Which tasks are blocked: could any of them make progress by itself?
 
-A task is *blocked* if what it awaits can be ended by others only: a wait on a channel, or another
-task, of which the same is asked. Anything else (a timer, ``asyncio.timeout``, a socket, a thread)
-may end by itself, and then the task does not count as blocked; so "blocked" is certain. (What
-cannot be seen: a timer of the user's own that cancels a task.)
+A task is *blocked* if what it awaits can be ended by others only: a wait on a channel, another
+task, of which the same is asked, or a computation that itself waits for a task. Anything else (a
+timer, ``asyncio.timeout``, a socket, a thread) may end by itself, and then the task does not count
+as blocked; so "blocked" is certain. (What cannot be seen: a timer of the user's own that cancels a
+task.)
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from types import CoroutineType
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from rlinf_async.channels.waitfor import WaitFuture
+from rlinf_async.channels.waitfor import WaitFuture, computations
 
 R = TypeVar("R")
 
@@ -24,6 +25,40 @@ _internal: WeakSet[asyncio.Task[Any]] = WeakSet()
 
 class WorkFuture(asyncio.Future[Any]):
     """A future that only a worker can complete: what a task awaits while a worker runs its call."""
+
+
+class WorkEvent:
+    """As `asyncio.Event`, for what only workers, or other tasks of this process, can bring about.
+
+    A task that waits for it is blocked; one that waits for an `asyncio.Event` is not, since a timer
+    or a signal may set that.
+    """
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiters: list[WorkFuture] = []
+
+    def set(self) -> None:
+        """Wake all that wait."""
+        self._set = True
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def clear(self) -> None:
+        """Let later waits wait for the next `set`."""
+        self._set = False
+
+    async def wait(self) -> None:
+        """Wait until it is set."""
+        if self._set:
+            return
+        waiter = WorkFuture()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.remove(waiter)
 
 
 async def result_of(future: asyncio.Future[R]) -> R:
@@ -78,6 +113,9 @@ def is_blocked(task: asyncio.Task[Any]) -> bool:
         return False  # woken, and about to run
     if isinstance(awaited, (WaitFuture, WorkFuture, asyncio.Task)):
         return True
+    thread = computations.get(awaited) if isinstance(awaited, asyncio.Future) else None
+    if thread is not None:
+        return thread.waits > 0
     children = getattr(awaited, "_children", None)  # asyncio.gather
     if children is not None:
         return all(isinstance(one, (asyncio.Task, WaitFuture, WorkFuture)) for one in children)
@@ -90,4 +128,5 @@ def _leaves_task_group(task: asyncio.Task[Any]) -> bool:
     while isinstance(getattr(inner, "cr_await", None), CoroutineType):
         inner = inner.cr_await
     code = getattr(inner, "cr_code", None)
-    return code is asyncio.TaskGroup.__aexit__.__code__
+    exit_ = getattr(asyncio.TaskGroup, "_aexit", asyncio.TaskGroup.__aexit__)  # Python 3.13
+    return code is exit_.__code__

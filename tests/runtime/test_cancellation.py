@@ -49,6 +49,28 @@ async def test_a_cancelled_await_cancels_the_call(new_cluster: NewCluster) -> No
             await started.receiver.get()
 
 
+async def test_a_cancelled_await_leaves_the_call_to_the_others_that_await_it(
+    new_cluster: NewCluster,
+) -> None:
+    async with new_cluster() as cluster:
+        numbers = cluster.channel(Number, name="numbers")
+        running = (await cluster.launch(Waiter))[0].call(Waiter.for_item, numbers.receiver)
+        begun = [asyncio.Event(), asyncio.Event()]
+
+        async def wait(begins: asyncio.Event) -> int:
+            begins.set()  # and goes on until it waits
+            return await running
+
+        first, second = (asyncio.create_task(wait(one)) for one in begun)
+        for one in begun:
+            await one.wait()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await numbers.sender.put(Number(7))
+        assert await second == 7
+
+
 async def test_a_timeout_around_the_cluster_ends_it(new_cluster: NewCluster) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(3600.0) as limit, new_cluster() as cluster:

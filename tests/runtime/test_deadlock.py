@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 
 import rlinf_async as ra
 from rlinf_async import testing
-from rlinf_async.channels import Channel
+from rlinf_async.channels import BatchResizingIterator, Channel
+from rlinf_async.channels.batching import BlockingBatches
+from rlinf_async.channels.batching.driving import for_thread
+from rlinf_async.channels.waitfor import ComputeThread, current_thread
 from rlinf_async.runtime import deadlock
-from rlinf_async.runtime.stall import all_blocked
+from rlinf_async.runtime.stall import WorkEvent, all_blocked
 from rlinf_async.testing import run, wait_all_blocked
+from rlinf_async.workers.tasks import task_group
 from tests.loops import FACTORIES
 from tests.runtime.kit import NewCluster, Number
 
@@ -47,6 +52,31 @@ class Polite(ra.Worker):
         async with asyncio.TaskGroup() as group:
             group.create_task(self.converse(hear, say))
 
+    async def in_group_of_workers(self, hear: ra.Receiver[Number], say: ra.Sender[Number]) -> None:
+        async with task_group() as group:
+            group.create_task(self.converse(hear, say))
+
+    async def pulls_in_thread(self, hear: ra.Receiver[Number], say: ra.Sender[Number]) -> None:
+        await self.compute(next, _view(hear))
+        await say.put(Number(0))
+
+    async def computes_what_it_pulled(
+        self, hear: ra.Receiver[Number], say: ra.Sender[Number]
+    ) -> str:
+        own = Channel(Number, name="own", capacity=1)
+        view = _view(own.receiver)
+
+        def pull_then_compute() -> None:
+            next(view)
+            threading.Event().wait(0.5)
+
+        computation = asyncio.ensure_future(self.compute(pull_then_compute))
+        await wait_all_blocked()
+        own.sender.put_nowait(Number(0))
+        await computation
+        await say.put(Number(0))
+        return "went on"
+
     async def with_timeout(self, hear: ra.Receiver[Number], say: ra.Sender[Number]) -> str:
         try:
             async with asyncio.timeout(0.5):
@@ -67,6 +97,28 @@ class Polite(ra.Worker):
         return "went on"
 
 
+class Ones:
+    """Every number is a batch of one."""
+
+    def size(self, batch: Number, /) -> int:
+        return 1
+
+    def slice(self, batch: Number, start: int, stop: int, /) -> Number:
+        return batch
+
+    def concat(self, batches: Sequence[Number], /) -> Number:
+        return batches[0]
+
+    def lengths(self, batch: Number, /) -> Sequence[int]:
+        return [1]
+
+
+def _view(receiver: ra.Receiver[Number]) -> BlockingBatches[Number]:
+    """The numbers one by one, for a thread."""
+    batches = BatchResizingIterator(receiver, Ones(), total_batch_size=1, micro_batch_size=1)
+    return batches.blocking(asyncio.get_running_loop())
+
+
 Method = Callable[[Polite, ra.Receiver[Number], ra.Sender[Number]], Coroutine[Any, Any, str | None]]
 
 
@@ -80,7 +132,16 @@ async def each_waits_for_the_other(cluster: ra.Cluster, first: Method) -> Any:
     return await one
 
 
-@pytest.mark.parametrize("method", [Polite.converse, Polite.gathers, Polite.in_task_group])
+@pytest.mark.parametrize(
+    "method",
+    [
+        Polite.converse,
+        Polite.gathers,
+        Polite.in_task_group,
+        Polite.in_group_of_workers,
+        Polite.pulls_in_thread,
+    ],
+)
 async def test_a_deadlock_names_both_workers_their_channels_and_the_time(
     new_cluster: NewCluster, method: Method
 ) -> None:
@@ -94,7 +155,10 @@ async def test_a_deadlock_names_both_workers_their_channels_and_the_time(
     assert f"on channel 'back'; only Ann[0].{method.__name__} can end this wait" in report
 
 
-@pytest.mark.parametrize("method", [Polite.with_timeout, Polite.computes, Polite.sleeps])
+@pytest.mark.parametrize(
+    "method",
+    [Polite.with_timeout, Polite.computes, Polite.computes_what_it_pulled, Polite.sleeps],
+)
 async def test_who_can_go_on_by_itself_is_not_deadlocked(
     new_cluster: NewCluster, method: Method
 ) -> None:
@@ -145,7 +209,9 @@ BLOCKED: dict[str, Callable[[Channel[Number]], Coroutine[Any, Any, Any]]] = {
     "a get": lambda c: c.receiver.get(),
     "another task": lambda c: _await(asyncio.ensure_future(c.receiver.get())),
     "a gather": lambda c: _await(asyncio.gather(c.receiver.get(), c.receiver.get())),
+    "an event of workers": lambda c: _get_then_set(c, WorkEvent()),
     "a task group": lambda c: _group(c.receiver.get()),
+    "a task group of workers": lambda c: _group(c.receiver.get(), new=task_group),
 }
 FREE: dict[str, Callable[[Channel[Number]], Coroutine[Any, Any, Any]]] = {
     "a timer": lambda c: asyncio.sleep(3600),
@@ -154,17 +220,30 @@ FREE: dict[str, Callable[[Channel[Number]], Coroutine[Any, Any, Any]]] = {
     "a get under wait_for": lambda c: asyncio.wait_for(c.receiver.get(), 3600),
     "a gather with a timer": lambda c: _await(asyncio.gather(c.receiver.get(), asyncio.sleep(99))),
     "a task group with a timer": lambda c: _group(c.receiver.get(), asyncio.sleep(99)),
+    "a task group of workers with a timer": lambda c: _group(
+        c.receiver.get(), asyncio.sleep(99), new=task_group
+    ),
     "a task group under a timeout": lambda c: _timeout(_group(c.receiver.get())),
     "a plain future": lambda c: _await(asyncio.get_running_loop().create_future()),
 }
+
+
+async def _get_then_set(channel: Channel[Number], event: WorkEvent) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(event.wait())
+        await channel.receiver.get()
+        event.set()
 
 
 async def _await(future: asyncio.Future[Any]) -> None:
     await future
 
 
-async def _group(*waits: Coroutine[Any, Any, Any]) -> None:
-    async with asyncio.TaskGroup() as group:
+async def _group(
+    *waits: Coroutine[Any, Any, Any],
+    new: Callable[[], AbstractAsyncContextManager[asyncio.TaskGroup]] = asyncio.TaskGroup,
+) -> None:
+    async with new() as group:
         for wait in waits:
             group.create_task(wait)
 
@@ -208,3 +287,38 @@ def test_a_task_that_was_woken_is_not_blocked_though_it_has_not_run_yet(
 
     with asyncio.Runner(loop_factory=FACTORIES[kind]) as runner:
         runner.run(main())
+
+
+async def test_every_task_that_waits_for_an_event_is_woken_once_and_clearing_it_affects_none() -> (
+    None
+):
+    event = WorkEvent()
+    waiting = [asyncio.ensure_future(event.wait()) for _ in range(3)]
+    await wait_all_blocked()
+    waiting[0].cancel()
+    event.set()
+    event.clear()
+    await asyncio.wait(waiting)
+    assert [one.cancelled() for one in waiting] == [True, False, False]
+    later = asyncio.ensure_future(event.wait())
+    await wait_all_blocked()
+    assert not later.done()
+    event.set()
+    await later
+    await event.wait()
+
+
+async def test_a_thread_is_at_work_as_soon_as_what_it_waited_for_is_there() -> None:
+    """The driver's end on the loop alone, without a thread that could be quick to wake up."""
+    thread = ComputeThread()
+    current_thread.set(thread)
+    channel = Channel(Number, name="numbers")
+    waiting = asyncio.run_coroutine_threadsafe(
+        for_thread(channel.receiver.get()), asyncio.get_running_loop()
+    )
+    await wait_all_blocked()
+    assert thread.waits == 1
+    channel.sender.put_nowait(Number(0))
+    assert not all_blocked(asyncio.all_tasks())
+    await asyncio.wrap_future(waiting)
+    assert thread.waits == 0

@@ -28,6 +28,7 @@ from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.language.channels import LanguageChannels
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.learners import Learners, Trained, trainer_config
+from rlinf_async.runtime.stall import WorkEvent
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.inference import InferenceConfig, InferenceReport, InferenceWorker
 from rlinf_async.workers.reward import RewardReport, RewardWorker
@@ -64,7 +65,7 @@ class Roles:
         self._verifiers = verifiers
         self._shared = config.cluster.placement == "collocated"
         self._rollouts_offloaded = False
-        self._version_taken = asyncio.Event()
+        self._version_taken = WorkEvent()
         self._inferring: GroupCall[list[InferenceReport]] | None = None
 
     async def launch(self, resume: Path | None) -> None:
@@ -178,8 +179,10 @@ class Roles:
 
     async def _taken(self, version: int) -> None:
         """Wait until every rollout worker serves this version."""
-        while min(await self._rollouts.call(LanguageRolloutWorker.version)) < version:
-            self._version_taken.clear()
+        while True:
+            self._version_taken.clear()  # first: what is taken while they are asked sets it again
+            if min(await self._rollouts.call(LanguageRolloutWorker.version)) >= version:
+                return
             await self._version_taken.wait()
 
     async def _launch_rollouts(self) -> None:

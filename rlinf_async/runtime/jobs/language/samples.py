@@ -39,6 +39,7 @@ from rlinf_async.messages.language import (
     ScoredSample,
     TrainingSample,
 )
+from rlinf_async.runtime.stall import WorkEvent, WorkFuture
 
 NextPrompts = Callable[[int], Sequence[Prompt]]
 """The next prompts of the data, as many as are asked for."""
@@ -277,7 +278,7 @@ class Source:
         self._version = version
         self._iterations = iterations
         self._generated = generated
-        self._trained = asyncio.Event()
+        self._trained = WorkEvent()
 
     def trained(self, version: int) -> None:
         """Note that this version is trained: later iterations may start."""
@@ -330,7 +331,7 @@ class Collector:
         self._whole: dict[int, list[list[ScoredSample]]] = {}
         self._sending = version
         self._held: dict[int, list[list[ScoredSample]]] = {}
-        self._complete = asyncio.Event()
+        self._complete = WorkEvent()
         self._expected: dict[str, asyncio.Future[ScoredSample]] = {}
 
     async def run(self) -> None:
@@ -352,8 +353,7 @@ class Collector:
 
     def expect(self, requests: Sequence[Request]) -> list[asyncio.Future[ScoredSample]]:
         """Futures of the outcomes of an evaluation's requests, which are about to be put."""
-        loop = asyncio.get_running_loop()
-        expected = {one.name: loop.create_future() for one in requests}
+        expected = {one.name: WorkFuture() for one in requests}
         self._expected.update(expected)
         return list(expected.values())
 
