@@ -65,10 +65,6 @@ class Pace:
             self._turn.release()
             found.ran_on_loop(wall() - started, self._short)
 
-    def is_short(self, kind: str) -> bool:
-        """Whether work of this kind runs on the event loop for now."""
-        return kind in self._kinds and self._kinds[kind].on_loop
-
     def _in_thread(self, kind: str, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         wall, cpu = self._clocks or _REAL
         with self._turn:

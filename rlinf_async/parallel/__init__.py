@@ -15,7 +15,7 @@ from rlinf_async.parallel.errors import (
     PlanTooLarge,
     StrategyError,
 )
-from rlinf_async.parallel.layout import Buffer, Layout, Piece, check, layout, together
+from rlinf_async.parallel.layout import Buffer, Layout, Piece, check, layout
 from rlinf_async.parallel.nested import nested_order
 from rlinf_async.parallel.plan import Plan, RankPlan, Run, View
 from rlinf_async.parallel.planning import plan
@@ -73,6 +73,5 @@ __all__ = [
     "layout",
     "nested_order",
     "plan",
-    "together",
     "valid_dp_sizes",
 ]

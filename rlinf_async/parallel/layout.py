@@ -19,11 +19,11 @@ import numpy as np
 
 from rlinf_async.parallel.boxes import Boxes
 from rlinf_async.parallel.columns import Ints
-from rlinf_async.parallel.errors import ModelMismatch, StrategyError, nearest
+from rlinf_async.parallel.errors import StrategyError, nearest
 from rlinf_async.parallel.groups import BufferTable, GroupPieces, held_by_groups
 from rlinf_async.parallel.splits import divides
 from rlinf_async.parallel.strategy import Strategy
-from rlinf_async.parallel.tensors import GlobalTensor, Model, describe
+from rlinf_async.parallel.tensors import GlobalTensor, Model
 
 
 class Piece(NamedTuple):
@@ -136,48 +136,6 @@ def check(model: Model, strategy: Strategy) -> list[str]:
             own += divides("ep", strategy.ep, "experts", parameter.expert[1])
         faults += [f"{fault} ({parameter.name})" for fault in own]
     return list(_first_of_each_kind(faults))
-
-
-def together(layouts: Sequence[Layout]) -> Layout:
-    """Join layouts of different ranks: n engines that hold the same model, or an actor and its
-    idle ranks.
-
-    Raises `ModelMismatch` when they disagree about a tensor, `StrategyError` when they share a
-    rank."""
-    tensors: dict[str, GlobalTensor] = {}
-    for one in layouts:
-        for tensor in one.tensors:
-            known = tensors.setdefault(tensor.name, tensor)
-            if known != tensor:
-                raise ModelMismatch(
-                    f"{tensor.name!r} is {describe(known)} in one layout, {describe(tensor)} in "
-                    "another"
-                )
-    ranks = [rank for one in layouts for rank in one.ranks]
-    if len(set(ranks)) != len(ranks):
-        shared = sorted(rank for rank in set(ranks) if ranks.count(rank) > 1)
-        raise StrategyError([f"ranks {shared[:8]} are in several of the layouts"])
-    index = {name: number for number, name in enumerate(tensors)}
-    parts = []
-    for one in layouts:
-        renumber = np.array([index[tensor.name] for tensor in one.tensors], np.int64)
-        parts.append(
-            GroupPieces(
-                one.buffers._replace(tensor=renumber[one.buffers.tensor]),
-                one.piece_buffer,
-                one.piece_offset,
-                one.boxes._replace(tensor=renumber[one.boxes.tensor]),
-            )
-        )
-    joined = GroupPieces.joined(parts)
-    return Layout(
-        tuple(tensors.values()),
-        tuple(ranks),
-        joined.buffers,
-        joined.buffer,
-        joined.offset,
-        joined.boxes,
-    )
 
 
 def _fits_all(model: Model, strategy: Strategy, faults: Sequence[str]) -> list[str]:

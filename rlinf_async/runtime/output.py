@@ -7,6 +7,9 @@
 
 What a worker prints last, before it is killed or crashes, is still in the pipe and is not lost. The
 pipe holds 1 MiB: a worker that prints more while this process stands still waits for it.
+
+A worker's process imports the main module before it has the pipe: what it prints until then, also
+an error of that import, goes to the standard error of this process.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ log = logging.getLogger(__name__)
 PIPE_BYTES: Final = 1 << 20
 LONGEST_LINE: Final = 1 << 16
 """bytes; what is longer is cut into several lines"""
+OPENED: Final = b"\0"
+"""first byte in the pipe: the worker's process prints there from now on"""
 
 
 class OutputLog:
@@ -71,6 +76,8 @@ class OutputPipe:
         os.set_blocking(self._read_end, False)
         with suppress(OSError, AttributeError):  # where it may not be so large, it is smaller
             fcntl.fcntl(self._read_end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self.opened = False
+        """whether the process has begun to print here; before, its output goes to stderr"""
         self._line = b""
         """the beginning of a line whose end has not come"""
         self._loop = asyncio.get_running_loop()
@@ -103,13 +110,17 @@ class OutputPipe:
         if not data:
             self._end()
             return 0
+        count = len(data)
+        if not self.opened:
+            self.opened = True
+            data = data.removeprefix(OPENED)
         *whole, self._line = (self._line + data).split(b"\n")
         if len(self._line) > LONGEST_LINE:
             whole.append(self._line)
             self._line = b""
         if whole:
             self._write([_text(line) for line in whole])
-        return len(data)
+        return count
 
     def _end(self) -> None:
         if self._read_end < 0:
@@ -128,6 +139,7 @@ def _print_into(end: Any) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, ValueError):  # None or closed, where the user wants no output
             stream.flush()
+    os.write(descriptor, OPENED)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -220,7 +220,12 @@ class ProcessWorker:
             return end
         if code < 0:
             return f"{end}, before it could connect (was memory used up? the kernel's log says so)"
-        return f"{end}, before it could connect; why stands {self._output_place} ({MAIN_GUARD})"
+        if self._output.opened:
+            return f"{end}, before it could connect; its error is {self._output_place}"
+        return (  # it ended while it imported the main module
+            f"{end}, before it could connect; its error is on the stderr of this process "
+            f"({MAIN_GUARD})"
+        )
 
 
 class ProcessBackend:

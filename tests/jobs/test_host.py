@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rlinf_async.runtime.jobs.config import HostConfig
 
 
@@ -14,3 +16,10 @@ def test_threads_that_wait_leave_their_core_to_the_other_workers() -> None:
 
 def test_one_thread_waits_for_no_other() -> None:
     assert HostConfig().environment == {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 86401.0, 1e10, float("inf")])
+def test_a_grace_time_that_no_thread_can_wait_for_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match=r"it must be above 0 and at most 86400 \(a day\)"):
+        HostConfig(grace_seconds=seconds)
+    assert HostConfig(grace_seconds=86400.0).grace_seconds == 86400.0

@@ -19,7 +19,6 @@ from rlinf_async.parallel import (
     in_rounds,
     layout,
     plan,
-    together,
 )
 from tests.parallel.arrays import Buffers, gather, reshard, scatter, view
 from tests.parallel.models import (
@@ -145,38 +144,6 @@ def test_the_plan_is_the_same_wherever_it_is_made(pair: tuple[Model, Layout, Lay
         for name in ("from_rank", "to_rank", "source_piece", "target_piece")
     )
     assert np.array_equal(first.boxes.start, second.boxes.start)
-
-
-@examples(25)
-@given(models(fused=False), strategies(6), st.lists(strategies(4), min_size=1, max_size=3))
-def test_several_engines_of_other_strategies_get_the_same_weights(
-    one: Model, actor: Strategy, engines: list[Strategy]
-) -> None:
-    assume(all(fitting(one, each) for each in (actor, *engines)))
-    old = layout(one, actor)
-    parts: list[Layout] = []
-    first = actor.world_size
-    for engine in engines:
-        parts.append(layout(one, engine, range(first, first + engine.world_size)))
-        first += engine.world_size
-    new = together(parts)
-    whole = values(one)
-    assert equal(reshard(plan(old, new), scatter(old, whole)), scatter(new, whole))
-
-
-def test_sources_that_overlap_without_being_equal_give_each_element_once() -> None:
-    one = Model.of({"w": (12, 6)})
-    old = together(
-        [
-            layout(one, Strategy(dp=2, sharding=FSDP2())),
-            layout(one, Strategy(dp=3, sharding=FSDP2()), range(2, 5)),
-        ]
-    )
-    new = layout(one, Strategy(dp=5, sharding=FSDP2()), range(5, 10))
-    whole = values(one)
-    made = plan(old, new)
-    assert equal(reshard(made, scatter(old, whole)), scatter(new, whole))
-    assert max(made.sent().values()) <= 1.1 * least_possible_maximum(made) + 6 * 4
 
 
 def test_neighbours_that_are_contiguous_on_both_sides_are_one_run() -> None:

@@ -117,6 +117,21 @@ def test_a_script_without_a_main_guard_gets_the_hint() -> None:
     assert "a script must start its cluster under" in err.splitlines()[-1]
 
 
+def test_an_error_of_the_main_modules_import_is_said_to_be_on_stderr_not_in_the_log(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "workers.log"
+    source = SCRIPT.replace("BODY", SAYING).replace('if __name__ == "__main__":', "if True:")
+    source = source.replace("Cluster.process()", f"Cluster.process(log=Path({str(log)!r}))")
+    with running(f"from pathlib import Path\n{source}") as script:
+        _, _, err = script.end()
+    *before, last = err.splitlines()
+    assert "its error is on the stderr of this process (a script must start" in last
+    assert any("BuildError: this is the process of a worker" in line for line in before)
+    assert str(log) not in last
+    assert not log.exists()
+
+
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -137,6 +152,29 @@ async def test_a_worker_that_is_killed_before_it_connected_is_not_blamed_on_the_
         ) as end:
             await cluster.launch(Teller, Poison())
     assert "__main__" not in str(end.value)
+
+
+def _raise() -> None:
+    raise ZeroDivisionError("as expected")
+
+
+class Unreadable:
+    """An argument that raises where it is decoded."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _raise, ()
+
+
+async def test_an_error_of_the_arguments_is_in_the_log_and_the_message_names_it(
+    new_cluster: NewCluster, tmp_path: Path
+) -> None:
+    log = tmp_path / "workers.log"
+    async with new_cluster(log=log) as cluster:
+        with pytest.raises(ra.WorkerDied, match="before it could connect; its error is in") as end:
+            await cluster.launch(Teller, Unreadable())
+    assert str(log) in str(end.value)
+    assert "__main__" not in str(end.value)
+    assert "ZeroDivisionError: as expected" in log.read_text(encoding="utf-8")
 
 
 def test_many_more_workers_than_cores_are_warned_of_once(

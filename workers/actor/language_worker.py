@@ -148,7 +148,7 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         await self.onload()
         left = self._sizes.total_batch_size
         size = self._sizes.micro_batch_size or self._sizes.global_batch_size
-        least = 1 if self.world_size == 1 else None
+        least = 1 if self.active_world_size == 1 else None
         try:
             while left > 0:
                 async with input_channel.lease(weight=min(size, left), at_least=least) as batch:

@@ -60,11 +60,6 @@ class RewardReport(msgspec.Struct, kw_only=True):
         """The number of all samples."""
         return self.scored + self.rejected + self.failed
 
-    @property
-    def seconds_per_sample(self) -> float:
-        """The mean; NaN before the first sample."""
-        return self.seconds / self.samples if self.samples else float("nan")
-
 
 class RewardWorker(Worker):
     """One rank of the reward group.

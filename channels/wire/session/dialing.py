@@ -42,7 +42,8 @@ class Dialer:
 
     async def connect(self) -> Connection:
         """A new connection. A socket that is closed in the handshake, as where the server is busy
-        with many strangers, is replaced by others for as long as the side has patience.
+        with many unauthenticated sockets, is replaced by others for as long as the side has
+        patience.
 
         Raises:
             ConnectionLost: nothing listens there, or it was cut.

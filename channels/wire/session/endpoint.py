@@ -141,13 +141,13 @@ class Server:
         if isinstance(self._address, UnixAddress):
             with contextlib.suppress(FileNotFoundError):
                 self._address.path.unlink()
-        every, strangers = list(self.connections), list(self._pending)
+        every, unauthenticated = list(self.connections), list(self._pending)
         for connection in every:
             connection.close(CLOSED)
-        for link in strangers:
+        for link in unauthenticated:
             link.refuse(CLOSED)
         await asyncio.gather(*(connection.wait_closed() for connection in every))
-        await asyncio.gather(*(link.ended for link in strangers))
+        await asyncio.gather(*(link.ended for link in unauthenticated))
 
     async def __aenter__(self) -> Self:
         return self

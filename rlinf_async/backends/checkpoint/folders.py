@@ -241,16 +241,30 @@ def remove(folder: Path, *, wait: bool = False) -> bool:
     return not folder.exists()
 
 
-def keep_newest(checkpoints: Path, newest: str, count: int) -> None:
+def keep_newest(checkpoints: Path, newest: str, count: int, *, previous: str | None = None) -> None:
     """Keep ``newest`` and the ``count - 1`` before it, by name; remove those that are older.
+
+    Those between ``previous`` and ``newest`` are removed and do not count: the run went on from
+    ``previous`` and never resumed from them. It was killed after they were complete and before
+    `LATEST` named them, or was set back to an earlier checkpoint by its user.
 
     Later ones are kept: one of them may be about to become the newest. One that is being read is
     kept until the next call.
+
+    Args:
+        checkpoints: folder of the checkpoints.
+        newest: the checkpoint that `LATEST` names now.
+        count: checkpoints to keep.
+        previous: the checkpoint that `LATEST` named before; None where there was none.
     """
     so_far = sorted(
-        path for path in checkpoints.iterdir() if path.is_dir() and _is_numbered(path.name)
+        path
+        for path in checkpoints.iterdir()
+        if path.is_dir() and _is_numbered(path.name) and path.name <= newest
     )
-    for path in [path for path in so_far if path.name <= newest][:-count]:
+    never_named = [path for path in so_far if previous and previous < path.name < newest]
+    named = [path for path in so_far if path not in never_named]
+    for path in never_named + named[:-count]:
         remove(path)
 
 

@@ -112,8 +112,9 @@ async def make_latest(
         _check_complete(checkpoints / name)
         for file, content in (files or {}).items():
             atomic_write(checkpoints / name / file, content)
+        previous = _named(checkpoints / PROGRESS)
         atomic_write(checkpoints / PROGRESS, progress)
-        _keep_newest(checkpoints, name, count)
+        _keep_newest(checkpoints, name, count, previous)
 
     await asyncio.to_thread(write)  # it waits for the disk, and removes gigabytes
 
@@ -207,12 +208,24 @@ def sibling(path: Path) -> Path:
     return path.with_name(f".{path.name}.beside")
 
 
-def _keep_newest(checkpoints: Path, newest: str, count: int) -> None:
-    """Older ones go, unless they are being read. Later ones are left alone: they may be on their
-    way to become the newest."""
+class _Named(msgspec.Struct):
+    checkpoint: str
+
+
+def _named(latest: Path) -> str | None:
+    """The checkpoint that ``latest.json`` names; None where it is not there, or is damaged."""
+    try:
+        return msgspec.json.decode(latest.read_bytes(), type=_Named).checkpoint
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _keep_newest(checkpoints: Path, newest: str, count: int, previous: str | None) -> None:
+    """Older ones go, unless they are being read, and those that ``latest.json`` never named. Later
+    ones are left alone: they may be on their way to become the newest."""
     from rlinf_async.backends.checkpoint import folders
 
-    folders.keep_newest(checkpoints, newest, count)
+    folders.keep_newest(checkpoints, newest, count, previous=previous)
 
 
 def _check_complete(checkpoint: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
@@ -16,6 +16,9 @@ from rlinf_async.observe.errors import MetricsError
 from rlinf_async.observe.metrics import find_sink
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.placement import host_devices
+
+LONGEST_GRACE: Final = 86400.0
+"""seconds; threads cannot wait without a limit, and a job scheduler never does"""
 
 
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,7 +35,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     heartbeat_limit: float = 60.0
     """seconds after which a worker that does not answer is killed"""
     grace_seconds: float = 25.0
-    """seconds from a SIGTERM to the end of the run, at most"""
+    """seconds from a SIGTERM to the end of the run, at most; no more than a day"""
 
     def __post_init__(self) -> None:
         check_counts(self, least=1, names=("threads",))
@@ -44,8 +47,11 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         if not self.heartbeat_limit > 0.0:
             raise ValueError(f"heartbeat_limit is {self.heartbeat_limit}; it must be above 0")
-        if not self.grace_seconds > 0.0:
-            raise ValueError(f"grace_seconds is {self.grace_seconds}; it must be above 0")
+        if not 0.0 < self.grace_seconds <= LONGEST_GRACE:
+            raise ValueError(
+                f"grace_seconds is {self.grace_seconds}; it must be above 0 and at most "
+                f"{LONGEST_GRACE:.0f} (a day)"
+            )
 
     @property
     def environment(self) -> dict[str, str]:

@@ -36,6 +36,16 @@ def test_the_newest_so_many_are_kept_and_later_ones_left_alone(tmp_path: Path) -
     assert versions(tmp_path) == [4, 6, 8]
 
 
+def test_a_checkpoint_that_the_run_never_resumed_from_displaces_no_older_one(
+    tmp_path: Path,
+) -> None:
+    complete(tmp_path, 2, 4, 5, 6, 8)
+    folders.keep_newest(tmp_path, "version-000006", 2, previous="version-000004")
+    assert versions(tmp_path) == [4, 6, 8]
+    folders.keep_newest(tmp_path, "version-000006", 2, previous="version-000006")
+    assert versions(tmp_path) == [4, 6, 8]
+
+
 def test_what_somebody_else_has_put_beside_them_is_not_a_runs_to_remove(tmp_path: Path) -> None:
     complete(tmp_path, 2, 4, 6)
     (tmp_path / "version-000002").rename(tmp_path / "version-000002-four")

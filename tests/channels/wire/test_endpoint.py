@@ -92,7 +92,7 @@ async def test_a_wrong_secret_fails_on_both_sides_and_the_server_goes_on(
             caplog.at_level(logging.WARNING),
             pytest.raises(HandshakeFailed, match="server refused: the cluster's secret is wrong"),
         ):
-            await connect(owner.path, b"w" * 32, name="stranger", router=Router())
+            await connect(owner.path, b"w" * 32, name="client", router=Router())
         good = await owner.join("friend")
         assert good.peer == "owner"
         good.close()
@@ -414,15 +414,15 @@ async def test_a_wrong_secret_is_not_tried_again(monkeypatch: pytest.MonkeyPatch
     made = Made(monkeypatch)
     async with wired() as owner:
         with pytest.raises(HandshakeFailed, match="secret is wrong"):
-            await connect(owner.path, b"w" * 32, name="stranger", router=Router())
+            await connect(owner.path, b"w" * 32, name="client", router=Router())
         assert len(made.links) == 1
 
 
-# ---- strangers
+# ---- unauthenticated sockets
 
 
 async def knock(port: int, address: str, say: bytes = b"") -> asyncio.StreamReader:
-    """A stranger from this address of this host, who says so much."""
+    """A socket from this address of this host, which sends these bytes and no more."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
     writer.write(say)
     _knocked.append(writer)
@@ -468,7 +468,9 @@ async def test_a_flood_of_sockets_evicts_its_own_and_no_honest_peer(
         (None, ""),
     ],
 )
-async def test_strangers_of_one_network_count_together(peer: Any, origin: str) -> None:
+async def test_unauthenticated_sockets_of_one_network_are_counted_together(
+    peer: Any, origin: str
+) -> None:
     class Transport(asyncio.Transport):
         def get_extra_info(self, name: str, default: Any = None) -> Any:
             return peer if name == "peername" else default

@@ -107,7 +107,7 @@ def test_idle_slabs_make_room_for_a_larger_one() -> None:
     assert pool.size <= 4 * MIB
 
 
-def test_a_spoilt_part_is_never_written_again() -> None:
+def test_the_memory_of_a_poisoned_loan_is_never_written_again() -> None:
     pool = Pool(limit=2 * MIB, slab_bytes=MIB)
     views = lend(pool, 1000)
     view = view_of(views[0])

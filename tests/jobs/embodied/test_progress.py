@@ -98,6 +98,17 @@ def test_the_latest_checkpoint_is_kept_though_the_next_is_already_there(
     assert (progress.version, progress.checkpoint) == (4, "version-000004")
 
 
+def test_a_checkpoint_that_was_never_named_the_latest_displaces_none_that_was(
+    checkpoints: Checkpoints,
+) -> None:
+    checkpoints.write(2, 4)
+    checkpoints.keep(2, 2)
+    checkpoints.keep(4, 2)
+    checkpoints.write(5)  # the run is killed before it is named, and goes on from version 4
+    checkpoints.write(6)
+    assert checkpoints.keep(6, 2) == [4, 6]
+
+
 @pytest.mark.parametrize("left", [".version-000004.partial", None])
 def test_a_checkpoint_that_is_not_complete_does_not_become_the_latest(
     checkpoints: Checkpoints, left: str | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -55,10 +56,19 @@ class Busy(ra.Worker):
                 said = str(error)
         return said
 
-    async def works_and_stays_short(self, seconds: float) -> bool:
-        """Work three times; whether the work counts as short then."""
+    async def handed_over(self, seconds: float) -> int:
+        """Work three times; how often the work was given to the compute thread."""
+        given, run_in_thread = 0, self.pace._in_thread
+
+        def counting(*args: Any) -> Any:
+            nonlocal given
+            given += 1
+            return run_in_thread(*args)
+
+        self.pace._in_thread = counting  # type: ignore[method-assign]
         await self.places("step", seconds, 3)
-        return self.pace.is_short("step")
+        self.pace._in_thread = run_in_thread  # type: ignore[method-assign]
+        return given
 
     def _work(self, seconds: float) -> int:
         if self.inside:
@@ -115,14 +125,12 @@ async def test_an_error_is_raised_where_it_was_asked_for_in_either_place() -> No
 
 
 def test_in_virtual_time_work_takes_none_so_that_every_run_decides_alike() -> None:
-    async def body() -> list[bool]:
+    async def body() -> list[int]:
         async with ra.Cluster.local() as cluster:
             busy = await cluster.launch(Busy)
-            return [
-                await busy[0].call(Busy.works_and_stays_short, seconds) for seconds in (0.0, 0.002)
-            ]
+            return [await busy[0].call(Busy.handed_over, seconds) for seconds in (0.0, 0.002)]
 
-    assert explore(body, seeds=[1, 1]) == [[True, True]] * 2
+    assert explore(body, seeds=[1, 1]) == [[1, 0]] * 2
 
 
 @pytest.mark.parametrize("times", [1, 2])

@@ -75,7 +75,7 @@ class LanguageRL:
                 check_weights(Path(config.model.path).expanduser(), ("model", "path"))
             check_critic(config, model)
             if config.warm_start.steps and not has_weights(model):
-                _warm_start(config, model)
+                _warm_start(config, model, folder.workers_log)
             return LanguageRun(config, prompts, folder, model)
         except DataError as error:
             raise ConfigError(str(error), path=("data",)) from error
@@ -88,9 +88,9 @@ def _check_there(data: DataConfig, path: tuple[str, ...]) -> None:
         raise ConfigError(str(error), path=path) from error
 
 
-def _warm_start(config: LanguageConfig, model: Path) -> None:
+def _warm_start(config: LanguageConfig, model: Path, log: Path) -> None:
     began = time.monotonic()
-    losses = run(warm_start(config, model, examples(config, model)))
+    losses = run(warm_start(config, model, examples(config, model), log))
     print(
         f"{config.name}: warm start of {len(losses)} steps in {time.monotonic() - began:.0f} s, "
         f"loss {losses[0]:.3f} -> {losses[-1]:.3f}",

@@ -3,7 +3,8 @@
 A checkpoint's folder is used as it is. A model that starts from a configuration gets a folder
 without weights inside the run's own: the actor draws them, and publishes them before anything is
 generated; or a short supervised phase, the warm start, puts them there first. It happens once: a
-run that is resumed, or started again in its folder, finds the weights there.
+run that is resumed, or started again in its folder, finds the weights there. The weights are in the
+folder only when all of them are written: a run that is killed before starts warm again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from rlinf_async.data.tokenizer import FILES as TOKENIZER_FILES
 from rlinf_async.messages.language import Tokens
 from rlinf_async.observe.files import atomic_write, explaining
 from rlinf_async.observe.progress import ProgressState, ProgressView
-from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.language.config import LanguageConfig, ModelConfig
 from rlinf_async.workers.actor.supervised import SupervisedWorker
 
@@ -316,10 +316,18 @@ def examples(config: LanguageConfig, model: Path) -> Examples:
     return found
 
 
-async def warm_start(config: LanguageConfig, model: Path, learned: Examples) -> list[float]:
-    """Train the model of this folder on examples, and write its weights there.
+async def warm_start(
+    config: LanguageConfig, model: Path, learned: Examples, log: Path | None = None
+) -> list[float]:
+    """Train the model of this folder on examples, and put its weights there once all are written.
 
     Shows its progress, and returns the loss of every step.
+
+    Args:
+        config: of the run.
+        model: folder of the model, without weights.
+        learned: the examples.
+        log: file for what worker processes print; None: stderr.
     """
     phase, actor = config.warm_start, config.actor
     optimizer = OptimizerConfig(lr=phase.lr, eps=1e-8, max_grad_norm=1.0)
@@ -342,46 +350,49 @@ async def warm_start(config: LanguageConfig, model: Path, learned: Examples) -> 
         seed=config.seed,
     )
     supervised = SupervisedConfig(steps=phase.steps, batch_size=phase.batch_size, seed=config.seed)
-    counts = config.cluster
-    cluster = Cluster.local() if counts.backend == "local" else Cluster.process()
-    async with cluster:
-        workers = await cluster.launch(
-            SupervisedWorker,
-            trainer,
-            supervised,
-            count=counts.actors,
-            name="WarmStart",
-            collective=config.collective,
-            env_vars=counts.environment,
-        )
-        channel = cluster.channel(float, name="losses")
-        losses: list[float] = []
-        fitting = workers.call(SupervisedWorker.fit, learned, str(model), channel.sender)
-        with ProgressView() as view, channel.receiver as steps:
-            async for loss in steps:
-                losses.append(loss)
-                view.update(
-                    ProgressState(
-                        run=f"{config.name} (seed {config.seed}), warm start",
-                        iteration=len(losses),
-                        iterations=phase.steps,
-                        figures=(("loss", f"{loss:.3f}"),),
+    losses: list[float] = []
+
+    async def train_and_write(folder: Path) -> None:
+        async with config.cluster.make_cluster(log) as cluster:
+            workers = await cluster.launch(
+                SupervisedWorker,
+                trainer,
+                supervised,
+                count=config.cluster.actors,
+                name="WarmStart",
+                collective=config.collective,
+                env_vars=config.cluster.environment,
+            )
+            channel = cluster.channel(float, name="losses")
+            fitting = workers.call(SupervisedWorker.fit, learned, str(folder), channel.sender)
+            with ProgressView() as view, channel.receiver as steps:
+                async for loss in steps:
+                    losses.append(loss)
+                    view.update(
+                        ProgressState(
+                            run=f"{config.name} (seed {config.seed}), warm start",
+                            iteration=len(losses),
+                            iterations=phase.steps,
+                            figures=(("loss", f"{loss:.3f}"),),
+                        )
                     )
-                )
-        await fitting
+            await fitting
+
+    await export(train_and_write, model, model)
     return losses
 
 
 async def export(write: Callable[[Path], Awaitable[None]], model: Path, into: Path) -> None:
-    """Write the trained model with the tokenizer that it began with, as transformers and vLLM load
-    it.
+    """Write a model with the tokenizer that it began with, as transformers and vLLM load it.
 
-    The folder is whole at any time: it is written under another name, and then takes the place of
-    an earlier one.
+    It is written as ``.NAME``, and renamed once it is whole; an earlier folder is called
+    ``.NAME.previous`` for the moment between two renames, and removed then. A process that is
+    killed in that moment leaves no NAME, but both other folders: the next export gives the earlier
+    one its name back first.
 
     Args:
         write: writes configuration and weights.
-        model: the folder that the run began with.
+        model: the folder that the run began with; may be ``into``.
         into: where the new one goes.
 
     Raises:
@@ -389,10 +400,31 @@ async def export(write: Callable[[Path], Awaitable[None]], model: Path, into: Pa
     """
     staging = into.with_name(f".{into.name}")
     with explaining("write the trained model", into):
+        _bring_back(into)
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
     await write(staging)
     with explaining("write the trained model", into):
         copy_tokenizer(model, staging)
-        shutil.rmtree(into, ignore_errors=True)
-        staging.rename(into)
+        _replace(into, staging)
+
+
+def _previous(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.previous")
+
+
+def _bring_back(folder: Path) -> None:
+    """Give a folder its name back, after a kill in `_replace`."""
+    if _previous(folder).exists() and not folder.exists():
+        _previous(folder).rename(folder)
+
+
+def _replace(folder: Path, new: Path) -> None:
+    """Give ``new`` the name of this folder, which is removed. One of the two is there throughout,
+    under its name or as ``.NAME.previous``."""
+    previous = _previous(folder)
+    shutil.rmtree(previous, ignore_errors=True)
+    if folder.exists():
+        folder.rename(previous)
+    new.rename(folder)
+    shutil.rmtree(previous, ignore_errors=True)

@@ -293,6 +293,39 @@ async def test_inference_sends_each_sample_on_with_its_log_probs(loop_kind: str)
     await asyncio.to_thread(check_log_probs, sent, done)
 
 
+class LastRank(FSDPActor):
+    """One of two ranks, of which one trains; without collectives."""
+
+    @property
+    def active_world_size(self) -> int:
+        return 1
+
+    async def join_collective(self) -> None:
+        pass
+
+    async def scheduler_scale_sync(self) -> None:
+        pass
+
+    def make_trainer(self) -> PolicyTrainer:
+        return PolicyTrainer(CONFIG, 1, 0)
+
+
+async def test_after_a_rescale_to_one_rank_inference_waits_for_no_whole_micro_batch(
+    loop_kind: str,
+) -> None:
+    async with ra.Cluster.local() as cluster:
+        channels = Channels(cluster)
+        actors = await cluster.launch(LastRank, CONFIG, BATCHES, count=2)
+        running = actors.call(
+            LastRank.run_inference, channels.samples.receiver, channels.done.sender
+        )
+        sender, done = channels.samples.sender, channels.done.receiver
+        for index in range(8):  # each comes back before the next is sent
+            await sender.put(as_sample(index // 4, index % 4))
+            assert (await done.get()).request.index == index % 4
+        assert await running == [8, 0]
+
+
 def check_log_probs(sent: list[Sample], done: list[Sample]) -> None:
     """Every sample came once, with the log-probs of the first weights under its temperature."""
     trainer = PolicyTrainer(CONFIG, 1, 0)
