@@ -91,7 +91,7 @@ class Worker:
         """
         context = contextvars.copy_context()
         context.run(current_thread.set, self._context.thread)
-        call = partial(context.run, fn, *args, **kwargs)
+        call: Callable[[], R] = partial(context.run, fn, *args, **kwargs)
         self._context.computing += 1
         try:
             done = asyncio.get_running_loop().run_in_executor(self._context.executor, call)

@@ -65,7 +65,7 @@ class Busy(ra.Worker):
             given += 1
             return run_in_thread(*args)
 
-        self.pace._in_thread = counting  # type: ignore[method-assign]
+        self.pace._in_thread = counting  # type: ignore[assignment, method-assign]
         await self.places("step", seconds, 3)
         self.pace._in_thread = run_in_thread  # type: ignore[method-assign]
         return given
