@@ -17,7 +17,7 @@ import pytest
 from rlinf_async import deadlines
 from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
 from rlinf_async.messages.language import Failed, Scored
-from rlinf_async.rewards.protocol import Judged, frame
+from rlinf_async.rewards.process_messages import Judged, frame
 from rlinf_async.rewards.scorer import CLOSED_SECONDS, Scorer
 from rlinf_async.runtime import process
 from rlinf_async.runtime.calls import GroupCall

@@ -6,7 +6,7 @@
     registry.py     the table of names            matching.py  mathematics.py  reasoning.py
     judging.py      one answer -> one typed outcome, whatever the verifier does
     pool.py         many answers at a time, each in a process with a time and a memory limit
-    process.py      main of such a process        protocol.py  the messages between it and its owner
+    process.py      main of such a process        process_messages.py  what it and its owner say
 
 A verifier of your own is a function of one `Answer`, sync or async, named by its import path::
 

@@ -22,7 +22,7 @@ import msgspec
 from rlinf_async.messages.language import Failed, Outcome
 from rlinf_async.rewards.answer import Verifier
 from rlinf_async.rewards.judging import judge
-from rlinf_async.rewards.protocol import (
+from rlinf_async.rewards.process_messages import (
     HEADER,
     Begun,
     FromProcess,

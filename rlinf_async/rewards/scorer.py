@@ -25,7 +25,7 @@ from rlinf_async import deadlines
 from rlinf_async.messages.language import Failed, Outcome
 from rlinf_async.rewards.answer import Answer
 from rlinf_async.rewards.ended import how_it_ended
-from rlinf_async.rewards.protocol import (
+from rlinf_async.rewards.process_messages import (
     HEADER,
     MAX_FRAME,
     Begun,

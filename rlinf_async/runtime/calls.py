@@ -222,7 +222,7 @@ class RankCall:
             name: _clone_ends(value, holder, ends) for name, value in self._arguments.items()
         }
 
-    def close_ends(self) -> None:
+    def discard_ends(self) -> None:
         """Close this rank's clones: the call will not start."""
         for end in self._ends:
             end.close()

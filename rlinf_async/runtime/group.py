@@ -103,7 +103,7 @@ class WorkerGroup(Generic[W_co]):
         if has_ends:
             with ExitStack() as undo:  # every rank has its clones, or none has
                 for rank_call in rank_calls:
-                    undo.callback(rank_call.close_ends)
+                    undo.callback(rank_call.discard_ends)
                     rank_call.clone_ends()
                 undo.pop_all()
         self.calls.add(call)

@@ -90,7 +90,7 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
             await self.compute(self.rescalable().skip_iteration)
             return [], {}, (0.0, 0)
         batch = await self.recv_rollout_batch(trajectories, iteration, plan)
-        lags = self._lags(batch, plan.max_staleness)
+        lags = self._checked_lags(batch, plan.max_staleness)
         with self.span("train", iteration=iteration):
             return batch, await self.compute(self._trainer.train, batch), lags
 
@@ -121,7 +121,7 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
         else:
             self._early[trajectory.iteration][place] = trajectory
 
-    def _lags(self, batch: list[Trajectory], limit: int) -> tuple[float, int]:
+    def _checked_lags(self, batch: list[Trajectory], limit: int) -> tuple[float, int]:
         """Mean and maximum of the versions that each step's weights are behind the trained ones."""
         now = self._trainer.version
         lags = [now - int(version) for one in batch for version in one.version]

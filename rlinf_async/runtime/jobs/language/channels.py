@@ -54,7 +54,11 @@ class LanguageChannels:
             Sample,
             name="generated",
             capacity=samples,
-            max_deliveries=restarted(max(counts.reward_workers, 1)),
+            max_deliveries=restarted(
+                counts.inference_workers
+                if config.needs_inference
+                else max(counts.reward_workers, 1)
+            ),
         )
         self.inferred: Channel[Sample] = self.generated
         """with log-probs of the actor's forward; the same channel where none are asked for"""

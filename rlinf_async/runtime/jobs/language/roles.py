@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import msgspec
 import numpy as np
@@ -236,8 +236,12 @@ def _sequence(prompt: Tokens) -> tuple[Tokens, Tokens]:
 def _engine_config(config: LanguageConfig, model: Path) -> Any:
     """The rollout engine's own configuration: it reads the model folder, weights come later."""
     rollout = config.rollout
-    if rollout.backend == "toy":
-        return rollout.toy
-    if rollout.backend == "vllm":
-        return msgspec.structs.replace(rollout.vllm, model=str(model))
-    return msgspec.structs.replace(rollout.transformers, model=str(model))
+    match rollout.backend:
+        case "toy":
+            return rollout.toy
+        case "vllm":
+            return msgspec.structs.replace(rollout.vllm, model=str(model))
+        case "transformers":
+            return msgspec.structs.replace(rollout.transformers, model=str(model))
+        case _:
+            assert_never(rollout.backend)
