@@ -1,11 +1,11 @@
-"""Token-balanced micro-batches: which samples of a window go together.
+"""Token-balanced micro-batches: which samples of a window share a micro-batch.
 
-Longest-first list scheduling: samples go, longest first, to the micro-batch with the fewest tokens
-(Graham 1969, "Bounds on multiprocessing timing anomalies": the fullest part is at most 4/3 of the
-best possible). Two properties that the iterator relies on:
+Longest-first list scheduling: samples are assigned, longest first, to the micro-batch with the
+fewest tokens (Graham 1969, "Bounds on multiprocessing timing anomalies": the largest part is at
+most 4/3 of the best possible). Two properties that the iterator relies on:
 
 - no part is empty, as long as there are at least as many samples as parts;
-- one part more never makes the fullest part fuller, so a count that was raised to agree with other
+- one part more never makes the largest part larger, so a count that was raised to agree with other
   ranks still keeps to the token limit. (By induction over the samples: with loads sorted
   downwards, the i-th of k + 1 parts is at most the i-th of k parts.)
 """
@@ -28,7 +28,7 @@ def balance(lengths: Sequence[int], count: int) -> list[list[int]]:
         raise CountsDisagree(
             f"{len(lengths)} samples cannot make {count} micro-batches without an empty one. "
             f"Every rank must have equally many samples per window; a larger balance_window or "
-            f"max_tokens_per_micro_batch gives more room."
+            f"max_tokens_per_micro_batch makes it less likely."
         )
     parts: list[list[int]] = [[] for _ in range(count)]
     # The number of samples breaks ties: samples of no tokens fill empty parts first.
@@ -43,7 +43,7 @@ def balance(lengths: Sequence[int], count: int) -> list[list[int]]:
 def fewest_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
     """The smallest count for which `balance` keeps every micro-batch within ``max_tokens``.
 
-    Raises `SampleTooLong` when one sample alone is over it.
+    Raises `SampleTooLong` when a single sample exceeds ``max_tokens``.
     """
     longest = max(range(len(lengths)), key=lambda index: lengths[index])
     if lengths[longest] > max_tokens:
@@ -55,12 +55,12 @@ def fewest_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
     low, high = max(1, -(-sum(lengths) // max_tokens)), len(lengths)
     while low < high:
         middle = (low + high) // 2
-        if _fullest(lengths, middle) <= max_tokens:
+        if _largest_part(lengths, middle) <= max_tokens:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def _fullest(lengths: Sequence[int], count: int) -> int:
+def _largest_part(lengths: Sequence[int], count: int) -> int:
     return max(sum(lengths[index] for index in part) for part in balance(lengths, count))

@@ -1,4 +1,4 @@
-"""The iterator as a training loop or a pipeline schedule sees it, from a compute thread."""
+"""Blocking view of the iterator, for a training loop or pipeline schedule in a compute thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 class Pulls(Protocol[B_co]):
-    """What the view needs of the iterator; each is driven by a `Wait`."""
+    """The methods of the iterator that the view calls; each awaits through a `Wait`."""
 
     @property
     def finished_global_batch(self) -> bool: ...
@@ -30,11 +30,11 @@ class BlockingBatches(Generic[B]):
     """A blocking view of a `BatchResizingIterator`: the same batches, by ``next()``.
 
     It shares all state with the iterator; only one of the two may pull at a time. Plain handlers
-    and a plain ``agree`` run in the calling thread, async ones on the event loop: those must
-    not need the thread that waits for them.
+    and a plain ``agree`` run in the calling thread, async ones on the event loop: async ones must
+    not need the thread that waits for their results.
 
-    Raises `PullCancelled` from a pull that ``close()`` (from any thread) or the end of the loop cut
-    short, and RuntimeError when called on the loop's own thread.
+    Raises `PullCancelled` from a pull that was ended by ``close()`` (from any thread) or by the end
+    of the loop, and RuntimeError when called on the loop's own thread.
     """
 
     def __init__(self, iterator: Pulls[B], loop: asyncio.AbstractEventLoop) -> None:
@@ -53,7 +53,7 @@ class BlockingBatches(Generic[B]):
     def global_batch(self) -> Iterator[B]:
         """The micro-batches up to the end of a global batch.
 
-        Raises `EndOfChannel` when the channel ended before it began.
+        Raises `EndOfChannel` when the channel ended before the global batch began.
         """
         last = False
         while not last:
@@ -62,7 +62,7 @@ class BlockingBatches(Generic[B]):
             yield micro_batch
 
     def prefetch_one_batch(self) -> B:
-        """The next micro-batch, which stays next."""
+        """The next micro-batch, which stays queued."""
         return self._driver.run(self._iterator.peek)
 
     def count_micro_batches(self) -> int:

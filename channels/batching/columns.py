@@ -2,7 +2,7 @@
 
 A *column* is any field with a length and slices: a list, a numpy array, a torch tensor, with
 samples along the first axis. A dict inside is a group of columns. Every other field (numbers,
-strings, None), and every name in ``shared``, belongs to the batch as a whole: it goes with each
+strings, None), and every name in ``shared``, belongs to the batch as a whole: it is part of each
 slice, and must be equal in batches that are joined.
 """
 
@@ -24,7 +24,7 @@ Concatenate = Callable[[list[Any]], Any]
 
 
 class ColumnOps(abc.ABC, Generic[B]):
-    """What `DictOps` and `StructOps` share.
+    """Base class of `DictOps` and `StructOps`.
 
     Args:
         lengths: name of the column with the tokens of each sample, for token limits.
@@ -73,7 +73,11 @@ class ColumnOps(abc.ABC, Generic[B]):
     def lengths(self, batch: B, /) -> Sequence[int]:
         fields = self.fields(batch)
         if self._lengths is None or self._lengths not in fields:
-            named = "no column was named" if self._lengths is None else f"no {self._lengths!r} here"
+            named = (
+                "no column was named"
+                if self._lengths is None
+                else f"there is no column {self._lengths!r}"
+            )
             raise BadBatch(
                 f"the tokens of each sample are not known: {named}. Give lengths= one of the "
                 f"columns ({', '.join(fields)}), or use micro_batch_size."
@@ -156,7 +160,7 @@ def concatenate_arrays(arrays: list[Any]) -> Any:
     kind = type(arrays[0])
     if issubclass(kind, (list, tuple)):
         return kind(item for array in arrays for item in array)
-    # The library is loaded, since its array is here: this layer need not import it.
+    # The library of an existing array is loaded already: this module need not import it.
     library = sys.modules.get(kind.__module__.partition(".")[0])
     concatenate: Concatenate | None = getattr(library, "concatenate", None)
     if concatenate is None:
@@ -168,6 +172,6 @@ def _same(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if getattr(one, "shape", ()) != getattr(other, "shape", ()):
-        return False  # one would be broadcast to the other, or cannot be compared with it
+        return False  # values of different shapes would be broadcast, or cannot be compared
     equal = (one == other) | ((one != one) & (other != other))  # NaN is the same as NaN here
     return bool(equal.all() if hasattr(equal, "all") else equal)

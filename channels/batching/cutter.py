@@ -1,4 +1,4 @@
-"""From a window of samples to micro-batches, in a number that all ranks agree on."""
+"""Cuts a window of samples into micro-batches, equally many on every rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlinf_async.channels.batching.operations import BatchOps, sample_lengths, s
 B = TypeVar("B")
 
 Agree = Callable[[int], int | Awaitable[int]]
-"""The largest of what every data-parallel rank gave: an all-reduce with MAX."""
+"""Returns the maximum of the counts of all data-parallel ranks: an all-reduce with MAX."""
 
 
 def alone(count: int) -> int:
@@ -50,7 +50,7 @@ class Cutter(Generic[B]):
         count = await settle(self._agree(wanted), wait)
         if count < wanted:
             raise CountsDisagree(
-                f"agree({wanted}) gave {count}: this rank cannot keep to {self._max_tokens} tokens "
+                f"agree({wanted}) gave {count}: this rank exceeds {self._max_tokens} tokens "
                 f"with fewer than {wanted} micro-batches. agree must return the maximum over ranks."
             )
         return [select(self._ops, window, part) for part in balance(lengths, count)]

@@ -1,8 +1,9 @@
-"""How one pull is carried out: on the event loop, or in a compute thread.
+"""Runs one pull: on the event loop, or in a compute thread.
 
-A pull is a coroutine that hands everything it waits for to a `Wait`. On the loop, `wait_here`
-awaits it. In a thread, `ThreadDriver` sends it to the loop and blocks, so the coroutine itself
-never suspends: it, and every plain handler it calls, run in the thread that pulls.
+A pull is a coroutine that passes every awaitable to a `Wait`. On the loop, `wait_here` awaits the
+awaitable. In a thread, `ThreadDriver` submits the awaitable to the loop and blocks, so the
+coroutine itself never suspends: the coroutine, and every plain handler that it calls, run in the
+thread that pulls.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ R = TypeVar("R")
 
 
 class Wait(Protocol):
-    """Waits for something on the event loop."""
+    """Waits for an awaitable on the event loop."""
 
     def __call__(self, awaitable: Awaitable[R], /) -> Awaitable[R]: ...
 
@@ -32,7 +33,7 @@ async def wait_here(awaitable: Awaitable[R]) -> R:
 
 
 async def settle(value: R | Awaitable[R], wait: Wait) -> R:
-    """What a function gave that may be plain or async."""
+    """The result of a function that may be plain or async."""
     if inspect.isawaitable(value):
         result: R = await wait(value)
         return result
@@ -52,7 +53,7 @@ class ThreadDriver:
         """The result of one pull.
 
         Raises:
-            PullCancelled: closed, before or while it waited, or the loop went away.
+            PullCancelled: `close` was called before or during the wait, or the loop ended.
             RuntimeError: called on the loop's own thread, which would wait for itself.
         """
         if _running_loop() is self._loop:
@@ -67,7 +68,7 @@ class ThreadDriver:
             result: R = done.value
             return result
         coroutine.close()
-        raise RuntimeError("the pull awaited something outside its Wait")
+        raise RuntimeError("the pull awaited without its Wait")
 
     def close(self) -> None:
         """End the pull that waits now, if any, and every later one. From any thread."""

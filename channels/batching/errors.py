@@ -1,15 +1,15 @@
-"""What can go wrong while batches are resized.
+"""Errors of batch resizing.
 
 ::
 
     BatchingError
      +-- BatchSizeError          the sizes do not fit one another (also a ValueError)
      +-- BadBatch                a batch cannot be measured, sliced or joined (also a ValueError)
-     +-- SampleTooLong           one sample alone is over the token budget
-     +-- CountsDisagree          the agreed number of micro-batches cannot be made here
+     +-- SampleTooLong           a single sample exceeds the token limit
+     +-- CountsDisagree          the agreed number of micro-batches cannot be made on this rank
      +-- HandlerFailed           a handler raised; its error is the ``__cause__``
      +-- IncompleteBatch         the channel ended in the middle of a step
-     +-- UnfinishedGlobalBatch   asked for in the middle of a global batch
+     +-- UnfinishedGlobalBatch   an operation that is not allowed inside a global batch
      +-- IteratorBusy            two tasks or threads pulled at once
      +-- PullCancelled           a blocking pull was ended by ``close()`` or by its event loop
 """
@@ -22,11 +22,11 @@ from rlinf_async.channels.errors import ChannelError
 
 
 class BatchingError(ChannelError):
-    """Root of everything that a batch-resizing iterator raises of its own."""
+    """Base class of the errors of a batch-resizing iterator."""
 
 
 class BatchSizeError(BatchingError, ValueError):
-    """The sizes do not fit one another; the message says which would."""
+    """The sizes do not fit one another; the message names sizes that would."""
 
 
 class BadBatch(BatchingError, ValueError):
@@ -68,7 +68,8 @@ class IncompleteBatch(BatchingError):
         self.missing_in_step = self.missing + (count - position - 1) * size
         super().__init__(
             f"the channel ended with {have} of {size} samples of global batch {position + 1} of "
-            f"{count}: {self.missing} missing here, {self.missing_in_step} in the step. Send whole "
+            f"{count}: {self.missing} missing in the global batch, "
+            f"{self.missing_in_step} in the step. Send whole "
             f"steps before the last sender closes, or lower total_batch_size for the last one."
         )
 
@@ -82,7 +83,7 @@ class IteratorBusy(BatchingError):
 
 
 class PullCancelled(BatchingError):
-    """A blocking pull was ended by ``close()``, or by its event loop going away.
+    """A blocking pull was ended by ``close()``, or by the end of its event loop.
 
-    What had been received stays queued.
+    Received batches stay queued.
     """

@@ -15,7 +15,7 @@ from rlinf_async.channels.ends import Key, Receiver
 B = TypeVar("B")
 
 Handler = Callable[[B], B | Awaitable[B]]
-"""Takes a batch and returns what replaces it. Called again with the same batch if it failed."""
+"""Takes a batch and returns its replacement. Called again with the same batch after an error."""
 
 
 class Intake(Generic[B]):
@@ -32,8 +32,10 @@ class Intake(Generic[B]):
         self._ops = ops
         self._on_batch = on_batch
         self._key = key
-        self._inbox: deque[B] = deque()  # received, not yet handled
+        self._inbox: deque[B] = deque()
+        """received batches that are not handled yet"""
         self._received = 0
+        """number of handled batches"""
         self.samples = SampleQueue(ops)
         self.empty_batches = 0
 
@@ -47,7 +49,7 @@ class Intake(Generic[B]):
             self._received += 1
 
     async def _get(self) -> None:
-        # One step on the loop: a pull that is cancelled after this still finds the batch.
+        # One step on the loop: after a cancelled pull the batch is in the inbox.
         self._inbox.append(await self._receiver.get(key=self._key))
 
     async def _handle(self, batch: B, wait: Wait) -> None:
@@ -66,7 +68,7 @@ async def call(
     index: int,
     wait: Wait,
 ) -> B:
-    """What the handler makes of the batch; raises `HandlerFailed` with its error as the cause."""
+    """The handler's result for the batch; raises `HandlerFailed` with its error as the cause."""
     try:
         handled = await settle(handler(batch), wait)
     except PullCancelled:

@@ -1,23 +1,23 @@
-"""From whatever arrives to the micro-batches that a trainer needs.
+"""Resizes received batches of any size to the micro-batches that a trainer needs.
 
 ::
 
-    receiver --> inbox --on_batch--> samples --on_global_batch--> windows --cut--> ready --> you
+    receiver --> inbox --on_batch--> samples --on_global_batch--> windows --cut--> ready --> caller
                  (as received)       (a queue)  (or no handler)   (gathered)       (micro-batches)
 
-How long samples are held back before the first micro-batch goes out:
+How many samples are collected before the first micro-batch is yielded:
 
 ===============================  ==============================================================
-fixed ``micro_batch_size``       until one micro-batch is there: training overlaps with arrival
-``max_tokens_per_micro_batch``   until a window is there: ``balance_window`` samples (overlaps), or
-                                 the global batch where none is given
-with ``on_global_batch``         until the **whole global batch** is there, in either mode: the
-                                 handler must see all of it
+fixed ``micro_batch_size``       one micro-batch: training overlaps with arrival
+``max_tokens_per_micro_batch``   one window: ``balance_window`` samples (training overlaps), or
+                                 the global batch without ``balance_window``
+with ``on_global_batch``         the **whole global batch**, in either mode: the handler must see
+                                 all of it
 ===============================  ==============================================================
 
-Invariants: every sample is yielded exactly once. Where batches were cut on their way makes no
-difference. A stage lets go of a batch only once the next stage has it, so a cancellation or an
-error anywhere loses nothing and the next pull goes on from there.
+Invariants: every sample is yielded exactly once. The boundaries of the received batches make no
+difference. A stage removes a batch only once the next stage has the batch, so a cancellation or an
+error anywhere loses nothing and the next pull continues there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ B = TypeVar("B")
 class BatchResizingIterator(Generic[B]):
     """Reads batches of any size and yields micro-batches, global batch after global batch.
 
-    ``async for`` goes on until every sender has closed; `global_batch` stops after the samples of
+    ``async for`` runs until every sender has closed; `global_batch` stops after the samples of
     one optimizer step; `blocking` is the same for a compute thread. One task or thread pulls at a
     time.
 
@@ -58,9 +58,9 @@ class BatchResizingIterator(Generic[B]):
         receiver: where the batches come from.
         ops: how to measure, cut and join them: `ListOps`, `DictOps`, `StructOps` or your own.
         total_batch_size: samples of a step on this rank.
-        num_global_batches: optimizer steps in a step; must divide the total.
+        num_global_batches: optimizer steps in a step; must divide ``total_batch_size``.
         micro_batch_size: samples of each micro-batch; must divide the global batch.
-        max_tokens_per_micro_batch: instead: token limit of each micro-batch. The samples of a
+        max_tokens_per_micro_batch: token limit of each micro-batch, instead. The samples of a
             window are then reordered, so that micro-batches hold about equally many tokens.
         balance_window: samples per window; must divide the global batch, which is the default.
         on_batch: called on every batch received that has samples (advantages). May change its size.
@@ -69,7 +69,7 @@ class BatchResizingIterator(Generic[B]):
         agree: needed with a token limit: makes the number of micro-batches of each window the same
             on every rank, called once per window. A single rank gives `alone`.
         key: reads only the items of this key.
-        keep_batches: keep what was yielded for `get_all_batches`, which must then be called.
+        keep_batches: keep yielded batches for `get_all_batches`, which must then be called.
 
     Raises `BatchSizeError` when built with sizes that do not fit one another. A pull raises
     `HandlerFailed`, `BadBatch`, `SampleTooLong`, `CountsDisagree`, `IncompleteBatch`, and what the
@@ -103,11 +103,13 @@ class BatchResizingIterator(Generic[B]):
         self._intake = Intake(receiver, ops, on_batch, key)
         self._on_global_batch = on_global_batch
         self._cutter = Cutter(ops, max_tokens_per_micro_batch, agree)
-        self._gathered: list[B] = []  # what windows and ready were made from, while it can go back
+        self._gathered: list[B] = []
+        """source batches of windows and ready micro-batches, while no global batch is open"""
         self._windows: deque[B] = deque()
         self._ready: deque[B] = deque()
         self._kept: list[B] | None = [] if keep_batches else None
-        self._taken = 0  # samples yielded of the open global batch
+        self._taken = 0
+        """yielded samples of the open global batch"""
         self._finished_global_batches = 0
         self._busy = False
 
@@ -125,7 +127,7 @@ class BatchResizingIterator(Generic[B]):
     async def global_batch(self) -> AsyncGenerator[B, None]:
         """The micro-batches up to the end of a global batch.
 
-        Raises `EndOfChannel` when the channel ended before it began.
+        Raises `EndOfChannel` when the channel ended before the global batch began.
         """
         last = False
         while not last:
@@ -134,13 +136,14 @@ class BatchResizingIterator(Generic[B]):
             yield micro_batch
 
     async def prefetch_one_batch(self) -> B:
-        """The next micro-batch, which stays next: it counts once, when it is taken."""
+        """The next micro-batch, which stays queued and counts as taken only when it is taken."""
         return await self.peek(wait_here)
 
     async def count_micro_batches(self) -> int:
         """Micro-batches left in the open, or else the next, global batch.
 
-        Known at once for a fixed size; a token limit makes this wait for the whole global batch.
+        The number is known at once for a fixed size; with a token limit this waits for the whole
+        global batch.
         """
         return await self.count(wait_here)
 
@@ -157,7 +160,7 @@ class BatchResizingIterator(Generic[B]):
 
     @property
     def finished_global_batch(self) -> bool:
-        """No global batch is open: the last micro-batch taken was the last of its global batch."""
+        """Whether no global batch is open: the last taken micro-batch ended its global batch."""
         return self._taken == 0
 
     @property
@@ -167,12 +170,12 @@ class BatchResizingIterator(Generic[B]):
 
     @property
     def queued_samples(self) -> int:
-        """Samples handled but not yet taken."""
+        """Samples that are handled but not taken yet."""
         return len(self._intake.samples) + self._size_of(self._windows) + self._size_of(self._ready)
 
     @property
     def empty_batches(self) -> int:
-        """Batches without samples that were received and passed over."""
+        """Received batches without samples, which were skipped."""
         return self._intake.empty_batches
 
     def check_finished_global_batch(self) -> None:
@@ -184,7 +187,7 @@ class BatchResizingIterator(Generic[B]):
             )
 
     def get_all_batches(self) -> B | None:
-        """Everything taken since the last call, joined; None if nothing was.
+        """All micro-batches taken since the last call, joined; None if there are none.
 
         Raises `BatchingError` unless built with ``keep_batches=True``.
         """
@@ -199,9 +202,9 @@ class BatchResizingIterator(Generic[B]):
     def reset_total_batch_size(self, total_batch_size: int) -> None:
         """Use another share of the step from the next global batch on.
 
-        The number of global batches stays. Samples that wait, also those that were cut already,
-        are cut anew, and ``on_global_batch`` sees them as they came to it. With a token limit every
-        rank must do this at the same place.
+        The number of global batches stays. Queued samples, also those that were cut already, are
+        cut again, and ``on_global_batch`` is called again with the samples as they were before its
+        first call. With a token limit every rank must call this after the same global batch.
 
         Raises:
             UnfinishedGlobalBatch: a global batch is open.
@@ -216,7 +219,7 @@ class BatchResizingIterator(Generic[B]):
             self._windows.clear()
             self._ready.clear()
 
-    # -- one pull, wherever it runs -----------------------------------------------------------
+    # -- one pull, on the loop or in a thread --------------------------------------------------
 
     async def pull(self, wait: Wait, /) -> B:
         """Take the next micro-batch. For drivers: others use ``async for`` or `blocking`."""
@@ -255,7 +258,7 @@ class BatchResizingIterator(Generic[B]):
 
     def _take(self) -> B:
         micro_batch = self._ready.popleft()
-        self._gathered.clear()  # the global batch is open: no way back
+        self._gathered.clear()  # the global batch is open: its samples are not put back any more
         self._taken += self._ops.size(micro_batch)
         if self._taken == self._sizes.global_batch_size:
             self._taken = 0
@@ -282,7 +285,7 @@ class BatchResizingIterator(Generic[B]):
         try:
             await self._intake.fill(size, wait)
         except EndOfChannel:
-            self._check_nothing_open()
+            self._check_step_complete()
             raise
         gathered = self._intake.samples.peek(size)
         handled = await self._handle_global_batch(gathered, wait)
@@ -303,7 +306,7 @@ class BatchResizingIterator(Generic[B]):
             )
         return handled
 
-    def _check_nothing_open(self) -> None:
+    def _check_step_complete(self) -> None:
         position = self._finished_global_batches % self._sizes.num_global_batches
         have = self._taken + self.queued_samples
         if have or position:

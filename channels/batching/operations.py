@@ -1,4 +1,4 @@
-"""How a batch is measured, cut and joined: what the iterator has to know about its type.
+"""Operations on a batch that the iterator needs: measure, slice and join.
 
 `ListOps` serves lists of samples, `DictOps` and `StructOps` serve batches made of columns. Anything
 else needs the four methods of `BatchOps`.
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class BatchOps(Protocol[B]):
-    """What can be done with a batch of type ``B``. Nothing here changes the batch it is given."""
+    """Operations on a batch of type ``B``. No operation changes its argument."""
 
     def size(self, batch: B, /) -> int:
         """Number of samples."""
@@ -28,11 +28,11 @@ class BatchOps(Protocol[B]):
         ...
 
     def concat(self, batches: Sequence[B], /) -> B:
-        """The samples of all of them, in order; there are at least two."""
+        """The samples of all batches, in order; there are at least two batches."""
         ...
 
     def lengths(self, batch: B, /) -> Sequence[int]:
-        """Tokens of each sample; asked for under a token limit only."""
+        """Tokens of each sample; called only with a token limit."""
         ...
 
 
@@ -61,7 +61,7 @@ class ListOps(Generic[T]):
 
 
 def select(ops: BatchOps[B], batch: B, indices: Sequence[int]) -> B:
-    """The samples at ``indices`` (increasing), neighbours taken as one slice."""
+    """The samples at ``indices`` (increasing); adjacent samples are taken as one slice."""
     runs: list[tuple[int, int]] = []
     for index in indices:
         if runs and runs[-1][1] == index:

@@ -1,4 +1,4 @@
-"""A queue of samples that arrive and leave in batches of any size."""
+"""A queue of samples, filled and emptied in batches of any size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ B = TypeVar("B")
 
 
 class SampleQueue(Generic[B]):
-    """Samples in order of arrival. Batches are cut where a taker's number falls inside one."""
+    """Samples in order of arrival. A batch is sliced where a requested count ends inside it."""
 
     def __init__(self, ops: BatchOps[B]) -> None:
         self._ops = ops
@@ -23,14 +23,14 @@ class SampleQueue(Generic[B]):
         return self._size
 
     def append(self, batch: B) -> None:
-        """Queue the samples of a batch; one without samples leaves nothing."""
+        """Queue the samples of a batch; a batch without samples is ignored."""
         size = self._ops.size(batch)
         if size:
             self._batches.append((batch, size))
             self._size += size
 
     def put_back(self, batches: Iterable[B]) -> None:
-        """Queue batches, in their order, before everything else."""
+        """Queue batches, in their order, at the head of the queue."""
         for batch in reversed(list(batches)):
             size = self._ops.size(batch)
             self._batches.appendleft((batch, size))
@@ -50,7 +50,7 @@ class SampleQueue(Generic[B]):
         return join(self._ops, pieces)
 
     def drop(self, count: int) -> None:
-        """Forget the first ``count`` samples (at most ``len``)."""
+        """Remove the first ``count`` samples (at most ``len``)."""
         self._size -= count
         while count:
             batch, size = self._batches.popleft()

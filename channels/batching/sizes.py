@@ -1,10 +1,10 @@
-"""How many samples make a step, a global batch, a micro-batch; checked once, before anything runs.
+"""Sizes of steps, global batches and micro-batches, checked once when they are given.
 
 ::
 
     step            total_batch_size samples on this rank
      = num_global_batches x global batch      one optimizer step each
-        = windows                             gathered, then cut, as one
+        = windows                             cut into micro-batches together
            = micro-batches                    one forward and backward each
 
 All sizes are in samples of one data-parallel rank; ``docs/batching.md`` has a worked example.
@@ -30,7 +30,7 @@ class BatchSizes(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_size: int | None = None
     """samples of every micro-batch"""
     max_tokens_per_micro_batch: int | None = None
-    """tokens that a micro-batch may have at most; its number of samples then varies"""
+    """largest number of tokens in a micro-batch; its number of samples then varies"""
     balance_window: int | None = None
     """samples over which token-limited micro-batches are balanced; the global batch by default"""
 
@@ -46,11 +46,11 @@ class BatchSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def window_size(self) -> int:
-        """Samples that are cut into micro-batches together: fewer are never yielded."""
+        """Samples that are cut into micro-batches together."""
         return self.micro_batch_size or self.balance_window or self.global_batch_size
 
     def with_total(self, total_batch_size: int) -> BatchSizes:
-        """The same, for another share of the step; raises `BatchSizeError`."""
+        """These sizes for another share of the step; raises `BatchSizeError`."""
         return msgspec.structs.replace(self, total_batch_size=total_batch_size)
 
     def _check_positive(self) -> None:
@@ -89,7 +89,7 @@ class BatchSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rank_share(total_batch_size: int, ranks: int, *, group_size: int = 1) -> int:
-    """Samples of a step that each data-parallel rank gets, groups of ``group_size`` kept whole.
+    """Samples of a step for each data-parallel rank, with whole groups of ``group_size``.
 
     Raises `BatchSizeError` when ``ranks * group_size`` does not divide the total.
     """

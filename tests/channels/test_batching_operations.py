@@ -171,7 +171,7 @@ def test_lengths_that_make_no_sense_are_refused(column: Any, why: str) -> None:
 def test_unknown_lengths_say_what_to_give() -> None:
     with pytest.raises(BadBatch, match=r"no column was named.*\(x, y\)"):
         DictOps().lengths({"x": [1], "y": [1]})
-    with pytest.raises(BadBatch, match="no 'tokens' here"):
+    with pytest.raises(BadBatch, match="there is no column 'tokens'"):
         DictOps(lengths="tokens").lengths({"x": [1]})
     with pytest.raises(BadBatch, match=r"ListOps\(length=...\)"):
         ListOps[int]().lengths([1])

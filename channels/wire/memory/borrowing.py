@@ -1,4 +1,4 @@
-"""Arrays that lie in the memory of the peer of a connection."""
+"""Arrays in shared memory that the peer of a connection lends to this process."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ from rlinf_async.channels.wire.memory.memory_protocol import (
 from rlinf_async.channels.wire.memory.slab import PAGE, Loan, Slab, SlabRefused, open_slab
 
 MAX_SLABS: Final = 256
-"""That a peer may have open here."""
-MAX_TWICE_BYTES: Final = 2 * 1024**3
-"""Of a message, if they are more than the slabs that they lie in: the same memory said again and
-again costs its sender nothing, and a copy of each costs this process."""
+"""largest number of slabs of one peer that are open in this process"""
+MAX_REPEATED_BYTES: Final = 2 * 1024**3
+"""limit of the shared bytes of a message, where it exceeds the size of their slabs: a reference to
+the same memory again and again costs its sender nothing, and a copy of each costs this process"""
 
 
 class Borrowing:
-    """The memory of the peer that this process may read.
+    """The shared memory of the peer that this process may read.
 
     Args:
-        tell: says something to the peer, now.
-        release: says, in any thread and later, that a part is not used any more.
+        send: sends a notice to the peer, at once.
+        release: notes, in any thread, that a loan is released and whether it is poisoned; the
+            notice follows later.
     """
 
     def __init__(
-        self, tell: Callable[[Notice], None], release: Callable[[int, bool], None]
+        self, send: Callable[[Notice], None], release: Callable[[int, bool], None]
     ) -> None:
-        self._tell = tell
+        self._send = send
         self._release = release
         self._slabs: dict[int, Slab] = {}
 
     def announced(self, notice: Announce, pid: int) -> None:
-        """Open a slab of the process ``pid``, and say whether that was possible."""
+        """Open a slab of the process ``pid``, and send the peer the result."""
         try:
             if not pid:
                 raise SlabRefused("it is not known which process of this host is the peer")
@@ -51,33 +52,33 @@ class Borrowing:
                 raise SlabRefused(f"{MAX_SLABS} pieces of its memory are open here")
             self._slabs[notice.slab] = open_slab(pid, notice.file, notice.token)
         except SlabRefused as refused:
-            self._tell(Refused(notice.slab, str(refused)))
+            self._send(Refused(notice.slab, str(refused)))
         else:
-            self._tell(Opened(notice.slab))
+            self._send(Opened(notice.slab))
 
     def retired(self, notice: Retired) -> None:
-        """Let go of a slab. It stays while arrays over it are used."""
+        """Remove a slab. Its memory stays mapped while arrays over it are used."""
         self._slabs.pop(notice.slab, None)
 
-    def restore(self, travelled: Encoded) -> Encoded:
-        """The body that `Lending.share` was given.
+    def restore(self, received: Encoded) -> Encoded:
+        """The body that was passed to `Lending.share` by the peer.
 
         Raises:
-            MalformedFrame: it names what was not lent.
+            MalformedFrame: the table of places is missing, or names memory that was not lent.
         """
-        if not travelled.buffers:
+        if not received.buffers:
             raise MalformedFrame("a message with shared arrays does not say where they are")
-        places = decode_places(travelled.buffers[0])
-        self._check(places, len(travelled.buffers) - 1)
-        beside = iter(travelled.buffers[1:])
+        places = decode_places(received.buffers[0])
+        self._check(places, len(received.buffers) - 1)
+        beside = iter(received.buffers[1:])
         shared = self._borrow([place for place in places if place is not None])
-        return Encoded(travelled.data, [next(beside if one is None else shared) for one in places])
+        return Encoded(received.data, [next(beside if one is None else shared) for one in places])
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """The connection is closed: no message will refer to a slab any more."""
         self._slabs.clear()
 
-    # ---- inside
+    # ---- internals
 
     def _check(self, places: list[Place | None], beside: int) -> None:
         if places.count(None) != beside or len(places) > MAX_BUFFERS:
@@ -97,8 +98,8 @@ class Borrowing:
             if slab_of.setdefault(place.loan, place.slab) != place.slab:
                 raise MalformedFrame(f"part {place.loan} of shared memory lies in two slabs")
             total += place.size
-        there = sum(self._slabs[number].size for number in {*slab_of.values()})
-        allowed = min(MAX_MESSAGE_BYTES, max(MAX_TWICE_BYTES, there))
+        mapped = sum(self._slabs[number].size for number in {*slab_of.values()})
+        allowed = min(MAX_MESSAGE_BYTES, max(MAX_REPEATED_BYTES, mapped))
         if total > allowed:
             raise MalformedFrame(f"{total} bytes shared, {allowed} are allowed")
 
@@ -121,15 +122,15 @@ class Borrowing:
         return iter(arrays)
 
     def _loan(self, number: int, places: list[Place]) -> Loan | None:
-        """None where somebody here has these pages already, and may have written to them."""
+        """The loan of these places; None where their pages are in use here, and may be written."""
         slab = self._slabs[places[0].slab]
         start = min(place.offset for place in places) // PAGE * PAGE
         stop = -(-max(place.offset + place.size for place in places) // PAGE) * PAGE
         if slab.in_use(start, stop):
             return None
         slab.use(start, stop)
-        return Loan(slab, partial(self._gone, number, slab, start, stop))
+        return Loan(slab, partial(self._loan_ended, number, slab, start, stop))
 
-    def _gone(self, number: int, slab: Slab, start: int, stop: int, poisoned: bool) -> None:
+    def _loan_ended(self, number: int, slab: Slab, start: int, stop: int, poisoned: bool) -> None:
         slab.unuse(start, stop)
         self._release(number, poisoned)

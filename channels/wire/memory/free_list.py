@@ -1,4 +1,4 @@
-"""Which parts of a stretch of memory are free. Pure: numbers only."""
+"""The free parts of a memory range. Pure: numbers only."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from bisect import bisect_left
 
 
 class FreeList:
-    """The free parts between two addresses, in order and never touching each other.
+    """The free parts between two offsets, in order and never adjacent.
 
-    The lowest part that is large enough is taken first, so that the same memory, whose pages exist
-    already, is used again and again.
+    First fit: the lowest part that is large enough is taken, so that the same memory, whose pages
+    are allocated already, is used again and again.
     """
 
     def __init__(self, start: int, stop: int) -> None:
@@ -18,11 +18,11 @@ class FreeList:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is taken."""
+        """Whether all of the range is free."""
         return self._free == self._whole
 
     def take(self, size: int) -> int | None:
-        """Where ``size`` bytes begin that are taken now, or None where there is no such room."""
+        """Take ``size`` bytes and return their offset; None where no free part is large enough."""
         for index, (start, stop) in enumerate(self._free):
             if stop - start >= size:
                 rest = [(start + size, stop)] if stop - start > size else []
@@ -31,10 +31,10 @@ class FreeList:
         return None
 
     def give(self, start: int, size: int) -> None:
-        """Make what was taken at ``start`` free again.
+        """Free the ``size`` bytes that were taken at ``start``.
 
         Raises:
-            ValueError: it is not what was taken.
+            ValueError: a part of these bytes is free, or lies outside of the range.
         """
         stop = start + size
         index = bisect_left(self._free, (start, stop))

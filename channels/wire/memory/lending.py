@@ -1,4 +1,4 @@
-"""Arrays that this process lends to the peer of a connection."""
+"""Arrays in shared memory that this process lends to the peer of a connection."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from rlinf_async.channels.wire.memory.pool import Copying, Pool
 from rlinf_async.channels.wire.memory.slab import Loan, Slab, View, view_of
 
 MAX_DATA: Final = CHUNK_BYTES // 2
-"""Of MessagePack, beside shared arrays: such a message is always one frame, not begun and left."""
+"""limit of the MessagePack bytes beside shared arrays: such a message is always one frame"""
 
 log = logging.getLogger(__name__)
 
 
 class PendingCopy:
-    """The arrays of a body that are being brought into shared memory."""
+    """The arrays of a body that are being copied into shared memory."""
 
     __slots__ = ("__weakref__", "body", "copying")
 
@@ -42,7 +42,7 @@ class PendingCopy:
 
 
 class Progress:
-    """How far one message is that `Lending.share` is asked for again and again."""
+    """The state of one message between the calls of `Lending.share` for it."""
 
     __slots__ = ("pending",)
 
@@ -51,44 +51,58 @@ class Progress:
 
 
 _pending_copies: weakref.WeakValueDictionary[int, PendingCopy] = weakref.WeakValueDictionary()
-"""By the body's identity, while somebody sends it: one copy does for all connections."""
+"""copies by the identity of their body, while a connection sends it: all connections share one"""
 
 
 class Lending:
-    """The memory of this process that the peer may read."""
+    """The shared memory of this process that the peer may read.
+
+    Args:
+        pool: shared memory of this process.
+        send: sends a notice to the peer, at once.
+        slab_freed: notes, in any thread, that a slab that the peer has open is gone.
+    """
 
     def __init__(
-        self, pool: Pool, tell: Callable[[Notice], None], gone: Callable[[int], None]
+        self, pool: Pool, send: Callable[[Notice], None], slab_freed: Callable[[int], None]
     ) -> None:
         self._pool = pool
-        self._tell = tell
-        self._gone = gone
+        self._send = send
+        self._slab_freed = slab_freed
         self._numbers = count(1)
         self._open: dict[int, bool] = {}
-        self._ends: dict[int, weakref.finalize[Any, Slab]] = {}
+        """announced slabs, by number: whether the peer has opened the slab"""
+        self._finalizers: dict[int, weakref.finalize[Any, Slab]] = {}
+        """finalizers of the announced slabs, by number"""
         self.lent: dict[int, Loan] = {}
-        self.patient = True
-        """whether there is time to wait for what the peer says"""
+        """loans that the peer has not released, by number"""
+        self.may_wait = True
+        """whether a message may wait for the peer and for its copies"""
         self.refused = ""
-        """why the peer does not want any"""
+        """reason of the peer's refusal; empty without one"""
 
     def share(
         self, body: Encoded, progress: Progress | None = None
     ) -> tuple[Encoded | Later | None, int]:
-        """The body as it travels, with its arrays lent; None if it is to travel as it is, `LATER`
-        until the peer has said whether it can look at them. And how many bytes were copied for it.
+        """Lend the arrays of a body to the peer.
 
-        With a ``progress``, one call copies no more than `PIECE_BYTES`, and it is `LATER` while any
-        are left.
+        The arrays of ``body`` itself are replaced by their copies in shared memory: the next
+        connection needs no copy.
 
-        The body's own arrays are replaced by those in shared memory: who gets it next needs no
-        copy.
+        Args:
+            body: of a message.
+            progress: of the message. One call then copies no more than `PIECE_BYTES`.
+
+        Returns:
+            The body to send, in which places stand for the lent arrays; None if ``body`` is to be
+            sent as it is; `LATER` while bytes are left to copy, or the peer has not opened a slab.
+            And the number of copied bytes.
         """
         if self.refused or len(body.data) > MAX_DATA:
             if progress is not None:
                 progress.pending = None
             return None, 0
-        copied = self._move(body, progress)
+        copied = self._copy_to_shared(body, progress)
         if progress is not None and progress.pending is not None:
             return LATER, copied or 0
         views = [view_of(buffer) for buffer in body.buffers]
@@ -97,7 +111,7 @@ class Lending:
         if copied is None:
             return None, 0
         if missing:
-            return LATER if self.patient else None, copied
+            return LATER if self.may_wait else None, copied
         beside = [buffer for buffer in body.buffers if view_of(buffer) is None]
         table, loans = self._table(views)
         size = len(body.data) + len(table) + sum(map(len, beside))
@@ -107,17 +121,19 @@ class Lending:
         return Encoded(body.data, [memoryview(table), *beside]), copied
 
     def prepare(self, body: Encoded) -> bool:
-        """Bring its large arrays into shared memory: `share` then copies nothing. Whether that was
-        possible."""
-        return not self.refused and self._move(body) is not None
+        """Copy the large arrays of a body into shared memory, so that `share` copies nothing.
+
+        Returns whether that was possible.
+        """
+        return not self.refused and self._copy_to_shared(body) is not None
 
     def opened(self, notice: Opened) -> None:
-        """The peer has this slab."""
-        if notice.slab in self._open:  # it may be gone by now
+        """The peer has opened a slab."""
+        if notice.slab in self._open:  # a slab may be freed before the answer
             self._open[notice.slab] = True
 
     def refuse(self, notice: Refused, peer: str) -> None:
-        """The peer cannot have it: it gets copies from now on."""
+        """The peer cannot open a slab: it gets copies from now on."""
         if not self.refused:
             self.refused = notice.reason
             log.warning(
@@ -126,10 +142,10 @@ class Lending:
             )  # fmt: skip
 
     def take_back(self, notice: Released) -> None:
-        """The peer is done with these.
+        """The peer has released loans.
 
         Raises:
-            MalformedFrame: they were not lent.
+            MalformedFrame: a loan was not lent to this peer.
         """
         for number in notice.poisoned:
             self._find(number).poisoned = True
@@ -138,26 +154,26 @@ class Lending:
             del self.lent[number]
 
     def close(self) -> None:
-        """The peer will not say any more what it is done with."""
+        """The connection is closed: what the peer has not released is poisoned."""
         for loan in self.lent.values():
             loan.poisoned = True
         self.lent.clear()
-        while self._ends:  # others may go meanwhile, in any thread
-            _, end = self._ends.popitem()
-            end.detach()
+        while self._finalizers:  # finalizers may run meanwhile, in any thread
+            _, finalizer = self._finalizers.popitem()
+            finalizer.detach()
 
-    # ---- inside
+    # ---- internals
 
-    def _move(self, body: Encoded, progress: Progress | None = None) -> int | None:
-        """Bring large arrays into shared memory; how many bytes, or None where they do not go."""
+    def _copy_to_shared(self, body: Encoded, progress: Progress | None = None) -> int | None:
+        """Copy large arrays into shared memory; the number of bytes, or None where they stay."""
         private = [buffer for buffer in body.buffers if view_of(buffer) is None]
         size = sum(map(len, private))
         if any(map(is_reserved, private)):
-            return None  # so large, and from a socket: going on through one takes no other copy
+            return None  # large arrays from a socket: forwarding them takes no further copy
         if size > PIECE_BYTES and progress is not None:
-            return self._move_on(body, private, progress)
+            return self._copy_piece(body, private, progress)
         if progress is not None:
-            progress.pending = None  # another connection has done the rest
+            progress.pending = None  # another connection has copied the rest
         if size < SHARE_BYTES:
             return 0
         views = self._pool.lend(private)
@@ -166,17 +182,17 @@ class Lending:
         _replace(body, views)
         return size
 
-    def _move_on(self, body: Encoded, private: list[Buffer], progress: Progress) -> int | None:
-        """Copy a piece; if there is no time for more of them, all that is left."""
+    def _copy_piece(self, body: Encoded, private: list[Buffer], progress: Progress) -> int | None:
+        """Copy one piece, or all that is left where the message may not wait."""
         pending = progress.pending or _pending_copies.get(id(body))
         if pending is None:
             copying = self._pool.begin(private)
             if copying is None:
                 return None
             pending = _pending_copies[id(body)] = PendingCopy(body, copying)
-            self._announce(copying.views[0])
+            self._announce_slab_of(copying.views[0])
         progress.pending, copying = pending, pending.copying
-        copied = copying.go_on(PIECE_BYTES if self.patient else sum(map(len, private)))
+        copied = copying.copy_some(PIECE_BYTES if self.may_wait else sum(map(len, private)))
         if not copying.done:
             return copied
         progress.pending = None
@@ -185,30 +201,30 @@ class Lending:
         _replace(body, copying.views)
         return copied
 
-    def _announce(self, buffer: memoryview) -> None:
-        """Let the peer open the slab of this one, while the rest is copied."""
+    def _announce_slab_of(self, buffer: memoryview) -> None:
+        """Let the peer open the slab of this buffer while the rest is copied."""
         if (view := view_of(buffer)) is not None:
             self._is_open(view.loan.slab)
 
     def _is_open(self, slab: Slab) -> bool:
-        """Whether the peer has it; if it was never asked, it is now."""
+        """Whether the peer has opened this slab; announces a slab that is new to the peer."""
         found = self._open.get(slab.number)
         if found is None:
             found = self._open[slab.number] = False
-            end = weakref.finalize(slab, self._forget, slab.number)
-            end.atexit = False
-            self._ends[slab.number] = end
-            self._tell(Announce(slab.number, slab.fd, slab.token))
+            finalizer = weakref.finalize(slab, self._forget, slab.number)
+            finalizer.atexit = False
+            self._finalizers[slab.number] = finalizer
+            self._send(Announce(slab.number, slab.fd, slab.token))
         return found
 
     def _forget(self, number: int) -> None:
-        # In any thread, and within anything that this thread is doing.
+        # Runs in any thread, at any point of what the thread is doing.
         self._open.pop(number, None)
-        self._ends.pop(number, None)
-        self._gone(number)
+        self._finalizers.pop(number, None)
+        self._slab_freed(number)
 
     def _table(self, views: list[View | None]) -> tuple[bytes, dict[int, Loan]]:
-        """Where each array is, encoded, and the loans that are made by saying so."""
+        """The places of the arrays, encoded, and the loans that the peer gets by them."""
         loans = dict.fromkeys(view.loan for view in views if view is not None)
         numbers = {loan: next(self._numbers) for loan in loans}
         places = [
@@ -225,6 +241,6 @@ class Lending:
 
 
 def _replace(body: Encoded, views: list[memoryview]) -> None:
-    """Its arrays that do not lie in shared memory lie there now."""
+    """Replace the private arrays of a body by their copies in shared memory."""
     moved = iter(views)
     body.buffers = [buffer if view_of(buffer) else next(moved) for buffer in body.buffers]

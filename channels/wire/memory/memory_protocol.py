@@ -1,4 +1,4 @@
-"""What two processes say to each other about shared memory. See `shared_memory`."""
+"""Notices about shared memory between two processes. See `shared_memory`."""
 
 from __future__ import annotations
 
@@ -6,46 +6,53 @@ import msgspec
 
 
 class Announce(msgspec.Struct, array_like=True, tag=0, frozen=True):
-    """lender -> borrower: open this."""
+    """lender -> borrower: open this slab."""
 
     slab: int
+    """number of the slab in the lender's process"""
     file: int
+    """file descriptor in the lender's process"""
     token: bytes
+    """content of the slab's first page"""
 
 
 class Opened(msgspec.Struct, array_like=True, tag=1, frozen=True):
-    """borrower -> lender: parts of it may be mentioned."""
+    """borrower -> lender: the slab is open, and messages may refer to it."""
 
     slab: int
 
 
 class Refused(msgspec.Struct, array_like=True, tag=2, frozen=True):
-    """borrower -> lender: it cannot be used here."""
+    """borrower -> lender: the slab cannot be opened."""
 
     slab: int
     reason: str
 
 
 class Released(msgspec.Struct, array_like=True, tag=3, frozen=True):
-    """borrower -> lender: these parts are not used any more; the poisoned ones may still be."""
+    """borrower -> lender: these loans have ended."""
 
     loans: list[int]
+    """loans whose memory is not used any more"""
     poisoned: list[int]
+    """loans whose memory a process out of reach may still use"""
 
 
 class Retired(msgspec.Struct, array_like=True, tag=4, frozen=True):
-    """lender -> borrower: it will not be mentioned again."""
+    """lender -> borrower: no message will refer to the slab any more."""
 
     slab: int
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True):
-    """Where an array of a message lies. A loan may hold several."""
+    """The place of an array of a message. A loan may hold several arrays."""
 
     loan: int
     slab: int
     offset: int
+    """bytes from the start of the slab"""
     size: int
+    """in bytes"""
 
 
 Notice = Announce | Opened | Refused | Released | Retired

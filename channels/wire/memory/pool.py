@@ -1,12 +1,13 @@
-"""This process's shared memory: a few slabs, whose parts are lent, come back, and are lent again.
+"""The shared memory of this process: a few slabs, whose parts are lent, returned, and lent again.
 
-Invariant: a part is written only while nobody has a view of it. A part whose borrower was lost
-without a release is poisoned; its slab lends no more and goes when the other parts have come back,
-and the kernel frees the memory when the borrower, too, has unmapped it.
+Invariant: a part is written only while no process has a view of it. A part whose borrower was lost
+without a release is poisoned; its slab lends no more and is removed when the other parts are
+returned, and the kernel frees the memory when the borrower, too, has unmapped it.
 
 ::
 
-    slab:  lending --a part is poisoned, or room is needed for others--> draining --idle--> gone
+    slab:  lending --a part is poisoned--> draining --all parts are returned--> removed
+           lending --no part is lent, and the limit leaves no memory for a larger slab--> removed
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from rlinf_async.channels.wire.memory.slab import PAGE, Loan, Slab, make_slab, v
 
 SLAB_BYTES: Final = 64 * 1024**2
 POOL_BYTES: Final = 1024**3
-"""Of one process. What does not fit goes through the socket."""
+"""limit of one process; further arrays go through the socket"""
 ALIGN: Final = 64
+"""bytes to which the start of each buffer is aligned"""
 
 log = logging.getLogger(__name__)
 
 
-class _Lender:
+class _PooledSlab:
     """A slab and its free parts."""
 
     def __init__(self, slab: Slab) -> None:
@@ -42,10 +44,14 @@ class _Lender:
         self.draining = False
 
     def take(self, size: int, *, back: bool) -> int | None:
-        """Where a part begins that is taken now, with memory ``back`` of it or without.
+        """Take a part and return its offset; None where no free part is large enough.
+
+        Args:
+            size: in bytes.
+            back: allocate its memory too.
 
         Raises:
-            OSError: there is no memory for it.
+            OSError: the system has no memory for the part.
         """
         start = None if self.draining else self.free.take(size)
         if start is not None and back:
@@ -58,9 +64,9 @@ class _Lender:
 
 
 class Copying:
-    """Buffers on their way into shared memory, piece by piece. Made by `Pool.begin`.
+    """A copy of buffers into shared memory that is made piece by piece. Made by `Pool.begin`.
 
-    Whoever drops it before its end gives the memory back.
+    The memory is returned where the object is deleted before its end.
     """
 
     __slots__ = ("_refuse", "_rest", "failed", "views")
@@ -72,9 +78,9 @@ class Copying:
         refuse: Callable[[OSError], None],
     ) -> None:
         self.views = views
-        """where the buffers are once all was copied"""
+        """the copies, complete once ``done``"""
         self.failed = False
-        """the system has no memory for them"""
+        """whether the system has no memory for the copies"""
         self._rest: deque[tuple[memoryview, memoryview]] = deque(
             (view, memoryview(buffer)) for view, buffer in zip(views, buffers, strict=True)
         )
@@ -82,11 +88,11 @@ class Copying:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to do, or can be done."""
+        """Whether all is copied, or the copy has failed."""
         return not self._rest
 
-    def go_on(self, limit: int = PIECE_BYTES) -> int:
-        """Copy so many bytes at most; how many were."""
+    def copy_some(self, limit: int = PIECE_BYTES) -> int:
+        """Copy at most ``limit`` bytes; returns the number of copied bytes."""
         copied = 0
         while self._rest and copied < limit:
             try:
@@ -98,10 +104,10 @@ class Copying:
         return copied
 
     def _copy(self, limit: int) -> int:
-        """Copy from the first buffer that is left.
+        """Copy from the first buffer that is not complete.
 
         Raises:
-            OSError: there is no memory.
+            OSError: the system has no memory for the copy.
         """
         view, rest = self._rest[0]
         count, done = min(limit, len(rest)), len(view) - len(rest)
@@ -122,22 +128,22 @@ class Pool:
     def __init__(self, limit: int = POOL_BYTES, slab_bytes: int = SLAB_BYTES) -> None:
         self._limit = limit
         self._slab_bytes = slab_bytes
-        self._lenders: list[_Lender] = []
-        self._returned: deque[tuple[_Lender, int, int, bool]] = deque()
+        self._slabs: list[_PooledSlab] = []
+        self._returned: deque[tuple[_PooledSlab, int, int, bool]] = deque()
         self._lock = threading.Lock()
-        self._said: set[str] = set()
+        self._warnings: set[str] = set()
         self.refused = 0
-        """how often there was no room"""
+        """number of requests that did not get memory"""
 
     @property
     def size(self) -> int:
         """Bytes of all slabs."""
-        return sum(lender.slab.size for lender in tuple(self._lenders))
+        return sum(pooled.slab.size for pooled in tuple(self._slabs))
 
     def lend(self, buffers: Sequence[Bytes]) -> list[memoryview] | None:
-        """A copy of these buffers in shared memory; None where there is no room.
+        """A copy of these buffers in shared memory; None where the pool has no free memory.
 
-        It is free again when the views are gone, here and wherever they were lent to.
+        The memory is free again when its views are deleted, in this process and in every borrower.
         """
         views = self.take([len(buffer) for buffer in buffers])
         for view, buffer in zip(views or (), buffers, strict=views is not None):
@@ -145,18 +151,19 @@ class Pool:
         return views
 
     def begin(self, buffers: Sequence[Bytes]) -> Copying | None:
-        """As `lend`, for what takes its time: nothing was copied yet. The buffers must not change
-        until all was."""
+        """As `lend`, for large buffers: the caller copies them piece by piece. The buffers must not
+        change until the copy is done."""
         views = self.take([len(buffer) for buffer in buffers], back=False)
         return None if views is None else Copying(views, buffers, self._refuse)
 
     def take(self, sizes: Sequence[int], *, back: bool = True) -> list[memoryview] | None:
-        """Buffers of these sizes in shared memory, one part of it; None where there is no room.
+        """Buffers of these sizes in one part of a slab; None where the pool has no free memory.
 
-        It is free again when the views are gone, here and wherever they were lent to.
+        The memory is free again when its views are deleted, in this process and in every borrower.
 
         Args:
-            back: have memory behind them. Without it, see `Slab.back` before anything is written.
+            sizes: in bytes.
+            back: allocate the memory too. Otherwise `Slab.back` must be called before a write.
         """
         offsets, size = _lay_out(sizes)
         with self._lock:
@@ -164,69 +171,69 @@ class Pool:
             if found is None:
                 self.refused += 1
                 return None
-        lender, start, taken = found
-        loan = Loan(lender.slab, partial(self._give_back, lender, start, taken))
+        pooled, start, taken = found
+        loan = Loan(pooled.slab, partial(self._return, pooled, start, taken))
         return [loan.view(start + offset, one) for offset, one in zip(offsets, sizes, strict=True)]
 
-    # ---- inside
+    # ---- internals
 
-    def _find(self, size: int, back: bool) -> tuple[_Lender, int, int] | None:
+    def _find(self, size: int, back: bool) -> tuple[_PooledSlab, int, int] | None:
         self._collect()
         try:
             if (found := self._take(size, back)) is not None:
                 return found
-            if self._make_room(wanted := max(self._slab_bytes, size + PAGE)):
-                self._lenders.append(_Lender(make_slab(wanted)))
+            if self._make_room(slab_size := max(self._slab_bytes, size + PAGE)):
+                self._slabs.append(_PooledSlab(make_slab(slab_size)))
                 return self._take(size, back)
         except OSError as error:
-            self._say(_no_more(error))
+            self._warn_once(_no_memory(error))
             return None
-        self._say(f"all {self._limit >> 20} MiB of it are in use")
+        self._warn_once(f"all {self._limit >> 20} MiB of it are in use")
         return None
 
-    def _take(self, size: int, back: bool) -> tuple[_Lender, int, int] | None:
-        for lender in self._lenders:
-            if (start := lender.take(size, back=back)) is not None:
-                return lender, start, size
+    def _take(self, size: int, back: bool) -> tuple[_PooledSlab, int, int] | None:
+        for pooled in self._slabs:
+            if (start := pooled.take(size, back=back)) is not None:
+                return pooled, start, size
         return None
 
-    def _make_room(self, wanted: int) -> bool:
-        """Whether one more slab of this size is allowed, maybe after others went."""
-        for lender in list(self._lenders):
-            if self.size + wanted > self._limit and lender.free.idle:
-                self._lenders.remove(lender)
-        return self.size + wanted <= self._limit
+    def _make_room(self, slab_size: int) -> bool:
+        """Whether the limit allows one more slab of this size; removes idle slabs for it."""
+        for pooled in list(self._slabs):
+            if self.size + slab_size > self._limit and pooled.free.idle:
+                self._slabs.remove(pooled)
+        return self.size + slab_size <= self._limit
 
     def _refuse(self, error: OSError) -> None:
         with self._lock:
             self.refused += 1
-            self._say(_no_more(error))
+            self._warn_once(_no_memory(error))
 
-    def _say(self, why: str) -> None:
-        if why not in self._said:
-            self._said.add(why)
+    def _warn_once(self, why: str) -> None:
+        if why not in self._warnings:
+            self._warnings.add(why)
             log.warning("large arrays go through the socket, not shared memory: %s", why)
 
-    def _give_back(self, lender: _Lender, start: int, size: int, poisoned: bool) -> None:
-        # In any thread, and within anything that this thread is doing: so no lock is taken here.
-        self._returned.append((lender, start, size, poisoned))
+    def _return(self, pooled: _PooledSlab, start: int, size: int, poisoned: bool) -> None:
+        # Runs in any thread, at any point of what the thread is doing: so it takes no lock.
+        self._returned.append((pooled, start, size, poisoned))
 
     def _collect(self) -> None:
-        """Take in what came back."""
+        """Free the returned parts."""
         while self._returned:
-            lender, start, size, poisoned = self._returned.popleft()
-            lender.free.give(start, size)
-            lender.draining |= poisoned
-            if lender.draining and lender.free.idle and lender in self._lenders:
-                self._lenders.remove(lender)
+            pooled, start, size, poisoned = self._returned.popleft()
+            pooled.free.give(start, size)
+            pooled.draining |= poisoned
+            if pooled.draining and pooled.free.idle and pooled in self._slabs:
+                self._slabs.remove(pooled)
 
 
-def _no_more(error: OSError) -> str:
+def _no_memory(error: OSError) -> str:
     return f"the system gives no more ({error.strerror})"
 
 
 def _lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where each buffer goes, and how much they take together."""
+    """The offset of each buffer, and the bytes of all buffers together."""
     offsets, stop = [], 0
     for size in sizes:
         offsets.append(stop)
@@ -235,7 +242,7 @@ def _lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def process_pool() -> Pool:
-    """The pool of this process; a forked one has another, since two may not lend the same."""
+    """The pool of this process. A forked process has another pool: two must not lend the same."""
     return _pool_of(os.getpid())
 
 
@@ -245,11 +252,13 @@ def _pool_of(pid: int) -> Pool:
 
 
 async def copy_in_turns(buffers: Sequence[Bytes]) -> list[memoryview | bytearray]:
-    """A copy of these, in shared memory where there is room. Others in this loop have a turn after
-    each `PIECE_BYTES`; the buffers must not change meanwhile."""
+    """A copy of these buffers, in shared memory if the pool has free memory.
+
+    Other tasks of this loop run after each `PIECE_BYTES`. The buffers must not change meanwhile.
+    """
     copying = process_pool().begin(buffers)
     while copying is not None and not copying.done:
-        copying.go_on(PIECE_BYTES)
+        copying.copy_some(PIECE_BYTES)
         await asyncio.sleep(0)
     if copying is not None and not copying.failed:
         return [*copying.views]

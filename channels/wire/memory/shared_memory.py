@@ -1,45 +1,47 @@
 """Large arrays between two processes of one host: written once, then only referred to.
 
-The bytes lie in a slab (see `slab`) of the process that first sent them; what goes through the
-socket is which part of which slab. A process that only forwards passes this on, and touches none of
-them. Whose part it is, while producer P sends to consumer C through the owner O of the channel:
+The bytes lie in a slab (see `slab`) of the process that first sent them; the socket carries
+references to parts of slabs. A process that only forwards an array forwards the reference, and
+reads none of the bytes. The states of a part, while producer P sends an array to consumer C through
+the owner O of the channel:
 
 ====================================  ==============  ====================================
-what happened                         may be written  keeps the part from being used again
+event                                 may be written  holder of the part
 ====================================  ==============  ====================================
-free                                  by P            nobody
-P copies an array, `Pool.lend`        no              P's views, in the message
-P's message is written                no              P: until O releases it
-O reads it: it has the slab open      no              P, for O's views, in the queue
-O's message to C is written           no              P for O; O: until C releases it
-C reads it, and makes an array        no              P for O, O for C's array
-the array is gone, C releases         no              P for O, if O has views
-O has none any more, O releases       by P            nobody
+free                                  by P            none
+P copies an array, `Pool.lend`        no              P, for its views in the message
+P's message is written                no              P, until O releases the part
+O reads it, with the slab open        no              P, for O's views in the queue
+O's message to C is written           no              P for O; O, until C releases the part
+C reads it, and makes an array        no              P for O; O for C's array
+C's array is deleted, C releases      no              P for O, if O has views
+O's views are deleted, O releases     by P            none
 ------------------------------------  --------------  ------------------------------------
-C dies                                no              O, that the item may go to another; then
-                                                      O releases it to P as poisoned
-P dies                                by nobody       O's open file and C's mapping
-O dies                                by nobody       C's mapping; P's part is poisoned
-a connection is cut, both live        by nobody       what was lent over it is poisoned
+C dies                                no              O, for the item's next consumer; then O
+                                                      releases the part to P as poisoned
+P dies                                never           O's open file and C's mapping
+O dies                                never           C's mapping; P's part is poisoned
+a connection is cut, both live        never           poisoning of its loans
 ====================================  ==============  ====================================
 
-So an array may outlive its connection and its maker, and nothing needs to be cleaned up.
+So an array may outlive its connection and its maker, and no clean-up is needed.
 
-Before a part of a slab is mentioned, the other side has said that it has the slab open: the first
-message that lies there waits for this, and all data behind it, which is once for each slab and much
-less than its bytes would take through the socket. What is small, refused, finds no room, or is sent
-when the connection closes, goes through the socket. A received array is
-writable and private: its pages are copied when they are written, and no one else sees it.
+A message refers to a slab only after the peer has confirmed that the slab is open: the first
+message with arrays of a slab, and all data behind it, waits for the confirmation. This wait occurs
+once for each slab, and is much shorter than the transfer of its bytes through the socket. Arrays go
+through the socket where they are small, the peer has refused a slab, the pool has no free memory,
+or the connection is closing. A received array is writable and private: its pages are copied when
+they are written, and no other process sees the writes.
 
-Only elements of arrays lie here, never anything that is parsed: what a process writes into memory
-that it lent can change numbers, not what they mean. Offsets are checked against the size of the
+Slabs hold only elements of arrays, never data that is parsed: a process that writes into memory
+that it lent can change numbers, not their meaning. Offsets are checked against the size of the
 slab, which is sealed.
 
 ::
 
     ANNOUNCE slab, file, token ---------->
     <---------- OPENED slab, or REFUSED slab
-    a message that mentions parts ------->
+    a message that refers to parts ------>
     <---------- RELEASED parts
     RETIRED slab ------------------------>
 """
@@ -73,22 +75,23 @@ from rlinf_async.channels.wire.memory.slab import AVAILABLE, view_of
 from rlinf_async.channels.wire.session.outbox import Outbox
 from rlinf_async.channels.wire.session.peer_process import peer_pid
 
-AT_ONCE = 4096
-"""Parts that one frame releases."""
+MAX_RELEASED = 4096
+"""largest number of loans that one frame releases"""
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
-    """How the large arrays of a connection travelled. Counted in messages."""
+    """Messages with large arrays of a connection, by the way of the arrays."""
 
     sent_shared: int
+    """messages through shared memory"""
     sent_copied: int
-    """through the socket"""
+    """messages through the socket"""
     received_shared: int
     received_copied: int
     lent: int
-    """parts that the peer has not released"""
+    """loans that the peer has not released"""
     refused: str
-    """why the peer uses no shared memory; empty if it does, or was not asked"""
+    """reason why the peer uses no shared memory; empty if it does, or if no slab was announced"""
 
 
 class Sharing:
@@ -97,11 +100,13 @@ class Sharing:
     def __init__(self, loop: asyncio.AbstractEventLoop, outbox: Outbox, pool: Pool) -> None:
         self._loop = loop
         self._outbox = outbox
-        self._lending = Lending(pool, self._tell, self._slab_gone)
-        self._borrowing = Borrowing(self._tell, self._release)
+        self._lending = Lending(pool, self._send_notice, self._slab_freed)
+        self._borrowing = Borrowing(self._send_notice, self._release)
         self._pid = 0
-        self._found: deque[tuple[str, int]] = deque()
-        self._scheduled = self._closed = self._resting = False
+        """process of the peer; 0 where it is unknown, or on another host"""
+        self._unsent: deque[tuple[str, int]] = deque()
+        """kinds and numbers of releases and retirements without a notice"""
+        self._scheduled = self._closed = self._yielding = False
         self._sent_shared = self._sent_copied = 0
         self._received_shared = self._received_copied = 0
 
@@ -117,16 +122,16 @@ class Sharing:
         )
 
     def attach(self, transport: asyncio.BaseTransport) -> None:
-        """Learn which process is at the other side: over TCP, none of this host."""
+        """Find the process of the peer. Over TCP it is on another host."""
         self._pid = peer_pid(transport) if AVAILABLE else 0
 
     def new_share(self) -> Share:
-        """What makes the body of one message travel: it is asked until it has."""
+        """A function that shares the body of one message; called until it returns no `LATER`."""
         return partial(self._send, Progress())
 
     def send_now(self, body: Encoded) -> Encoded | None:
-        """The body as it travels with the next frame; None where that cannot be, or would take so
-        long that others in this loop should have a turn."""
+        """The body to send with the next frame; None where its arrays cannot be shared, or where
+        their copy would block this loop for long."""
         if not self._pid or _private_bytes(body) > PIECE_BYTES:
             return None
         shared = self._lending.share(body)[0]
@@ -136,18 +141,19 @@ class Sharing:
         return shared
 
     def prepare(self, body: Encoded) -> bool:
-        """Bring its large arrays into shared memory before it is sent; whether they lie there."""
+        """Copy the large arrays of a body into shared memory before it is sent; whether that was
+        possible."""
         return self._pid > 0 and self._lending.prepare(body)
 
     def hurry(self) -> None:
-        """Do not wait any more for what the peer says: the connection is about to close."""
-        self._lending.patient = False
+        """Stop waiting for the peer and for copies: the connection is about to close."""
+        self._lending.may_wait = False
 
     def receive(self, message: Message) -> Message:
-        """The message with its arrays, wherever they lie.
+        """The message with its arrays, from shared memory or the socket.
 
         Raises:
-            MalformedFrame: they lie where there is nothing for this process.
+            MalformedFrame: the message refers to memory that was not lent to this process.
         """
         body = message.body
         if body is None:
@@ -160,11 +166,11 @@ class Sharing:
         return message
 
     def _send(self, progress: Progress, body: Encoded) -> Encoded | Later | None:
-        """The body as it travels, with its large arrays lent; None: as it is; or not yet."""
+        """The body to send, with its large arrays lent; None to send it as it is; or `LATER`."""
         if not self._pid:
             self._sent_copied += 1
             return None
-        if self._resting and self._lending.patient:
+        if self._yielding and self._lending.may_wait:
             return LATER
         shared, copied = self._lending.share(body, progress)
         self._outbox.worked(copied)
@@ -172,20 +178,20 @@ class Sharing:
             self._sent_copied += 1
         elif shared is not LATER:
             self._sent_shared += 1
-        elif progress.pending is not None:  # others in this loop first
-            self._resting = True
-            self._loop.call_soon(self._go_on)
+        elif progress.pending is not None:  # other tasks of this loop run first
+            self._yielding = True
+            self._loop.call_soon(self._continue)
         return shared
 
-    def _go_on(self) -> None:
-        self._resting = False
+    def _continue(self) -> None:
+        self._yielding = False
         self._outbox.flush()
 
     def handle(self, head: bytes, peer: str) -> None:
-        """Handle a notice of the peer about its memory, or about this process's.
+        """Handle a notice of the peer about its memory, or about the memory of this process.
 
         Raises:
-            MalformedFrame: it is invalid.
+            MalformedFrame: the notice is invalid.
         """
         notice = decode_notice(head)
         if isinstance(notice, Announce):
@@ -200,49 +206,49 @@ class Sharing:
             self._borrowing.retired(notice)
 
     def close(self) -> None:
-        """The connection is gone. Arrays that arrived stay."""
+        """The connection is closed. Received arrays stay valid."""
         self._closed = True
         self._lending.close()
         self._borrowing.close()
-        self._found.clear()
+        self._unsent.clear()
 
-    # ---- what is found out in any thread, within anything that it is doing
+    # ---- called in any thread, at any point of what the thread is doing
 
     def _release(self, number: int, poisoned: bool) -> None:
-        self._say_later("poisoned" if poisoned else "released", number)
+        self._queue_notice("poisoned" if poisoned else "released", number)
 
-    def _slab_gone(self, number: int) -> None:
-        self._say_later("retired", number)
+    def _slab_freed(self, number: int) -> None:
+        self._queue_notice("retired", number)
 
-    def _say_later(self, what: str, number: int) -> None:
+    def _queue_notice(self, kind: str, number: int) -> None:
         if self._closed:
             return
-        self._found.append((what, number))
+        self._unsent.append((kind, number))
         if not self._scheduled:
             self._scheduled = True
             try:
-                self._loop.call_soon_threadsafe(self._say)
+                self._loop.call_soon_threadsafe(self._send_notices)
             except RuntimeError:  # the loop is closed, and the connection with it
                 self._closed = True
 
-    def _say(self) -> None:
-        self._scheduled = False  # first: what is found from here on is said by the next call
-        found: dict[str, list[int]] = {"released": [], "poisoned": [], "retired": []}
-        for _ in range(min(len(self._found), AT_ONCE)):
-            what, number = self._found.popleft()
-            found[what].append(number)
-        if found["released"] or found["poisoned"]:
-            self._tell(Released(found["released"], found["poisoned"]))
-        for number in found["retired"]:
-            self._tell(Retired(number))
-        if self._found:
-            self._loop.call_soon(self._say)
+    def _send_notices(self) -> None:
+        self._scheduled = False  # first: later events are sent by the next call
+        numbers: dict[str, list[int]] = {"released": [], "poisoned": [], "retired": []}
+        for _ in range(min(len(self._unsent), MAX_RELEASED)):
+            kind, number = self._unsent.popleft()
+            numbers[kind].append(number)
+        if numbers["released"] or numbers["poisoned"]:
+            self._send_notice(Released(numbers["released"], numbers["poisoned"]))
+        for number in numbers["retired"]:
+            self._send_notice(Retired(number))
+        if self._unsent:
+            self._loop.call_soon(self._send_notices)
 
-    def _tell(self, notice: Notice) -> None:
+    def _send_notice(self, notice: Notice) -> None:
         if not self._closed:
             self._outbox.add_control(pack_small(FrameType.MEMORY, head=encode(notice)))
 
 
 def _private_bytes(body: Encoded) -> int:
-    """Bytes of its arrays that do not lie in shared memory."""
+    """Bytes of the arrays of a body that do not lie in shared memory."""
     return sum(len(buffer) for buffer in body.buffers if view_of(buffer) is None)

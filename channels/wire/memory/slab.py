@@ -1,11 +1,11 @@
-"""Slabs: memory without a name, that another process of this host can map.
+"""Slabs: anonymous memory that another process of this host can map.
 
-A slab is a memfd: it stands in no folder, so nothing can be left behind, and the kernel frees it
-with the last process that has it open or mapped, however that process ends. Another process opens
-it as ``/proc/<pid>/fd/<fd>`` while its maker, or one whom it was lent to, lives.
+A slab is a memfd: it has no path, so no file can be left over, and the kernel frees the memory with
+the last process that has the slab open or mapped, however that process ends. Another process opens
+the slab as ``/proc/<pid>/fd/<fd>`` while its maker, or a borrower of the slab, lives.
 
-Its first page holds a random token, which tells whether a process found the slab that was meant: it
-does not where /proc is another one, as between containers.
+The first page holds a random token, by which a borrower checks that it has opened the right slab: a
+borrower with another /proc, as between containers, would open another file.
 """
 
 from __future__ import annotations
@@ -26,55 +26,57 @@ from rlinf_async.channels.wire.memory.written import was_written
 PAGE: Final = mmap.PAGESIZE
 TOKEN_BYTES: Final = 32
 AVAILABLE: Final = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
-"""Whether this system has what slabs need."""
+"""whether this system has memfd and /proc"""
 
 _numbers = count(1)
 
 
 class SlabRefused(Exception):
-    """Why another process's slab cannot be used here."""
+    """Another process's slab cannot be used; the message says why."""
 
 
 class Slab:
-    """Mapped memory that others can map too. Made by `make_slab` and `open_slab`.
+    """Memory that several processes map. Made by `make_slab` and `open_slab`.
 
     Args:
-        private: whether what is written here stays here (copy on write).
+        private: whether writes of this process stay in this process (copy on write).
     """
 
     def __init__(self, fd: int, size: int, token: bytes, *, private: bool) -> None:
         weakref.finalize(self, os.close, fd).atexit = False
         self.number = next(_numbers)
-        """in this process"""
+        """number of the slab in this process"""
         self.fd = fd
         self.size = size
         self.token = token
         self.private = private
         self.backed = PAGE
-        """bytes from the start for which the system has promised memory; maybe more have it"""
+        """bytes from the start whose memory is allocated; further parts may be allocated too"""
         self.memory = mmap.mmap(
             fd, size, flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED,
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
         )  # fmt: skip
         self._address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self.memory))
-        self._used: set[tuple[int, int]] = set()  # only by the thread that uses this slab
-        self._unused: deque[tuple[int, int]] = deque()  # by any thread
+        self._used: set[tuple[int, int]] = set()
+        """start and stop of the parts with views; only for the thread that uses this slab"""
+        self._unused: deque[tuple[int, int]] = deque()
+        """parts of ``_used`` whose views are deleted; for any thread"""
 
     def back(self, start: int, stop: int) -> None:
-        """Have memory behind this part: without it, a write could kill.
+        """Allocate the memory of this part: a write to memory that is not there kills the process.
 
         Raises:
-            OSError: there is none.
+            OSError: the system has no memory for the part.
         """
         backed = self.backed
-        if start > backed:  # what lies between is somebody else's, who has not written all of it
+        if start > backed:  # the part between belongs to another loan, which is not written yet
             os.posix_fallocate(self.fd, start, stop - start)
         elif stop > backed:
             os.posix_fallocate(self.fd, backed, stop - backed)
             self.backed = stop
 
     def in_use(self, start: int, stop: int) -> bool:
-        """Whether views of the maker's memory exist here that this part would share pages with.
+        """Whether views of this process share pages with this part.
 
         Always called in the same thread, as `use` is.
         """
@@ -83,37 +85,39 @@ class Slab:
         return any(start < other_stop and other < stop for other, other_stop in self._used)
 
     def use(self, start: int, stop: int) -> None:
-        """Views of this part exist from now on. None does yet, see `in_use`."""
+        """Note that this part has views. It must have none yet, see `in_use`."""
         self._used.add((start, stop))
 
     def unuse(self, start: int, stop: int) -> None:
-        """They do not any more: forget what was written here.
+        """Note that this part has no views any more, and discard what this process wrote to it.
 
-        May be called in any thread, and within anything that this thread is doing, `in_use` too. So
-        no lock is taken, and nothing changes that somebody may be looking at.
+        May be called in any thread, at any point of what the thread is doing, also inside `in_use`.
+        So it takes no lock, and changes nothing that `in_use` iterates over.
         """
         if was_written(self._address + start, stop - start):
             self.memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
         self._unused.append((start, stop))
 
     def read(self, offset: int, size: int) -> bytearray:
-        """A copy of what the maker wrote, whatever was written here.
+        """A copy of what the maker wrote, without what this process wrote.
 
         Raises:
-            OSError: there is less.
+            OSError: the file ends before.
         """
         copied = bytearray(size)
         rest = memoryview(copied)
         while rest:  # the system reads at most 2 GiB at a time, less a page
             count = os.preadv(self.fd, [rest], offset + size - len(rest))
             if not count:
-                raise OSError(f"{len(rest)} of {size} bytes at {offset} of shared memory are gone")
+                raise OSError(
+                    f"{len(rest)} of {size} bytes at {offset} of shared memory are missing"
+                )
             rest = rest[count:]
         return copied
 
 
 class View(NamedTuple):
-    """What a buffer over shared memory is a part of. The buffer keeps it alive."""
+    """The loan and the place of a buffer over shared memory. The buffer keeps the loan alive."""
 
     loan: Loan
     offset: int
@@ -121,24 +125,24 @@ class View(NamedTuple):
 
 
 class Loan:
-    """A part of a slab in use. Given back once, when there is no view of it any more.
+    """A part of a slab in use. It is returned once, when its last view is deleted.
 
     Args:
-        give_back: called then, in whichever thread, with whether the part is poisoned.
+        on_end: called then, in any thread, with whether the part is poisoned.
     """
 
-    __slots__ = ("__weakref__", "_give_back", "poisoned", "slab")
+    __slots__ = ("__weakref__", "_on_end", "poisoned", "slab")
 
-    def __init__(self, slab: Slab, give_back: Callable[[bool], None]) -> None:
+    def __init__(self, slab: Slab, on_end: Callable[[bool], None]) -> None:
         self.slab = slab
         self.poisoned = False
-        """a process that is out of reach may still read it: never write there again"""
-        self._give_back = give_back
+        """whether a process out of reach may still read the part: it is never written again"""
+        self._on_end = on_end
 
     def view(self, offset: int, size: int) -> memoryview:
         """A writable buffer over ``size`` bytes of the slab.
 
-        Everything that is made of it (a slice, an array, a tensor) keeps this loan alive.
+        Every object over the buffer (a slice, an array, a tensor) keeps this loan alive.
         """
         # A ctypes array exports a buffer and can carry an attribute; a memoryview alone cannot.
         elements: Any = (ctypes.c_ubyte * size).from_buffer(self.slab.memory, offset)
@@ -146,11 +150,11 @@ class Loan:
         return memoryview(elements).cast("B")
 
     def __del__(self) -> None:
-        self._give_back(self.poisoned)
+        self._on_end(self.poisoned)
 
 
 def view_of(buffer: object) -> View | None:
-    """The part of shared memory that a buffer is, if it is one as `Loan.view` gave it."""
+    """The view of a buffer that `Loan.view` returned; None for any other buffer."""
     if not isinstance(buffer, memoryview):
         return None
     view = getattr(buffer.obj, "view", None)
@@ -158,7 +162,7 @@ def view_of(buffer: object) -> View | None:
 
 
 def is_private(buffer: object) -> bool:
-    """Whether a buffer lies in another process's memory, with what is written staying here."""
+    """Whether a buffer lies in another process's slab, mapped copy on write."""
     view = view_of(buffer)
     return view is not None and view.loan.slab.private
 
@@ -167,13 +171,13 @@ def make_slab(size: int) -> Slab:
     """A slab of ``size`` bytes, a multiple of the page, the first page of which is taken.
 
     Raises:
-        OSError: the system gives no memory, or no file.
+        OSError: the system has no memory, or no file descriptor.
     """
     fd = os.memfd_create("rlinf-async", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     token = os.urandom(TOKEN_BYTES)
     try:
         os.ftruncate(fd, size)
-        # Nobody can shrink it any more: memory that went away under a reader would kill it.
+        # Sealed: a reader of memory that was cut off would be killed.
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         os.pwrite(fd, token, 0)
@@ -184,10 +188,10 @@ def make_slab(size: int) -> Slab:
 
 
 def open_slab(pid: int, number: int, token: bytes) -> Slab:
-    """Another process's slab, by its file's number there.
+    """Open another process's slab by its file descriptor there.
 
     Raises:
-        SlabRefused: it cannot be opened, is not the one that was meant, or is not safe to map.
+        SlabRefused: the slab cannot be opened, has another token, or is not safe to map.
     """
     path = f"/proc/{pid}/fd/{number}"
     try:
@@ -200,13 +204,13 @@ def open_slab(pid: int, number: int, token: bytes) -> Slab:
         os.close(fd)
         raise
     try:
-        return Slab(fd, size, token, private=True)  # which closes the file, also if it fails
+        return Slab(fd, size, token, private=True)  # the slab closes the file, also after an error
     except (OSError, ValueError, OverflowError) as error:
         raise SlabRefused(f"cannot map the {size} bytes of {path}: {error}") from error
 
 
 def _check(fd: int, path: str, token: bytes) -> int:
-    """Its size, which will not change."""
+    """The size of the slab, which is sealed. Raises `SlabRefused`."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         raise SlabRefused(f"{path} is not memory")

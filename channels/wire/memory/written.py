@@ -1,7 +1,7 @@
-"""Whether pages that are copied on write were written. Linux 6.7 or later can tell without effort.
+"""Whether copy-on-write pages were written. Linux 6.7 or later answers with one ioctl.
 
-It pays to know: to forget a part whose pages are as the other process left them would only cost
-what it takes to find each of them again.
+The check saves time: to discard a part whose pages were not written would only cost the page faults
+of its next use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
 
 
 def was_written(address: int, size: int) -> bool:
-    """Whether a page here is a copy of this process's own; True also where this cannot be told."""
+    """Whether this process has a copy of a page; True also where the system cannot answer."""
     pagemap = _pagemap(os.getpid())
     if pagemap < 0:
         return True
@@ -38,7 +38,7 @@ def was_written(address: int, size: int) -> bool:
 
 @cache
 def _pagemap(pid: int) -> int:
-    """The file that tells it, for this process; -1 where there is none."""
+    """File descriptor of this process's page map; -1 where the system has none."""
     try:
         return os.open(f"/proc/{pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

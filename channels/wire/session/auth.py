@@ -13,7 +13,8 @@ Nothing else is read before. Each message is a byte of type, two of length, and 
 socket, the two labels keep a proof from being sent back to its maker, and the proofs cover version,
 names and `Terms`: whether this is a new connection, or one that goes on after a cut.
 
-The server gives its terms last, when it knows who asks: a stranger cannot disturb a connection.
+The server gives its terms last, when it knows who asks: an unauthenticated client cannot disturb a
+connection.
 """
 
 from __future__ import annotations

@@ -99,12 +99,12 @@ async def test_a_wrong_secret_fails_on_both_sides_and_the_server_goes_on(
         await good.wait_closed()
     [error] = rejected
     assert isinstance(error, HandshakeFailed)
-    assert "'stranger') was refused: the cluster's secret is wrong" in str(error)
+    assert "'client') was refused: the cluster's secret is wrong" in str(error)
     assert "was refused" in caplog.text
 
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95" * 50, b"\x00" * 5000])
-async def test_a_stranger_is_refused_before_anything_is_read(noise: bytes) -> None:
+async def test_an_unauthenticated_client_is_refused_before_anything_is_read(noise: bytes) -> None:
     rejected: list[WireError] = []
     async with wired(on_reject=rejected.append) as owner:
         reader, writer = await asyncio.open_unix_connection(owner.path)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import pytest
 
 import rlinf_async as ra
 from rlinf_async.testing import explore
 from rlinf_async.workers.pace import Pace
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Busy(ra.Worker):
@@ -20,6 +24,11 @@ class Busy(ra.Worker):
     def __init__(self) -> None:
         self.pace = Pace(self)
         self.inside = 0
+        self.computed = 0
+
+    async def compute(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        self.computed += 1
+        return await super().compute(fn, *args, **kwargs)
 
     async def places(self, kind: str, seconds: float, times: int) -> list[bool]:
         """Whether each piece ran in the event loop's thread."""
@@ -58,17 +67,9 @@ class Busy(ra.Worker):
 
     async def handed_over(self, seconds: float) -> int:
         """Work three times; how often the work was given to the compute thread."""
-        given, run_in_thread = 0, self.pace._in_thread
-
-        def counting(*args: Any) -> Any:
-            nonlocal given
-            given += 1
-            return run_in_thread(*args)
-
-        self.pace._in_thread = counting  # type: ignore[assignment, method-assign]
+        before = self.computed
         await self.places("step", seconds, 3)
-        self.pace._in_thread = run_in_thread  # type: ignore[method-assign]
-        return given
+        return self.computed - before
 
     def _work(self, seconds: float) -> int:
         if self.inside:
