@@ -91,12 +91,13 @@ class Worker:
         """
         context = contextvars.copy_context()
         context.run(current_thread.set, self._context.thread)
-        call: Callable[[], R] = partial(context.run, fn, *args, **kwargs)
+        call: Callable[[], Any] = partial(context.run, fn, *args, **kwargs)
         self._context.computing += 1
         try:
             done = asyncio.get_running_loop().run_in_executor(self._context.executor, call)
             computations[done] = self._context.thread
-            return await done
+            result: R = await done
+            return result
         finally:
             self._context.computing -= 1
 
