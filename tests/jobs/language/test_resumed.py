@@ -23,7 +23,7 @@ from rlinf_async.runtime.jobs.language.checkpoints import (
 )
 from rlinf_async.runtime.jobs.language.reports import evaluate
 from rlinf_async.runtime.jobs.language.run import Flow, LanguageRun
-from rlinf_async.runtime.jobs.language.samples import Ledger, Source
+from rlinf_async.runtime.jobs.language.samples import Ledger
 from rlinf_async.workers.reward import RewardWorker
 from tests.jobs.language.kit import LOSSES, TINY, Job
 
@@ -132,26 +132,29 @@ def test_samples_that_were_under_way_are_kept_and_trained_once(
     checkpoints = job.out / "checkpoints"
     progress = load_language_progress(checkpoints)
     assert progress is not None
-    kept_state = load_unfinished(checkpoints, progress).ledger
+    unfinished = load_unfinished(checkpoints, progress)
+    kept_state = unfinished.ledger
+    scored = {one.sample.request.name for one in unfinished.waiting.scored}
     kept = [one.sample.request for one in kept_state.finished] + kept_state.running
     assert {one.iteration for one in kept} <= {4, 5, 6}  # three iterations may be under way
     assert 5 in {one.iteration for one in kept}
     taken: list[ScoredSample] = []
     asked: list[Request] = []
-    take, source = Ledger.take, Source.run
+    take, main = Ledger.take, LanguageRun.main
 
     def noted(ledger: Ledger, scored: ScoredSample) -> list[ScoredSample] | None:
         taken.append(scored)
         return take(ledger, scored)
 
-    async def running(started: Source) -> None:
-        asked.extend(started._ledger.running)
-        await source(started)
+    async def starting(run: LanguageRun, *of_run: Any) -> None:
+        asked.extend(run._ledger.running)
+        await main(run, *of_run)
 
     monkeypatch.setattr(Ledger, "take", noted)
-    monkeypatch.setattr(Source, "run", running)
+    monkeypatch.setattr(LanguageRun, "main", starting)
     summary = job.succeed(*settings, "--resume")
-    assert [one.name for one in asked] == [one.name for one in kept_state.running]
+    unscored = [one.name for one in kept_state.running if one.name not in scored]
+    assert [one.name for one in asked] == unscored
     kept_done = {one.sample.request.name for one in kept_state.finished}
     assert not kept_done & {one.sample.request.name for one in taken}
     assert summary.samples == 8 * 8
