@@ -23,7 +23,7 @@ import contextvars
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
 
 from rlinf_async.channels.waitfor import computations, current_thread
@@ -91,13 +91,15 @@ class Worker:
         """
         context = contextvars.copy_context()
         context.run(current_thread.set, self._context.thread)
-        call: Callable[[], Any] = partial(context.run, fn, *args, **kwargs)
+
+        def call() -> R:
+            return context.run(fn, *args, **kwargs)
+
         self._context.computing += 1
         try:
             done = asyncio.get_running_loop().run_in_executor(self._context.executor, call)
             computations[done] = self._context.thread
-            result: R = await done
-            return result
+            return await done
         finally:
             self._context.computing -= 1
 
