@@ -20,6 +20,9 @@ class Device(msgspec.Struct, frozen=True):
     kind: str
     """``"cuda"`` or ``"cpu"``"""
     index: int
+    """its number on its host"""
+    host: str = ""
+    """name of its host, where a cluster has several; empty: the driver's"""
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.index}"
