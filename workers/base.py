@@ -66,9 +66,14 @@ class Worker:
 
     @property
     def device(self) -> str:
-        """The first device as torch names it: ``"cuda:0"``, else ``"cpu"``."""
+        """The first device as torch names it in this process: ``"cuda:0"``, else ``"cpu"``.
+
+        A worker with a process of its own sees no accelerators but its own.
+        """
         found = self.devices
-        return str(found[0]) if found and found[0].kind == "cuda" else "cpu"
+        if not found or found[0].kind != "cuda":
+            return "cpu"
+        return "cuda:0" if self._context.info.sees_own_devices else str(found[0])
 
     @cached_property
     def log(self) -> logging.Logger:

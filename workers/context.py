@@ -35,6 +35,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     world_size: int
     devices: tuple[Device, ...] = ()
+    sees_own_devices: bool = False
+    """whether its process sees these accelerators alone, as ``cuda:0`` and on"""
     incarnation: int = 0
     """how often this rank was restarted"""
     collective: str | None = None

@@ -17,6 +17,8 @@ from rlinf_async.config.overrides import Overrides
 
 if TYPE_CHECKING:
     from rlinf_async.runtime.jobs import Job
+    from rlinf_async.runtime.jobs.placement import Plan
+    from rlinf_async.workers.context import Device
 
 JOB = "job"
 NO_RUN = "--resume needs --out DIR: which run is to go on?"
@@ -67,16 +69,69 @@ def train(
     short_help="Say whether a run could start; start nothing.",
 )
 @click.option("--show", is_flag=True, help="Print every setting with the value a run would have.")
+@click.option(
+    "--devices", metavar="MACHINE", help="Check for another machine: 8xH100, 2x8xH100, 16xcpu."
+)
 @click.argument("tokens", nargs=-1, type=click.UNPROCESSED, metavar="FILE.toml")
 @click.pass_obj
-def check(session: Session, show: bool, tokens: tuple[str, ...]) -> None:
-    """Say whether the run that FILE.toml describes could start; start nothing."""
+def check(session: Session, show: bool, devices: str | None, tokens: tuple[str, ...]) -> None:
+    """Say whether the run that FILE.toml describes could start; start nothing.
+
+    Prints which worker would get which device.
+    """
     file, overrides = _split(tokens)
-    _, config = _read(session, file, overrides, _options(check))
+    machine = None if devices is None else _stated(devices)
+    job, config = _read(session, file, overrides, _options(check), machine)
     if show:
         click.echo(to_toml(config), nl=False)
-    else:
-        click.echo(f"{file}: ok")
+        return
+    plan = _plan(job, config, machine)
+    if plan is not None:
+        _print_plan(plan)
+    click.echo(f"{file}: ok")
+
+
+def _check_for(job: Job, config: Any, machine: Sequence[Device]) -> None:
+    from rlinf_async.runtime.jobs import PlacingJob
+
+    if not isinstance(job, PlacingJob):
+        raise UsageError(f"--devices: {type(job).__name__} places no workers on devices")
+    job.check(config, machine)
+
+
+def _plan(job: Job, config: Any, machine: Sequence[Device] | None) -> Plan | None:
+    from rlinf_async.runtime.jobs import PlacingJob
+
+    return job.plan(config, machine) if isinstance(job, PlacingJob) else None
+
+
+def _print_plan(plan: Plan) -> None:
+    """A table of all workers, and the accelerators that none of them has."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("role", "rank", "host", "device", "memory")
+    for row in plan.rows():
+        hosts = {device.host for device in row.devices}
+        devices = ", ".join(str(device) for device in row.devices)
+        share = "" if row.memory_share is None else f"{row.memory_share:.0%}"
+        if row.in_turns:
+            share = f"{share} in turns".strip()
+        table.add_row(row.role, str(row.rank), "".join(hosts) or "-", devices or "cpu", share)
+    console = Console()
+    console.print(table)
+    if plan.unused:
+        names = ", ".join(f"{one.host} {one}".strip() for one in plan.unused)
+        console.print(f"not used: {names}")
+
+
+def _stated(text: str) -> tuple[Device, ...]:
+    from rlinf_async.runtime.devices import stated_devices
+
+    try:
+        return stated_devices(text)
+    except ValueError as error:
+        raise UsageError(f"--devices: {error}") from None
 
 
 def _split(
@@ -119,11 +174,16 @@ def _only(files: Sequence[str], out: pathlib.Path | None) -> str:
 
 
 def _read(
-    session: Session, file: str, overrides: Overrides, options: Iterable[str]
+    session: Session,
+    file: str,
+    overrides: Overrides,
+    options: Iterable[str],
+    machine: Sequence[Device] | None = None,
 ) -> tuple[Job, Any]:
     """The job that a file names, and its checked configuration.
 
-    ``options`` are those of the command: a misspelled option is read as a setting.
+    ``options`` are those of the command: a misspelled option is read as a setting. ``machine``: the
+    devices of another machine, to check for.
     """
     document = Document.read(file)
     job = _job_of(session, document)
@@ -132,7 +192,10 @@ def _read(
     except ConfigError as error:
         raise _with_options(error, overrides, options) from error
     try:
-        job.check(config)
+        if machine is None:
+            job.check(config)
+        else:
+            _check_for(job, config, machine)
     except ConfigError as error:
         raise document.located(error, overrides) from error
     return job, config

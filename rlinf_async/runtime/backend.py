@@ -87,6 +87,11 @@ class Backend(Protocol):
         """Where other hosts reach this process; None for nowhere."""
         ...
 
+    @property
+    def isolates_devices(self) -> bool:
+        """Whether a worker's process sees its own accelerators alone, as ``cuda:0`` and on."""
+        ...
+
     async def open(self) -> None:
         """Get ready to start workers."""
         ...

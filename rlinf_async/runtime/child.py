@@ -31,6 +31,7 @@ from rlinf_async.channels.wire.frames.messages import DATA
 from rlinf_async.channels.wire.links.protocol import Nothing
 from rlinf_async.observe.trace import SpanRecorder
 from rlinf_async.runtime.backend import Activity, WorkerSpec
+from rlinf_async.runtime.devices import pinned_cores
 from rlinf_async.runtime.loop import run
 from rlinf_async.runtime.protocol import (
     CALL,
@@ -101,7 +102,7 @@ def _show_name(name: str) -> None:
 
 
 def _pin(boot: Boot) -> None:
-    cores = {device.index for device in boot.spec.info.devices if device.kind == "cpu"}
+    cores = pinned_cores(boot.spec.info.devices)
     if cores:
         os.sched_setaffinity(0, cores)
 

@@ -29,9 +29,10 @@ from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.backend import Backend
 from rlinf_async.runtime.calls import FirstCause, GroupCall
 from rlinf_async.runtime.deadlock import DeadlockWatch
+from rlinf_async.runtime.devices import host_devices
 from rlinf_async.runtime.group import WorkerGroup, WorkerRef
 from rlinf_async.runtime.launching import Launch, check_launch, check_limits, specs
-from rlinf_async.runtime.placement import Placement, host_devices
+from rlinf_async.runtime.placement import Placement
 from rlinf_async.runtime.signals import run_signals
 from rlinf_async.runtime.stall import internal
 from rlinf_async.runtime.supervise import (
@@ -193,7 +194,7 @@ class Cluster:
         rendezvous = self._backend.rendezvous(launch.group, number) if collective else ""
         supervisors = [
             Supervisor(self._backend, spec, restart or Never(), self._on_idle_death)
-            for spec in specs(launch, places, rendezvous, args, kwargs)
+            for spec in specs(launch, places, self._backend, rendezvous, args, kwargs)
         ]
         made = WorkerGroup(worker, launch.group, supervisors, self._on_failure)
         self.groups[launch.group] = made

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from rlinf_async.runtime.backend import WorkerSpec
+from rlinf_async.runtime.backend import Backend, WorkerSpec
 from rlinf_async.runtime.supervise import Never, Restart
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.context import Device, WorkerInfo
@@ -98,6 +98,7 @@ def _shadowed(names: list[str]) -> str:
 def specs(
     launch: Launch,
     places: Sequence[tuple[Device, ...]],
+    backend: Backend,
     rendezvous: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -113,6 +114,7 @@ def specs(
                 rank=rank,
                 world_size=launch.count,
                 devices=places[rank],
+                sees_own_devices=backend.isolates_devices,
                 collective=launch.collective,
                 rendezvous=rendezvous,
             ),

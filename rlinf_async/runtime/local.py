@@ -62,6 +62,10 @@ class LocalBackend:
     def address(self) -> None:
         return None
 
+    @property
+    def isolates_devices(self) -> bool:
+        return False
+
     async def open(self) -> None:
         self._folder = make_temporary_folder()
 

@@ -6,18 +6,13 @@ devices: that is how roles are collocated.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from itertools import takewhile
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.errors import BuildError
-
-_NVIDIA = Path("/proc/driver/nvidia/gpus")
 
 
 class Placement(Protocol):
@@ -97,21 +92,3 @@ def _missing(by: object, count: int, needed: int, devices: Sequence[Device]) -> 
         f"{len(devices)} ({kind}): launch fewer workers, share devices "
         "(Packed(devices=0.5), Ranks([0, 0])), or leave the placement out"
     )
-
-
-def host_devices() -> tuple[Device, ...]:
-    """This host's accelerators, or its CPU cores. Found without importing torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    present = len(list(_NVIDIA.iterdir())) if _NVIDIA.is_dir() else 0
-    if present and visible is not None:
-        named = takewhile(_names_a_device, visible.split(","))
-        present = min(present, len(list(named)))
-    if present:
-        return tuple(Device("cuda", index) for index in range(present))
-    return tuple(Device("cpu", core) for core in sorted(os.sched_getaffinity(0)))
-
-
-def _names_a_device(word: str) -> bool:
-    """CUDA uses the entries before the first that names no device: of ``"0,-1,1"`` the first, of
-    ``"-1"`` none."""
-    return bool(word.strip()) and not word.strip().startswith("-")

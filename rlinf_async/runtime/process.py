@@ -252,6 +252,10 @@ class ProcessBackend:
         self._expected: dict[str, asyncio.Future[Connection]] = {}
         self._workers: dict[str, ProcessWorker] = {}
 
+    @property
+    def isolates_devices(self) -> bool:
+        return True
+
     async def open(self) -> None:
         if is_being_started():
             raise BuildError(f"this is the process of a worker that is being started: {MAIN_GUARD}")

@@ -18,6 +18,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 
 from rlinf_async.runtime.child import Boot, child_main
+from rlinf_async.runtime.devices import device_environment
 from rlinf_async.runtime.forced_exit import kill_tree
 from rlinf_async.runtime.output import OutputPipe
 from rlinf_async.runtime.signals import OF_THE_DRIVER
@@ -63,7 +64,7 @@ def _spawn(boot: Boot, output: OutputPipe) -> SpawnProcess:
     process = multiprocessing.get_context("spawn").Process(
         target=child_main, args=(output, boot), name=boot.life, daemon=False
     )
-    with _spawn_lock, _environment(boot.spec.env_vars):
+    with _spawn_lock, _environment(boot):
         with _signals_blocked():
             resource_tracker.ensure_running()  # by itself first: it unblocks signals in the end
         try:
@@ -81,7 +82,8 @@ def _spawn(boot: Boot, output: OutputPipe) -> SpawnProcess:
 
 
 @contextlib.contextmanager
-def _environment(extra: dict[str, str]) -> Iterator[None]:
+def _environment(boot: Boot) -> Iterator[None]:
+    extra = device_environment(boot.spec.info.devices) | boot.spec.env_vars
     before = {name: os.environ.get(name) for name in extra}
     os.environ.update(extra)
     try:

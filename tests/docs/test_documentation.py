@@ -17,7 +17,7 @@ import pytest
 from rlinf_async.cli import commands
 from rlinf_async.config import Document
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
-from rlinf_async.runtime.jobs.language.config import LanguageConfig
+from rlinf_async.runtime.jobs.language.config import ClusterConfig, LanguageConfig
 from tests.docs.pages import PAGES, ROOT, Block, Script, anchors, blocks, links, scripts, settings
 
 EVERY_BLOCK = [block for page in PAGES for block in blocks(page)]
@@ -119,6 +119,8 @@ def test_every_python_block_is_python(block: Block) -> None:
 )
 def test_every_configuration_shown_can_be_read(block: Block) -> None:
     job: Any = LanguageConfig if 'job = "language_rl"' in block.text else EmbodiedConfig
+    if block.page.name == "placement.md":  # one section
+        job = msgspec.defstruct("Section", [("cluster", ClusterConfig)], forbid_unknown_fields=True)
     if block.page.name == "jobs.md":  # tests/jobs/test_own_job.py runs that one
         return
     Document(block.where, block.text).to(job)

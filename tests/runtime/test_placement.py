@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlinf_async.runtime import Packed, Placement, Ranks, Spread
-from rlinf_async.runtime.placement import host_devices
 from rlinf_async.workers import BuildError, Device
 
 FOUR = tuple(Device("cuda", index) for index in range(4))
@@ -83,21 +80,3 @@ def test_no_device_is_shared_beyond_its_whole(share: float, count: int) -> None:
     placed = Packed(devices=share).assign(count, many)
     for device in many:
         assert sum(device in of for of in placed) * share <= 1 + 1e-6
-
-
-@pytest.mark.parametrize(
-    ("visible", "seen"),
-    [(None, 3), ("0,2", 2), ("0,1,2,3", 3), (" 1 ", 1), ("", 0), ("-1", 0), ("0,-1,1", 1)],
-)
-def test_the_hosts_devices_are_those_that_cuda_sees(
-    visible: str | None, seen: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for number in range(3):
-        (tmp_path / f"0000:0{number}:00.0").mkdir()
-    monkeypatch.setattr("rlinf_async.runtime.placement._NVIDIA", tmp_path)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = host_devices()
-    assert [one.index for one in found if one.kind == "cuda"] == list(range(seen))
-    assert found

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
+
+GPU_MEMORY: Final = 0.9
+"""share of a GPU's memory for an engine that has the GPU alone; vLLM does not count all it takes"""
 
 
 class VllmEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,16 +26,18 @@ class VllmEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     kv_cache_bytes: int | None = None
     """size of the key-value cache; when left out 256 MiB on a CPU, and on a GPU what ``gpu_memory``
     leaves"""
-    gpu_memory: float = 0.9
-    """share of a GPU's memory for the whole engine"""
-    tensor_parallel: int = 1
-    """GPUs that share each layer"""
+    gpu_memory: float | None = None
+    """share of a GPU's memory for the whole engine; when left out 0.9, or what the job's placement
+    gives"""
+    tensor_parallel: int | None = None
+    """GPUs that share each layer; when left out 1, or as many as the job's placement gives"""
     eager: bool | None = None
     """no compiled graphs: starts faster, decodes slower. When left out: true on a CPU"""
     seeded: bool = True
     """draw each sample from its own seed, so that a run can be repeated; costs some speed"""
-    sleep: bool = False
-    """release a GPU's memory on `offload` (vLLM's sleep mode, which CPUs do not have)"""
+    sleep: bool | None = None
+    """release a GPU's memory on `offload` (vLLM's sleep mode, which CPUs do not have); when left
+    out, where the job's placement lets others use the device in turns"""
     threads: int = 1
     """of the engine on a CPU"""
     extra: dict[str, Any] = {}
@@ -40,7 +45,7 @@ class VllmEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def __post_init__(self) -> None:
         for name in ("max_concurrent", "tensor_parallel", "threads"):
-            if getattr(self, name) < 1:
+            if (getattr(self, name) or 0) < 1 and getattr(self, name) is not None:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.context is not None and self.context < 2:
             raise ValueError(f"context is {self.context}; it must be at least 2, or left out")
@@ -48,5 +53,5 @@ class VllmEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise ValueError(
                 f"kv_cache_bytes is {self.kv_cache_bytes}; it must be at least 1, or left out"
             )
-        if not 0.0 < self.gpu_memory <= 1.0:
+        if self.gpu_memory is not None and not 0.0 < self.gpu_memory <= 1.0:
             raise ValueError(f"gpu_memory is {self.gpu_memory}; it must be above 0, at most 1")

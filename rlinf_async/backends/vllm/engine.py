@@ -206,7 +206,7 @@ class VllmEngine:
             if handler is not None:  # or it would report the end as an error
                 handler.cancel()
                 await asyncio.gather(handler, return_exceptions=True)
-            if self._config.tensor_parallel == 1:
+            if self._config.tensor_parallel in (None, 1):
                 # It has nothing to save and no child, and vLLM would kill it after 5 seconds.
                 for process in llm.engine_core.resources.engine_manager.processes:
                     process.kill()

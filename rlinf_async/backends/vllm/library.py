@@ -11,7 +11,7 @@ import os
 from typing import Any, Final
 
 from rlinf_async.backends.transformers.folder import ModelFolder, ModelFolderError
-from rlinf_async.backends.vllm.config import VllmEngineConfig
+from rlinf_async.backends.vllm.config import GPU_MEMORY, VllmEngineConfig
 
 EXTENSION: Final = "rlinf_async.backends.vllm.extension.WeightsExtension"
 CPU_CACHE_BYTES: Final = 256 * 1024 * 1024
@@ -98,7 +98,7 @@ def _set_environment(config: VllmEngineConfig, on_cpu: bool) -> None:
 def _arguments(
     config: VllmEngineConfig, folder: ModelFolder, seed: int, on_cpu: bool
 ) -> dict[str, Any]:
-    single = config.tensor_parallel == 1
+    parallel = config.tensor_parallel or 1
     # On a CPU, cutting the prompt of a seeded request into pieces kills the engine: the library
     # would wind the random numbers back, which a CPU's generator cannot.
     whole: dict[str, Any] = {}
@@ -114,11 +114,11 @@ def _arguments(
         "max_model_len": folder.context,
         "max_num_seqs": config.max_concurrent,
         "kv_cache_memory_bytes": cache,
-        "gpu_memory_utilization": config.gpu_memory,
-        "tensor_parallel_size": config.tensor_parallel,
-        "distributed_executor_backend": "uni" if single else "mp",
+        "gpu_memory_utilization": config.gpu_memory or GPU_MEMORY,
+        "tensor_parallel_size": parallel,
+        "distributed_executor_backend": "uni" if parallel == 1 else "mp",
         "enforce_eager": on_cpu if config.eager is None else config.eager,
-        "enable_sleep_mode": config.sleep,
+        "enable_sleep_mode": bool(config.sleep),
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
         # The default is the model's own log-probs, before temperature, top-k and top-p.

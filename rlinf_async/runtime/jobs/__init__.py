@@ -11,6 +11,7 @@ by its import path: ``job = "file.py:Class"``. Packages add names by the entry p
     checkpoints.py  how far a run has come, and the folder of checkpoints
     failures.py     what ends a run before its time
     config.py       settings that every run has, and checks
+    placement.py    which devices each role gets
     embodied/  language/    the built-in jobs
 """
 
@@ -18,15 +19,20 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
 from rlinf_async.config import ConfigError
 from rlinf_async.config.entry_point import load_entry_point
 from rlinf_async.observe.summary import Summary
+
+if TYPE_CHECKING:
+    from rlinf_async.runtime.jobs.placement import Plan
+    from rlinf_async.workers.context import Device
 
 GROUP = "rlinf_async.jobs"
 BUILT_IN = {
@@ -53,6 +59,19 @@ class Job(Protocol):
 
         Reports progress and results to the terminal itself.
         """
+        ...
+
+
+@runtime_checkable
+class PlacingJob(Job, Protocol):
+    """A job whose workers get devices by its configuration: ``check`` prints which."""
+
+    def plan(self, config: Any, devices: Sequence[Device] | None = None) -> Plan:
+        """The devices of every worker: on this host, or on a machine with these devices."""
+        ...
+
+    def check(self, config: Any, devices: Sequence[Device] | None = None) -> None:
+        """As `Job.check`, for this host or for a machine with these devices."""
         ...
 
 

@@ -4,18 +4,16 @@ what is registered here, and against the run that is to go on.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
-from rlinf_async.config import ConfigError, Document, MissingDevice, UsageError
+from rlinf_async.config import ConfigError, Document, UsageError
 from rlinf_async.observe.errors import MetricsError
 from rlinf_async.observe.metrics import find_sink
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.placement import host_devices
 
 LONGEST_GRACE: Final = 86400.0
 """seconds; threads cannot wait without a limit, and a job scheduler never does"""
@@ -28,6 +26,8 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     backend: Literal["process", "local"] = "process"
     threads: int = 1
     """threads of the arithmetic in each process (OMP_NUM_THREADS)"""
+    node_groups: dict[str, tuple[str, ...]] = {}
+    """names for several hosts, used in ``placement``: ``gpus = ["alpha", "beta"]``"""
     max_restarts: int = 3
     """restarts of each worker within a minute, after which its death ends the run"""
     deadlock_after: float | None = 30.0
@@ -87,44 +87,6 @@ class Registry(Protocol):
     def __contains__(self, name: object) -> bool: ...
 
     def names(self) -> list[str]: ...
-
-
-def check_device(wanted: str, *, actors: int, path: tuple[str, ...]) -> None:
-    """Raise where the actors' device is not on this host.
-
-    Args:
-        wanted: the device, as torch names it.
-        actors: ranks, which take one device each.
-        path: setting that names the device.
-
-    Raises:
-        ConfigError: torch has no device of this name, or the ranks cannot share it.
-        MissingDevice: this host has none, or too few.
-    """
-    setting = ".".join(path)
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
-        raise ConfigError(f"{wanted!r} is not a device: write 'cpu', 'cuda' or 'cuda:1'", path=path)
-    if wanted == "cpu":
-        return
-    if ":" in wanted and actors > 1:
-        raise ConfigError(
-            f"{actors} actors cannot share {wanted!r}: write 'cuda', and each takes one of its own",
-            path=path,
-        )
-    there = [device for device in host_devices() if device.kind == "cuda"]
-    if not there:
-        raise MissingDevice(
-            f"{setting}: {wanted!r} is set, but this host has no accelerator: use 'cpu'"
-        )
-    if ":" in wanted and wanted not in map(str, there):
-        raise MissingDevice(
-            f"{setting}: {wanted!r} is set, but this host has {', '.join(map(str, there))}"
-        )
-    if actors > len(there):
-        raise MissingDevice(
-            f"cluster.actors: {actors} actors need an accelerator each, but this host has "
-            f"{', '.join(map(str, there))}"
-        )
 
 
 def check_sinks(names: Sequence[str]) -> None:

@@ -67,8 +67,9 @@ def said(job: Job, *arguments: object) -> str:
         ("cluster.backend", "kubernetes", "cluster.backend: expected one of"),
         ("cluster.actors", "2", "use backend = 'process', or actors = 1"),
         ("cluster.actors", "3", "2 trajectories cannot be divided among 3 actors"),
-        ("actor.fsdp.device", "cuda:99", "'cuda:99' is set, but this host has"),
-        ("actor.fsdp.device", "gpu", "'gpu' is not a device: write 'cpu', 'cuda' or 'cuda:1'"),
+        ("actor.fsdp.device", "cuda:99", "takes the actors' devices from cluster.placement.actor"),
+        ("cluster.placement.actor", "0-999", "device 999 is not there: the machine has"),
+        ("cluster.placement", "collocate", "did you mean 'collocated'?"),
         ("actor.fsdp.policy.name", "mpl", "no policy is called 'mpl'"),
         ("actor.fsdp.policy.action_size", "3", "3 was given, but CartPole-v1 has 2: leave it out"),
         ("actor.fsdp.pretrained", "model", "trains a registered policy, not a language model"),
@@ -86,7 +87,26 @@ def test_a_wrong_setting_is_named_with_what_would_be_right(
 
 def test_check_finds_the_same_and_a_right_file_is_ok(job: Job) -> None:
     assert job.command("check", job.file, "--env.id", "CartPol-v1").code == 2
-    assert job.command("check", job.file) == (0, f"{job.file}: ok\n", "")
+    found = job.command("check", job.file)
+    assert (found.code, found.err) == (0, "")
+    assert found.out.endswith(f"\n{job.file}: ok\n")
+
+
+def test_check_prints_the_device_of_every_worker_of_this_and_of_a_stated_machine(job: Job) -> None:
+    rows = [line for line in job.command("check", job.file).out.splitlines() if "│" in line]
+    assert [row.split("│")[1].strip() for row in rows] == ["actor", "rollout", "env"]
+    few = ("--cluster.placement.env", "0", "--cluster.placement.preset", "disaggregated")
+    stated = job.command("check", job.file, "--devices", "2x1xH100", *few)
+    assert stated.code == 2  # nothing is left for one of the two others
+    assert "2 devices are needed (actor 1, rollout 1), but 1 of 2 are free" in stated.err
+    stated = job.command("check", job.file, "--devices", "2x1xH100")
+    assert [row.split("│")[3:5] for row in stated.out.splitlines() if "cuda" in row] == [
+        [" host0 ", " cuda:0 "],
+        [" host1 ", " cuda:0 "],
+    ]
+    wrong = job.command("check", job.file, "--devices", "many")
+    assert wrong.code == 2
+    assert "--devices: 'many' describes no machine" in wrong.err
 
 
 def test_a_missing_extra_says_what_to_install(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

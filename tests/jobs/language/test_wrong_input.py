@@ -88,7 +88,8 @@ def test_a_missing_file_is_not_blamed_on_the_length_of_prompts(job: Job) -> None
 
 
 def test_critics_that_cannot_be_paired_with_the_actors_are_refused(job: Job) -> None:
-    line = said(job, "--actor.advantage.name", "gae", "--cluster.critics", 2)
+    two = ("--cluster.critics", 2, "--cluster.actors", 1)
+    line = said(job, "--actor.advantage.name", "gae", *two)
     assert "2 critics cannot be paired with 1 actors, each with the one of its rank: set it" in line
 
 

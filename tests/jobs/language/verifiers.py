@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 from rlinf_async.rewards import Answer
@@ -15,6 +16,11 @@ def letters(answer: Answer) -> float:
 def text(answer: Answer) -> str:
     """Not a number."""
     return f"good: {answer.text}"
+
+
+def cores(answer: Answer) -> float:
+    """How many cores this process may use."""
+    return float(len(os.sched_getaffinity(0)))
 
 
 def equal(answer: Answer) -> float:

@@ -15,6 +15,7 @@ from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.embodied.channels import EmbodiedChannels
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
+from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.collocated import CollocatedEnvWorker
 from rlinf_async.workers.env import EnvReport, EnvWorker, EvaluatedEpisode, EvaluationPlan
@@ -49,9 +50,10 @@ class SeparateCollectors:
     """Env workers and rollout workers, each in a process of its own: they overlap."""
 
     def __init__(
-        self, cluster: Cluster, config: EmbodiedConfig, channels: EmbodiedChannels
+        self, cluster: Cluster, config: EmbodiedConfig, channels: EmbodiedChannels, plan: Plan
     ) -> None:
         self._cluster, self._config, self._channels = cluster, config, channels
+        self._plan = plan
 
     async def launch(self) -> None:
         config, counts = self._config, self._config.cluster
@@ -62,6 +64,7 @@ class SeparateCollectors:
                 actor_ranks=counts.actors,
                 count=counts.env_workers,
                 name="Env",
+                placement=self._plan.placement("env"),
                 restart=Restart(max=counts.max_restarts),
                 env_vars=counts.environment,
             ),
@@ -71,6 +74,7 @@ class SeparateCollectors:
                 config.rollout,
                 count=counts.rollout_workers,
                 name="Rollout",
+                placement=self._plan.placement("rollout"),
                 restart=Restart(max=counts.max_restarts),
                 env_vars=counts.environment,
             ),
@@ -116,9 +120,10 @@ class CollocatedCollectors:
     """Each env worker runs the policy itself: for environments whose steps are short."""
 
     def __init__(
-        self, cluster: Cluster, config: EmbodiedConfig, channels: EmbodiedChannels
+        self, cluster: Cluster, config: EmbodiedConfig, channels: EmbodiedChannels, plan: Plan
     ) -> None:
         self._cluster, self._config, self._channels = cluster, config, channels
+        self._plan = plan
 
     async def launch(self) -> None:
         config, counts = self._config, self._config.cluster
@@ -130,6 +135,7 @@ class CollocatedCollectors:
             actor_ranks=counts.actors,
             count=counts.env_workers,
             name="Env",
+            placement=self._plan.placement("env"),
             restart=Restart(max=counts.max_restarts),
             env_vars=counts.environment,
         )
@@ -159,8 +165,8 @@ class CollocatedCollectors:
 
 
 def make_collectors(
-    cluster: Cluster, config: EmbodiedConfig, channels: EmbodiedChannels
+    cluster: Cluster, config: EmbodiedConfig, channels: EmbodiedChannels, plan: Plan
 ) -> Collectors:
     """The collectors that the configuration asks for."""
     kind = SeparateCollectors if config.cluster.rollout_workers else CollocatedCollectors
-    return kind(cluster, config, channels)
+    return kind(cluster, config, channels, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -10,6 +11,8 @@ import numpy as np
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.config import ConfigError
 from rlinf_async.runtime.jobs.config import HostConfig, check_counts
+from rlinf_async.runtime.jobs.placement import Plan, Preset, Role, RoleDevices, make_plan
+from rlinf_async.workers.context import Device
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.spaces import EnvSpec
 from rlinf_async.workers.rollout.config import RolloutConfig
@@ -24,7 +27,6 @@ MAY_DIFFER = (
     "rollout.max_batch",
     "rollout.torch_threads",
     "actor.bucket_bytes",
-    "actor.fsdp.device",
     "evaluation",
     "cluster",
 )
@@ -87,9 +89,21 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             )
 
 
+class EmbodiedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which devices each role has: a text such as ``"0-3"``, or a table with more."""
+
+    preset: Preset = "auto"
+    """for roles that are left out; ``hybrid``: env and rollout workers share, actors have theirs"""
+    actor: str | RoleDevices = ""
+    rollout: str | RoleDevices = ""
+    env: str | RoleDevices = ""
+    """none when left out, unless the preset is ``hybrid``"""
+
+
 class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many workers there are of each kind, and where they run."""
 
+    placement: Preset | EmbodiedPlacement = "auto"
     env_workers: int = 1
     rollout_workers: int = 1
     """0: each env worker runs the policy itself, for environments of short steps"""
@@ -120,12 +134,29 @@ class EmbodiedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.seed < 0:
             raise ConfigError(f"{self.seed} is below 0: seeds count from 0", path=("seed",))
 
-    @property
-    def collective(self) -> str | None:
-        """torch.distributed's backend between the actors; None for one alone."""
-        if self.cluster.actors == 1:
-            return None
-        return "gloo" if self.actor.fsdp.device == "cpu" else "nccl"
+    def plan(self, devices: Sequence[Device]) -> Plan:
+        """The devices of every worker.
+
+        Raises:
+            ConfigError: a setting of the placement is wrong.
+            MissingDevice: there are too few devices.
+        """
+        counts, asked = self.cluster, self.cluster.placement
+        if isinstance(asked, str):
+            asked = EmbodiedPlacement(preset=asked)
+        hybrid = asked.preset == "hybrid"
+        roles = [
+            Role(name="actor", count=counts.actors, asked=asked.actor, one_device=True),
+            Role(name="rollout", count=counts.rollout_workers, asked=asked.rollout),
+            Role(name="env", count=counts.env_workers, asked=asked.env, accelerated=hybrid),
+        ]
+        return make_plan(
+            [role for role in roles if role.count],
+            devices,
+            preset=asked.preset,
+            hybrid=(("actor",), ("rollout", "env")),
+            node_groups=counts.node_groups,
+        )
 
     @property
     def trajectories(self) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.config import ConfigError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
-from rlinf_async.runtime.jobs.config import check_device, check_sinks, refuse_unknown
+from rlinf_async.runtime.devices import host_devices
+from rlinf_async.runtime.jobs.config import check_sinks, refuse_unknown
 from rlinf_async.runtime.jobs.embodied.config import (
     MAY_DIFFER,
     EmbodiedConfig,
@@ -16,7 +18,9 @@ from rlinf_async.runtime.jobs.embodied.config import (
     fitted,
 )
 from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun
+from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.jobs.run import run_in_folder
+from rlinf_async.workers.context import Device
 from rlinf_async.workers.env import EnvError, describe_env
 
 FSDP = ("actor", "fsdp")
@@ -28,15 +32,23 @@ class EmbodiedPPO:
     name = "embodied_ppo"
     config_type = EmbodiedConfig
 
-    def check(self, config: EmbodiedConfig) -> None:
+    def plan(self, config: EmbodiedConfig, devices: Sequence[Device] | None = None) -> Plan:
+        """The devices of every worker: on this host, or on a machine with these devices."""
+        return config.plan(host_devices() if devices is None else devices)
+
+    def check(self, config: EmbodiedConfig, devices: Sequence[Device] | None = None) -> None:
         """Check all that can be checked before a worker starts; asks an environment.
+
+        Args:
+            config: of the run.
+            devices: those of another machine, to check the run for; None: of this host.
 
         Raises:
             UsageError: with the setting, and what is wrong with it.
         """
         check_sizes(config)
         _check_names(config)
-        check_device(config.actor.fsdp.device, actors=config.cluster.actors, path=(*FSDP, "device"))
+        self.plan(config, devices)
         check_sinks(config.training.metrics)
         self._fitted(config)
 
@@ -71,6 +83,12 @@ def _check_names(config: EmbodiedConfig) -> None:
         raise ConfigError(
             "the embodied_ppo job trains a registered policy, not a language model: leave it out",
             path=(*FSDP, "pretrained"),
+        )
+    if actor.fsdp.device != "cpu":
+        raise ConfigError(
+            f"{actor.fsdp.device!r} is set, but a job takes the actors' devices from "
+            "cluster.placement.actor: leave it out",
+            path=(*FSDP, "device"),
         )
     known = EmbodiedTrainerConfig()
     policy, advantage, loss = actor.fsdp.policy.name, actor.advantage.name, actor.ppo.loss.name

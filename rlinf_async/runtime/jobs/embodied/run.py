@@ -22,6 +22,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
+
 from rlinf_async.messages.embodied import Collect, TrainReport
 from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.run_folder import RunFolder
@@ -46,6 +48,7 @@ from rlinf_async.runtime.jobs.embodied.reports import (
     warn_of_no_success,
 )
 from rlinf_async.runtime.jobs.failures import Stopped, in_background
+from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.jobs.run import Draw, TrainingClock
 from rlinf_async.runtime.jobs.view import Headline, LiveView
 from rlinf_async.runtime.signals import run_signals
@@ -91,8 +94,9 @@ class EmbodiedRun:
         """The flow, from the first ticket to the evaluation."""
         view.note = "starting workers"
         channels = EmbodiedChannels(cluster, self.config)
-        collectors = make_collectors(cluster, self.config, channels)
-        actors = await self._launch(cluster, collectors)
+        plan = self.config.plan(cluster.devices)
+        collectors = make_collectors(cluster, self.config, channels, plan)
+        actors = await self._launch(cluster, collectors, plan)
         view.note = ""
         with collectors.serving(), self._metrics() as metrics:
             kept = self.config.training.keep_checkpoints
@@ -108,28 +112,33 @@ class EmbodiedRun:
     # ---- training
 
     async def _launch(
-        self, cluster: Cluster, collectors: Collectors
+        self, cluster: Cluster, collectors: Collectors, plan: Plan
     ) -> WorkerGroup[EmbodiedFSDPActor]:
         """Start all workers: at the same time where each has its own process."""
         if self.config.cluster.backend == "process":
-            actors, _ = await asyncio.gather(self._launch_actors(cluster), collectors.launch())
+            actors, _ = await asyncio.gather(
+                self._launch_actors(cluster, plan), collectors.launch()
+            )
             return actors
         # Threads of one process share torch's random numbers: another policy that is made
         # meanwhile would change the weights that the actor begins with.
-        actors = await self._launch_actors(cluster)
+        actors = await self._launch_actors(cluster, plan)
         await collectors.launch()
         return actors
 
-    async def _launch_actors(self, cluster: Cluster) -> WorkerGroup[EmbodiedFSDPActor]:
+    async def _launch_actors(self, cluster: Cluster, plan: Plan) -> WorkerGroup[EmbodiedFSDPActor]:
         counts = self.config.cluster
+        device = plan.device("actor", own_process=counts.backend == "process")
+        fsdp = msgspec.structs.replace(self.config.actor.fsdp, device=device)
         resume = str(self.folder.checkpoints / self.progress.checkpoint)
         return await cluster.launch(
             EmbodiedFSDPActor,
-            self.config.actor,
+            msgspec.structs.replace(self.config.actor, fsdp=fsdp),
             resume=resume if self.progress.version else None,
             count=counts.actors,
             name="Actor",
-            collective=self.config.collective,
+            placement=plan.placement("actor"),
+            collective=plan.collective("actor"),
             env_vars=counts.environment,
         )
 

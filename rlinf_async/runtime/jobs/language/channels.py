@@ -48,7 +48,7 @@ class LanguageChannels:
             Request,
             name="requests",
             capacity=samples,
-            max_deliveries=restarted(counts.rollout_workers),
+            max_deliveries=restarted(config.rollout_workers),
         )
         self.generated: Channel[Sample] = cluster.channel(
             Sample,
@@ -83,7 +83,7 @@ class LanguageChannels:
             )
         self.weights: Latest[WeightUpdate] = cluster.latest(WeightUpdate, name="weights")
         self.taken: Channel[WeightsTaken] = cluster.channel(
-            WeightsTaken, name="weights taken", capacity=16 * counts.rollout_workers
+            WeightsTaken, name="weights taken", capacity=16 * config.rollout_workers
         )
 
     @contextmanager

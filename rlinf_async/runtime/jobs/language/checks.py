@@ -113,7 +113,7 @@ def check_sizes(config: LanguageConfig) -> None:
 
 def _check_batches(config: LanguageConfig) -> None:
     """Prompts over actors, groups over global batches, samples over micro-batches."""
-    training, actor, ranks = config.training, config.actor, config.cluster.actors
+    training, actor, ranks = config.training, config.actor, config.actors
     if training.prompts % ranks:
         raise ConfigError(
             f"{training.prompts} prompts cannot be divided among {ranks} actors: use "
@@ -135,17 +135,10 @@ def _check_batches(config: LanguageConfig) -> None:
 
 
 def _check_places(config: LanguageConfig) -> None:
-    training, cluster = config.training, config.cluster
-    if cluster.backend == "local" and cluster.actors > 1:
+    if config.cluster.backend == "local" and config.actors > 1:
         raise ConfigError(
             "several actors need a process each: use backend = 'process', or actors = 1",
             path=("cluster", "backend"),
-        )
-    if cluster.placement == "collocated" and training.max_staleness:
-        raise ConfigError(
-            f"max_staleness is {training.max_staleness}, but workers that take turns on their "
-            "devices cannot run ahead: set it to 0, or placement to 'disaggregated'",
-            path=("cluster", "placement"),
         )
 
 
@@ -177,7 +170,7 @@ def _check_learning(config: LanguageConfig) -> None:
             f"{config.model.path!r}, which has weights: set it to 0",
             path=("warm_start", "steps"),
         )
-    batch, ranks = config.warm_start.batch_size, config.cluster.actors
+    batch, ranks = config.warm_start.batch_size, config.actors
     if config.warm_start.steps and batch % ranks:
         raise ConfigError(
             f"a batch of {batch} examples cannot be divided among {ranks} actors: use "
@@ -196,7 +189,7 @@ def _check_micro_batches(whose: str, samples: int, size: int | None) -> None:
 
 
 def _check_critics(config: LanguageConfig) -> None:
-    critics, actors = config.cluster.critics, config.cluster.actors
+    critics, actors = config.cluster.critics, config.actors
     advantage = config.actor.advantage.name
     if advantage == "gae" and not critics:
         raise ConfigError(

@@ -15,6 +15,7 @@ from rlinf_async.config import ConfigError
 from rlinf_async.data import DataConfig
 from rlinf_async.messages.language import Sampling
 from rlinf_async.runtime.jobs.config import HostConfig, check_counts
+from rlinf_async.runtime.jobs.placement import Preset, RoleDevices
 from rlinf_async.workers.reward import RewardConfig
 from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
 
@@ -40,13 +41,11 @@ MAY_DIFFER = (
     "actor.micro_batch_size",
     "actor.max_tokens",
     "actor.balance_window",
-    "actor.device",
     "actor.activation_checkpointing",
     "actor.publish_precision",
     "actor.toy",
     "critic.path",
     "critic.micro_batch_size",
-    "critic.device",
     "warm_start",
     "evaluation",
     "cluster",
@@ -122,7 +121,6 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """samples over which ``max_tokens`` balances; the global batch when left out, and training
     then begins when that is complete"""
     scheduler: SchedulerConfig = SchedulerConfig()
-    device: str = "cpu"
     precision: Literal["float32", "bfloat16"] = "float32"
     strategy: Literal["fsdp2", "fsdp1"] = "fsdp2"
     activation_checkpointing: bool = False
@@ -155,8 +153,6 @@ class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     micro_batch_size: int | None = None
     """samples of one forward and backward pass; the actor's, or its ``max_tokens``, when left
     out"""
-    device: str | None = None
-    """the actor's when left out"""
     precision: Literal["float32", "bfloat16"] | None = None
     """the actor's when left out"""
 
@@ -251,16 +247,31 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             )
 
 
+class LanguagePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which devices each role has: a text such as ``"0-3"``, or a table with more."""
+
+    preset: Preset = "auto"
+    """for roles that are left out; ``hybrid``: rollout has its own, the others share"""
+    actor: str | RoleDevices = ""
+    critic: str | RoleDevices = ""
+    inference: str | RoleDevices = ""
+    rollout: str | RoleDevices = ""
+    reward: str | RoleDevices = ""
+    """none when left out, whatever the preset"""
+
+
 class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many workers there are of each role, and where they run."""
 
-    placement: Literal["disaggregated", "collocated"] = "disaggregated"
-    """collocated: rollout and actor share the devices and take turns, with offload and onload"""
-    rollout_workers: int = 1
+    placement: Preset | LanguagePlacement = "auto"
+    """rollout workers and actors that share devices take turns, with offload and onload"""
+    rollout_workers: int | None = None
+    """as many as their devices allow when left out; 1 without accelerators"""
     reward_workers: int = 1
     inference_workers: int = 0
     """workers that recompute log-probs by the actor's forward; 0: the sampled ones are used"""
-    actors: int = 1
+    actors: int | None = None
+    """as many as their devices and the batch sizes allow when left out; 1 without accelerators"""
     critics: int = 0
     """workers that compute values, for ``gae``: as many as actors, or 0"""
     deadlock_after: float | None = 60.0
@@ -268,7 +279,8 @@ class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, least=1, names=("rollout_workers", "reward_workers", "actors"))
+        given = [one for one in ("rollout_workers", "actors") if getattr(self, one) is not None]
+        check_counts(self, least=1, names=("reward_workers", *given))
         check_counts(self, least=0, names=("inference_workers", "critics"))
 
     @property
@@ -324,8 +336,27 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.cluster.critics > 0
 
     @property
-    def collective(self) -> str | None:
-        """torch.distributed's backend between the actors; None for one alone."""
-        if self.cluster.actors == 1:
-            return None
-        return "gloo" if self.actor.device == "cpu" else "nccl"
+    def actors(self) -> int:
+        """Number of actors."""
+        return self.cluster.actors or 1
+
+    @property
+    def rollout_workers(self) -> int:
+        """Number of rollout workers."""
+        return self.cluster.rollout_workers or 1
+
+    @property
+    def placement(self) -> LanguagePlacement:
+        """The settings of the devices of each role."""
+        given = self.cluster.placement
+        return LanguagePlacement(preset=given) if isinstance(given, str) else given
+
+    def fits_actors(self, count: int) -> bool:
+        """Whether prompts, batches and examples can be divided among so many actors."""
+        groups, left = divmod(self.training.prompts, count)
+        if left or groups % self.actor.global_batches:
+            return False
+        samples = groups * self.training.group_size // self.actor.global_batches
+        if samples % (self.actor.micro_batch_size or 1):
+            return False
+        return not self.warm_start.steps or self.warm_start.batch_size % count == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,8 @@ from rlinf_async.data import DataConfig, DataError
 from rlinf_async.data.files import existing
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import LanguageSummary
-from rlinf_async.runtime.jobs.config import check_device, check_sinks
+from rlinf_async.runtime.devices import host_devices
+from rlinf_async.runtime.jobs.config import check_sinks
 from rlinf_async.runtime.jobs.language.checks import (
     check_backends,
     check_critic,
@@ -29,9 +31,12 @@ from rlinf_async.runtime.jobs.language.model import (
     make_model_folder,
     warm_start,
 )
+from rlinf_async.runtime.jobs.language.placement import placed, plan_roles
 from rlinf_async.runtime.jobs.language.run import LanguageRun
+from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.runtime.loop import run
+from rlinf_async.workers.context import Device
 
 WARM_START_DATA = ("warm_start", "data")
 
@@ -42,15 +47,23 @@ class LanguageRL:
     name = "language_rl"
     config_type = LanguageConfig
 
-    def check(self, config: LanguageConfig) -> None:
+    def plan(self, config: LanguageConfig, devices: Sequence[Device] | None = None) -> Plan:
+        """The devices of every worker: on this host, or on a machine with these devices."""
+        return plan_roles(config, host_devices() if devices is None else devices)
+
+    def check(self, config: LanguageConfig, devices: Sequence[Device] | None = None) -> None:
         """Check all that can be checked before a worker starts, without opening the data.
+
+        Args:
+            config: of the run.
+            devices: those of another machine, to check the run for; None: of this host.
 
         Raises:
             UsageError: with the setting, and what is wrong with it.
         """
+        config = placed(config, self.plan(config, devices))
         check_sizes(config)
         check_backends(config)
-        check_device(config.actor.device, actors=config.cluster.actors, path=("actor", "device"))
         check_sinks(config.training.metrics)
         checkpoint_folder(config.model)
         check_families(config)
@@ -60,7 +73,7 @@ class LanguageRL:
 
     def run(self, config: LanguageConfig, out: Path | None, resume: bool) -> LanguageSummary:
         """Train, evaluate, and leave everything in the run folder."""
-        seeded = _seeded(config)
+        seeded = _seeded(placed(config, self.plan(config)))
 
         def build(folder: RunFolder) -> LanguageRun:
             return self._training(seeded, folder)

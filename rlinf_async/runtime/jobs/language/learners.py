@@ -41,6 +41,7 @@ from rlinf_async.runtime.jobs.checkpoints import sibling
 from rlinf_async.runtime.jobs.language.channels import LanguageChannels
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.model import has_weights
+from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.workers.actor import FSDPActor, LanguageBatches
 from rlinf_async.workers.critic import FSDPCritic
 
@@ -63,11 +64,19 @@ class Learners:
         config: of the run.
         channels: its channels.
         model: the model's folder.
+        plan: the devices of each role.
     """
 
     def __init__(
-        self, cluster: Cluster, config: LanguageConfig, channels: LanguageChannels, model: Path
+        self,
+        cluster: Cluster,
+        config: LanguageConfig,
+        channels: LanguageChannels,
+        model: Path,
+        plan: Plan,
     ) -> None:
+        self._plan = plan
+        self._in_turns = plan.shared("actor", "critic")
         self._cluster = cluster
         self._config = config
         self._channels = channels
@@ -78,14 +87,15 @@ class Learners:
         config = self._config
         self._actors: WorkerGroup[FSDPActor] = await self._cluster.launch(
             FSDPActor,
-            trainer_config(config, self._model),
+            trainer_config(config, self._model, self._device("actor")),
             batches(config),
             backend=config.actor.backend,
             resume=None if resume is None else str(resume),
             max_staleness=config.training.max_staleness,
-            count=config.cluster.actors,
+            count=config.actors,
             name="Actor",
-            collective=config.collective,
+            placement=self._plan.placement("actor"),
+            collective=self._plan.collective("actor"),
             env_vars=config.cluster.environment,
         )
 
@@ -97,26 +107,32 @@ class Learners:
         toy = config.actor.backend == "toy"
         self._critics: WorkerGroup[FSDPCritic] = await self._cluster.launch(
             FSDPCritic,
-            critic_config(config, self._model),
+            critic_config(config, self._model, self._device("critic")),
             critic_batches(config),
-            actor_ranks=config.cluster.actors,
+            actor_ranks=config.actors,
             backend="toy" if toy else "fsdp_critic",
             resume=None if resume is None else str(resume / CRITIC),
             max_staleness=config.training.max_staleness,
             count=config.cluster.critics,
             name="Critic",
-            collective=config.collective,
+            placement=self._plan.placement("critic"),
+            collective=self._plan.collective("critic"),
             env_vars=config.cluster.environment,
         )
 
-    async def train(self, iteration: int, *, pipelined: bool, in_turns: bool) -> Trained:
-        """Train the next iteration.
+    def _device(self, role: str) -> str:
+        return self._plan.device(role, own_process=self._config.cluster.backend == "process")
+
+    async def train(self, iteration: int, *, pipelined: bool) -> Trained:
+        """Train the next iteration: actors and critics that share devices one after the other.
 
         Args:
             iteration: which.
             pipelined: actors begin with what is there; else once their share is.
-            in_turns: actors and critics share their devices: one after the other.
         """
+        in_turns = self._in_turns
+        if in_turns:
+            await self._actors.call(FSDPActor.offload)
         learning = self._start_critics()
         critics: Sequence[LanguageTrainReport] = ()
         if in_turns and learning is not None:
@@ -184,8 +200,8 @@ class Learners:
         return max(found)
 
 
-def trainer_config(config: LanguageConfig, model: Path) -> Any:
-    """The actors' trainer's own configuration."""
+def trainer_config(config: LanguageConfig, model: Path, device: str) -> Any:
+    """The actors' trainer's own configuration; ``device`` is that of each, in its process."""
     actor = config.actor
     if actor.backend == "toy":
         return actor.toy
@@ -197,7 +213,7 @@ def trainer_config(config: LanguageConfig, model: Path) -> Any:
     return LanguageTrainerConfig(
         fsdp=LanguageFSDPConfig(
             model=described,
-            device=actor.device,
+            device=device,
             precision=actor.precision,
             strategy=actor.strategy,
             optimizer=actor.optimizer,
@@ -211,7 +227,7 @@ def trainer_config(config: LanguageConfig, model: Path) -> Any:
     )
 
 
-def critic_config(config: LanguageConfig, model: Path) -> Any:
+def critic_config(config: LanguageConfig, model: Path, device: str) -> Any:
     """The critics' trainer's own configuration: the actor's, but for what ``[critic]`` says."""
     actor, critic = config.actor, config.critic
     if actor.backend == "toy":
@@ -225,7 +241,7 @@ def critic_config(config: LanguageConfig, model: Path) -> Any:
     return LanguageTrainerConfig(
         fsdp=LanguageFSDPConfig(
             model=described,
-            device=critic.device or actor.device,
+            device=device,
             precision=critic.precision or actor.precision,
             strategy=actor.strategy,
             optimizer=critic.optimizer,

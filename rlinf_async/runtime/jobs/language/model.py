@@ -36,6 +36,7 @@ from rlinf_async.messages.language import Tokens
 from rlinf_async.observe.files import atomic_write, explaining
 from rlinf_async.observe.progress import ProgressState, ProgressView
 from rlinf_async.runtime.jobs.language.config import LanguageConfig, ModelConfig
+from rlinf_async.runtime.jobs.language.placement import plan_roles
 from rlinf_async.workers.actor.supervised import SupervisedWorker
 
 T = TypeVar("T")
@@ -329,38 +330,22 @@ async def warm_start(
         learned: the examples.
         log: file for what worker processes print; None: stderr.
     """
-    phase, actor = config.warm_start, config.actor
-    optimizer = OptimizerConfig(lr=phase.lr, eps=1e-8, max_grad_norm=1.0)
-    scheduler = SchedulerConfig(
-        kind="cosine",
-        warmup_steps=min(phase.warmup_steps, phase.steps - 1),
-        total_steps=phase.steps,
-        min_factor=0.1,
-    )
-    trainer = LanguageTrainerConfig(
-        fsdp=LanguageFSDPConfig(
-            model=LanguageModelConfig(path=str(model), random=not has_weights(model)),
-            device=actor.device,
-            precision=actor.precision,
-            strategy=actor.strategy,
-            optimizer=optimizer,
-            scheduler=scheduler,
-        ),
-        loss=LanguageLossConfig(name="supervised"),
-        seed=config.seed,
-    )
+    phase = config.warm_start
     supervised = SupervisedConfig(steps=phase.steps, batch_size=phase.batch_size, seed=config.seed)
     losses: list[float] = []
 
     async def train_and_write(folder: Path) -> None:
         async with config.cluster.make_cluster(log) as cluster:
+            plan = plan_roles(config, cluster.devices)
+            device = plan.device("actor", own_process=config.cluster.backend == "process")
             workers = await cluster.launch(
                 SupervisedWorker,
-                trainer,
+                _supervised_trainer(config, model, device),
                 supervised,
-                count=config.cluster.actors,
+                count=config.actors,
                 name="WarmStart",
-                collective=config.collective,
+                placement=plan.placement("actor"),
+                collective=plan.collective("actor"),
                 env_vars=config.cluster.environment,
             )
             channel = cluster.channel(float, name="losses")
@@ -380,6 +365,30 @@ async def warm_start(
 
     await export(train_and_write, model, model)
     return losses
+
+
+def _supervised_trainer(config: LanguageConfig, model: Path, device: str) -> LanguageTrainerConfig:
+    """The trainer of a warm start."""
+    phase, actor = config.warm_start, config.actor
+    optimizer = OptimizerConfig(lr=phase.lr, eps=1e-8, max_grad_norm=1.0)
+    scheduler = SchedulerConfig(
+        kind="cosine",
+        warmup_steps=min(phase.warmup_steps, phase.steps - 1),
+        total_steps=phase.steps,
+        min_factor=0.1,
+    )
+    return LanguageTrainerConfig(
+        fsdp=LanguageFSDPConfig(
+            model=LanguageModelConfig(path=str(model), random=not has_weights(model)),
+            device=device,
+            precision=actor.precision,
+            strategy=actor.strategy,
+            optimizer=optimizer,
+            scheduler=scheduler,
+        ),
+        loss=LanguageLossConfig(name="supervised"),
+        seed=config.seed,
+    )
 
 
 async def export(write: Callable[[Path], Awaitable[None]], model: Path, into: Path) -> None:

@@ -28,6 +28,7 @@ from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.language.channels import LanguageChannels
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.learners import Learners, Trained, trainer_config
+from rlinf_async.runtime.jobs.language.placement import plan_roles, takes_turns
 from rlinf_async.runtime.stall import WorkEvent
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.inference import InferenceConfig, InferenceReport, InferenceWorker
@@ -57,13 +58,14 @@ class Roles:
         model: Path,
         verifiers: Sequence[str] = (),
     ) -> None:
-        self.learners = Learners(cluster, config, channels, model)
+        self._plan = plan_roles(config, cluster.devices)
+        self.learners = Learners(cluster, config, channels, model, self._plan)
         self._cluster = cluster
         self._config = config
         self._channels = channels
         self._model = model
         self._verifiers = verifiers
-        self._shared = config.cluster.placement == "collocated"
+        self._shared = takes_turns(self._plan)
         self._rollouts_offloaded = False
         self._version_taken = WorkEvent()
         self._inferring: GroupCall[list[InferenceReport]] | None = None
@@ -135,7 +137,7 @@ class Roles:
             await self._rollouts.call(LanguageRolloutWorker.offload)
             self._rollouts_offloaded = True
         pipelined = self._config.actor.pipelined and not self._shared
-        return await self.learners.train(iteration, pipelined=pipelined, in_turns=self._shared)
+        return await self.learners.train(iteration, pipelined=pipelined)
 
     async def publish(self) -> int:
         """Publish the actors' weights; the version. Gives shared devices back to the rollout."""
@@ -192,8 +194,9 @@ class Roles:
             _engine_config(config, self._model),
             config.rollout.serving,
             backend=config.rollout.backend,
-            count=counts.rollout_workers,
+            count=config.rollout_workers,
             name="Rollout",
+            placement=self._plan.placement("rollout"),
             restart=Restart(max=counts.max_restarts),
             env_vars=counts.environment,
         )
@@ -201,13 +204,15 @@ class Roles:
     async def _launch_others(self) -> None:
         config, counts = self._config, self._config.cluster
         if config.needs_inference:
+            device = self._plan.device("inference", own_process=counts.backend == "process")
             self._inference: WorkerGroup[InferenceWorker] = await self._cluster.launch(
                 InferenceWorker,
-                trainer_config(config, self._model),
+                trainer_config(config, self._model, device),
                 InferenceConfig(reference=config.needs_reference),
                 backend=config.actor.backend,
                 count=counts.inference_workers,
                 name="Inference",
+                placement=self._plan.placement("inference"),
                 restart=Restart(max=counts.max_restarts),
                 env_vars=counts.environment,
             )
@@ -217,6 +222,7 @@ class Roles:
             msgspec.structs.replace(config.reward, preload=preload),
             count=counts.reward_workers,
             name="Reward",
+            placement=self._plan.placement("reward"),
             restart=Restart(max=counts.max_restarts),
             env_vars=counts.environment,
         )

@@ -146,7 +146,7 @@ class LanguageRun:
             self._ledger,
             channels.scored.receiver,
             channels.groups.sender,
-            ranks=self.config.cluster.actors,
+            ranks=self.config.actors,
             version=self.progress.version,
         )
         kept = self.config.training.keep_checkpoints

@@ -1,0 +1,133 @@
+"""The devices of a host, of a machine that is only stated, and what a worker's process sees of
+them. Nothing here imports torch.
+
+::
+
+    host_devices        this host's accelerators, or its CPU cores
+    stated_devices      "2x8xH100": a machine that is not this one
+    device_environment  variables by which a process sees its own accelerators alone
+    pinned_cores        cores that a process keeps to: its own, or those near its accelerators
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+
+from rlinf_async.workers.context import Device
+from rlinf_async.workers.errors import BuildError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_NVIDIA = Path("/proc/driver/nvidia/gpus")
+_PCI = Path("/sys/bus/pci/devices")
+_STATED = re.compile(r"(?:(?P<hosts>\d+)x)?(?P<count>\d+)x(?P<model>[A-Za-z][\w.-]*)")
+
+
+def host_devices() -> tuple[Device, ...]:
+    """This host's accelerators, or its CPU cores. Found without importing torch."""
+    present = len(_pci_addresses())
+    visible = os.environ.get(VISIBLE)
+    if present and visible is not None:
+        present = min(present, len(_visible(visible)))
+    if present:
+        return tuple(Device("cuda", index) for index in range(present))
+    return tuple(Device("cpu", core) for core in sorted(os.sched_getaffinity(0)))
+
+
+def stated_devices(text: str) -> tuple[Device, ...]:
+    """The devices of a machine by its description.
+
+    ``"8xH100"`` is one host with eight accelerators, ``"2x8xH100"`` two such hosts, ``"16xcpu"``
+    a host without accelerators.
+
+    Raises:
+        ValueError: the text is no such description.
+    """
+    found = _STATED.fullmatch(text.replace(" ", ""))
+    if found is None or not int(found["count"]) or found["hosts"] == "0":
+        raise ValueError(
+            f"{text!r} describes no machine: write hosts x devices x model, such as '8xH100', "
+            "'2x8xH100' or '16xcpu'"
+        )
+    hosts, kind = int(found["hosts"] or 1), "cpu" if found["model"].lower() == "cpu" else "cuda"
+    names = [""] if hosts == 1 else [f"host{number}" for number in range(hosts)]
+    count = range(int(found["count"]))
+    return tuple(Device(kind, index, host) for host in names for index in count)
+
+
+def device_environment(devices: Sequence[Device]) -> dict[str, str]:
+    """Variables by which a process of this host sees these accelerators alone, as ``cuda:0`` and
+    on; empty where there are none among them.
+
+    They have to be set before torch is imported.
+
+    Raises:
+        BuildError: this process itself does not see one of them.
+    """
+    numbers = [device.index for device in devices if device.kind == "cuda"]
+    if not numbers:
+        return {}
+    given = os.environ.get(VISIBLE)
+    names = [str(number) for number in range(max(numbers) + 1)]
+    if given is not None:  # the driver's own numbers count from those that it sees
+        names = _visible(given)
+    order = os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # that of the PCI addresses
+    if max(numbers) >= len(names):
+        raise BuildError(
+            f"a worker is to have cuda:{max(numbers)}, but {VISIBLE} is {given!r}: that shows "
+            f"{len(names)} devices"
+        )
+    shown = ",".join(names[number] for number in numbers)
+    return {VISIBLE: shown, "CUDA_DEVICE_ORDER": order}
+
+
+def pinned_cores(devices: Sequence[Device]) -> set[int]:
+    """The CPU cores that a process with these devices keeps to; empty: all.
+
+    They are its own where its devices are cores, and those of the accelerators' NUMA nodes where
+    the host has several. Called in the process, whose environment says which accelerators it sees.
+    """
+    own = {device.index for device in devices if device.kind == "cpu"}
+    if own or not devices:
+        return own
+    addresses, near = _pci_addresses(), set[int]()
+    for name in _visible(os.environ.get(VISIBLE, "")):
+        if not name.isdigit() or int(name) >= len(addresses):
+            return set()  # named by its UUID: which address that is, only the driver library knows
+        near |= _local_cores(addresses[int(name)])
+    return near & os.sched_getaffinity(0)
+
+
+def _pci_addresses() -> list[str]:
+    """Of the host's accelerators, in the order of ``CUDA_DEVICE_ORDER=PCI_BUS_ID``."""
+    return sorted(one.name for one in _NVIDIA.iterdir()) if _NVIDIA.is_dir() else []
+
+
+def _local_cores(address: str) -> set[int]:
+    """The cores of the NUMA node that an accelerator is attached to, ``0-31,64-95``."""
+    try:
+        text = (_PCI / address.lower() / "local_cpulist").read_text(encoding="ascii")
+    except OSError:
+        return set()
+    cores = set[int]()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            cores |= set(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def _visible(names: str) -> list[str]:
+    """The devices that a value of CUDA_VISIBLE_DEVICES shows.
+
+    CUDA uses the entries before the first that names no device: of ``"0,-1,1"`` the first, of
+    ``"-1"`` none.
+    """
+    return [word.strip() for word in takewhile(_names_a_device, names.split(","))]
+
+
+def _names_a_device(word: str) -> bool:
+    return bool(word.strip()) and not word.strip().startswith("-")

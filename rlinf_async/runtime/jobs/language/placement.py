@@ -1,0 +1,128 @@
+"""The devices of a language run's roles, and what follows from them for engines and trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from rlinf_async.backends.vllm.config import GPU_MEMORY
+from rlinf_async.config import ConfigError
+from rlinf_async.runtime.jobs.language.config import LanguageConfig, RolloutConfig
+from rlinf_async.runtime.jobs.placement import Plan, Role, make_plan
+from rlinf_async.workers.context import Device
+
+HYBRID = (("actor", "critic", "inference"), ("rollout",))
+"""rollout workers have devices of their own; the others share"""
+
+
+def plan_roles(config: LanguageConfig, devices: Sequence[Device]) -> Plan:
+    """The devices of every worker of the run.
+
+    Raises:
+        ConfigError: a setting of the placement is wrong.
+        MissingDevice: there are too few devices.
+    """
+    cluster, asked = config.cluster, config.placement
+    actors = cluster.critics or None if cluster.actors is None else cluster.actors
+    computes = config.actor.backend != "toy"
+    roles = [
+        Role(
+            name="actor",
+            count=actors,
+            asked=asked.actor,
+            accelerated=computes,
+            takes_turns=True,
+            one_device=True,
+            fits=config.fits_actors,
+        ),
+        Role(
+            name="critic",
+            count=cluster.critics,
+            asked=asked.critic,
+            accelerated=computes,
+            takes_turns=True,
+            one_device=True,
+        ),
+        Role(
+            name="inference",
+            count=cluster.inference_workers,
+            asked=asked.inference,
+            accelerated=computes,
+            one_device=True,
+        ),
+        Role(
+            name="rollout",
+            count=cluster.rollout_workers,
+            asked=asked.rollout,
+            accelerated=computes,
+            takes_turns=config.rollout.vllm.sleep is not False,
+            one_device=config.rollout.backend == "transformers",
+        ),
+        Role(
+            name="reward",
+            count=cluster.reward_workers,
+            asked=asked.reward,
+            accelerated=False,
+        ),
+    ]
+    there = [role for role in roles if role.count != 0]
+    return make_plan(
+        there,
+        devices,
+        preset=asked.preset,
+        hybrid=HYBRID,
+        node_groups=cluster.node_groups,
+    )
+
+
+def placed(config: LanguageConfig, plan: Plan) -> LanguageConfig:
+    """The configuration with the numbers of workers and the engine's settings of the plan.
+
+    Raises:
+        ConfigError: the engine's settings contradict the plan, or roles that take turns on their
+            devices are to run ahead.
+    """
+    _check_turns(config, plan)
+    replace = msgspec.structs.replace
+    cluster = replace(
+        config.cluster, actors=plan.count("actor"), rollout_workers=plan.count("rollout")
+    )
+    return replace(config, cluster=cluster, rollout=_rollout(config, plan))
+
+
+def takes_turns(plan: Plan) -> bool:
+    """Whether rollout workers and actors share devices: then either generates or trains."""
+    return plan.shared("rollout", "actor")
+
+
+def _check_turns(config: LanguageConfig, plan: Plan) -> None:
+    staleness = config.training.max_staleness
+    if takes_turns(plan) and staleness:
+        raise ConfigError(
+            f"max_staleness is {staleness}, but rollout workers and actors share their devices, "
+            "and those that take turns cannot run ahead: set it to 0, or give each its own "
+            "('disaggregated')",
+            path=("cluster", "placement"),
+        )
+
+
+def _rollout(config: LanguageConfig, plan: Plan) -> RolloutConfig:
+    vllm = config.rollout.vllm
+    if config.rollout.backend != "vllm" or not plan.accelerated("rollout"):
+        return config.rollout
+    devices = plan.devices_per_worker("rollout")
+    if vllm.tensor_parallel not in (None, devices):
+        raise ConfigError(
+            f"tensor_parallel is {vllm.tensor_parallel}, but each rollout worker has {devices} "
+            "devices: leave it out, or set devices_per_worker in cluster.placement.rollout",
+            path=("rollout", "vllm", "tensor_parallel"),
+        )
+    memory = GPU_MEMORY * plan.memory_share("rollout")
+    engine = msgspec.structs.replace(
+        vllm,
+        tensor_parallel=devices,
+        gpu_memory=memory if vllm.gpu_memory is None else vllm.gpu_memory,
+        sleep=takes_turns(plan) if vllm.sleep is None else vllm.sleep,
+    )
+    return msgspec.structs.replace(config.rollout, vllm=engine)

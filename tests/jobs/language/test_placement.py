@@ -1,0 +1,133 @@
+"""What follows from the devices of a language run's roles, on stated machines and on this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlinf_async.backends.vllm.library import _arguments
+from rlinf_async.config import ConfigError, Document
+from rlinf_async.runtime.devices import device_environment, stated_devices
+from rlinf_async.runtime.jobs.language.config import LanguageConfig
+from rlinf_async.runtime.jobs.language.learners import trainer_config
+from rlinf_async.runtime.jobs.language.placement import placed, plan_roles
+from tests.jobs.language.kit import TINY, Job
+
+
+def config(tmp_path: Path, **settings: str) -> LanguageConfig:
+    """The tiny job, with settings by path (``__`` for a dot)."""
+    file = tmp_path / "run.toml"
+    file.write_text(TINY.format(data=tmp_path / "sums.jsonl"))
+    overrides: dict[str, str | None] = {
+        name.replace("__", "."): value for name, value in settings.items()
+    }
+    return Document.read(file).to(LanguageConfig, overrides)
+
+
+@pytest.mark.parametrize(
+    ("machine", "settings", "engine", "rollouts", "actors", "environment"),
+    [
+        ("4xcpu", {}, (1, 0.9, False), 1, ("cpu", None, 1), {}),
+        ("1xH100", {}, (1, 0.9, True), 1, ("cuda:0", None, 1), {"CUDA_VISIBLE_DEVICES": "0"}),
+        ("2xH100", {}, (1, 0.9, False), 1, ("cuda:0", None, 1), {"CUDA_VISIBLE_DEVICES": "1"}),
+        (
+            "8xH100",
+            {"cluster__placement__rollout__devices_per_worker": "2"},
+            (2, 0.9, False),
+            3,
+            ("cuda:0", "nccl", 2),
+            {"CUDA_VISIBLE_DEVICES": "2,3"},
+        ),
+        (
+            "8xH100",
+            {"cluster__placement__preset": "collocated", "cluster__actors": "2",
+             "cluster__placement__rollout__devices_per_worker": "4"},
+            (4, 0.9, True),
+            2,
+            ("cuda:0", "nccl", 2),
+            {"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
+        ),
+        (
+            "1xH100",
+            {"cluster__placement__actor": "cpu",
+             "cluster__placement__rollout__devices_per_worker": "0.5"},
+            (1, 0.45, False),
+            2,
+            ("cpu", None, 1),
+            {"CUDA_VISIBLE_DEVICES": "0"},
+        ),
+        (
+            "2xH100",
+            {"cluster__placement": "collocated", "rollout__vllm__sleep": "false",
+             "rollout__vllm__gpu_memory": "0.3"},
+            (1, 0.3, False),
+            2,
+            ("cuda:0", "nccl", 2),
+            {"CUDA_VISIBLE_DEVICES": "0"},
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_engines_and_trainers_get_what_follows_from_their_devices(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    machine: str,
+    settings: dict[str, str],
+    engine: tuple[int, float, bool],
+    rollouts: int,
+    actors: tuple[str, str | None, int],
+    environment: dict[str, str],
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    asked = config(tmp_path, rollout__backend="vllm", **settings)
+    plan = plan_roles(asked, stated_devices(machine))
+    found = placed(asked, plan)
+    folder: Any = SimpleNamespace(context=64)
+    arguments = _arguments(found.rollout.vllm, folder, 0, on_cpu=not plan.accelerated("rollout"))
+    tensor_parallel, memory, sleep = engine
+    assert arguments["tensor_parallel_size"] == tensor_parallel
+    assert arguments["gpu_memory_utilization"] == pytest.approx(memory)
+    assert arguments["enable_sleep_mode"] is sleep
+    assert found.rollout_workers == rollouts
+    device, collective, count = actors
+    trainer = trainer_config(found, tmp_path, plan.device("actor", own_process=True))
+    assert trainer.fsdp.device == device
+    assert plan.collective("actor") == collective
+    assert found.actors == count
+    first = [plan.machine[at] for at in plan.ranks["rollout"][0]]
+    seen = device_environment(first)
+    assert {name: seen[name] for name in environment} == environment
+    assert bool(seen) == bool(environment)
+    again = plan_roles(found, stated_devices(machine))  # what the run launches by
+    assert again.ranks == plan.ranks
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"training__max_staleness": "1"}, "max_staleness is 1, but rollout workers and actors"),
+        (
+            {"rollout__vllm__tensor_parallel": "2"},
+            "tensor_parallel is 2, but each rollout worker has 1 devices",
+        ),
+    ],
+)
+def test_settings_that_contradict_the_devices_are_refused(
+    tmp_path: Path, settings: dict[str, str], error: str
+) -> None:
+    asked = config(tmp_path, rollout__backend="vllm", **settings)
+    with pytest.raises(ConfigError, match=error):
+        placed(asked, plan_roles(asked, stated_devices("1xH100")))
+
+
+def test_a_worker_keeps_to_the_cores_that_a_run_gives_its_role(job: Job) -> None:
+    """The verifier gives a reward of 1 for each core that its process may use."""
+    summary = job.succeed(
+        *("--cluster.backend", "process", "--cluster.placement.reward", "0"),
+        *("--data.verifier", "tests.jobs.language.verifiers:cores", "--training.iterations", 1),
+    )
+    assert summary.samples > 0
+    assert {float(row["reward"]) for row in job.iterations} == {1.0}
