@@ -50,7 +50,9 @@ OnEnd = Callable[[Any, BaseException | None], None]
 class Invocation:
     """A call that runs."""
 
-    __slots__ = ("_on_end", "arguments", "cancelled", "error", "method", "task", "value")
+    __slots__ = (
+        "_on_end", "arguments", "begun", "cancelled", "error", "method", "task", "value",
+    )  # fmt: skip
 
     def __init__(self, method: str, arguments: dict[str, Any], on_end: OnEnd) -> None:
         self.method = method
@@ -58,6 +60,8 @@ class Invocation:
         self.value: Any = None
         """result of a method that returned while its task was being made; reported afterwards"""
         self.error: BaseException | None = None
+        self.begun = False
+        """whether its method has been entered"""
         self.cancelled = False
         """whether its caller cancelled it"""
         self._on_end = on_end
@@ -65,9 +69,13 @@ class Invocation:
         """the task in which its method runs, once started"""
 
     def cancel(self) -> None:
-        """Cancel the method. The call has ended, as cancelled, once the method has."""
+        """Cancel the method. The call has ended, as cancelled, once the method has.
+
+        The method is entered first, up to where it waits: a call begins on every rank of a group
+        or on none, even if it fails on one before another rank has entered it.
+        """
         self.cancelled = True
-        if self.task is not None:
+        if self.task is not None and self.begun:
             self.task.cancel()
 
     def returned(self, value: Any) -> None:
@@ -173,6 +181,9 @@ class WorkerHost:
 
     async def _run(self, invocation: Invocation, label: str) -> None:
         current_party.set(label)
+        invocation.begun = True
+        if invocation.cancelled and invocation.task is not None:
+            invocation.task.cancel()
         try:
             value = await getattr(self._worker, invocation.method)(**invocation.arguments)
         except asyncio.CancelledError as error:

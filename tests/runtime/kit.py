@@ -129,9 +129,19 @@ class Broken(ra.Worker):
 class Waiter(ra.Worker):
     """Waits until it is cancelled or gets an item."""
 
+    counted = 0
+
     async def forever(self, started: ra.Sender[str]) -> None:
         await started.put(self.name)
         await asyncio.Event().wait()
+
+    async def counts(self) -> None:
+        """Count this call before it waits."""
+        self.counted += 1
+        await asyncio.Event().wait()
+
+    async def count(self) -> int:
+        return self.counted
 
     async def for_item(self, numbers: ra.Receiver[Number]) -> int:
         return (await numbers.get()).value

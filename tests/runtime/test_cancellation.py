@@ -28,6 +28,19 @@ async def test_a_cancelled_call_ends_its_methods(new_cluster: NewCluster) -> Non
             await started.receiver.get()
 
 
+async def test_a_call_begins_on_every_rank_though_it_is_cancelled_at_once(
+    new_cluster: NewCluster,
+) -> None:
+    async with new_cluster() as cluster:
+        waiters = await cluster.launch(Waiter, count=2)
+        for _ in range(3):
+            running = waiters.call(Waiter.counts)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+        assert await waiters.call(Waiter.count) == [3, 3]
+
+
 async def test_a_cancelled_await_cancels_the_call(new_cluster: NewCluster) -> None:
     async with new_cluster() as cluster:
         started = cluster.channel(str, name="started")
