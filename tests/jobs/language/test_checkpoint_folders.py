@@ -65,7 +65,7 @@ def test_every_architecture_is_trained_and_exported(
 
 
 @needs_vllm
-@pytest.mark.parametrize("model_type", ["qwen3", "llama", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])  # the other tests have qwen3
 def test_vllm_answers_for_a_checkpoint_too(
     run: Job, checkpoint: pathlib.Path, model_type: str
 ) -> None:

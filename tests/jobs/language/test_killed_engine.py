@@ -24,7 +24,7 @@ def test_a_killed_vllm_engine_is_built_again_and_no_sample_is_lost(
     tiny.file.write_text(text)
     driver = start_driver(
         *("train", tiny.file, "--out", tiny.out, "--rollout.backend", "vllm"),
-        *("--cluster.backend", "process", "--training.iterations", 12),
+        *("--cluster.backend", "process", "--training.iterations", 6),
         *("--data.verifier", "tests.jobs.language.verifiers:letters"),
         *("--training.prompts", 20, "--training.group_size", 8),
     )
@@ -38,7 +38,7 @@ def test_a_killed_vllm_engine_is_built_again_and_no_sample_is_lost(
     os.kill(victim, signal.SIGKILL)
     assert driver.wait(240.0) == 0, driver.said
     assert "died" in (tiny.out / "workers.log").read_text()
-    assert tiny.summary.samples == sum(tiny.summary.outcomes.values()) == 12 * 20 * 8
+    assert tiny.summary.samples == sum(tiny.summary.outcomes.values()) == 6 * 20 * 8
     assert tiny.summary.staleness is not None
     assert tiny.summary.staleness.max == 0
     assert tiny.summary.restarts == {}  # the worker lived
