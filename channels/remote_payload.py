@@ -85,8 +85,14 @@ class RemotePayload(Sequence[Buffer]):
             await asyncio.wait([self.start_loading()])
         return self.loaded
 
-    def start_loading(self) -> asyncio.Task[None]:
-        """Let them come."""
+    @property
+    def loading(self) -> bool:
+        """Whether they are coming."""
+        return self._task is not None
+
+    def start_loading(self, fetch: Fetch | None = None) -> asyncio.Task[None]:
+        """Let them come; by ``fetch``, if it was not said before."""
+        self._fetch = self._fetch or fetch
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._load())
         return self._task

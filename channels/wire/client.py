@@ -33,6 +33,8 @@ class ChannelClient:
     def __init__(self, connection: Connection, direct: Direct | None = None) -> None:
         self._connection = connection
         self._direct = direct
+        if direct is not None:
+            connection.attach(direct)
         self._senders: list[RemoteSender[Any]] = []
 
     @property

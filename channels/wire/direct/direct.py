@@ -17,9 +17,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 from collections.abc import Sequence
 from itertools import count
-from typing import Final, Self, Unpack
+from typing import Final, Literal, Self, Unpack
 
 from rlinf_async.channels.encoded import Buffer, Encoded
 from rlinf_async.channels.errors import ChannelError, WireError
@@ -32,6 +33,7 @@ from rlinf_async.channels.wire.direct.direct_protocol import (
 )
 from rlinf_async.channels.wire.links.protocol import PayloadRef
 from rlinf_async.channels.wire.memory.pool import process_pool
+from rlinf_async.channels.wire.session.address import TcpAddress
 from rlinf_async.channels.wire.session.answers import Request, Router
 from rlinf_async.channels.wire.session.connection import Connection
 from rlinf_async.channels.wire.session.endpoint import Server, connect, serve
@@ -42,6 +44,11 @@ LEAST: Final = 1024**2
 MOST: Final = 1024**3
 OUT_OF_REACH_SECONDS: Final = 300.0
 """For which a process that could not be reached is not tried again."""
+REACH_SECONDS: Final = 5.0
+"""For which another worker is tried, before its payloads come through the owner."""
+DIRECT_VARIABLE: Final = "RLINF_ASYNC_DIRECT"
+Use = Literal["auto", "always", "never"]
+"""Of a worker's `Direct`: where its connection to the owner is TCP; on one host, too; nowhere."""
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +71,9 @@ class Direct:
         self._links: dict[bytes, asyncio.Task[Connection | None]] = {}
         self._tried: dict[bytes, float] = {}
         self._closed = False
+        self.for_local_owners = False
+        """whether payloads are retained, too, where the owner is on this host"""
+        self._warned = False
         self.retained_bytes = 0
         """of the payloads that are retained"""
         self.fetched = 0
@@ -106,6 +116,52 @@ class Direct:
         except BaseException:
             await made.close()
             raise
+        return made
+
+    @classmethod
+    async def of_worker(
+        cls,
+        connection: Connection,
+        secret: bytes,
+        *,
+        name: str,
+        use: Use | None = None,
+        retain: bool = True,
+        least: int = LEAST,
+        **times: Unpack[Timeouts],
+    ) -> Self | None:
+        """The `Direct` of a process with this connection to the owner of its channels.
+
+        Where the owner is on another host, it listens at the interface that leads there, and, for
+        the other workers of this host, at a Unix socket, through which payloads go by shared
+        memory. Where the owner is on this host, it only fetches what others retain: an item of this
+        process goes to the owner by shared memory.
+
+        Args:
+            use: None: as the environment variable ``RLINF_ASYNC_DIRECT`` says; ``auto`` by default.
+            retain: whether ``auto`` retains payloads of this process. Not where the work goes on
+                after its death: they would be lost.
+            least, times: as of `open`.
+
+        Raises:
+            ValueError: ``use`` is none of `Use`.
+            WireError: as `serve`.
+        """
+        wanted = use or os.environ.get(DIRECT_VARIABLE) or "auto"
+        if wanted not in ("auto", "always", "never"):
+            raise ValueError(f"{DIRECT_VARIABLE} is {wanted!r}: write auto, always or never")
+        if wanted == "never":
+            return None
+        listen: list[str] = []
+        if wanted == "always" or (retain and not connection.local):
+            host = connection.local_host or "127.0.0.1"
+            listen = [
+                f"@rlinf-{secrets.token_hex(16)}",
+                str(TcpAddress(host, 0, connection.encrypted)),
+            ]
+        times.setdefault("handshake_timeout", REACH_SECONDS)
+        made = await cls.open(secret, name=name, listen=listen, least=least, **times)
+        made.for_local_owners = wanted == "always"
         return made
 
     async def close(self) -> None:
@@ -202,14 +258,18 @@ class Direct:
     async def _connect(self, left: PayloadRef) -> Connection | None:
         why = "it says no address"
         for address in left.addresses:
-            if address.startswith("tcp://") or left.host == self.host:
+            if "://" in address or left.host == self.host:
                 try:
                     return await connect(
                         address, self._secret, name=self._name, router=Router(), **self._times
                     )
                 except WireError as error:
                     why = str(error)
-        log.warning("large arrays come through the owner of their channel: %s", why)
+        log.log(
+            logging.INFO if self._warned else logging.WARNING,
+            "large arrays come through the owner of their channel: %s", why,
+        )  # fmt: skip
+        self._warned = True
         self._tried[left.token] = asyncio.get_running_loop().time()
         return None
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from rlinf_async.channels.encoded import Buffer, Encoded
 from rlinf_async.channels.errors import ConnectionLost, MalformedFrame
 from rlinf_async.channels.remote_payload import PayloadLost, RemotePayload, remote_payload_of
+from rlinf_async.channels.wire.direct.direct import Direct
 from rlinf_async.channels.wire.direct.direct_protocol import Fetch, Payload, check_payload, fits
 from rlinf_async.channels.wire.links.protocol import PayloadRef
 
 if TYPE_CHECKING:
-    from rlinf_async.channels.wire.direct.direct import Direct
     from rlinf_async.channels.wire.session.connection import Connection
 
 AT_ONCE: Final = 4
@@ -33,6 +34,20 @@ def attach(parts: Sequence[Encoded], left: Sequence[PayloadRef]) -> None:
         parts[one.item].buffers = RemotePayload(one.sizes, one)
 
 
+def fetch_ahead(connection: Connection, part: Encoded) -> None:
+    """Begin to fetch the payload of an item that is not asked for yet."""
+    payload = remote_payload_of(part)
+    if payload is not None and not payload.lost:
+        payload.start_loading(partial(_fetch_quietly, connection, payload.where))
+
+
+async def _fetch_quietly(connection: Connection, left: PayloadRef) -> Sequence[Buffer]:
+    try:
+        return await _fetch(connection, connection.attached(Direct), left)
+    except ConnectionLost as error:  # the item goes to others, with its payload
+        raise PayloadLost(str(error)) from error
+
+
 async def fetch_all(
     connection: Connection, direct: Direct | None, parts: Sequence[Encoded]
 ) -> int | None:
@@ -44,16 +59,23 @@ async def fetch_all(
     """
     slots = asyncio.Semaphore(AT_ONCE)
 
-    async def bring(index: int, part: Encoded, left: PayloadRef) -> None:
+    async def bring(index: int, part: Encoded, payload: RemotePayload) -> None:
         async with slots:
             try:
-                part.buffers = await _fetch(connection, direct, left)
+                part.buffers = (
+                    await payload.wait_loaded()
+                    if payload.loading or payload.lost
+                    else await _fetch(connection, direct, payload.where)
+                )
             except PayloadLost:
                 lost.append(index)
 
     lost: list[int] = []
+    for part in parts:
+        if isinstance(part.buffers, RemotePayload) and part.buffers.loaded is not None:
+            part.buffers = part.buffers.loaded
     wanted = [
-        (index, part, payload.where)
+        (index, part, payload)
         for index, part in enumerate(parts)
         if (payload := remote_payload_of(part)) is not None
     ]

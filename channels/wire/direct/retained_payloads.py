@@ -58,7 +58,7 @@ class RetainedPayloads:
         found = connection.attached(cls)
         if found is not None or direct is None or not direct.addresses:
             return found
-        if not (connection.local or connection.closed):
+        if not connection.closed and (direct.for_local_owners or not connection.local):
             found = connection.attach(cls(connection, direct))
         return found
 

@@ -33,7 +33,7 @@ from rlinf_async.channels.wire.session.failures import Report, report
 
 MIN_CAPACITY: Final = 4
 """Smaller channels grant nothing."""
-MAX_CREDIT: Final = 4096
+MAX_CREDIT: Final = 65_536
 """Items, to one process."""
 CONFIRM_SECONDS: Final = 0.005
 CONFIRM_BYTES: Final = 256 * 1024
@@ -264,7 +264,7 @@ class Credits:
             if elsewhere:
                 channel.edges.put_direct(holder, elsewhere)
         self._handled += len(transfer.sizes)
-        self._handled_bytes += len(body.data)
+        self._handled_bytes += body.nbytes
         self._confirm_later()
 
     def _put(self, run: Run, items: list[Encoded], refused: ChannelError | None) -> Queue | None:

@@ -28,7 +28,7 @@ from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key, checked_least
 from rlinf_async.channels.errors import ChannelError, ItemTooLarge, LeaseLost
 from rlinf_async.channels.key_queue import KeyQueue, paused
-from rlinf_async.channels.remote_payload import is_lost
+from rlinf_async.channels.remote_payload import is_lost, remote_payload_of
 from rlinf_async.channels.wire.direct.producers import without_payloads
 from rlinf_async.channels.wire.frames import framing
 from rlinf_async.channels.wire.items.codec import join
@@ -51,7 +51,11 @@ if TYPE_CHECKING:
 
 PREFETCH_BYTES: Final = framing.CHUNK_BYTES // 2
 """Sent in advance with one answer."""
-MAX_PREFETCH: Final = 4096
+FAR_PREFETCH_BYTES: Final = 2 * 1024**2
+"""The same, where the connection is `far`."""
+PREFETCH_PAYLOADS: Final = 4
+"""Of the items that are sent in advance, those whose payload is with its producer."""
+MAX_PREFETCH: Final = 8192
 """Items, with one answer."""
 PREFETCH_ITEM_BYTES: Final = 32 * 1024
 """Larger items are not prefetched."""
@@ -235,19 +239,23 @@ class Deliveries:
             return
         if channel.now() - queue.contested < ALONE_SECONDS:
             return
-        size, before = 0, len(bodies)
+        size, payloads, before = 0, 0, len(bodies)
+        far = self.connection.far
+        most = FAR_PREFETCH_BYTES if far else PREFETCH_BYTES
         for entry in islice(queue.entries, min(get.ahead, MAX_PREFETCH)):
-            if entry.ready is not None:  # it is large
+            if entry.ready is not None and not far:  # it is large
                 break
             try:
                 body = encoded_entry(entry, channel)
             except CANNOT_TRAVEL:  # the get that asks for it raises that
                 break
-            if body.buffers or len(body.data) > PREFETCH_ITEM_BYTES:
+            elsewhere = remote_payload_of(entry.item) is not None
+            payloads += elsewhere
+            if not (far or elsewhere) and (body.buffers or len(body.data) > PREFETCH_ITEM_BYTES):
                 break
             bodies.append(body)
-            size += len(body.data)
-            if size >= PREFETCH_BYTES:
+            size += len(body.data) if elsewhere else body.nbytes
+            if size >= most or payloads >= PREFETCH_PAYLOADS:
                 break
         if len(bodies) == before:
             return

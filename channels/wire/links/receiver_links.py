@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -33,8 +34,9 @@ from rlinf_async.channels.delivery import Outcome
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key
 from rlinf_async.channels.errors import ChannelClosed, ConnectionLost, MalformedFrame, error_text
+from rlinf_async.channels.remote_payload import RemotePayload
 from rlinf_async.channels.waitfor import WaitFuture, current_party
-from rlinf_async.channels.wire.direct.fetching import attach
+from rlinf_async.channels.wire.direct.fetching import attach, fetch_ahead
 from rlinf_async.channels.wire.frames.messages import Message
 from rlinf_async.channels.wire.items.codec import split
 from rlinf_async.channels.wire.links.protocol import Delivered, Get, Range, Recall, Settle, Taken
@@ -45,10 +47,20 @@ if TYPE_CHECKING:
     from rlinf_async.channels.wire.session.connection import Connection
 
 HORIZON: Final = 0.005
-"""Seconds: what is taken in this time is prefetched."""
+"""Seconds: what is taken in this time, and in two round trips, is prefetched."""
 STREAK: Final = 4
 """Gets in a row that must be so quick before anything is prefetched."""
 MAX_AHEAD: Final = 512
+FIRST_AHEAD: Final = 8
+FIRST_FAR_AHEAD: Final = 64
+MAX_FAR_AHEAD: Final = 8192
+"""Items, where the connection is `far`."""
+FAR_REQUESTS: Final = 8
+"""There, so many requests for prefetched items are on their way at a time."""
+LARGE_ANSWER_BYTES: Final = 64 * 1024
+"""An answer of so much may have been cut short because of its size: more may be there."""
+FETCHED_AHEAD: Final = 1
+"""Payloads of items that are here, which are fetched before they are asked for."""
 TURN_ITEMS: Final = 128
 """So many items are taken in a row, and then the loop has a turn."""
 MAX_LINKS: Final = 256
@@ -107,8 +119,9 @@ class ReceiverLink:
     """One receiver and one key: what was prefetched, and the gets that wait."""
 
     __slots__ = (
-        "_asked", "_discard_up_to", "_low", "_since", "_size", "_streak", "_taken", "closed", "end",
-        "items", "key", "links", "prefetch_pending", "registered", "run", "waiting",
+        "_asked", "_discard_up_to", "_far", "_low", "_since", "_size", "_streak", "_taken",
+        "closed", "end", "items", "key", "links", "prefetch_pending", "registered", "run",
+        "waiting",
     )  # fmt: skip
 
     def __init__(self, links: ReceiverLinks, end: int, key: Key | None) -> None:
@@ -117,8 +130,8 @@ class ReceiverLink:
         self.key = key
         self.items: deque[Part] = deque()
         self.waiting: deque[WaitingGet] = deque()
-        self.prefetch_pending = False
-        """whether prefetched items are on their way"""
+        self.prefetch_pending = 0
+        """requests for prefetched items that are not answered"""
         self.closed = False
         self.registered = False
         """whether it is found when its items are recalled"""
@@ -129,6 +142,7 @@ class ReceiverLink:
         self._streak = 0
         self._size = 0
         self._low = -1  # with so few left, more are asked for
+        self._far = False  # whether a round trip takes so long that more are asked for at once
         self._asked = 0  # number of the newest request
         self._discard_up_to = 0  # what was asked up to this one comes after items that went back
 
@@ -163,7 +177,9 @@ class ReceiverLink:
         self.run += 1
         self._taken += 1
         self.links.taken(number, index)
-        if len(self.items) == self._low:
+        if self.items and self.items[0][2].buffers:
+            self._fetch_ahead()
+        if len(self.items) <= self._low:
             self._low = -1
             self._ask_for_prefetch()
 
@@ -205,26 +221,28 @@ class ReceiverLink:
             waiting.remove(get)  # so no get is left waiting without a request
             waiting.appendleft(get)
         if len(parts) > 1:
-            self._low = len(parts) // 2
+            self._low = self._mark(len(parts))
         self._received(parts)
 
     def prefetch_arrived(self, message: Message) -> None:
-        """The answer to the request for prefetched items."""
-        self.prefetch_pending = False
+        """The answer to a request for prefetched items."""
         parts = self._parts(message)
         if self.closed:
             parts.clear()  # the owner has taken them back
         elif message.number <= self._discard_up_to and parts:
             self.links.settle(_ranges(parts), Outcome.RETURNED)
             parts.clear()
-        if parts and 2 * len(parts) >= self._size:
-            self._low = (len(self.items) + len(parts)) // 2
+        nbytes = 0 if message.body is None else message.body.nbytes
+        if parts and (2 * len(parts) >= self._size or nbytes >= LARGE_ANSWER_BYTES):
+            self._low = self._mark(len(self.items) + len(parts))
         self._received(parts)
         self.prefetch_over()
 
     def prefetch_over(self) -> None:
-        """No prefetched items are on their way: who waits for them has to ask."""
-        self.prefetch_pending = False
+        """A request for prefetched items is answered. Behind the last one, who waits has to ask."""
+        self.prefetch_pending -= 1
+        if self.prefetch_pending:
+            return
         for get in list(self.waiting):
             if not get.number and not get.done():
                 try:
@@ -234,6 +252,10 @@ class ReceiverLink:
 
     # ---- inside
 
+    def _mark(self, here: int) -> int:
+        """Of so many items that are here, with how many left more are asked for."""
+        return here - 1 if self._far else here // 2
+
     def _received(self, parts: list[Part]) -> None:
         self.items.extend(parts)
         while self.waiting and self.items:
@@ -242,8 +264,16 @@ class ReceiverLink:
                 self.links.give_up(get)
             if not get.done():
                 get.serve(self.items.popleft())
+        self._fetch_ahead()
         if self.closed:
             self.return_items()
+
+    def _fetch_ahead(self) -> None:
+        """Fetch the payloads of what comes next, while a caller is busy with what came before."""
+        for _, _, part in islice(self.items, FETCHED_AHEAD):
+            if part.buffers.__class__ is not RemotePayload:
+                return
+            fetch_ahead(self.links.connection, part)
 
     def _ask(self, get: WaitingGet, ahead: int) -> None:
         taken = self.links.take_unreported()
@@ -278,20 +308,26 @@ class ReceiverLink:
         """How many items may be prefetched: as many as are taken soon."""
         used = self.links.now() - self._since  # without what it waited: that says nothing of it
         pace = max(used, 1e-9) / max(1, self._taken)
-        if pace > HORIZON:
+        self._far = self.links.connection.far
+        horizon = HORIZON + 2 * self.links.connection.round_trip
+        first, most = (FIRST_FAR_AHEAD, MAX_FAR_AHEAD) if self._far else (FIRST_AHEAD, MAX_AHEAD)
+        if pace > horizon:
             self._streak = self._size = 0
             return 0
         self._streak += 1
         if self._streak < STREAK:
             return 0
-        self._size = min(MAX_AHEAD, 2 * self._size + 8, int(HORIZON / pace))
+        self._size = min(most, 2 * self._size + first, int(horizon / pace))
         return self._size
 
     def _ask_for_prefetch(self) -> None:
-        if self.waiting or self.prefetch_pending or self.closed or not self.links.register(self):
+        if self.waiting or self.closed or not self.links.register(self):
             return
-        if ahead := self._ahead():
-            self.prefetch_pending = True
+        if self.prefetch_pending >= (FAR_REQUESTS if self._far else 1):
+            return
+        ahead = self._ahead()
+        while ahead and self.prefetch_pending < (FAR_REQUESTS if self._far else 1):
+            self.prefetch_pending += 1
             more = Get(self.end, self.key, 0, 0, current_party.get(), 0, False, ahead)
             self._asked = self.links.connection.post(
                 _PrefetchRequest(self), "channel.get", head_of("channel.get", more)

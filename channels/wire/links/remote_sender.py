@@ -68,18 +68,19 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
             if self._reported is not None:  # granted since: items are taken again
                 self._reported = None
         elif body.buffers:
-            await self._put_shared(account, body, weight)
+            await self._put_large(account, body, weight)
         else:
             await self._ask(account, body, weight)
 
-    async def _put_shared(self, account: Account, body: Encoded, weight: int) -> None:
-        """Put an item with large arrays; without asking if they go by shared memory."""
+    async def _put_large(self, account: Account, body: Encoded, weight: int) -> None:
+        """Put an item with large arrays; without asking if they go by shared memory, or the owner
+        is far."""
         transfers = self._transfers
         if transfers.copied >= TURN_BYTES:
             transfers.copied = 0
             await asyncio.sleep(0)
             self._check()
-        if transfers.fits_shared(account, body, weight) and transfers.put_shared(
+        if transfers.fits_large(account, body, weight) and transfers.put_large(
             account, self._number, weight, body
         ):
             self._reported = None

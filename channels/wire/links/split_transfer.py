@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import MalformedFrame
-from rlinf_async.channels.wire.frames.messages import SHARE_BYTES
 from rlinf_async.channels.wire.links.protocol import Run, Transfer
 from rlinf_async.channels.wire.memory.slab import is_private
+
+FAR_ARRAYS_BYTES: Final = 8 * 1024**2
+"""Of the arrays of one item that is put without asking, where they are not in shared memory."""
 
 
 def cut(transfer: Transfer, body: Encoded) -> list[tuple[Run, list[Encoded], int]]:
@@ -48,9 +51,9 @@ def cut(transfer: Transfer, body: Encoded) -> list[tuple[Run, list[Encoded], int
 
 
 def _check_arrays(items: int, arrays: Sequence[memoryview | bytearray]) -> None:
-    """Credit is room in a channel, not this process's memory: arrays lie in the peer's."""
+    """Credit is room in a channel, and not any amount of this process's memory."""
     beside = sum(len(one) for one in arrays if not is_private(one))
-    if items != 1 or beside >= SHARE_BYTES:
+    if items != 1 or beside > FAR_ARRAYS_BYTES:
         raise MalformedFrame(
             f"{items} items with arrays came unasked, {beside} bytes of them not in shared memory"
         )

@@ -5,8 +5,9 @@
     put --credit left--> collected --next write--> unconfirmed --Grant--> confirmed, or refused
      \\--none, or one waits--> asks, and waits
 
-An item with large arrays is not collected: it goes by itself, its arrays by shared memory. Where
-they cannot, it asks.
+An item with large arrays is not collected: it goes by itself, its arrays by shared memory. To an
+owner on another host it asks, unless a round trip takes longer than a copy of them: then they are
+copied, and go through the socket.
 
 Invariants:
 
@@ -44,6 +45,7 @@ from rlinf_async.channels.wire.links.protocol import (
     Run,
     Transfer,
 )
+from rlinf_async.channels.wire.links.split_transfer import FAR_ARRAYS_BYTES
 from rlinf_async.channels.wire.session.answers import PeerRequests, Request
 from rlinf_async.channels.wire.session.failures import rebuild
 from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
@@ -66,6 +68,8 @@ FRAME_MOST: Final = 4 * FRAME_ITEMS
 changes of key, sender or weight as `FRAME_ITEMS`: its head is bounded."""
 MAX_UNCONFIRMED: Final = 1024**2
 """Bytes that may be unconfirmed; a put that would exceed it asks."""
+FAR_UNCONFIRMED: Final = 16 * 1024**2
+"""The same, where the connection is `far`."""
 _NOTICE, _SHARED = FrameType.NOTICE, int(Flag.SHARED)  # the enums are slow to ask
 
 _open: set[Transfers] = set()
@@ -107,6 +111,8 @@ class Transfers:
         self._size = 0
         self._unconfirmed: deque[_Frame] = deque()
         self._unconfirmed_bytes = 0
+        self._most = MAX_UNCONFIRMED
+        self._far = False
         self._then: Callable[[], None] | None = None
         self._grace: Timer | None = None
         PeerRequests.of(connection).own.add_sync("credit.grant", Grant, self._granted)
@@ -132,7 +138,7 @@ class Transfers:
             and weight <= account.weight
             and not body.buffers
             and len(body.data) <= MAX_ITEM_BYTES
-            and self._unconfirmed_bytes + self._size < MAX_UNCONFIRMED
+            and self._unconfirmed_bytes + self._size < self._most
         )
 
     def add(
@@ -167,27 +173,30 @@ class Transfers:
         if retained is not None and len(self._retained) >= FRAME_RETAINED:
             self._send()
 
-    def fits_shared(self, account: Account, body: Encoded, weight: int) -> bool:
-        """Whether this may be put on credit if its arrays, which are large, can be shared."""
+    def fits_large(self, account: Account, body: Encoded, weight: int) -> bool:
+        """Whether this may be put on credit if its arrays, which are large, can be shared, or may
+        be copied."""
         return (
             account.items > 0
             and not account.waiting
             and weight <= account.weight
-            and self._unconfirmed_bytes + self._size < MAX_UNCONFIRMED
-            and sum(map(len, body.buffers)) >= SHARE_BYTES
+            and self._unconfirmed_bytes + self._size < self._most
+            and (self._far or sum(map(len, body.buffers)) >= SHARE_BYTES)
         )
 
-    def put_shared(self, account: Account, end: int, weight: int, body: Encoded) -> bool:
-        """Put an item by shared memory, now; False where that cannot be. Its arrays are copied
-        by then."""
-        travels = self._connection.share(body)
+    def put_large(self, account: Account, end: int, weight: int, body: Encoded) -> bool:
+        """Put an item with large arrays, now; False where that cannot be. They are copied by
+        then."""
+        travels, flags = self._connection.share(body), _SHARED
         if travels is None:
-            return False
+            if not self._far or sum(map(len, body.buffers)) > FAR_ARRAYS_BYTES:
+                return False
+            travels, flags = Encoded(body.data, [*map(bytearray, body.buffers)]), 0
         self._send()
         account.spend(weight)
         self.copied += body.nbytes
         run = Run(account.queue, end, account.key, weight, 1)
-        self._notify(Transfer([run], [len(body.data)]), travels, {end: 1}, _SHARED)
+        self._notify(Transfer([run], [len(body.data)]), travels, {end: 1}, flags)
         return True
 
     async def confirmed(self) -> None:
@@ -222,8 +231,9 @@ class Transfers:
     ) -> None:
         if not self._unconfirmed:
             _open.add(self)
-        self._unconfirmed.append(_Frame(len(transfer.sizes), len(body.data), by_end))
-        self._unconfirmed_bytes += len(body.data)
+        size = len(body.data) if flags else body.nbytes
+        self._unconfirmed.append(_Frame(len(transfer.sizes), size, by_end))
+        self._unconfirmed_bytes += size
         head = head_of("channel.transfer", transfer)
         self._outbox.send(_NOTICE, 0, head, body, DATA, flags=flags, what="channel.transfer")
 
@@ -232,6 +242,8 @@ class Transfers:
     def _granted(self, request: Request[Grant]) -> None:
         grant = request.meta
         if grant.credits:
+            self._far = self._connection.far
+            self._most = FAR_UNCONFIRMED if self._far else MAX_UNCONFIRMED
             self.accounts.fill(grant.credits)
         for refused in grant.refused:
             self._refused(refused)

@@ -1,6 +1,7 @@
 """Where a process can be reached: a Unix socket on one host, TCP between hosts.
 
-An address is a path, or ``tcp://host:port``. Which of the two it is decides everything else.
+An address is a path, ``tcp://host:port``, or ``tls://host:port`` for TCP under TLS. A path
+``@name`` is a name in the abstract namespace of Linux: no file, and gone with its process.
 """
 
 from __future__ import annotations
@@ -19,9 +20,19 @@ BACKLOG: Final = 128
 
 
 class UnixAddress(NamedTuple):
-    """A socket in a folder of this host."""
+    """A socket in a folder of this host, or a name in its abstract namespace."""
 
     path: Path
+
+    @property
+    def abstract(self) -> bool:
+        """Whether it is a name, and no file: any user of this host can connect."""
+        return str(self.path).startswith("@")
+
+    @property
+    def name(self) -> str:
+        """As the system is told it."""
+        return f"\0{str(self.path)[1:]}" if self.abstract else str(self.path)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -32,10 +43,12 @@ class TcpAddress(NamedTuple):
 
     host: str
     port: int
+    tls: bool = False
+    """whether its connections are encrypted"""
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"tcp://{host}:{self.port}"
+        return f"{'tls' if self.tls else 'tcp'}://{host}:{self.port}"
 
 
 Address = UnixAddress | TcpAddress
@@ -48,7 +61,7 @@ def parse(address: str | os.PathLike[str]) -> Address:
         WireError: it is invalid.
     """
     text = os.fspath(address)
-    if not text.startswith("tcp://"):
+    if not text.startswith(("tcp://", "tls://")):
         check_path(address)
         return UnixAddress(Path(address))
     parts = urlsplit(text)
@@ -58,10 +71,11 @@ def parse(address: str | os.PathLike[str]) -> Address:
         host = port = None
     if not host or port is None or parts.username or parts.path or parts.query or parts.fragment:
         raise WireError(
-            f"{text!r} is not an address: write tcp://host:port, with the name or number of one of "
-            "this host's addresses where it is to listen (port 0 takes a free one)"
+            f"{text!r} is not an address: write tcp://host:port, or tls://host:port for an "
+            "encrypted connection, with the name or number of one of this host's addresses where "
+            "it is to listen (port 0 takes a free one)"
         )
-    return TcpAddress(host, port)
+    return TcpAddress(host, port, parts.scheme == "tls")
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
@@ -78,11 +92,30 @@ def check_path(path: str | os.PathLike[str]) -> None:
         )
 
 
-def bind_unix(path: Path) -> socket.socket:
-    """A socket to listen on, owner-only in an owner-only folder, which is made too.
+def bind_unix(address: UnixAddress) -> socket.socket:
+    """A socket to listen on: a name, or owner-only in an owner-only folder, which is made too.
 
     Raises:
-        WireError: it cannot be made, or others can reach it.
+        WireError: it cannot be made, or its folder can be used by others.
+    """
+    if not address.abstract:
+        make_own_folder(address.path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(address.name)
+        if not address.abstract:
+            address.path.chmod(0o600)
+    except OSError as error:
+        listener.close()
+        raise WireError(f"cannot make the socket {str(address)!r}: {error.strerror}") from error
+    return listener
+
+
+def make_own_folder(path: Path) -> None:
+    """Make the folder of this socket, for this user alone.
+
+    Raises:
+        WireError: it cannot be made, or can be used by others.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -94,14 +127,6 @@ def bind_unix(path: Path) -> socket.socket:
             f"the folder {str(path.parent)!r} of the socket can be used by others: give it to this "
             "user and make it mode 700"
         )
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(os.fspath(path))
-        path.chmod(0o600)
-    except OSError as error:
-        listener.close()
-        raise WireError(f"cannot make the socket {str(path)!r}: {error.strerror}") from error
-    return listener
 
 
 def bind_tcp(address: TcpAddress) -> socket.socket:
@@ -112,7 +137,9 @@ def bind_tcp(address: TcpAddress) -> socket.socket:
     """
     listener: socket.socket | None = None
     try:
-        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
         family, kind, protocol, _, where = found[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -34,6 +34,7 @@ from rlinf_async.channels.wire.frames.messages import CONTROL, DATA, Message
 from rlinf_async.channels.wire.frames.reader import MessageReader
 from rlinf_async.channels.wire.memory.pool import process_pool
 from rlinf_async.channels.wire.memory.shared_memory import MemoryUse, Sharing
+from rlinf_async.channels.wire.session import distance
 from rlinf_async.channels.wire.session.failures import UNREADABLE
 from rlinf_async.channels.wire.session.heartbeat import Heartbeat
 from rlinf_async.channels.wire.session.outbox import Outbox
@@ -250,6 +251,31 @@ class Connection:
     def local(self) -> bool:
         """Whether it goes, or went last, over a Unix socket: the peer is on this host."""
         return self.streams.local
+
+    @property
+    def round_trip(self) -> float:
+        """Seconds that a message and its answer take on the way, as the system measures it; 0 over
+        a Unix socket, while it is cut, and where the system does not say."""
+        return distance.round_trip(self.streams.transport)
+
+    @property
+    def far(self) -> bool:
+        """Whether a round trip takes so long that it is worth larger windows, and copies."""
+        return self.round_trip >= distance.FAR_SECONDS
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether it goes over TLS."""
+        transport = self.streams.transport
+        return transport is not None and transport.get_extra_info("ssl_object") is not None
+
+    @property
+    def local_host(self) -> str | None:
+        """The address of this host that the peer reached or was reached from; None over a Unix
+        socket, or while it is cut."""
+        transport = self.streams.transport
+        name = None if transport is None else transport.get_extra_info("sockname")
+        return name[0] if isinstance(name, tuple) else None
 
     @property
     def received_bytes(self) -> int:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import ssl
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from rlinf_async import deadlines
 from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError
-from rlinf_async.channels.wire.session.address import Address, UnixAddress
+from rlinf_async.channels.wire.session.address import Address, TcpAddress, UnixAddress
 from rlinf_async.channels.wire.session.auth import Handshake, Terms
 from rlinf_async.channels.wire.session.connection import Connection
 from rlinf_async.channels.wire.session.endpoint_options import EndpointOptions
 from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
 from rlinf_async.channels.wire.session.socket_link import HandshakeTimeout, Link
 from rlinf_async.channels.wire.session.streams import Streams
+from rlinf_async.channels.wire.session.tls import client_context
 
 ATTEMPT_BYTES: Final = 16
 FIRST_PAUSE: Final = 0.02
@@ -126,19 +128,32 @@ class Dialer:
             raise NotListening(self._say(error)) from error
         except ConnectionResetError as error:
             raise HandshakeCut(self._say(error)) from error
+        except ssl.SSLError as error:
+            raise HandshakeFailed(
+                f"no TLS session with {str(self._address)!r}: {error.reason or error}: does the "
+                "process there use TLS, with the same secret?"
+            ) from error
         except OSError as error:
             raise ConnectionLost(self._say(error)) from error
         try:
             await asyncio.shield(link.opened)  # it goes on if this is cancelled, see `_take_back`
         except ConnectionLost as error:
-            raise HandshakeCut(str(error)) from error
+            plain = isinstance(self._address, TcpAddress) and not self._address.tls
+            unknown = plain and not link.handshake.introduced
+            hint = ", or expects TLS (tls:// instead of tcp://)" if unknown else ""
+            raise HandshakeCut(f"{error}{hint}") from error
 
     async def _open(self, link: Link) -> None:
         loop = asyncio.get_running_loop()
         if isinstance(self._address, UnixAddress):
-            await loop.create_unix_connection(lambda: link, str(self._address.path))
+            await loop.create_unix_connection(lambda: link, self._address.name)
         else:
-            await loop.create_connection(lambda: link, *self._address)
+            options: dict[str, Any] = {}
+            if self._address.tls:
+                options["ssl"] = client_context(self._side.secret)
+                options["ssl_handshake_timeout"] = self._side.handshake_timeout
+            host, port = self._address.host, self._address.port
+            await loop.create_connection(lambda: link, host, port, **options)
 
     def _say(self, error: OSError) -> str:
         why = error.strerror or str(error) or "no answer in time"

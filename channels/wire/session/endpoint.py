@@ -14,12 +14,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self, Unpack
+from typing import Any, Final, Self, Unpack
 
 from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError
 from rlinf_async.channels.wire.session.address import (
     Address,
-    TcpAddress,
     UnixAddress,
     bind_tcp,
     bind_unix,
@@ -32,6 +31,7 @@ from rlinf_async.channels.wire.session.dialing import Dialer
 from rlinf_async.channels.wire.session.endpoint_options import EndpointOptions, Timeouts
 from rlinf_async.channels.wire.session.pending_handshakes import PendingHandshakes
 from rlinf_async.channels.wire.session.socket_link import Link
+from rlinf_async.channels.wire.session.tls import server_context
 
 NUMBER_BYTES: Final = len(NEW)
 CLOSED: Final = "the server was closed"
@@ -53,7 +53,7 @@ async def connect(
     """Connect to the process that serves this address, and prove the cluster's secret.
 
     Args:
-        address: the path of a Unix socket, or ``tcp://host:port``.
+        address: the path of a Unix socket, ``tcp://host:port``, or ``tls://host:port``.
         name: of this process, in the peer's errors and reports.
         times: see `Timeouts`.
 
@@ -119,12 +119,16 @@ class Server:
         """
         loop = asyncio.get_running_loop()
         if isinstance(address, UnixAddress):
-            listener = bind_unix(address.path)
+            listener = bind_unix(address)
             self._listener = await loop.create_unix_server(self._accept, sock=listener)
         else:
+            options: dict[str, Any] = {}
+            if address.tls:
+                options["ssl"] = server_context(self._side.secret)
+                options["ssl_handshake_timeout"] = self._side.handshake_timeout
             listener = await loop.run_in_executor(None, bind_tcp, address)  # a name takes its time
-            self._listener = await loop.create_server(self._accept, sock=listener)
-            address = TcpAddress(address.host, listener.getsockname()[1])
+            self._listener = await loop.create_server(self._accept, sock=listener, **options)
+            address = address._replace(port=listener.getsockname()[1])
         self._address = address
 
     async def close(self) -> None:
@@ -138,7 +142,7 @@ class Server:
         await asyncio.gather(*(connection.wait_closed() for connection in cut))
         listener.close()
         self._closing = True
-        if isinstance(self._address, UnixAddress):
+        if isinstance(self._address, UnixAddress) and not self._address.abstract:
             with contextlib.suppress(FileNotFoundError):
                 self._address.path.unlink()
         every, unauthenticated = list(self.connections), list(self._pending)
@@ -170,6 +174,7 @@ class Server:
             handshake, side.handshake_timeout, lambda _: made[0].streams, self._pending.arrived
         )
         self._pending.add(link)
+        link.start_timer()  # a peer that fails in TLS never gets as far as `connection_made`
         link.opened.add_done_callback(partial(self._known, link, made))
         return link
 
@@ -244,7 +249,8 @@ async def serve(
 
     Args:
         address: where the socket is made; its folder is made too, and must be this user's alone. Or
-            ``tcp://host:port``: it listens at this address and at no other.
+            ``tcp://host:port``: it listens at this address and at no other. Or ``tls://``, as the
+            peers then have to write too.
         on_connect: called with each connection once it has proved the secret.
         on_disconnect: called with it, and the reason, when it is closed or lost.
         on_reject: called when a peer could not prove it (always logged).

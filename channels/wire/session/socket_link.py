@@ -64,7 +64,7 @@ class Link(asyncio.Protocol):
         self.opened: asyncio.Future[None] = loop.create_future()
         """done when the handshake is; with `HandshakeFailed` or `ConnectionLost` if it failed"""
         self.ended: asyncio.Future[None] = loop.create_future()
-        """done when the socket is closed"""
+        """done when the socket is closed, or was given up before it was made"""
         self._greeted = greeted
         self._arrived = arrived
         self._user: LinkUser | None = None
@@ -85,6 +85,11 @@ class Link(asyncio.Protocol):
     @property
     def peer(self) -> str:
         return self.handshake.peer
+
+    def start_timer(self) -> None:
+        """Limit the time of the handshake from now on; where TLS comes first, of that too."""
+        if self._late_timer is None:
+            self._late_timer = Timer(self._seconds, self._late)
 
     def refuse(self, reason: str) -> None:
         """Refuse a peer that has not proved the secret yet."""
@@ -126,7 +131,7 @@ class Link(asyncio.Protocol):
         if self.opened.done():  # given up before it was made
             self._transport.abort()
         else:
-            self._late_timer = Timer(self._seconds, self._late)
+            self.start_timer()
             self._transport.write(self.handshake.take_outgoing())
             if self._arrived is not None:
                 self._arrived(self)
@@ -158,7 +163,7 @@ class Link(asyncio.Protocol):
         user, self._user = self._user, None
         if user is not None:
             user.cut(self, reason)
-        self.ended.set_result(None)
+        self._end()
 
     # ---- the handshake
 
@@ -193,4 +198,10 @@ class Link(asyncio.Protocol):
             self._transport.write(answer)
         self._in_time()
         self.opened.set_exception(error)
+        if self._transport is None:  # TLS is not through, and perhaps never will be
+            self._end()
         self.hang_up()
+
+    def _end(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)

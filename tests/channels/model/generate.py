@@ -13,7 +13,8 @@ from typing import Final
 from rlinf_async.channels import Key
 from tests.channels.model.program import KEYS, Do, Ending, Kill, Op, Payload, Program, Side, Task
 
-WIRES: Final = ("unix", "tcp", "process")
+WIRES: Final = ("unix", "tcp", "tls", "process", "direct", "far")
+PROCESSES: Final = ("process", "direct", "far")
 SIZES: Final = (0, 0, 10, 5_000, 70_000, 1_000_000)
 SENDS: Final[tuple[tuple[Do, int], ...]] = (
     ("put", 12), ("put_nowait", 3), ("flush", 2), ("clone", 1), ("close", 1), ("statistics", 1),
@@ -41,8 +42,10 @@ class _Maker:
         )[0]
         self.max_weight = rng.choice((None, None, None, 3, 8)) if not self.long else None
         self.keys: list[Key | None] = list(KEYS[: rng.choice((1, 1, 1, 2, 3))])
+        if transport == "direct":
+            self.payload = rng.choices(("array", "tensor"), (9, 1))[0]
         if self.long:
-            self.payload = "int"
+            self.payload = "array" if transport == "direct" else "int"
             if rng.random() < 0.7:
                 self.keys = [rng.choice(KEYS)]
         self.ending = rng.random() < 0.15
@@ -76,7 +79,8 @@ class _Maker:
     def _long_ops(self, side: Side) -> list[Op]:
         rng, key = self.rng, self._key()
         if side == "send":
-            before = [Op("put", rng.choice((20, 60, 150, 300, 500)), key)]
+            size = rng.choice((0, 5_000)) if self.transport == "direct" else 0
+            before = [Op("put", rng.choice((20, 60, 150, 300, 500)), key, size=size)]
             return before + self._ops(side, rng.choice((0, 0, 2)))
         gets: Do = rng.choice(("get", "get", "get", "iterate"))
         ops = [Op(gets, rng.choice((rng.randint(1, 20), rng.randint(5, 120))), key)]
@@ -161,6 +165,6 @@ class _Maker:
 
     def _kills(self, tasks: list[Task]) -> tuple[Kill, ...]:
         places = sorted({task.at for task in tasks} - {0})
-        if self.transport != "process" or not places or self.rng.random() > 0.3:
+        if self.transport not in PROCESSES or not places or self.rng.random() > 0.3:
             return ()
         return (Kill(self.rng.choice(places), self.rng.randint(1, 60)),)

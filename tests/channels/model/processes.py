@@ -18,6 +18,7 @@ from typing import Any
 
 from rlinf_async.channels.wire import (
     ChannelServer,
+    Connection,
     EndRef,
     Router,
     Server,
@@ -29,7 +30,7 @@ from tests.channels.model.party import Party, SharedEnd
 from tests.channels.model.program import EndName, Program, end_names, end_of, name_of
 from tests.channels.model.sockets import CUT_PATIENCE, SECRET, Patient, cut_sockets, loop_factory
 from tests.channels.model.stage import Stage
-from tests.channels.model.worker import Order, serve_orders
+from tests.channels.model.worker import Order, serve_orders, set_distance
 
 RECORD_BYTES = 70
 """Of the journal, about; cuts come after so many for each operation."""
@@ -92,14 +93,15 @@ def end_workers() -> None:
 
 
 def run_over(program: Program, transport: str, patience: float) -> History:
-    """Run it over processes: ``transport`` is the only one there is."""
+    """Run it over processes: ``process``, or ``direct``."""
     workers = {
         place: _idle.pop() if _idle else Worker()
         for place in sorted({task.at for task in program.tasks} - {0})
     }
     try:
         with asyncio.Runner(loop_factory=loop_factory(program)) as runner:
-            history = runner.run(_run(program, patience, workers))
+            history = runner.run(_run(program, transport, patience, workers))
+            set_distance("")
     except BaseException:
         for worker in workers.values():
             worker.end()
@@ -112,20 +114,27 @@ def run_over(program: Program, transport: str, patience: float) -> History:
     return history
 
 
-async def _run(program: Program, patience: float, workers: dict[int, Worker]) -> History:
+async def _run(
+    program: Program, transport: str, patience: float, workers: dict[int, Worker]
+) -> History:
+    set_distance(transport)
     with tempfile.TemporaryDirectory(prefix="model-") as folder:
         router = Router()
         owner = ChannelServer(router)
+        address = "tcp://127.0.0.1:0" if transport in ("direct", "far") else Path(folder) / "s"
         async with await serve(
-            Path(folder) / "s", SECRET, name="owner", router=router, patience=CUT_PATIENCE
+            address, SECRET, name="owner", router=router, patience=CUT_PATIENCE
         ) as server:
-            return await _Run(program, patience, workers, owner, server, Path(folder)).perform()
+            return await _Run(
+                program, transport, patience, workers, owner, server, Path(folder)
+            ).perform()
 
 
 class _Run:
     def __init__(
         self,
         program: Program,
+        transport: str,
         patience: float,
         workers: dict[int, Worker],
         owner: ChannelServer,
@@ -133,6 +142,7 @@ class _Run:
         folder: Path,
     ) -> None:
         self.program = program
+        self.transport = transport
         self.workers = workers
         self.owner = owner
         self.server = server
@@ -180,18 +190,20 @@ class _Run:
         after = [kill.after for kill in self.program.kills if kill.at == place]
         order = Order(
             self.program, place, self.server.address, ends, str(self._journal(place)),
-            min(after, default=None),
+            min(after, default=None), self.transport,
         )  # fmt: skip
         if not await self.workers[place].carry_out(order):
             if not after:
                 self.stage.history.violations.append(f"process {place} died by itself")
             self.stage.history.killed.append(place)
-            await self.stage.medium.holds(lambda: not self._connected(place))
+            for connection in self._connections(place):
+                connection.peer_ended()
+            await self.stage.medium.holds(lambda: not self._connections(place))
             for _, ref in ends:
                 self.owner.release(ref.number)
 
-    def _connected(self, place: int) -> bool:
-        return any(one.peer == f"process {place}" for one in self.server.connections)
+    def _connections(self, place: int) -> list[Connection]:
+        return [one for one in self.server.connections if one.peer == f"process {place}"]
 
     def _journal(self, place: int) -> Path:
         return self.folder / f"journal{place}"

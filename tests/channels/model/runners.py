@@ -14,8 +14,11 @@ from tests.channels.model.differential import differences
 from tests.channels.model.history import History
 from tests.channels.model.program import Program, operations
 
-TRANSPORTS: Final = ("local", "steps", "unix", "tcp", "process")
-"""``steps`` is a local channel beside the reference, compared step by step."""
+TRANSPORTS: Final = ("local", "steps", "unix", "tcp", "tls", "process", "direct", "far")
+"""``steps`` is a local channel beside the reference, compared step by step; ``direct`` are
+processes over TCP whose arrays go from one to the other, ``far`` processes over TCP that count as
+far from the owner."""
+PROCESSES: Final = ("process", "direct", "far")
 PATIENCE: Final = 15.0
 """Seconds without anything going on, after which a program over a wire counts as hung."""
 
@@ -52,7 +55,7 @@ def _runner(transport: str, patience: float) -> Callable[[Program], History]:
         from tests.channels.model.local import run_local
 
         return run_local
-    name = "processes" if transport == "process" else "sockets"
+    name = "processes" if transport in PROCESSES else "sockets"
     module = importlib.import_module(f"tests.channels.model.{name}")
 
     def over_a_wire(program: Program) -> History:
@@ -80,7 +83,7 @@ def fails_so(
     """Whether a program breaks this invariant. Over a wire it may do so now and then only."""
 
     def fails(program: Program) -> bool:
-        for _ in range(tries if transport in ("unix", "tcp", "process") else 1):
+        for _ in range(tries if transport in ("unix", "tcp", *PROCESSES) else 1):
             found = run(program, transport, patience=patience).violations
             if any(kind_of(violation) == kind for violation in found):
                 return True

@@ -83,7 +83,7 @@ def done_here(journal: Journal) -> object:
 
 
 def run_over(program: Program, transport: str, patience: float) -> History:
-    """Run it over ``unix`` or ``tcp``."""
+    """Run it over ``unix``, ``tcp`` or ``tls``."""
     with asyncio.Runner(loop_factory=loop_factory(program)) as runner:
         return runner.run(_run(program, transport, patience))
 
@@ -99,7 +99,7 @@ def loop_factory(program: Program) -> Callable[[], asyncio.AbstractEventLoop]:
 
 async def _run(program: Program, transport: str, patience: float) -> History:
     with tempfile.TemporaryDirectory(prefix="model-") as folder:
-        address = "tcp://127.0.0.1:0" if transport == "tcp" else Path(folder) / "s"
+        address = Path(folder) / "s" if transport == "unix" else f"{transport}://127.0.0.1:0"
         router = Router()
         owner = ChannelServer(router)
         async with await serve(

@@ -29,6 +29,12 @@ def test_programs_over_processes_that_are_killed() -> None:
     hold([seed for seed in SEEDS if generate(seed, "process").kills][:12], "process")
 
 
+@pytest.mark.parametrize("transport", ["direct", "far"])
+def test_programs_over_processes_whose_arrays_pass_the_owner_or_go_far(transport: str) -> None:
+    killed = [seed for seed in SEEDS if generate(seed, transport).kills]
+    hold([*range(6), *killed[:6]], transport)
+
+
 def test_a_process_that_is_killed_in_a_lease_gives_its_items_back() -> None:
     takes = Task("take", (Op("lease", 3, weight=4, turns=5),), 1)
     sends = Task("send", (Op("put", 12), Op("flush")), 2)

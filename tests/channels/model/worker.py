@@ -10,12 +10,20 @@ from typing import Any
 
 import msgspec
 
-from rlinf_async.channels.wire import ChannelClient, EndRef, Router, connect
+from rlinf_async.channels.wire import ChannelClient, Direct, EndRef, Router, connect
+from rlinf_async.channels.wire.direct.direct import Use
+from rlinf_async.channels.wire.session import distance
 from tests.channels.model.items import item_type
 from tests.channels.model.journal_file import FileJournal
 from tests.channels.model.party import Party, SharedEnd
 from tests.channels.model.program import EndName, Program, end_of
 from tests.channels.model.sockets import SECRET, loop_factory
+
+LEAST = 4_000
+"""Bytes of the arrays that stay with their producer."""
+
+
+FAR_SECONDS = distance.FAR_SECONDS
 
 
 class Order(msgspec.Struct):
@@ -27,6 +35,7 @@ class Order(msgspec.Struct):
     ends: list[tuple[EndName, EndRef]]
     journal: str
     kill_after: int | None
+    transport: str
 
 
 def serve_orders(pipe: Pipe) -> None:
@@ -45,12 +54,22 @@ def serve_orders(pipe: Pipe) -> None:
             pipe.send(traceback.format_exc())
 
 
+def set_distance(transport: str) -> None:
+    """Let every connection of this process count as far, or as it is."""
+    distance.FAR_SECONDS = 0.0 if transport == "far" else FAR_SECONDS
+
+
 async def _carry_out(order: Order) -> None:
     program, place = order.program, order.place
+    set_distance(order.transport)
     connection = await connect(
         order.address, SECRET, name=f"process {place}", router=Router(), heartbeat_limit=60
     )
-    client = ChannelClient(connection)
+    use: Use = "auto" if order.transport == "direct" else "never"
+    direct = await Direct.of_worker(
+        connection, SECRET, name=f"process {place}", use=use, least=LEAST
+    )
+    client = ChannelClient(connection, direct)
     kind = item_type(program.payload)
     shared: dict[EndName, Any] = {
         name: SharedEnd(client.end(ref, kind)) for name, ref in order.ends
@@ -68,4 +87,6 @@ async def _carry_out(order: Order) -> None:
     finally:
         connection.close()
         await connection.wait_closed()
+        if direct is not None:
+            await direct.close()
         journal.close()

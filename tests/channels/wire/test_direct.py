@@ -79,14 +79,16 @@ async def test_the_arrays_do_not_pass_the_owner(capacity: int) -> None:
 
         _, found = await asyncio.gather(put(), get())
         assert found == list(range(40))
-        assert consumer.got == (40, 0)
+        fetched, passed = consumer.got
+        assert fetched >= 40  # more where prefetched ones went back for a batch
+        assert passed == 0
         await until(lambda: not producer.kept)
         seen = channel.statistics()
         assert (seen.direct, seen.loaded, seen.lost, seen.copied) == (40, 0, 0, 0)
         put_edge, *taken = seen.edges
         assert (put_edge.items, put_edge.direct) == (40, 40)
-        assert put_edge.nbytes == sum(edge.nbytes for edge in taken) > 40 * SIZE
-        assert sum(edge.direct for edge in taken) == 40
+        assert sum(edge.nbytes for edge in taken) >= put_edge.nbytes > 40 * SIZE
+        assert sum(edge.direct for edge in taken) >= 40
         assert one.passed() < 2 * SIZE
 
 

@@ -24,6 +24,7 @@ from rlinf_async.channels.wire import (
 )
 from rlinf_async.channels.wire.links import prepare_next as ready
 from rlinf_async.channels.wire.links import protocol
+from rlinf_async.channels.wire.links.split_transfer import FAR_ARRAYS_BYTES
 from rlinf_async.testing import wait_all_blocked
 from tests.channels.wire.harness import Turns, Wired, until, wired
 
@@ -173,7 +174,7 @@ async def test_arrays_that_would_fill_the_owners_memory_unasked_end_the_connecti
 ) -> None:
     async with lending() as (_, connection, channel, sender):
         connection._sharing._pid = 0  # they go through the socket
-        beside = memoryview(bytearray(64 * 1024))
+        beside = memoryview(bytearray(FAR_ARRAYS_BYTES + 1))
         run = protocol.Run(sender._account.queue, sender._number, None, 1, len(sizes))
         body = Encoded(bytes(sum(sizes)), [beside])
         connection.notify("channel.transfer", protocol.Transfer([run], sizes), body)

@@ -17,19 +17,30 @@ UNSAFE_CALLS = {"eval", "exec", "loads", "load", "__import__", "import_module", 
 
 
 def imported(tree: ast.AST) -> set[str]:
-    """The packages that are imported anywhere in this file."""
+    """The packages that are imported anywhere in this file, also by `import_module("package")`."""
     names: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Call) and (module := literal_import(node)):
+            names.add(module.partition(".")[0])
+        elif isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add((node.module or "").partition(".")[0])
     return names
 
 
+def literal_import(call: ast.Call) -> str | None:
+    """The module of `importlib.import_module("module")`; None where the name is computed."""
+    if ast.unparse(call.func) != "importlib.import_module" or len(call.args) != 1:
+        return None
+    (name,) = call.args
+    return name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else None
+
+
 def called(tree: ast.AST) -> set[str]:
-    """The names of all functions that are called."""
-    functions = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    """The names of all functions that are called, without imports of a module named in the source."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    functions = [call.func for call in calls if literal_import(call) is None]
     names = {one.id for one in functions if isinstance(one, ast.Name)}
     return names | {one.attr for one in functions if isinstance(one, ast.Attribute)}
 
@@ -43,3 +54,9 @@ def test_the_wire_names_nothing_that_could_run_what_it_reads(source: Path) -> No
 
 def test_the_check_covers_the_decoder() -> None:
     assert {"codec", "arrays", "framing", "connection"} <= {path.stem for path in SOURCES}
+
+
+def test_a_module_that_is_imported_by_a_computed_name_is_seen() -> None:
+    computed = ast.parse("import importlib\nimportlib.import_module(name_from_the_wire)")
+    assert called(computed) & UNSAFE_CALLS
+    assert imported(ast.parse("importlib.import_module('pickle')")) & UNSAFE
