@@ -19,12 +19,12 @@ from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
 from rlinf_async.messages.language import Failed, Scored
 from rlinf_async.rewards.process_messages import Judged, frame
 from rlinf_async.rewards.scorer import CLOSED_SECONDS, Scorer
-from rlinf_async.runtime import process
 from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.jobs.view import SPANS_LIMIT, LiveView
-from rlinf_async.runtime.process import EXIT_SECONDS, ProcessWorker
+from rlinf_async.runtime.process import ChildProcess
 from rlinf_async.runtime.protocol import Outcome
-from rlinf_async.runtime.remote import CANCEL_SECONDS, _Cancelled
+from rlinf_async.runtime.remote_call import CANCEL_SECONDS, _Cancelled
+from rlinf_async.runtime.remote_worker import RemoteWorker
 from tests import stalled_wire as wire
 from tests.stalled_wire import Blame, Heard
 from tests.stalling import explore_stalls, stall
@@ -53,16 +53,18 @@ def cancelled_call(blame: Blame) -> Heard:
 
 def lost_process(blame: Blame) -> Heard:
     loop = asyncio.get_running_loop()
-    worker: Any = object.__new__(ProcessWorker)
-    worker._stopping, worker._kill_timer, worker.exited = False, None, loop.create_future()
-    worker._process = blame
+    worker: Any = object.__new__(RemoteWorker)
+    worker._stopping, worker._kill_timer, ended = False, None, loop.create_future()
+    worker.process = SimpleNamespace(
+        ended=ended, exit_seconds=ChildProcess.exit_seconds, kill=lambda: blame("killed")
+    )
     worker.lose("a test")
-    return partial(worker.exited.set_result, None)
+    return partial(ended.set_result, None)
 
 
 def connecting_worker(blame: Blame) -> Heard:
     loop = asyncio.get_running_loop()
-    worker: Any = object.__new__(ProcessWorker)
+    worker: Any = object.__new__(RemoteWorker)
     connected: asyncio.Future[Any] = loop.create_future()
     worker.died, worker.lose = loop.create_future(), blame
     worker._ask = lambda kind: loop.create_future()
@@ -80,8 +82,9 @@ def stopping_worker(blame: Blame) -> Heard:
             blame("killed")
 
     asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    worker: Any = object.__new__(ProcessWorker)
-    worker.name, worker._connection, worker.exited = "A[0]", object(), asked
+    worker: Any = object.__new__(RemoteWorker)
+    worker.name, worker.connection = "A[0]", object()
+    worker.process = SimpleNamespace(ended=asked)
     worker._ask, worker.kill = ask, kill
     background(worker.stop(4.0), blame)
     return partial(asked.set_result, None)
@@ -171,7 +174,7 @@ PLACES = [
     Place(GRACE_SECONDS, wire.unconfirmed_items),
     Place(GRACE_SECONDS, wire.arrays_to_fetch),
     Place(CANCEL_SECONDS, cancelled_call),
-    Place(EXIT_SECONDS, lost_process),
+    Place(ChildProcess.exit_seconds, lost_process),
     Place(4.0, connecting_worker),
     Place(4.0, stopping_worker),
     Place(4.0, ended_calls),
@@ -182,8 +185,7 @@ PLACES = [
 
 
 @pytest.fixture(params=PLACES, ids=lambda place: place.start.__name__)
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    monkeypatch.setattr(process, "kill_tree", lambda blame: blame("killed"))
+def place(request: pytest.FixtureRequest) -> Place:
     chosen: Place = request.param
     return chosen
 

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
-from rlinf_async.workers.context import WorkerContext
+from rlinf_async.workers.context import WorkerContext, WorkerInfo
 from rlinf_async.workers.errors import BuildError
 
 JOIN_LIMIT = timedelta(minutes=5)
+
+_listening: socket.socket | None = None
+"""where rank 0 of a group on several hosts waits for the others; until `join` takes it over"""
+
+
+def listen_for_ranks(host: str) -> str:
+    """Listen in this process, which is to be rank 0, for the other ranks of its group.
+
+    Nobody else can take the port between now and `join`.
+
+    Args:
+        host: the address of this host's interface.
+
+    Returns:
+        The group's rendezvous, ``tcp://host:port``.
+    """
+    global _listening
+    if _listening is not None:
+        _listening.close()
+    _listening = socket.create_server((host, 0), family=_family(host), backlog=1024)
+    shown = f"[{host}]" if ":" in host else host
+    return f"tcp://{shown}:{_listening.getsockname()[1]}"
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def join(context: WorkerContext) -> None:
@@ -25,14 +53,36 @@ def join(context: WorkerContext) -> None:
         )
     from torch import distributed
 
+    where: dict[str, Any] = {"init_method": info.rendezvous}
+    if info.rendezvous.startswith("tcp:"):
+        where = {"store": _tcp_store(info)}
     distributed.init_process_group(
         info.collective,
-        init_method=info.rendezvous,
         rank=info.rank,
         world_size=info.world_size,
         timeout=JOIN_LIMIT,
+        **where,
     )
     context.joined = True
+
+
+def _tcp_store(info: WorkerInfo) -> Any:
+    """The store of the group: in rank 0, at the port where it listens already."""
+    global _listening
+    from torch import distributed
+
+    of_torch: Any = distributed  # its names are exported, but not to type checkers
+    address = urlsplit(info.rendezvous)
+    listening, _listening = _listening, None
+    return of_torch.TCPStore(
+        str(address.hostname),
+        int(address.port or 0),
+        info.world_size,
+        is_master=info.rank == 0,
+        timeout=JOIN_LIMIT,
+        wait_for_workers=False,
+        master_listen_fd=None if listening is None else listening.detach(),
+    )
 
 
 class GroupStore:

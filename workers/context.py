@@ -37,6 +37,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[Device, ...] = ()
     sees_own_devices: bool = False
     """whether its process sees these accelerators alone, as ``cuda:0`` and on"""
+    host: str = ""
+    """name of its host, where a cluster has several; empty: the hostname says it"""
     incarnation: int = 0
     """how often this rank was restarted"""
     collective: str | None = None

@@ -125,7 +125,7 @@ class WorkerHost:
             step = "setup"
             await self._worker.setup()
             step = "done"
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self.wrap(error, step) from error
         finally:
             current_party.reset(token)
@@ -163,7 +163,7 @@ class WorkerHost:
             await self._end_calls()
             if ready and self._worker is not None:
                 await self._worker.teardown()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self.wrap(error, "teardown") from error
         finally:
             self._release()
@@ -193,7 +193,7 @@ class WorkerHost:
             inside = RuntimeError("a task or future that it awaited was cancelled, not the call")
             inside.__cause__ = error
             self._fail(invocation, inside)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # `sys.exit` would end the event loop
             self._fail(invocation, error)
         else:
             self._returned(invocation, value)
@@ -207,7 +207,7 @@ class WorkerHost:
             task.remove_done_callback(self._forget)  # saves a turn of the loop that has no effect
             invocation.returned(value)
 
-    def _fail(self, invocation: Invocation, error: Exception) -> None:
+    def _fail(self, invocation: Invocation, error: BaseException) -> None:
         failure = self.wrap(error, invocation.method)
         if invocation.cancelled and not is_secondary(failure):
             log.error("after it was cancelled, %s", failure)
@@ -220,8 +220,9 @@ class WorkerHost:
 
     def wrap(self, error: BaseException, method: str) -> WorkerError:
         """The error as one of this worker's."""
+        host = self.info.host or socket.gethostname()
         wrapped = WorkerError.of(
-            error, worker=self.info.name, host=socket.gethostname(), pid=os.getpid(), method=method
+            error, worker=self.info.name, host=host, pid=os.getpid(), method=method
         )
         wrapped.__cause__ = error
         return wrapped

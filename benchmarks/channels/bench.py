@@ -36,6 +36,7 @@ FOUR, SIXTY_FOUR = "gb_per_s_4mb", "gb_per_s_64mb"
 
 OURS_ITEMS, OURS_ECHO, OURS_CALLS = "items: ours", "echo: ours", "calls: ours"
 OURS_ARRAYS = ARRAYS + "ours"
+ON_RAY_ITEMS, ON_RAY_ARRAYS = "items on Ray: ours", "arrays on Ray: ours"
 ZMQ_ITEMS, ZMQ_ARRAYS = "items: zmq.asyncio", ARRAYS + "zmq.asyncio"
 MP_ITEMS, MP_ARRAYS = "items: multiprocessing.Queue", ARRAYS + "multiprocessing.Queue"
 RAW_ITEMS, RAW_ECHO = "items: raw uvloop socket (limit)", "echo: raw uvloop socket (limit)"
@@ -54,7 +55,12 @@ def _alone(name: str, queue: str, *requires: str) -> Case:
 
 
 def _two(
-    name: str, *command: str, peer: Peer | None = None, timeout: float = 120, **environment: str
+    name: str,
+    *command: str,
+    peer: Peer | None = None,
+    requires: tuple[str, ...] = (),
+    timeout: float = 120,
+    **environment: str,
 ) -> Case:
     """A case with more than one process, all on the same two cores."""
     script, *rest = command
@@ -62,6 +68,7 @@ def _two(
         name,
         ("{python}", f"{{here}}/{script}", *rest),
         peer=peer,
+        requires=requires,
         cores=2,
         environment={"PYTHONPATH": str(ROOT), **environment},
         timeout=timeout,
@@ -108,6 +115,7 @@ BENCH = Bench(
         _alone("asyncio.Queue", "asyncio"),
         _alone("anyio stream", "anyio", "anyio"),
         _two(OURS_ITEMS, "ours.py", "items"),
+        _two(ON_RAY_ITEMS, "ours.py", "items", "ray", requires=("ray",)),
         _two(ZMQ_ITEMS, "of_zmq.py", "items", peer=ZMQ),
         _two(MP_ITEMS, "of_multiprocessing.py", "items"),
         _two(RAW_ITEMS, "raw.py", "items"),
@@ -122,6 +130,7 @@ BENCH = Bench(
         _two(RAY_ALL, "of_ray.py", peer=RAY),
         _two(MONARCH_ALL, "of_monarch.py", peer=MONARCH),
         _two(OURS_ARRAYS, "ours.py", "arrays"),
+        _two(ON_RAY_ARRAYS, "ours.py", "arrays", "ray", requires=("ray",)),
         _two(MEMCPY, "raw.py", "memcpy"),
         _two(ZMQ_ARRAYS, "of_zmq.py", "arrays", peer=ZMQ),
         _two(MP_ARRAYS, "of_multiprocessing.py", "arrays"),
@@ -152,6 +161,16 @@ BENCH = Bench(
                 "raw socket": (RAW_ITEMS, 0.2),
             },
         ),
+        *_times(
+            "64-byte items/s on Ray",
+            "items_per_s",
+            ON_RAY_ITEMS,
+            **{
+                "on processes": (OURS_ITEMS, 1 / 1.2),
+                "RLinf": (RLINF_ALL, 100),
+                "Ray's queue": (RAY_ALL, 100),
+            },
+        ),
         *_quick("round trip", OURS_ECHO),
         *_quick("call", OURS_CALLS),
         *_times(
@@ -175,6 +194,12 @@ BENCH = Bench(
             ours=OURS_ARRAYS,
             theirs=(ZMQ_ARRAYS, MP_ARRAYS, RAY_ALL, RLINF_ALL, MONARCH_ALL),
             at_least=1,
+        ),
+        *_times(
+            "4 MiB arrays on Ray, GB/s",
+            FOUR,
+            ON_RAY_ARRAYS,
+            **{"on processes": (OURS_ARRAYS, 1 / 1.2)},
         ),
         *_times("64 MiB arrays, GB/s", SIXTY_FOUR, OURS_ARRAYS, memcpy=(MEMCPY, 0.5)),
         quotient(

@@ -3,7 +3,8 @@
     python -m benchmarks.channels.far  ours | raw  good | bad  owner | worker
 
 Both directions are measured, by whoever receives; the slower one counts. Over
-the bad cable round trips are fewer, and arrays are of 256 KiB, at most two in their channel.
+the bad cable round trips are fewer, and arrays are of 256 KiB; the channels have more room, because
+what is on the way counts.
 """
 
 from __future__ import annotations
@@ -34,7 +35,12 @@ PORTS = {"ours": 7000, "echo": 7001, "items": 7002, "stream": 7003}
 CALLS = {"good": kit.CALLS, "bad": 40}
 ELEMENTS = {"good": kit.ARRAYS["4mb"], "bad": 1 << 16}
 """of the arrays: 4 MiB, and where that would take seconds, 256 KiB"""
-ARRAY_CAPACITY = {"good": kit.ARRAY_CAPACITY, "bad": 2}
+CAPACITY = {"good": kit.CAPACITY, "bad": 128 * kit.CAPACITY}
+"""of items; it also bounds what is on the way"""
+ARRAY_CAPACITY = {"good": kit.ARRAY_CAPACITY, "bad": 4 * kit.ARRAY_CAPACITY}
+SECONDS = {"good": (kit.WARM_UP, kit.SECONDS), "bad": (8.0, 5.0)}
+"""of warm-up, and of measuring: over the bad cable TCP's congestion control takes seconds to find
+the bandwidth of a connection that carried little before"""
 SIZE = {"good": "4mb", "bad": "256kb"}
 
 
@@ -61,8 +67,8 @@ class Channels:
 
     def __init__(self, cable: str) -> None:
         arrays = ARRAY_CAPACITY[cable]
-        self.into = ra.Channel(kit.Item, name="into", capacity=kit.CAPACITY)
-        self.out = ra.Channel(kit.Item, name="out", capacity=kit.CAPACITY)
+        self.into = ra.Channel(kit.Item, name="into", capacity=CAPACITY[cable])
+        self.out = ra.Channel(kit.Item, name="out", capacity=CAPACITY[cable])
         self.pings = ra.Channel(kit.Item, name="pings")
         self.pongs = ra.Channel(kit.Item, name="pongs")
         self.blocks_into = ra.Channel(kit.Block, name="blocks into", capacity=arrays)
@@ -89,13 +95,13 @@ async def own(cable: str) -> None:
     router.add_sync("ends", Wanted, ends)
     async with await serve(f"tcp://{OWNER}:{PORTS['ours']}", secret(), router=router, name="owner"):
         print("ready", flush=True)
-        found = {"items_to_owner": await ours.items_per_s(channels.into.receiver)}
+        found = {"items_to_owner": await ours.items_per_s(channels.into.receiver, *SECONDS[cable])}
         await ours.put_items(channels.out.sender)
         with channels.pongs.sender as pongs:
             async for ping in channels.pings.receiver:
                 await pongs.put(ping)
         elements = ELEMENTS[cable]
-        blocks = await ours.blocks_per_s(channels.blocks_into.receiver)
+        blocks = await ours.blocks_per_s(channels.blocks_into.receiver, *SECONDS[cable])
         found["gb_per_s_to_owner"] = kit.gb_per_s(blocks, elements)
         await ours.put_blocks(channels.blocks_out.sender, elements)
         await channels.found.sender.put(found)
@@ -114,7 +120,7 @@ async def visit(cable: str) -> dict[str, float]:
         return client.end(refs[name], item_type)
 
     await ours.put_items(end("into", kit.Item))
-    items = await ours.items_per_s(end("out", kit.Item))
+    items = await ours.items_per_s(end("out", kit.Item), *SECONDS[cable])
     with end("pings", kit.Item) as pings, end("pongs", kit.Item) as pongs:
 
         async def there_and_back() -> None:
@@ -124,7 +130,7 @@ async def visit(cable: str) -> dict[str, float]:
         measured = await kit.latencies(there_and_back, CALLS[cable])
     elements = ELEMENTS[cable]
     await ours.put_blocks(end("blocks into", kit.Block), elements)
-    blocks = await ours.blocks_per_s(end("blocks out", kit.Block))
+    blocks = await ours.blocks_per_s(end("blocks out", kit.Block), *SECONDS[cable])
     found = await end("found", dict[str, float]).get()
     connection.close()
     await connection.wait_closed()
@@ -180,19 +186,21 @@ async def visit_raw(cable: str) -> dict[str, float]:
     reading, _ = await loop.create_connection(
         lambda: raw.Reading(counted.append), OWNER, PORTS["items"]
     )
-    measured["items_per_s"] = await per_second(lambda: sum(counted))
+    measured["items_per_s"] = await per_second(lambda: sum(counted), *SECONDS[cable])
     reading.abort()
     streaming, stream = await loop.create_connection(Counting, OWNER, PORTS["stream"])
-    measured[f"gb_per_s_{SIZE[cable]}"] = await per_second(lambda: stream.count) / 1e9
+    measured[f"gb_per_s_{SIZE[cable]}"] = (
+        await per_second(lambda: stream.count, *SECONDS[cable]) / 1e9
+    )
     streaming.abort()
     return measured
 
 
-async def per_second(count: Callable[[], int]) -> float:
+async def per_second(count: Callable[[], int], warm_up: float, seconds: float) -> float:
     """How much more it is after a second."""
-    await asyncio.sleep(kit.WARM_UP)
+    await asyncio.sleep(warm_up)
     before, start = count(), asyncio.get_running_loop().time()
-    await asyncio.sleep(kit.SECONDS)
+    await asyncio.sleep(seconds)
     return (count() - before) / (asyncio.get_running_loop().time() - start)
 
 

@@ -70,11 +70,17 @@ def touch(values: Any) -> None:
         raise ValueError("an array arrived torn")
 
 
-async def rate(take: Callable[[], Awaitable[object]], *, every: int = 16) -> float:
+async def rate(
+    take: Callable[[], Awaitable[object]],
+    *,
+    every: int = 16,
+    warm_up: float = WARM_UP,
+    seconds: float = SECONDS,
+) -> float:
     """How often a second this succeeds; the clock is read once for so many."""
-    await _taken_for(take, WARM_UP, every)
-    count, seconds = await _taken_for(take, SECONDS, every)
-    return count / seconds
+    await _taken_for(take, warm_up, every)
+    count, taken = await _taken_for(take, seconds, every)
+    return count / taken
 
 
 def blocking_rate(take: Callable[[], object], *, every: int = 16) -> float:

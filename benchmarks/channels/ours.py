@@ -1,6 +1,6 @@
-"""Our side of the two-process cases, by the public API: `Cluster.process`, a worker, channels.
+"""Our side of the two-process cases, by the public API: a cluster, a worker, channels.
 
-    python ours.py items | echo | calls | arrays
+    python ours.py items | echo | calls | arrays [process | ray]
 
 A channel lives in the process that made it, the driver's. So "two processes" has two directions: a
 worker puts and the driver gets, or the other way round. Both are measured, and the slower one is
@@ -61,17 +61,21 @@ async def put_blocks(blocks: ra.Sender[kit.Block], elements: int) -> None:
             await blocks.put(kit.Block(number, values))
 
 
-async def items_per_s(items: ra.Receiver[kit.Item]) -> float:
+async def items_per_s(
+    items: ra.Receiver[kit.Item], warm_up: float = kit.WARM_UP, seconds: float = kit.SECONDS
+) -> float:
     with items:
-        return await kit.rate(items.get)
+        return await kit.rate(items.get, warm_up=warm_up, seconds=seconds)
 
 
-async def blocks_per_s(blocks: ra.Receiver[kit.Block]) -> float:
+async def blocks_per_s(
+    blocks: ra.Receiver[kit.Block], warm_up: float = kit.WARM_UP, seconds: float = kit.SECONDS
+) -> float:
     async def take() -> None:
         kit.touch((await blocks.get()).values)
 
     with blocks:
-        return await kit.rate(take, every=1)
+        return await kit.rate(take, every=1, warm_up=warm_up, seconds=seconds)
 
 
 async def items(cluster: ra.Cluster) -> Measured:
@@ -175,11 +179,11 @@ async def directions(
     }
 
 
-async def main(what: str) -> None:
+async def main(what: str, backend: str = "process") -> None:
     measure = {"items": items, "echo": echo, "calls": calls, "arrays": arrays}[what]
-    async with ra.Cluster.process() as cluster:
+    async with ra.Cluster.ray() if backend == "ray" else ra.Cluster.process() as cluster:
         kit.done(**await measure(cluster))
 
 
 if __name__ == "__main__":
-    ra.run(main(sys.argv[1]))
+    ra.run(main(*sys.argv[1:]))

@@ -30,7 +30,8 @@ from rlinf_async.channels.wire import (
     connect,
     serve,
 )
-from tests.net.hosts import OWNER, WORKER
+from rlinf_async.channels.wire.direct.direct import Use
+from tests.net.hosts import OWNER
 
 WAYS = ("through", "past")
 ELEMENTS = kit.ARRAYS["4mb"]
@@ -61,12 +62,13 @@ async def own() -> None:
 
 
 @asynccontextmanager
-async def end_of(kind: str, way: str, **settings: Any) -> AsyncIterator[Any]:
+async def end_of(kind: str, way: str) -> AsyncIterator[Any]:
     """An end of one of the channels, in a process that has a `Direct` if it is to go past."""
     address = f"tcp://{OWNER}:{PORTS['ours']}"
     connection = await connect(address, secret(), name=f"{kind} {way}", router=Router())
     ref, _ = await connection.request("end", Wanted(kind, way), reply=EndRef)
-    direct = await Direct.open(secret(), name=kind, **settings) if way == "past" else None
+    use: Use = "auto" if way == "past" else "never"
+    direct = await Direct.of_worker(connection, secret(), name=kind, use=use)
     yield ChannelClient(connection, direct).end(ref, kit.Block)
     connection.close()
     await connection.wait_closed()
@@ -76,7 +78,7 @@ async def end_of(kind: str, way: str, **settings: Any) -> AsyncIterator[Any]:
 
 async def produce(way: str) -> None:
     """Put arrays until nobody takes any more."""
-    async with end_of("sender", way, listen=[f"tcp://{WORKER}:0"]) as blocks:
+    async with end_of("sender", way) as blocks:
         await ours.put_blocks(blocks, ELEMENTS)
 
 

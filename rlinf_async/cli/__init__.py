@@ -1,4 +1,4 @@
-"""The command line: ``rlinf-async train | check | bench | export | reshard``.
+"""The command line: ``rlinf-async train | check | status | stop | bench | export | reshard``.
 
 Exit codes: 0 success; 1 the run failed, or it or a bench's bar fell short; 2 wrong input, found
 before any worker started; 130 Ctrl-C; 143 SIGTERM.
@@ -19,6 +19,7 @@ from rlinf_async.cli.bench import bench
 from rlinf_async.cli.checkpoints import export, reshard
 from rlinf_async.cli.failures import guarded
 from rlinf_async.cli.jobs import FindJob, Session, registered_job
+from rlinf_async.cli.runs import status, stop
 from rlinf_async.cli.train import check, train
 from rlinf_async.runtime.signals import RunSignals
 
@@ -46,6 +47,8 @@ def commands() -> None:
 
 commands.add_command(train)
 commands.add_command(check)
+commands.add_command(status)
+commands.add_command(stop)
 commands.add_command(bench)
 commands.add_command(export)
 commands.add_command(reshard)

@@ -3,6 +3,7 @@
 ::
 
     run_folder      where all of it is kept             files           written whole or not at all
+    run_lock        which process keeps it              status          the same seen by another one
     metrics         rows of numbers: CSV and sinks      learning_curve  a picture of them
     trace           spans of workers                    perfetto        the trace file
     busy, timeline  who was busy when, and its picture  video           the policy in its env

@@ -1,7 +1,8 @@
 """Atomic writes: a file is the old or the new one, whenever the process is killed.
 
 Invariant: a reader of a path written here never sees half a file. The bytes go to a hidden
-neighbour, are synced, and are renamed over the path.
+neighbour, are synced, and are renamed over the path. (Not synced where a file may be lost with the
+machine.)
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ def explaining(doing: str, path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
     """A path to write to, with the suffix of ``path``, whose place it takes when the block ends.
+
+    ``durable``: it is synced, and stays when the machine stops; this takes some milliseconds.
 
     Raises:
         RunFolderError: the file could not be written; what was at ``path`` is still there.
@@ -51,21 +54,23 @@ def replacing(path: Path) -> Iterator[Path]:
     with explaining("write", path):
         try:
             yield partial
-            _sync(partial)
+            if durable:
+                _sync(partial)
             os.replace(partial, path)
-            _sync(path.parent)
+            if durable:
+                _sync(path.parent)
         finally:
             partial.unlink(missing_ok=True)
 
 
-def atomic_write(path: Path, content: bytes | str) -> None:
-    """Write a whole file at once: text as UTF-8.
+def atomic_write(path: Path, content: bytes | str, *, durable: bool = True) -> None:
+    """Write a whole file at once: text as UTF-8. ``durable``: see `replacing`.
 
     Raises:
         RunFolderError: the file could not be written; what was at ``path`` is still there.
     """
     data = content.encode() if isinstance(content, str) else content
-    with replacing(path) as partial:
+    with replacing(path, durable=durable) as partial:
         write_all(partial, data)
 
 

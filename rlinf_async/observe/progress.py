@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 _REDRAW_SECONDS: Final = 0.2
-_ROWS: Final = 10  # of channels, and of workers; the rest is counted
+_ROWS: Final = 10  # of each table in the live view; the rest is counted
 _NARROW: Final = 72  # columns, below which bars and details are left out
 
 
@@ -56,6 +56,25 @@ class WorkerView(msgspec.Struct, kw_only=True, frozen=True):
     waiting_for: str | None = None
     waiting_seconds: float = 0.0
     restarts: int = 0
+    host: str | None = None
+    """of its process, where it has one of its own"""
+    devices: Sequence[str] = ()
+    """its accelerators, or cores: ``cuda:0``"""
+    live: bool = True
+    """whether its process runs; one that has died is started again, or ends the run"""
+
+
+class WaitView(msgspec.Struct, kw_only=True, frozen=True):
+    """A wait on a channel, of a worker's method or of the run itself."""
+
+    party: str
+    operation: str
+    """``put`` or ``get``"""
+    channel: str
+    key: str | None = None
+    seconds: float
+    unblockers: Sequence[str] = ()
+    """those who can end it, who hold the other end of the channel"""
 
 
 class ProgressState(msgspec.Struct, kw_only=True):
@@ -69,6 +88,7 @@ class ProgressState(msgspec.Struct, kw_only=True):
     channels: Sequence[ChannelView] = ()
     edges: Sequence[EdgeView] = ()
     workers: Sequence[WorkerView] = ()
+    waits: Sequence[WaitView] = ()
     note: str = ""
     """What the run is doing now: starting, evaluating, restarting a worker."""
 
@@ -176,8 +196,12 @@ def line_of(state: ProgressState) -> Text:
     return Text(" | ".join([*parts, *([state.note] if state.note else [])]))
 
 
-def picture_of(state: ProgressState, width: int) -> RenderableType:
-    """The state as the table of the live view, for a terminal of so many columns."""
+def picture_of(state: ProgressState, width: int, *, whole: bool = False) -> RenderableType:
+    """The state as the table of the live view, for a terminal of so many columns.
+
+    ``whole``: with every row, and with hosts, devices and waits, whatever its height.
+    """
+    rows = None if whole else _ROWS
     wide = width >= _NARROW
     parts: list[RenderableType] = [_headline(state, wide=wide)]
     if wide and state.iterations:
@@ -187,11 +211,13 @@ def picture_of(state: ProgressState, width: int) -> RenderableType:
     if state.note:
         parts.append(Text(state.note, style="yellow", overflow="ellipsis", no_wrap=True))
     if state.channels:
-        parts.append(_channels(state.channels, wide=wide))
+        parts.append(_channels(state.channels, rows, wide=wide))
     if state.edges and wide:
-        parts.append(_edges(state.edges))
+        parts.append(_edges(state.edges, rows))
     if state.workers:
-        parts.append(_workers(state.workers, wide=wide))
+        parts.append(_workers(state.workers, rows, wide=wide))
+    if state.waits and whole:
+        parts.append(_waits(state.waits))
     body = Group(*parts)
     return Panel(body, title=Text(state.run), title_align="left") if wide else body
 
@@ -210,14 +236,14 @@ def _headline(state: ProgressState, *, wide: bool) -> RenderableType:
     return table
 
 
-def _channels(channels: Sequence[ChannelView], *, wide: bool) -> Table:
+def _channels(channels: Sequence[ChannelView], rows: int | None, *, wide: bool) -> Table:
     table = _table("channel", "depth", *(["fill", "items/s"] if wide else []))
-    for view in channels[:_ROWS]:
+    for view in channels[:rows]:
         cells: list[RenderableType] = [Text(view.name), Text(_of(view.depth, view.capacity))]
         if wide:
             cells += [_fill(view), Text(figure(view.items_per_second, ",.0f"))]
         table.add_row(*cells)
-    return _with_rest(table, len(channels))
+    return _with_rest(table, len(channels), rows)
 
 
 def _fill(view: ChannelView) -> RenderableType:
@@ -234,35 +260,54 @@ def _fill(view: ChannelView) -> RenderableType:
     )
 
 
-def _edges(edges: Sequence[EdgeView]) -> Table:
+def _edges(edges: Sequence[EdgeView], rows: int | None) -> Table:
     """The traffic of the edges; where not all can be shown, those with the most bytes."""
-    shown = sorted(edges, key=lambda view: -view.bytes_per_second)[:_ROWS]
+    shown = sorted(edges, key=lambda view: -view.bytes_per_second)[:rows]
     table = _table("edge", "items/s", "MB/s", "no copy", "copied", "credit waits")
     for view in shown:
         rates = f"{view.items_per_second:,.0f}", f"{view.bytes_per_second / 1e6:,.2f}"
         counts = (str(count or "") for count in (view.shared, view.copied, view.credit_waits))
         table.add_row(Text(view.name), *map(Text, (*rates, *counts)))
-    return _with_rest(table, len(edges))
+    return _with_rest(table, len(edges), rows)
 
 
-def _workers(workers: Sequence[WorkerView], *, wide: bool) -> Table:
+def _workers(workers: Sequence[WorkerView], rows: int | None, *, wide: bool) -> Table:
     """The workers; where not all can be shown, those that wait longest."""
-    shown = workers
-    if len(workers) > _ROWS:
-        shown = sorted(workers, key=lambda view: -view.waiting_seconds)[:_ROWS]
-    table = _table("worker", "doing", *(["restarts"] if wide else []))
+    shown, placed = workers, rows is None
+    if rows is not None and len(workers) > rows:
+        shown = sorted(workers, key=lambda view: -view.waiting_seconds)[:rows]
+    where = ["host", "devices"] if placed else []
+    table = _table("worker", *where, "doing", *(["restarts"] if wide else []))
     for view in shown:
-        cells = [Text(view.name), _doing(view)]
+        place = [view.host or "", " ".join(view.devices) or "cpu"] if placed else []
+        cells = [Text(view.name), *map(Text, place), _doing(view)]
         if wide:
             cells.append(Text(str(view.restarts) if view.restarts else "", style="yellow"))
         table.add_row(*cells)
-    return _with_rest(table, len(workers))
+    return _with_rest(table, len(workers), rows)
 
 
 def _doing(view: WorkerView) -> Text:
+    if not view.live:
+        return Text("no process", style="yellow")
     if view.waiting_for is None:
         return Text(view.doing, style="green")
     return Text(f"waits {view.waiting_seconds:.1f} s for {view.waiting_for}", style="dim")
+
+
+def _waits(waits: Sequence[WaitView]) -> Table:
+    """Who waits for whom, the longest first; tasks of a worker that wait for the same as one."""
+    alike: dict[tuple[str, str, tuple[str, ...]], list[float]] = {}
+    for view in waits:
+        key = "" if view.key is None else f" (key {view.key})"
+        what = f"{view.operation} {view.channel}{key}"
+        alike.setdefault((view.party, what, tuple(view.unblockers)), []).append(view.seconds)
+    table = _table("who waits", "s", "to", "for")
+    for (party, what, unblockers), seconds in sorted(alike.items(), key=lambda one: -max(one[1])):
+        tasks = f" ({len(seconds)} tasks)" if len(seconds) > 1 else ""
+        cells = party + tasks, f"{max(seconds):.1f}", what, ", ".join(unblockers) or "nobody"
+        table.add_row(*map(Text, cells))
+    return table
 
 
 def _table(*columns: str) -> Table:
@@ -272,9 +317,9 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _with_rest(table: Table, count: int) -> Table:
-    if count > _ROWS:
-        table.add_row(Text(f"and {count - _ROWS} more", style="dim"))
+def _with_rest(table: Table, count: int, rows: int | None) -> Table:
+    if rows is not None and count > rows:
+        table.add_row(Text(f"and {count - rows} more", style="dim"))
     return table
 
 

@@ -10,6 +10,8 @@
       checkpoints/        what --resume goes on from
       trained/            the trained model, of a run that came to its end
       workers.log         what the workers printed, each line with its time and worker
+      status.json         what the live view shows, while the run goes on
+      .lock               held by the process of the run, and says which that is
       learning_curve.png  video.mp4  trace.json.gz  timeline.png  summary.json   written at the end
 
 Invariant: a folder belongs to one run, and to one process at a time. A fresh run never writes into
@@ -19,7 +21,6 @@ a folder with other files, and two processes never write into one folder.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import shutil
@@ -33,9 +34,12 @@ import msgspec
 
 from rlinf_async.observe.errors import RunFolderError
 from rlinf_async.observe.files import atomic_write, explaining, is_partial
+from rlinf_async.observe.run_lock import LOCK, release_lock, take_lock
 
+RUNS = Path("runs")
+"""where runs are whose folder was not named"""
 MARKER = "run.json"
-_LOCK = ".lock"
+STATUS = "status.json"
 _CONFIG = "config.toml"
 
 
@@ -87,11 +91,12 @@ class RunFolder:
         with explaining("make the run folder", folder):
             folder.mkdir(parents=True, exist_ok=True)
         marker = _read_marker(folder, resume=resume)
-        lock = _take_lock(folder)
+        lock = take_lock(folder)
         try:
+            _remove_status(folder)
             replaced, notes = _record_start(folder, marker, config_text, resume=resume)
         except BaseException:
-            os.close(lock)
+            release_lock(lock)
             raise
         resumed = marker is not None
         return cls(folder, lock, resumed=resumed, made=made, replaced=replaced, notes=notes)
@@ -142,10 +147,16 @@ class RunFolder:
     def summary(self) -> Path:
         return self.path / "summary.json"
 
+    @property
+    def status(self) -> Path:
+        """What the live view shows, while the run goes on."""
+        return self.path / STATUS
+
     def close(self) -> None:
         """Release the folder for other processes; a second close has no effect."""
         if self._lock is not None:
-            os.close(self._lock)
+            _remove_status(self.path)
+            release_lock(self._lock)
             self._lock = None
 
     def discard(self) -> None:
@@ -202,6 +213,43 @@ def _read_marker(folder: Path, *, resume: bool) -> _Marker | None:
     return known
 
 
+def newest_run(runs: Path = RUNS) -> Path | None:
+    """The run below this folder that was started last; None where there is none."""
+    found = ((_marker_of(path), path) for path in _below(runs))
+    starts = [(marker.starts[-1:], path) for marker, path in found if marker is not None]
+    return max(starts)[1] if starts else None
+
+
+def check_is_run(folder: Path) -> None:
+    """Raise `RunFolderError` for a folder that is not there, or not of a run."""
+    if not folder.exists():
+        raise RunFolderError(f"{folder}: there is no such folder; name that of a run")
+    if not folder.is_dir():
+        raise RunFolderError(f"{folder} is a file; name the folder of a run")
+    if _marker_of(folder) is None:
+        raise RunFolderError(
+            f"{folder} is not the folder of a run (it has no {MARKER} of one); name one that "
+            "rlinf-async train has made"
+        )
+
+
+def _below(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _marker_of(folder: Path) -> _Marker | None:
+    """The marker of a folder that may be anything; None where it is not of a run."""
+    try:
+        return msgspec.json.decode((folder / MARKER).read_bytes(), type=_Marker)
+    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+        return None
+
+
+def _remove_status(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        (folder / STATUS).unlink(missing_ok=True)
+
+
 def foreign_entries(folder: Path) -> list[str]:
     """Names in a folder without our marker that are not of a run.
 
@@ -211,7 +259,7 @@ def foreign_entries(folder: Path) -> list[str]:
     return sorted(
         entry.name
         for entry in folder.iterdir()
-        if not (entry.name == _LOCK or is_partial(entry) or _is_empty_folder(entry))
+        if not (entry.name == LOCK or is_partial(entry) or _is_empty_folder(entry))
     )
 
 
@@ -227,31 +275,6 @@ def _refuse_foreign(folder: Path) -> None:
             f"{f' and {len(foreign) - 1} more' if len(foreign) > 1 else ''}); "
             "choose an empty or a new folder (--out DIR)"
         )
-
-
-def _take_lock(folder: Path) -> int:
-    """Lock the folder for this process; the kernel releases it however the process ends."""
-    path = folder / _LOCK
-    with explaining("write", path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        with explaining("lock", path):
-            _lock_exclusively(descriptor, folder)
-    except RunFolderError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _lock_exclusively(descriptor: int, folder: Path) -> None:
-    try:
-        # lockf, not flock: a forked worker that outlives us for a moment does not inherit it.
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        raise RunFolderError(
-            f"another process is running in {folder}; wait for it or stop it, or choose another "
-            "folder (--out DIR)"
-        ) from error
 
 
 def _record_start(

@@ -1,13 +1,14 @@
 """What a cluster needs of the place where its workers run.
 
-``local`` runs them as coroutines of this event loop, ``process`` as OS processes of this host. Both
-have the same two protocols, so everything above (groups, restarts, reports) is written once.
+``local`` runs them as coroutines of this event loop, ``process`` as OS processes of this host,
+``ray`` as actors on the hosts of a Ray cluster. All have the same two protocols, so everything
+above (groups, restarts, reports) is written once.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -16,8 +17,8 @@ from rlinf_async.channels import Channel, Latest
 from rlinf_async.channels.wire import Traffic
 from rlinf_async.observe.trace import Span
 from rlinf_async.workers.base import Worker
-from rlinf_async.workers.context import WorkerInfo
-from rlinf_async.workers.errors import WorkerDied
+from rlinf_async.workers.context import Device, WorkerInfo
+from rlinf_async.workers.errors import BuildError, WorkerDied
 from rlinf_async.workers.host import OnEnd
 from rlinf_async.workers.methods import Method
 
@@ -34,6 +35,27 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     info: WorkerInfo
     env_vars: dict[str, str]
     """environment variables of the rank's process, where it has one of its own"""
+    resources: Mapping[str, float] = {}
+    """what its host must have besides devices, by name: ``{"robot": 1}``"""
+    restartable: bool = False
+    """whether the run goes on after its death: then what it has put must not be lost with it"""
+
+
+def refuse_resources(ranks: Sequence[WorkerSpec]) -> None:
+    """Raise `BuildError` for ranks that ask for resources which only a cluster of Ray knows."""
+    for rank in ranks:
+        if rank.resources:
+            raise BuildError(
+                f"{rank.info.group}: resources={dict(rank.resources)} cannot be had here, only "
+                "on a cluster of Ray whose hosts have them: leave resources out, or use "
+                "Cluster.ray()"
+            )
+
+
+def with_rendezvous(ranks: Sequence[WorkerSpec], rendezvous: str) -> list[WorkerSpec]:
+    """The ranks of a launch, where torch.distributed's ``init_method`` is this."""
+    replace = msgspec.structs.replace
+    return [replace(one, info=replace(one.info, rendezvous=rendezvous)) for one in ranks]
 
 
 class Activity(msgspec.Struct, frozen=True):
@@ -92,6 +114,14 @@ class Backend(Protocol):
         """Whether a worker's process sees its own accelerators alone, as ``cuda:0`` and on."""
         ...
 
+    def devices(self) -> Sequence[Device]:
+        """The devices that there are, by host.
+
+        Raises:
+            RuntimeError: they are not known before `open`.
+        """
+        ...
+
     async def open(self) -> None:
         """Get ready to start workers."""
         ...
@@ -100,16 +130,27 @@ class Backend(Protocol):
         """Register a channel, so that its ends can be given to workers."""
         ...
 
+    async def place(self, ranks: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
+        """Reserve what the ranks of one launch need, before any of them starts.
+
+        Returns:
+            The ranks as they can be started, with the rendezvous of their torch.distributed.
+
+        Raises:
+            BuildError: it cannot be had; nothing is reserved.
+        """
+        ...
+
+    async def release(self, ranks: Sequence[WorkerSpec]) -> None:
+        """Give back what was reserved for a launch; its ranks have ended."""
+        ...
+
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
-        """Start one rank and run its ``setup``.
+        """Start one placed rank and run its ``setup``; again, where its process has died.
 
         Raises:
             WorkerError: ``__init__`` or ``setup`` raised, or the process died.
         """
-        ...
-
-    def rendezvous(self, group: str, launch: int) -> str:
-        """A new rendezvous for a group's torch.distributed, as ``init_method``."""
         ...
 
     def check_load(self, workers: int) -> None:
@@ -126,6 +167,10 @@ class Backend(Protocol):
 
     def pid(self, name: str) -> int | None:
         """The process of a worker, where it has one of its own."""
+        ...
+
+    def host(self, name: str) -> str | None:
+        """The host on which a worker's process runs, where it has one of its own."""
         ...
 
     async def close(self) -> None:

@@ -18,10 +18,11 @@ from typing import Any
 
 import msgspec
 
-from rlinf_async.channels import ChannelError, ItemTooLarge
+from rlinf_async.channels import ChannelError, ItemTooLarge, WireError
 from rlinf_async.channels.wire import (
     ChannelClient,
     Connection,
+    Direct,
     Encoded,
     Request,
     Router,
@@ -65,6 +66,9 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     spec: WorkerSpec
     life: str
     socket: str
+    """path of the Unix socket on the driver's host"""
+    address: str | None
+    """address for other hosts, ``tcp://host:port`` or ``tls://host:port``"""
     secret: bytes
     heartbeat_limit: float
 
@@ -82,17 +86,23 @@ def child_main(output: None, boot: Boot) -> None:
     threading.Thread(
         target=_go_with_parent, args=(folder,), name="parent watch", daemon=True
     ).start()
-    _show_name(boot.spec.info.name)
-    _pin(boot)
-    gc.freeze()  # what was imported stays: the collector need not look at it again and again
-    asked_to_stop = run(Child(boot).serve())
-    _end_children()
+    asked_to_stop = serve(boot)
     _remove_unused_torch_cache(folder.parent)
     if not asked_to_stop:  # a connection breaks some moments before its process is seen to be gone
         _go_with_parent(folder, ORPHAN_SECONDS)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a compute thread that is still busy must not hold the process back
+
+
+def serve(boot: Boot) -> bool:
+    """Serve one worker until asked to stop (True) or cut off (False); what it started has ended."""
+    _show_name(boot.spec.info.name)
+    _pin(boot)
+    gc.freeze()  # what was imported stays: the collector need not look at it again and again
+    asked_to_stop = run(Child(boot).serve())
+    _end_children()
+    return asked_to_stop
 
 
 def _show_name(name: str) -> None:
@@ -151,6 +161,7 @@ class Child:
         self._host = WorkerHost(spec.cls, spec.args, spec.kwargs, spec.info, self._recorder.span)
         self._stopped = asyncio.Event()
         self._asked_to_stop = False
+        self._direct: Direct | None = None
         self._flushing: set[asyncio.Task[None]] = set()
         self._codecs: dict[tuple[str, tuple[str, ...]], ArgumentsCodec] = {}
         self._ending: dict[int, Request[CallNumber] | None] = {}
@@ -163,7 +174,7 @@ class Child:
         watchdog = Watchdog(self._boot.spec.info.name)
         watchdog.start()
         connection = await connect(
-            self._boot.socket,
+            self._address(),
             self._boot.secret,
             name=self._boot.life,
             router=self._router(),
@@ -173,8 +184,16 @@ class Child:
         await self._stopped.wait()
         connection.close()
         await connection.wait_closed()
+        if self._direct is not None:
+            await self._direct.close()
         watchdog.stop()
         return self._asked_to_stop
+
+    def _address(self) -> str:
+        """The Unix socket on the driver's host, the other address elsewhere."""
+        if self._boot.address is None or Path(self._boot.socket).is_socket():
+            return self._boot.socket
+        return self._boot.address
 
     def _router(self) -> Router:
         router = Router()
@@ -190,14 +209,22 @@ class Child:
         self, connection: Connection, meta: Nothing, body: Encoded | None
     ) -> tuple[Outcome, None]:
         try:
+            self._direct = await Direct.of_worker(
+                connection,
+                self._boot.secret,
+                name=self._boot.life,
+                retain=not self._boot.spec.restartable,
+            )
             await self._host.start()
         except WorkerError as error:
             return Outcome(error.failure), None
+        except (ValueError, WireError) as error:
+            return Outcome(self._host.wrap(error, "its Direct").failure), None
         return Outcome(), None
 
     def _call(self, request: Request[Call]) -> None:
         call, body, request.body = request.meta, request.body, None
-        client = ChannelClient(request.connection)
+        client = ChannelClient(request.connection, self._direct)
         try:
             codec = self._codecs.get((call.method, call.names)) or self._codec(call)
             arguments = codec.decode(body, client.end)

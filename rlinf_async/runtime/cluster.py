@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType, UnionType
@@ -26,12 +25,11 @@ from rlinf_async.channels import Channel, Latest, Wait, render
 from rlinf_async.channels.waitfor import mark_cut_off
 from rlinf_async.channels.wire import Traffic
 from rlinf_async.observe.trace import Span
-from rlinf_async.runtime.backend import Backend
+from rlinf_async.runtime.backend import Backend, WorkerSpec
 from rlinf_async.runtime.calls import FirstCause, GroupCall
 from rlinf_async.runtime.deadlock import DeadlockWatch
-from rlinf_async.runtime.devices import host_devices
 from rlinf_async.runtime.group import WorkerGroup, WorkerRef
-from rlinf_async.runtime.launching import Launch, check_launch, check_limits, specs
+from rlinf_async.runtime.launching import Launch, check_launch, check_limits, check_seconds, specs
 from rlinf_async.runtime.placement import Placement
 from rlinf_async.runtime.signals import run_signals
 from rlinf_async.runtime.stall import internal
@@ -57,7 +55,7 @@ log = logging.getLogger(__name__)
 class Cluster:
     """A task group whose tasks are workers, and the channels between them.
 
-    Make one with `local` or `process`.
+    Make one with `local`, `process` or `ray`.
     """
 
     def __init__(
@@ -74,11 +72,12 @@ class Cluster:
         """by name"""
         self.groups: dict[str, WorkerGroup[Any]] = {}
         """by name"""
-        self.devices = tuple(host_devices() if devices is None else devices)
+        self._devices = None if devices is None else tuple(devices)
         self.grace = grace
         self._spans: list[Span] = []
-        self._launches: Counter[str] = Counter()
-        self._starting: set[asyncio.Task[None]] = set()
+        self._starting: set[asyncio.Task[Any]] = set()
+        self._placing: set[str] = set()
+        """names of groups whose devices are being reserved"""
         self._parent: asyncio.Task[Any] | None = None
         self._cause = FirstCause()
         self._aborted = False
@@ -132,8 +131,9 @@ class Cluster:
             grace: seconds that workers get to finish when the cluster ends.
             heartbeat_limit: seconds after which a worker whose event loop does not answer is
                 killed.
-            listen: ``tcp://host:port``, to be reached from other hosts at this address, under the
-                secret that RLINF_ASYNC_SECRET_FILE or RLINF_ASYNC_SECRET gives; by default what
+            listen: ``tcp://host:port``, or ``tls://host:port`` for encrypted connections, to be
+                reached from other hosts at this address, under the secret that
+                RLINF_ASYNC_SECRET_FILE or RLINF_ASYNC_SECRET gives; by default what
                 RLINF_ASYNC_LISTEN says. The workers of this host use a Unix socket in any case.
             log: file to which the output of the workers is appended, each line with the worker's
                 name; by default it goes to standard error.
@@ -146,6 +146,59 @@ class Cluster:
         backend = ProcessBackend(heartbeat_limit=heartbeat_limit, listen=listen, log=log)
         return cls(backend, devices=devices, deadlock_after=deadlock_after, grace=grace)
 
+    @classmethod
+    def ray(
+        cls,
+        *,
+        address: str | None = None,
+        devices: Sequence[Device] | None = None,
+        deadlock_after: float | None = 10.0,
+        grace: float = 5.0,
+        heartbeat_limit: float = 60.0,
+        wait: float = 10.0,
+        interface: str = "",
+        tls: bool = False,
+        runtime_env: dict[str, Any] | None = None,
+        log: Path | None = None,
+    ) -> Self:
+        """One actor of Ray per worker, on the hosts of a Ray cluster.
+
+        Args:
+            address: ``host:port`` of the cluster's head, or ``"auto"`` for the one that runs on
+                this host. None: that of RAY_ADDRESS; where it is not set, Ray is started on this
+                host and ends with the cluster. A connection that the script has made by
+                ``ray.init`` is used as it is.
+            devices: what placements choose from; by default the accelerators of all hosts, and the
+                CPU cores of hosts that have none.
+            deadlock_after, grace, heartbeat_limit: as of `process`.
+            wait: seconds to wait for devices that others use, or that autoscaling is to bring;
+                then `launch` raises `BuildError`. With 0, what no host has is refused at once.
+            interface: network interface between the hosts, such as ``"eth1"``; by default that of
+                the address by which Ray knows each host.
+            tls: whether the channels' connections between hosts are encrypted, under a certificate
+                that follows from the cluster's secret.
+            runtime_env: Ray's runtime environment of all workers: working directory, packages.
+            log: file to which the output of the workers is appended, each line with the worker's
+                name and host; by default Ray prints it to standard error.
+
+        Raises:
+            BuildError: invalid time limit. When it is entered: Ray is not installed, the address
+                does not answer, the cluster has another version of Ray or Python.
+        """
+        from rlinf_async.runtime.ray.backend import RayBackend
+
+        check_seconds("heartbeat_limit", heartbeat_limit, "60 or so")
+        backend = RayBackend(
+            address,
+            heartbeat_limit=heartbeat_limit,
+            wait=wait,
+            interface=interface,
+            tls=tls,
+            runtime_env=runtime_env,
+            log=log,
+        )
+        return cls(backend, devices=devices, deadlock_after=deadlock_after, grace=grace)
+
     async def launch(
         self,
         worker: type[W],
@@ -156,6 +209,7 @@ class Cluster:
         restart: Never | Restart | None = None,
         collective: str | None = None,
         env_vars: dict[str, str] | None = None,
+        resources: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> WorkerGroup[W]:
         """Start ``count`` ranks of a worker class and run their ``setup``.
@@ -168,6 +222,8 @@ class Cluster:
             restart: what to do when a rank's process dies; by default the run ends.
             collective: torch.distributed backend for the group; see `Worker.join_collective`.
             env_vars: environment variables of the ranks' processes.
+            resources: what each rank's host must have besides devices, by name: ``{"robot": 1}``.
+                Only a cluster of several hosts knows any.
 
         A call on the group gives a list with one result per rank, ``[x]`` where ``count`` is 1: see
         `launch_one`. If the launch is cancelled, or one rank cannot be started, none is left.
@@ -185,16 +241,15 @@ class Cluster:
             restart=restart,
             collective=collective,
             env_vars=env_vars,
+            resources=resources,
         )
         check_launch(launch, args, kwargs)
         self._check_open(launch.group)
         places = placement.assign(count, self.devices) if placement else [()] * count
-        self._launches[launch.group] += 1
-        number = self._launches[launch.group]
-        rendezvous = self._backend.rendezvous(launch.group, number) if collective else ""
+        ranks = await self._place(launch.group, specs(launch, places, self._backend, args, kwargs))
         supervisors = [
             Supervisor(self._backend, spec, restart or Never(), self._on_idle_death)
-            for spec in specs(launch, places, self._backend, rendezvous, args, kwargs)
+            for spec in ranks
         ]
         made = WorkerGroup(worker, launch.group, supervisors, self._on_failure)
         self.groups[launch.group] = made
@@ -206,11 +261,28 @@ class Cluster:
         except BaseException as error:  # the ranks that did start are of no use alone
             log_failed_stops(await stop_all(supervisors, self.grace))
             del self.groups[launch.group]
+            await self._backend.release(ranks)
             self._explain_end(launch.group, error)
             raise
         finally:
             self._starting.difference_update(starts)
         return made
+
+    async def _place(self, group: str, ranks: list[WorkerSpec]) -> Sequence[WorkerSpec]:
+        """Reserve what a launch needs; ended with the cluster."""
+        placing = asyncio.create_task(self._backend.place(ranks), name=f"place {group}")
+        self._placing.add(group)
+        self._starting.add(placing)
+        try:
+            return await placing
+        except BaseException as error:
+            placing.cancel()
+            await asyncio.gather(placing, return_exceptions=True)
+            self._explain_end(group, error)
+            raise
+        finally:
+            self._placing.discard(group)
+            self._starting.discard(placing)
 
     async def launch_one(
         self,
@@ -220,6 +292,7 @@ class Cluster:
         name: str | None = None,
         restart: Never | Restart | None = None,
         env_vars: dict[str, str] | None = None,
+        resources: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> WorkerRef[W]:
         """Start a single worker, whose calls give the result itself. See `launch`."""
@@ -230,6 +303,7 @@ class Cluster:
             name=name,
             restart=restart,
             env_vars=env_vars,
+            resources=resources,
             **kwargs,
         )
         return group[0]
@@ -304,6 +378,11 @@ class Cluster:
         return "\n".join([render(self.waits()), *cut_off, *self._dead_letters()])
 
     @property
+    def devices(self) -> Sequence[Device]:
+        """What placements choose from."""
+        return self._backend.devices() if self._devices is None else self._devices
+
+    @property
     def address(self) -> str | None:
         """Where other hosts reach this cluster; None where it does not `listen`."""
         return self._backend.address
@@ -311,6 +390,10 @@ class Cluster:
     def pid(self, name: str) -> int | None:
         """The process of a worker by its name (``"Env[0]"``); None where it has none of its own."""
         return self._backend.pid(name)
+
+    def host(self, name: str) -> str | None:
+        """The host of a worker's process; None where it has no process of its own."""
+        return self._backend.host(name)
 
     async def spans(self) -> list[Span]:
         """All spans that workers have recorded since the last time."""
@@ -431,5 +514,5 @@ class Cluster:
             raise BuildError(f"{group}: this cluster has been left: make another one")
         if self._parent is None:
             raise BuildError("enter the cluster first: async with Cluster.process() as c: ...")
-        if group in self.groups:
+        if group in self.groups or group in self._placing:
             raise BuildError(f"there is a group {group!r} already: pass another name=")

@@ -23,15 +23,21 @@ from rlinf_async.workers.errors import BuildError
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _PCI = Path("/sys/bus/pci/devices")
+_FILES = Path("/dev")
+_FILE = re.compile(r"nvidia\d+")
+_MINOR = re.compile(r"^Device Minor:\s*(\d+)", re.MULTILINE)
+_NAME = re.compile(r"\d+|(GPU|MIG)-.+")
 _STATED = re.compile(r"(?:(?P<hosts>\d+)x)?(?P<count>\d+)x(?P<model>[A-Za-z][\w.-]*)")
 
 
 def host_devices() -> tuple[Device, ...]:
     """This host's accelerators, or its CPU cores. Found without importing torch."""
-    present = len(_pci_addresses())
+    present = len(_pci_addresses() or _device_files())
     visible = os.environ.get(VISIBLE)
     if present and visible is not None:
-        present = min(present, len(_visible(visible)))
+        names = _visible(visible)
+        beyond = (at for at, one in enumerate(names) if one.isdigit() and int(one) >= present)
+        present = next(beyond, len(names))  # CUDA uses those before the first that is not there
     if present:
         return tuple(Device("cuda", index) for index in range(present))
     return tuple(Device("cpu", core) for core in sorted(os.sched_getaffinity(0)))
@@ -72,16 +78,16 @@ def device_environment(devices: Sequence[Device]) -> dict[str, str]:
         return {}
     given = os.environ.get(VISIBLE)
     names = [str(number) for number in range(max(numbers) + 1)]
-    if given is not None:  # the driver's own numbers count from those that it sees
-        names = _visible(given)
-    order = os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # that of the PCI addresses
+    order = {"CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
+    if given is not None:  # the driver's own numbers count from those that it sees, in its order
+        names, order = _visible(given), {}
     if max(numbers) >= len(names):
         raise BuildError(
             f"a worker is to have cuda:{max(numbers)}, but {VISIBLE} is {given!r}: that shows "
             f"{len(names)} devices"
         )
     shown = ",".join(names[number] for number in numbers)
-    return {VISIBLE: shown, "CUDA_DEVICE_ORDER": order}
+    return {VISIBLE: shown} | order
 
 
 def pinned_cores(devices: Sequence[Device]) -> set[int]:
@@ -102,8 +108,29 @@ def pinned_cores(devices: Sequence[Device]) -> set[int]:
 
 
 def _pci_addresses() -> list[str]:
-    """Of the host's accelerators, in the order of ``CUDA_DEVICE_ORDER=PCI_BUS_ID``."""
-    return sorted(one.name for one in _NVIDIA.iterdir()) if _NVIDIA.is_dir() else []
+    """Of the accelerators here, in the order of ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
+
+    A container may see the driver's list of the whole host, but it has the device files of its own
+    alone. Where there is no such file yet, the first program that uses CUDA makes them.
+    """
+    found = sorted(_NVIDIA.iterdir()) if _NVIDIA.is_dir() else []
+    files = _device_files()
+    return [one.name for one in found if not files or _file_of(one) in (None, *files)]
+
+
+def _device_files() -> set[str]:
+    """Names of the files of accelerators, ``nvidia0``."""
+    return {one.name for one in _FILES.glob("nvidia*") if _FILE.fullmatch(one.name)}
+
+
+def _file_of(accelerator: Path) -> str | None:
+    """Name of the device file of an accelerator in the driver's list; None where it does not
+    say."""
+    try:
+        found = _MINOR.search((accelerator / "information").read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return f"nvidia{found[1]}" if found else None
 
 
 def _local_cores(address: str) -> set[int]:
@@ -130,4 +157,4 @@ def _visible(names: str) -> list[str]:
 
 
 def _names_a_device(word: str) -> bool:
-    return bool(word.strip()) and not word.strip().startswith("-")
+    return _NAME.fullmatch(word.strip()) is not None

@@ -26,6 +26,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     restart: Never | Restart | None
     collective: str | None
     env_vars: dict[str, str] | None
+    resources: dict[str, float] | None
 
     @property
     def group(self) -> str:
@@ -40,6 +41,7 @@ DEFAULTS: Mapping[str, object] = {
     "restart": None,
     "collective": None,
     "env_vars": None,
+    "resources": None,
 }
 """Keywords that ``launch`` keeps to itself, and their defaults."""
 
@@ -99,7 +101,6 @@ def specs(
     launch: Launch,
     places: Sequence[tuple[Device, ...]],
     backend: Backend,
-    rendezvous: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> list[WorkerSpec]:
@@ -116,9 +117,10 @@ def specs(
                 devices=places[rank],
                 sees_own_devices=backend.isolates_devices,
                 collective=launch.collective,
-                rendezvous=rendezvous,
             ),
             env_vars=launch.env_vars or {},
+            resources=launch.resources or {},
+            restartable=isinstance(launch.restart, Restart),
         )
         for rank in range(launch.count)
     ]

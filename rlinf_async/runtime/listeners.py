@@ -30,18 +30,18 @@ class Listeners:
 
     Args:
         listen: where other hosts reach it, ``tcp://host:port``; None for nowhere.
-
-    Raises:
-        BuildError: an address to listen at, but no secret that other hosts could know.
+        secret: that both sides prove; by default a new one.
     """
 
-    def __init__(self, listen: str | None, *, heartbeat_limit: float) -> None:
+    def __init__(
+        self, listen: str | None, *, heartbeat_limit: float, secret: bytes | None = None
+    ) -> None:
         self._listen = listen
         self._heartbeat_limit = heartbeat_limit
         self._folder: Path | None = None
         self._inner: Server | None = None
         self._outer: Server | None = None
-        self.secret = secrets.token_bytes(32) if listen is None else shared_secret()
+        self.secret = secret or secrets.token_bytes(32)
 
     @property
     def socket(self) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,17 @@ import msgspec
 from rlinf_async.channels import Channel, Latest
 from rlinf_async.channels.wire import Traffic
 from rlinf_async.observe.trace import Span, SpanRecorder
-from rlinf_async.runtime.backend import Activity, Cancel, WorkerSpec
+from rlinf_async.runtime.backend import (
+    Activity,
+    Cancel,
+    WorkerSpec,
+    refuse_resources,
+    with_rendezvous,
+)
+from rlinf_async.runtime.devices import host_devices
 from rlinf_async.runtime.forced_exit import make_temporary_folder, remove_temporary_folder
 from rlinf_async.runtime.stall import all_blocked
+from rlinf_async.workers.context import Device
 from rlinf_async.workers.errors import BuildError, WorkerDied
 from rlinf_async.workers.host import OnEnd, WorkerHost
 from rlinf_async.workers.methods import Method
@@ -57,6 +66,8 @@ class LocalBackend:
 
     def __init__(self) -> None:
         self._folder: Path | None = None
+        self._rendezvous = 0
+        """number of rendezvous so far"""
 
     @property
     def address(self) -> None:
@@ -66,10 +77,23 @@ class LocalBackend:
     def isolates_devices(self) -> bool:
         return False
 
+    def devices(self) -> Sequence[Device]:
+        return host_devices()
+
     async def open(self) -> None:
         self._folder = make_temporary_folder()
 
     def publish(self, channel: Channel[Any] | Latest[Any]) -> None:
+        pass
+
+    async def place(self, ranks: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
+        if self._folder is None:
+            raise RuntimeError("the cluster was not entered")
+        refuse_resources(ranks)
+        self._rendezvous += 1
+        return with_rendezvous(ranks, (self._folder / f"rendezvous-{self._rendezvous}").as_uri())
+
+    async def release(self, ranks: Sequence[WorkerSpec]) -> None:
         pass
 
     async def start(self, spec: WorkerSpec) -> LocalWorker:
@@ -86,11 +110,6 @@ class LocalBackend:
     def traffic(self) -> list[Traffic]:
         return []
 
-    def rendezvous(self, group: str, launch: int) -> str:
-        if self._folder is None:
-            raise RuntimeError("the cluster was not entered")
-        return (self._folder / f"{group}-{launch}").as_uri()
-
     def check_load(self, workers: int) -> None:
         pass
 
@@ -98,6 +117,9 @@ class LocalBackend:
         return {}
 
     def pid(self, name: str) -> int | None:
+        return None
+
+    def host(self, name: str) -> str | None:
         return None
 
     async def close(self) -> None:

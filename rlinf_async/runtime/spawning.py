@@ -73,12 +73,17 @@ def _spawn(boot: Boot, output: OutputPipe) -> SpawnProcess:
         except OSError:
             raise
         except Exception as error:  # pickle raises what the arguments' own methods raise
-            raise BuildError(
-                f"{boot.life}: the worker class or its arguments cannot be sent to another process "
-                f"({error}): define the class at the top level of an importable module, and pass "
-                "plain data"
-            ) from error
+            raise cannot_be_sent(boot.life, error) from error
     return process
+
+
+def cannot_be_sent(life: str, error: Exception) -> BuildError:
+    """The error for a worker that cannot be pickled."""
+    return BuildError(
+        f"{life}: the worker class or its arguments cannot be sent to another process "
+        f"({error}): define the class at the top level of an importable module, and pass "
+        "plain data"
+    )
 
 
 @contextlib.contextmanager

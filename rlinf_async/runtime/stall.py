@@ -99,8 +99,13 @@ def all_blocked(tasks: Iterable[asyncio.Task[Any]]) -> bool:
 
 def _with_timeout() -> set[asyncio.Task[Any]]:
     """Tasks inside an ``asyncio.timeout`` that still runs. No loop lists them, so the heap is
-    searched: some milliseconds, and only when all tasks are blocked otherwise."""
-    every = [one for one in gc.get_objects() if type(one) is asyncio.Timeout]
+    searched: some milliseconds, and only when all tasks are blocked otherwise.
+
+    Only what refers to their type is held meanwhile. `gc.get_objects` would hold the tuples that
+    other threads are just making, which fail if they are not the only ones to hold them
+    (``SystemError: bad argument to internal function``).
+    """
+    every = [one for one in gc.get_referrers(asyncio.Timeout) if type(one) is asyncio.Timeout]
     return {vars(one)["_task"] for one in every if vars(one).get("_timeout_handler") is not None}
 
 

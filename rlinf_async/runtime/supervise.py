@@ -25,6 +25,7 @@ import msgspec
 
 from rlinf_async.runtime.backend import Backend, WorkerHandle, WorkerSpec
 from rlinf_async.runtime.stall import WorkFuture, internal, result_of
+from rlinf_async.workers.context import Device
 from rlinf_async.workers.errors import BuildError, WorkerDied
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,11 @@ class Supervisor:
     @property
     def name(self) -> str:
         return self._spec.info.name
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The accelerators of the rank, or its cores."""
+        return self._spec.info.devices
 
     async def start(self) -> None:
         """Start the rank's first life."""

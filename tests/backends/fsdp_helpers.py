@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.minibatch import FlatBatch
 from rlinf_async.backends.fsdp.ppo_update import choose_gradient
 from rlinf_async.backends.policies.config import PolicyConfig
-from tests.backends.ranks import start_ranks
+from tests.backends.ranks import forking, start_ranks
 
 POLICY = PolicyConfig(observation_size=5, action_size=3, hidden_sizes=(7, 6))
 LOSS = LossConfig(entropy_coefficient=0.01, value_clip=0.3)
@@ -29,19 +28,18 @@ def in_processes(
     world_size: int,
     folder: Path,
     *arguments: object,
-    method: Literal["forkserver", "spawn"] = "forkserver",
 ) -> list[Any]:
     """Run ``work(rank, world_size, folder, *arguments)`` in every rank; return what each saved."""
     rendezvous = folder / f"rendezvous_{work.__name__}_{world_size}"
-    start_ranks(_start, (work, world_size, folder, rendezvous, arguments), world_size, method)
+    start_ranks(_start, (work, world_size, folder, rendezvous, arguments), world_size)
     return [load_result(folder, rank) for rank in range(world_size)]
 
 
 def exit_codes(work: Callable[..., None], world_size: int, *arguments: object) -> list[int | None]:
     """Run ``work(rank, *arguments)`` in every rank, also when one is killed; how each ended."""
-    spawning = multiprocessing.get_context("spawn")
+    context = forking()
     made = [
-        spawning.Process(target=work, args=(rank, *arguments), daemon=True)
+        context.Process(target=work, args=(rank, *arguments), daemon=True)
         for rank in range(world_size)
     ]
     for one in made:

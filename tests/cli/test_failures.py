@@ -53,7 +53,10 @@ def test_an_unknown_command_is_wrong_input(command_line: CommandLine) -> None:
     code, _, err = command_line.run("trian")
     assert code == 2
     assert "No such command 'trian'. Did you mean 'train'?" in err
-    assert "There are: bench, check, export, reshard, train." in command_line.run("walk")[2]
+    assert (
+        "There are: bench, check, export, reshard, status, stop, train."
+        in command_line.run("walk")[2]
+    )
 
 
 @pytest.mark.parametrize(("option", "said"), [("--version", "rlinf-async"), ("--help", "Usage:")])

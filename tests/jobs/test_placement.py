@@ -125,6 +125,11 @@ def listed(ranks: str | list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         ("8xH100", {"actor": TWO_EACH}, "each actor worker uses one device"),
         (
             "8xH100",
+            {"reward": "shared with actor", "counts": {"reward": 0}},
+            "this run has no reward workers: say in .cluster. how many",
+        ),
+        (
+            "8xH100",
             {"rollout": "0-1", "counts": {"rollout": 3}},
             r"3 workers with 1 devices each need 3, but rollout has 2 \(0, 1\)",
         ),

@@ -17,6 +17,7 @@ from rlinf_async.observe.progress import (
     ProgressState,
     ProgressView,
     RunConsole,
+    WaitView,
     WorkerView,
     figure,
     line_of,
@@ -72,9 +73,9 @@ class GonePipe(io.StringIO):
         raise BrokenPipeError(32, "Broken pipe")
 
 
-def drawn(state: ProgressState, width: int) -> str:
+def drawn(state: ProgressState, width: int, *, whole: bool = False) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    console.print(picture_of(state, width))
+    console.print(picture_of(state, width, whole=whole))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -101,9 +102,37 @@ def test_the_picture_has_everything_that_is_known() -> None:
         assert part in picture
 
 
+def test_the_whole_picture_has_every_worker_with_its_place_and_who_waits_for_whom() -> None:
+    workers = [
+        WorkerView(name=f"env {rank}", host="alpha", devices=["cuda:1"]) for rank in range(20)
+    ]
+    workers.append(WorkerView(name="actor 0", host="beta", live=False, restarts=3))
+    waits = [
+        WaitView(party="actor 0.run", operation="get", channel="steps", seconds=seconds, key="7")
+        for seconds in (0.5, 2.5)
+    ]
+    waits.append(
+        WaitView(
+            party="main", operation="put", channel="full", seconds=9.0, unblockers=["a.b", "c.d"]
+        )
+    )
+    state = msgspec.structs.replace(STATE, workers=workers, waits=waits)
+    lines = [" ".join(line.split()) for line in drawn(state, 100, whole=True).splitlines()]
+    for line in (
+        "env 19 alpha cuda:1",
+        "actor 0 beta cpu no process 3",
+        "main 9.0 put full a.b, c.d",
+        "actor 0.run (2 tasks) 2.5 get steps (key 7) nobody",
+    ):
+        assert any(line in one for one in lines), line
+    assert "who waits" not in drawn(state, 100), "the live view has to fit into the terminal"
+
+
 @pytest.mark.parametrize("width", [1, 2, 5, 12, 40, 71, 72, 80, 200])
 def test_the_picture_keeps_within_the_terminal(width: int) -> None:
-    assert max(len(line) for line in drawn(STATE, width).splitlines()) <= width
+    for whole in (False, True):
+        lines = drawn(STATE, width, whole=whole).splitlines()
+        assert max(len(line) for line in lines) <= width
 
 
 def test_what_is_not_known_is_a_dash_and_no_zero() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,30 +10,17 @@ import msgspec
 import pytest
 
 from rlinf_async.observe import RunFolder, RunFolderError
+from tests.observe.holding import holding
 from tests.observe.test_files import full_disk_after
 
 CONFIG = "[train]\nseed = 0\n"
-
-HOLD = """
-import sys
-from rlinf_async.observe import RunFolder
-folder = RunFolder.create(sys.argv[1], config_text="held")
-print("held", flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that runs in ``tmp_path / "run"``."""
-    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
+    with holding(tmp_path / "run") as process:
         yield process
-        process.kill()
 
 
 def test_a_fresh_folder_is_made_with_its_parents_and_records_the_configuration(

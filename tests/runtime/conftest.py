@@ -86,4 +86,5 @@ def only_what_is_new_is_collected() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def four_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with four devices."""
-    monkeypatch.setattr("rlinf_async.runtime.cluster.host_devices", lambda: DEVICES)
+    for backend in ("local", "process"):
+        monkeypatch.setattr(f"rlinf_async.runtime.{backend}.host_devices", lambda: DEVICES)

@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import numpy as np
 
 import rlinf_async as ra
 from rlinf_async.channels.wire import Connection
-from rlinf_async.runtime.process import ProcessWorker
+from rlinf_async.runtime.remote_worker import RemoteWorker
 
 NewCluster = Callable[..., ra.Cluster]
 
@@ -95,6 +96,9 @@ class Broken(ra.Worker):
 
     async def at_once(self) -> None:
         raise ValueError(f"rank {self.rank} is broken")
+
+    async def calls_exit(self) -> None:
+        sys.exit(3)
 
     async def only(self, rank: int) -> int:
         if self.rank == rank:
@@ -177,7 +181,7 @@ async def waiting(cluster: ra.Cluster, count: int = 1) -> Waiting:
 def connection_to(workers: ra.WorkerGroup[Waiter]) -> Connection:
     """That to the process of the first rank."""
     handle = workers.supervisors[0].handle_nowait()
-    assert isinstance(handle, ProcessWorker)
+    assert isinstance(handle, RemoteWorker)
     assert handle.connection is not None
     return handle.connection
 

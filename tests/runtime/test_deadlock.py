@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -287,6 +289,30 @@ def test_a_task_that_was_woken_is_not_blocked_though_it_has_not_run_yet(
 
     with asyncio.Runner(loop_factory=FACTORIES[kind]) as runner:
         runner.run(main())
+
+
+def test_who_looks_for_blocked_tasks_disturbs_no_thread_that_makes_a_tuple() -> None:
+    """Python enlarges a tuple under construction only while nobody else holds it."""
+
+    began, looked = threading.Event(), threading.Event()
+
+    def make_tuples() -> None:
+        while not looked.is_set():
+            assert len(tuple(number for number in range(1000))) == 1000
+            began.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # else the heap must be large for a thread to be interrupted
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            made = threads.submit(make_tuples)
+            began.wait()
+            for _ in range(50):
+                assert all_blocked([])
+            looked.set()
+            made.result()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 async def test_every_task_that_waits_for_an_event_is_woken_once_and_clearing_it_affects_none() -> (

@@ -31,6 +31,7 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         (pci / address / "local_cpulist").write_text(f"{cores}\n")
     monkeypatch.setattr(devices, "_NVIDIA", nvidia)
     monkeypatch.setattr(devices, "_PCI", pci)
+    monkeypatch.setattr(devices, "_FILES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     return pci
@@ -38,7 +39,19 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("visible", "seen"),
-    [(None, 3), ("0,2", 2), ("0,1,2,3", 3), (" 1 ", 1), ("", 0), ("-1", 0), ("0,-1,1", 1)],
+    [
+        (None, 3),
+        ("0,2", 2),
+        ("0,1,2,3", 3),
+        ("0,3,1", 1),
+        (" 1 ", 1),
+        ("", 0),
+        ("-1", 0),
+        ("0,-1,1", 1),
+        ("NoDevFiles", 0),
+        ("GPU-a,GPU-b", 2),
+        ("MIG-a,MIG-b,MIG-c,MIG-d", 4),
+    ],
 )
 @pytest.mark.usefixtures("three_gpus")
 def test_the_hosts_devices_are_those_that_cuda_sees(
@@ -49,6 +62,37 @@ def test_the_hosts_devices_are_those_that_cuda_sees(
     found = host_devices()
     assert [one.index for one in found if one.kind == "cuda"] == list(range(seen))
     assert found
+
+
+@pytest.mark.parametrize(
+    ("files", "listed", "seen", "cores"),
+    [
+        ([], True, 3, {0}),  # nothing has used CUDA on this host yet
+        (["nvidia0", "nvidia1", "nvidia2", "nvidiactl"], True, 3, {0}),
+        (["nvidia2", "nvidiactl", "nvidia-uvm"], True, 1, {1}),  # a container with one of three
+        (["nvidia0", "nvidia1", "nvidiactl"], False, 2, set[int]()),  # a sandbox without the list
+    ],
+)
+def test_a_container_has_the_accelerators_of_which_it_has_the_files(
+    files: list[str],
+    listed: bool,
+    seen: int,
+    cores: set[int],
+    three_gpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for number, folder in enumerate(sorted((tmp_path / "nvidia").iterdir())):
+        (folder / "information").write_text(f"Bus Type: PCIe\nDevice Minor: \t {number}\n")
+    (three_gpus / "0000:02:00.0" / "local_cpulist").write_text("1\n")
+    for name in files:
+        (tmp_path / name).touch()
+    if not listed:
+        monkeypatch.setattr(devices, "_NVIDIA", tmp_path / "none")
+    assert len([one for one in host_devices() if one.kind == "cuda"]) == seen
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    assert pinned_cores(GPUS[:1]) == cores
 
 
 @pytest.mark.parametrize(
@@ -83,10 +127,10 @@ def test_a_process_is_shown_its_own_devices_alone(
 ) -> None:
     if given is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    assert device_environment((GPUS[0], GPUS[2])) == {
-        "CUDA_VISIBLE_DEVICES": shown,
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-    }
+    found = device_environment((GPUS[0], GPUS[2]))
+    assert found.pop("CUDA_VISIBLE_DEVICES") == shown
+    # Numbers that were given are in CUDA's own order, unless that is set too.
+    assert found == ({} if given else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
     assert device_environment((Device("cpu", 1),)) == {}
     assert device_environment(()) == {}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

@@ -33,6 +33,14 @@ async def test_an_awaited_failure_names_who_where_and_what(new_cluster: NewClust
         assert str(failure.pid) in caught.value.summary
 
 
+async def test_a_method_that_calls_exit_has_failed(new_cluster: NewCluster) -> None:
+    async with new_cluster() as cluster:
+        broken = await cluster.launch(Broken)
+        with pytest.raises(ra.WorkerError, match="SystemExit: 3"):
+            await broken.call(Broken.calls_exit)
+        assert await broken.call(Broken.only, 1) == [0]
+
+
 async def test_a_handled_failure_does_not_end_the_cluster(new_cluster: NewCluster) -> None:
     async with new_cluster() as cluster:
         broken = await cluster.launch(Broken, count=2)

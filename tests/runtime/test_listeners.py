@@ -84,8 +84,9 @@ def test_the_environment_may_say_where_to_listen(
     monkeypatch: pytest.MonkeyPatch, secret: bytes
 ) -> None:
     monkeypatch.setenv("RLINF_ASYNC_LISTEN", "tcp://127.0.0.1:0")
-    assert ProcessBackend(heartbeat_limit=60)._listeners._listen == "tcp://127.0.0.1:0"
-    assert ProcessBackend(heartbeat_limit=60)._listeners.secret == secret
+    listeners = ProcessBackend(heartbeat_limit=60).workers.listeners
+    assert listeners._listen == "tcp://127.0.0.1:0"
+    assert listeners.secret == secret
 
 
 def test_listening_without_a_secret_is_refused_when_the_cluster_is_built(
@@ -122,7 +123,7 @@ async def test_a_report_says_who_is_cut_off_and_what_waits_for_it(
         assert "cut off" not in cluster.report()
         backend = cluster._backend
         assert isinstance(backend, ProcessBackend)
-        connection = backend._workers["Waiter[0]"].connection
+        connection = backend.workers["Waiter[0]"].connection
         assert connection is not None
         link = connection.streams.link
         assert link is not None

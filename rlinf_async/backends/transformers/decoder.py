@@ -58,6 +58,7 @@ class Decoder:
         """Move the model to the device, and release the cache. There are no rows."""
         self._cache.clear()
         self.model.to(device)
+        torch.cuda.empty_cache()  # torch keeps what is freed; nothing happens without CUDA
         self._read_device()
 
     def _read_device(self) -> None:

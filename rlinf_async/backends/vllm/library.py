@@ -6,8 +6,14 @@ set before that. Values set by the user are kept.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib
 import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 from rlinf_async.backends.transformers.folder import ModelFolder, ModelFolderError
@@ -42,7 +48,38 @@ def start_llm(config: VllmEngineConfig, folder: ModelFolder, seed: int, device: 
         ) from error
     if on_cpu:
         _check_head_size(folder)
-    return llm.from_engine_args(arguments(**_arguments(config, folder, seed, on_cpu)))
+        return llm.from_engine_args(arguments(**_arguments(config, folder, seed, on_cpu)))
+    with starting_alone(os.environ.get("CUDA_VISIBLE_DEVICES", "")):
+        return llm.from_engine_args(arguments(**_arguments(config, folder, seed, on_cpu)))
+
+
+@contextlib.contextmanager
+def starting_alone(devices: str) -> Iterator[None]:
+    """Let only one engine at a time start on these devices, over all processes of this user.
+
+    An engine that starts measures the memory that the others use, and fails, or takes too little
+    for its cache, where that changes meanwhile.
+    """
+    shown = re.sub("[^0-9A-Za-z-]", "_", devices)[:200]  # of a file's name, 255
+    path = Path(tempfile.gettempdir(), f"rlinf_async-{os.getuid()}-engine-{shown}.lock")
+    file = _locked(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        fcntl.flock(file, fcntl.LOCK_UN)  # the engine's processes have inherited the file
+        os.close(file)
+
+
+def _locked(path: Path) -> int:
+    """Open and lock the file of this name: not one that its last owner has just removed."""
+    while True:
+        file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file), path.stat()):
+                return file
+        os.close(file)
 
 
 def _check_head_size(folder: ModelFolder) -> None:

@@ -4,6 +4,10 @@ what is registered here, and against the run that is to go on.
 
 from __future__ import annotations
 
+import asyncio
+import math
+import os
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
@@ -14,16 +18,42 @@ from rlinf_async.config import ConfigError, Document, UsageError
 from rlinf_async.observe.errors import MetricsError
 from rlinf_async.observe.metrics import find_sink
 from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.devices import host_devices
+from rlinf_async.workers.context import Device
+from rlinf_async.workers.errors import BuildError
 
 LONGEST_GRACE: Final = 86400.0
 """seconds; threads cannot wait without a limit, and a job scheduler never does"""
+
+
+class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How Ray is reached and used, with ``backend = "ray"``."""
+
+    address: str = ""
+    """``host:port`` of the cluster's head, or ``"auto"``; empty: that of RAY_ADDRESS, and without
+    it Ray is started on this host for the time of the run"""
+    wait: float = 10.0
+    """seconds to wait for devices that are in use"""
+    interface: str = ""
+    """network interface between the hosts, ``"eth1"``; empty: that of the hosts' addresses"""
+    tls: bool = False
+    """whether the channels' connections between hosts are encrypted"""
+    runtime_env: dict[str, Any] = {}
+    """Ray's runtime environment of all workers: ``working_dir``, ``pip``, ..."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.wait < math.inf:
+            raise ValueError(f"wait is {self.wait}; it must be seconds from 0")
 
 
 class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The part of ``[cluster]`` that is the same for every kind of run: how workers are started,
     watched and restarted."""
 
-    backend: Literal["process", "local"] = "process"
+    backend: Literal["process", "local", "ray"] = "process"
+    """``process``: a process of this host for each worker; ``ray``: an actor of Ray for each, on
+    the hosts of its cluster; ``local``: all in one process"""
+    ray: RayConfig = RayConfig()
     threads: int = 1
     """threads of the arithmetic in each process (OMP_NUM_THREADS)"""
     node_groups: dict[str, tuple[str, ...]] = {}
@@ -54,6 +84,30 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
 
     @property
+    def processes(self) -> bool:
+        """Whether each worker has a process of its own."""
+        return self.backend != "local"
+
+    def devices(self) -> Sequence[Device]:
+        """The devices on which this run would be placed, without starting anything.
+
+        Raises:
+            UsageError: the Ray cluster cannot be reached.
+        """
+        address = self.ray.address or os.environ.get("RAY_ADDRESS")
+        if self.backend != "ray":
+            return host_devices()
+        if not address:  # Ray is started here
+            host = socket.gethostname()
+            return [msgspec.structs.replace(one, host=host) for one in host_devices()]
+        from rlinf_async.runtime.ray.session import devices_at
+
+        try:
+            return asyncio.run(devices_at(address))
+        except BuildError as error:
+            raise UsageError(str(error)) from error
+
+    @property
     def environment(self) -> dict[str, str]:
         """Environment variables of every worker's process."""
         one = {"OMP_NUM_THREADS": str(self.threads)}
@@ -67,6 +121,17 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """
         if self.backend == "local":
             return Cluster.local(deadlock_after=self.deadlock_after)
+        if self.backend == "ray":
+            return Cluster.ray(
+                address=self.ray.address or None,
+                heartbeat_limit=self.heartbeat_limit,
+                deadlock_after=self.deadlock_after,
+                wait=self.ray.wait,
+                interface=self.ray.interface,
+                tls=self.ray.tls,
+                runtime_env=self.ray.runtime_env or None,
+                log=log,
+            )
         return Cluster.process(
             heartbeat_limit=self.heartbeat_limit, deadlock_after=self.deadlock_after, log=log
         )

@@ -175,7 +175,7 @@ def make_plan(
     """Give every worker of every role its devices.
 
     Args:
-        roles: in the order in which they take devices; those that the run does not have left out.
+        roles: in the order in which they take devices; those without workers get none.
         machine: the devices there are, by host.
         preset: for roles without devices of their own settings.
         hybrid: names of roles that share devices under the preset ``hybrid``.
@@ -185,7 +185,15 @@ def make_plan(
         ConfigError: a setting of the placement is wrong; with its path.
         MissingDevice: there are too few devices.
     """
-    return _Planner(roles, tuple(machine), preset, hybrid, node_groups or {}).plan()
+    for role in roles:
+        if role.count == 0 and _role_devices(role.asked) != RoleDevices():
+            raise ConfigError(
+                f"this run has no {role.name} workers: say in [cluster] how many there are, or "
+                "leave their devices out",
+                path=(*SETTING, role.name),
+            )
+    there = [role for role in roles if role.count != 0]
+    return _Planner(there, tuple(machine), preset, hybrid, node_groups or {}).plan()
 
 
 class _Planner:
@@ -354,7 +362,8 @@ class _Planner:
         return MissingDevice(
             f"{'.'.join(SETTING)}: {sum(least)} devices are needed ({wants}), but {free} of "
             f"{len(self._accelerators)} are free{rest}: lower the numbers of workers, let roles "
-            "share ('shared with actor', preset 'collocated'), or put one on the 'cpu'"
+            "share ('shared with actor', preset 'collocated') or several workers of one role "
+            "(devices_per_worker = 0.5), or put one on the 'cpu'"
         )
 
     # ---- the devices of each worker

@@ -23,7 +23,7 @@ from rlinf_async.config import UsageError, to_toml
 from rlinf_async.observe.errors import ObserveError
 from rlinf_async.observe.perfetto import read_perfetto
 from rlinf_async.observe.progress import ProgressView
-from rlinf_async.observe.run_folder import RunFolder
+from rlinf_async.observe.run_folder import RUNS, RunFolder
 from rlinf_async.observe.summary import Detail, Summary, last_line, write_summary
 from rlinf_async.observe.timeline import draw_timeline
 from rlinf_async.runtime.cluster import Cluster
@@ -101,7 +101,7 @@ def run_in_folder(
     Raises:
         UsageError: the folder cannot be used, or what is to be resumed cannot be.
     """
-    path = out or Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = out or RUNS / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if resume:
         check_resumed(config, path / "config.toml", may_differ)
     try:

@@ -1,4 +1,5 @@
-"""What is seen of a run of any kind: the live view in the terminal, and the trace it leaves.
+"""What is seen of a run of any kind: the live view in the terminal, the same as a file for other
+processes, and the trace it leaves.
 
 `ChannelRates` compares counts of channels, edges and connections with those of the look before;
 workers are not asked for them. `LiveView` asks workers for their spans, and waits for none.
@@ -17,7 +18,7 @@ from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from rlinf_async import deadlines
-from rlinf_async.channels import Channel, Edge, Statistics
+from rlinf_async.channels import Channel, Edge, Statistics, Wait
 from rlinf_async.channels.wire import Traffic
 from rlinf_async.observe.counters import Counter, Rates
 from rlinf_async.observe.errors import ObserveError
@@ -27,13 +28,17 @@ from rlinf_async.observe.progress import (
     EdgeView,
     ProgressState,
     ProgressView,
+    WaitView,
     WorkerView,
 )
 from rlinf_async.observe.run_folder import RunFolder
+from rlinf_async.observe.status import Status, write_status
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.backend import WorkerHandle
 from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.signals import run_signals
 from rlinf_async.runtime.stall import internal
+from rlinf_async.runtime.supervise import Supervisor
 
 PERIOD: Final = 0.25
 """seconds between two drawings"""
@@ -48,6 +53,10 @@ SPANS_LIMIT = 2.0
 SPANS_KEPT = 400_000
 LOOK_EVERY = 1.0
 """seconds between two questions to the workers what they do; a shorter wait counts as work"""
+STATUS_EVERY = 1.0
+"""seconds between two writings of the status, which other processes read"""
+WAITS_WRITTEN = 200
+"""number of waits in the status, the longest ones"""
 
 
 class ChannelRates:
@@ -164,25 +173,42 @@ class LiveView:
         self._doing: dict[str, str] = {}
         """open spans, by worker"""
         self._collecting = asyncio.Lock()
+        self._write_at = float("-inf")  # when the status is next written
+        self._ending = False
+        self._shown: ProgressState | None = None
         self.left_out: Counts[str] = Counts()
         """spans left out of the trace, by worker"""
 
     def show(self) -> None:
-        """Draw the present state."""
-        run, iteration, iterations, figures = self._headline()
+        """Draw the present state, and write it now and then."""
         self._rates.look()
-        self._view.update(
-            ProgressState(
-                run=run,
-                iteration=iteration,
-                iterations=iterations,
-                figures=figures,
-                channels=self._rates.channels,
-                edges=self._rates.edges,
-                workers=self._workers(),
-                note=self.note,
-            )
+        state = self._shown = self._state()
+        self._view.update(state)
+        ending = run_signals().terminating
+        now = time.monotonic()
+        if now >= self._write_at or ending != self._ending:
+            self._write_at = now + STATUS_EVERY
+            state.waits = [_wait(one) for one in self._cluster.waits()[:WAITS_WRITTEN]]
+            self._write(state, ending=ending)
+
+    def _state(self) -> ProgressState:
+        run, iteration, iterations, figures = self._headline()
+        return ProgressState(
+            run=run,
+            iteration=iteration,
+            iterations=iterations,
+            figures=figures,
+            channels=self._rates.channels,
+            edges=self._rates.edges,
+            workers=self._workers(),
+            note=self.note,
         )
+
+    def _write(self, state: ProgressState, *, ending: bool) -> None:
+        self._ending = ending
+        grace = run_signals().grace_seconds
+        status = Status(time=time.time(), ending=ending, grace_seconds=grace, shown=state)
+        write_status(self._folder.status, status)
 
     async def write_trace(self) -> None:
         """Collect the last spans and write the trace."""
@@ -200,23 +226,28 @@ class LiveView:
                 print(f"the trace was not written: {error}", file=sys.stderr)
 
     def _workers(self) -> list[WorkerView]:
-        waiting = {wait.party.partition(".")[0]: wait for wait in self._cluster.waits()[::-1]}
-        views = []
-        for group in self._cluster.groups.values():
-            for supervisor in group.supervisors:
-                wait, doing = waiting.get(supervisor.name), self._doing.get(supervisor.name, "")
-                if wait and wait.seconds > LOOK_EVERY and doing:
-                    wait = None  # one of its tasks waits, another works
-                views.append(
-                    WorkerView(
-                        name=supervisor.name,
-                        doing="" if wait else doing or "busy",
-                        waiting_for=wait.channel if wait else None,
-                        waiting_seconds=wait.seconds if wait else 0.0,
-                        restarts=supervisor.restarts,
-                    )
-                )
-        return views
+        longest = {wait.party.partition(".")[0]: wait for wait in self._cluster.waits()[::-1]}
+        return [
+            self._worker(supervisor, longest.get(supervisor.name))
+            for group in self._cluster.groups.values()
+            for supervisor in group.supervisors
+        ]
+
+    def _worker(self, supervisor: Supervisor, wait: Wait | None) -> WorkerView:
+        """A worker, and its longest wait."""
+        doing = self._doing.get(supervisor.name, "")
+        if wait and wait.seconds > LOOK_EVERY and doing:
+            wait = None  # one of its tasks waits, another works
+        return WorkerView(
+            name=supervisor.name,
+            doing="" if wait else doing or "busy",
+            waiting_for=wait.channel if wait else None,
+            waiting_seconds=wait.seconds if wait else 0.0,
+            restarts=supervisor.restarts,
+            host=self._cluster.host(supervisor.name),
+            devices=[str(device) for device in supervisor.devices],
+            live=supervisor.handle_nowait() is not None,
+        )
 
     async def _draw(self) -> None:
         while True:
@@ -275,6 +306,19 @@ class LiveView:
     ) -> None:
         for task in self._tasks:
             task.cancel()
+        if self._shown is not None:
+            self._write(self._shown, ending=True)
+
+
+def _wait(wait: Wait) -> WaitView:
+    return WaitView(
+        party=wait.party,
+        operation=wait.operation,
+        channel=wait.channel,
+        key=wait.key,
+        seconds=wait.seconds,
+        unblockers=wait.unblockers,
+    )
 
 
 async def _doing(handle: WorkerHandle) -> str:

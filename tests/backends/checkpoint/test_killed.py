@@ -4,7 +4,6 @@ new one, is there."""
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import shutil
 import signal
@@ -27,6 +26,7 @@ from tests.backends.fsdp_helpers import (
     set_up,
     train_steps,
 )
+from tests.backends.ranks import forking
 from tests.backends.test_fsdp_sharded import config
 
 PATIENCE = 250.0
@@ -92,9 +92,7 @@ def test_a_kill_at_any_touch_of_the_disk_leaves_a_checkpoint(tmp_path: Path) -> 
     manager = set_up(config("fsdp2"))
     train_steps(manager, range(3))
     manager.save_checkpoint(tmp_path / "first" / "checkpoint")
-    process = multiprocessing.get_context("spawn").Process(
-        target=kill_at_every_touch, args=(tmp_path / "first",)
-    )
+    process = forking().Process(target=kill_at_every_touch, args=(tmp_path / "first",))
     process.start()
     try:
         process.join(PATIENCE)

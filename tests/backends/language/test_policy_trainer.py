@@ -355,6 +355,16 @@ def test_an_offloaded_trainer_refuses_to_compute_until_it_is_back() -> None:
     assert_close(gradients(trainer, batch, 8), gradients(other, batch, 8), 0.0)
 
 
+def test_offloading_gives_the_memory_to_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = PolicyTrainer(trainer_config(), 1, 0)
+    offloaded: list[bool] = []
+    monkeypatch.setattr(
+        torch.cuda, "empty_cache", lambda: offloaded.append(trainer.manager.param_offloaded)
+    )
+    trainer.offload()
+    assert offloaded == [True]  # torch gives back what was freed before
+
+
 @pytest.mark.parametrize("field", ["prev_log_prob", "advantage"])
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change(field: str) -> None:
     trainer = PolicyTrainer(trainer_config(), 1, 0)

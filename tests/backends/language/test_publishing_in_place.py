@@ -176,7 +176,7 @@ def where_it_cannot(rank: int, world_size: int, folder: Path) -> None:
     save_result(folder, rank, True)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, 4])  # the tests below have 2
 def test_the_update_that_ranks_write_is_bit_for_bit_the_one_that_is_gathered(
     world_size: int, tmp_path: Path
 ) -> None:

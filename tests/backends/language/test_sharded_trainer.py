@@ -73,7 +73,7 @@ def double(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("double")
     for name in (*VARIANTS, "uneven", "critic"):
         (folder / name).mkdir()
-    assert in_processes(everything, 2, folder, method="spawn") == ["done", "done"]
+    assert in_processes(everything, 2, folder) == ["done", "done"]
     return folder
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
@@ -17,6 +18,7 @@ from rlinf_async.backends.fsdp.config import (
 )
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
 from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
+from rlinf_async.backends.fsdp.language.critic import CriticTrainer
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.reshard import reserved
@@ -70,6 +72,27 @@ def language_step(trainer: PolicyTrainer, step: int) -> Numbers:
         one.ref_log_prob, one.advantage = log_prob, None
     ready = trainer.normalize_advantages(trainer.compute_advantages(batch))
     found = trainer.training_step(micro_batches(ready, len(batch) // 2))
+    trainer.end_iteration()
+    return [found["loss"], found["grad_norm"], found["lr"]]
+
+
+def critic_config() -> LanguageTrainerConfig:
+    advantage = LanguageAdvantageConfig(name="gae")
+    return msgspec.structs.replace(language_config(), advantage=advantage, reference=False)
+
+
+def critic_trainer(world_size: int, rank: int) -> CriticTrainer:
+    return CriticTrainer(critic_config(), world_size, rank)
+
+
+def critic_step(trainer: CriticTrainer, step: int) -> Numbers:
+    """Loss, gradient norm and learning rate of one optimizer step, on new samples and their values
+    by the critic."""
+    ranks, rank = trainer.manager.world_size, trainer.manager.rank
+    batch = [one for one in samples(12, seed=step) if one.group % ranks == rank]
+    for one, value in zip(batch, trainer.values(batch), strict=True):
+        one.value = value
+    found = trainer.training_step(micro_batches(trainer.compute_advantages(batch), len(batch) // 2))
     trainer.end_iteration()
     return [found["loss"], found["grad_norm"], found["lr"]]
 

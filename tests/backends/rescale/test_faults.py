@@ -15,11 +15,13 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from rlinf_async.backends.fsdp import transaction
 from rlinf_async.backends.fsdp.errors import RescaleError, RescaleUndecided
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.fsdp.rescale import Rescale
+from rlinf_async.backends.fsdp.transaction import StageResult, Transaction
 from rlinf_async.backends.reshard import PeerLost, buckets
 from tests.backends.fsdp_helpers import exit_codes, in_processes, save_result
 from tests.backends.rescale.kit import (
@@ -45,8 +47,8 @@ FAULTS = [
     ("late", "move", 1, 2, 4),
     ("late", "verify", 1, 3, 4),
 ]
-IMPATIENT = 4.0
-"""seconds; the ranks that are not late need much less, most of the time"""
+SHORT = 0.3
+"""seconds that a rank waits for the late one, once it has come to that stage itself"""
 
 
 class Injected(Exception):
@@ -64,6 +66,12 @@ def break_it(how: str, stage: str) -> Callable[[], None]:
         # Goes on as soon as another rank has given up: the worst moment.
         decision = "decision/0" if stage == "propose" else "decision/1"
         attempt._transaction._store.wait([decision], timedelta(seconds=LIMIT))
+        return impatient(attempt)
+
+    def impatient(attempt: Rescale) -> Any:
+        attempt._timeout, attempt._transaction._deadline = SHORT, time.monotonic() + SHORT
+        if stage == "move":  # torch's own threads wait for what was begun there
+            _set_pg_timeout(timedelta(seconds=SHORT), attempt._manager.groups.transfer)
         return whole(attempt)
 
     def damages(bucket: torch.Tensor, *checksum_and_round: int) -> None:
@@ -73,7 +81,8 @@ def break_it(how: str, stage: str) -> Callable[[], None]:
     if how == "damages":
         cast(Any, buckets).seal = damages
     else:
-        setattr(Rescale, stage, raises if how == "raises" else late)
+        wrong = {"raises": raises, "late": late, "waits for it": impatient}
+        setattr(Rescale, stage, wrong[how])
 
     def mend() -> None:
         cast(Any, buckets).seal = seal
@@ -101,7 +110,9 @@ def faults(rank: int, world_size: int, folder: Path) -> None:
         elif stage == "decide":
             # Who decides first decides for all: let it be the one that fails.
             mend = break_it("late", stage)
-        outcomes.append(attempt(trainer, new, IMPATIENT if how == "late" else LIMIT))
+        elif how == "late":
+            mend = break_it("waits for it", stage)
+        outcomes.append(attempt(trainer, new))
         mend()
         numbers.append(step(trainer, len(numbers)))
     trainer.rescale(3, timeout=LIMIT, bucket_bytes=BUCKET)
@@ -109,10 +120,10 @@ def faults(rank: int, world_size: int, folder: Path) -> None:
     save_result(folder, rank, {"outcomes": outcomes, "numbers": numbers})
 
 
-def attempt(trainer: PolicyTrainer, size: int, timeout: float) -> tuple[str, str, int]:
+def attempt(trainer: PolicyTrainer, size: int) -> tuple[str, str, int]:
     """What a rescale raises, and how many ranks train after it."""
     try:
-        trainer.rescale(size, timeout=timeout, bucket_bytes=BUCKET)
+        trainer.rescale(size, timeout=LIMIT, bucket_bytes=BUCKET)
     except (RescaleError, PeerLost) as error:
         return type(error).__name__, str(error), trainer.manager.world_size
     return "", "", trainer.manager.world_size
@@ -180,7 +191,7 @@ def committed(rank: int, world_size: int, folder: Path) -> None:
 
         setattr(Rescale, "decide", fails)  # noqa: B010
         mend = partial(setattr, Rescale, "decide", whole)
-    outcome = attempt(trainer, 2, LIMIT)
+    outcome = attempt(trainer, 2)
     mend()
     save_result(folder, rank, {"outcome": outcome, "numbers": step(trainer, 0)})
 
@@ -248,6 +259,19 @@ def test_a_rank_that_fails_says_why_before_it_hangs_up() -> None:
     assert order == ["Injected: as the test wants it", "hung up"]
 
 
+def give_up_once_all_who_live_have_reported() -> None:
+    """Wait for those three however slow they are, and for rank 2 no longer than for them."""
+    transaction.GRACE = LIMIT
+    check = Transaction._check_done
+
+    def checked(one: Transaction, stage: str, results: dict[int, StageResult]) -> None:
+        check(one, stage, results)
+        if stage == "move" and len(results) == 3:
+            one._deadline = 0.0
+
+    setattr(Transaction, "_check_done", checked)  # noqa: B010
+
+
 def dying(rank: int, folder: str) -> None:
     """Rank 2 is killed in the middle of the move, with some of its buckets sent."""
     torch.set_num_threads(1)
@@ -258,7 +282,7 @@ def dying(rank: int, folder: str) -> None:
         world_size=4,
         timeout=timedelta(seconds=60),
     )
-    transaction.GRACE = 8.0  # a rank that lives may be slow to say so, on a busy machine
+    give_up_once_all_who_live_have_reported()
     trainer = language_trainer(4, rank)
     step(trainer, 0)
     trainer.save_checkpoint(Path(folder) / "checkpoint")
@@ -272,7 +296,7 @@ def dying(rank: int, folder: str) -> None:
 
     if rank == 2:
         cast(Any, buckets).seal = die
-    save_result(Path(folder), rank, attempt(trainer, 2, LIMIT))
+    save_result(Path(folder), rank, attempt(trainer, 2))
     os._exit(0)  # the group is broken
 
 

@@ -13,6 +13,7 @@ import torch
 
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
 from rlinf_async.backends.fsdp.errors import FSDPError
+from rlinf_async.backends.fsdp.language.critic import CriticTrainer
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.rescale import rescale
@@ -26,6 +27,8 @@ from tests.backends.rescale.kit import (
     LIMIT,
     RING,
     Numbers,
+    critic_step,
+    critic_trainer,
     embodied_step,
     embodied_trainer,
     language_step,
@@ -38,13 +41,16 @@ WARMUP = 2 * EACH
 """optimizer steps of the critic alone: the first two sizes of the ring"""
 
 
-def round_the_ring(trainer: PolicyTrainer | EmbodiedTrainer, rank: int) -> list[dict[str, Any]]:
+Trainer = PolicyTrainer | CriticTrainer | EmbodiedTrainer
+
+
+def round_the_ring(trainer: Trainer, rank: int) -> list[dict[str, Any]]:
     """Train on each number of ranks for 4 optimizer steps; one row a size."""
     rows, at = [], 0
     for size in RING:
         with collections() as collected:
             report = trainer.rescale(size, timeout=LIMIT, bucket_bytes=BUCKET)
-        count = EACH if isinstance(trainer, PolicyTrainer) else EACH // EPOCHS
+        count = EACH // EPOCHS if isinstance(trainer, EmbodiedTrainer) else EACH
         numbers = [_step(trainer, at + more) for more in range(count)] if report.active else []
         at += count
         rows.append(
@@ -78,9 +84,11 @@ def collections() -> Iterator[list[int]]:
         gc.enable()
 
 
-def _step(trainer: PolicyTrainer | EmbodiedTrainer, at: int) -> Numbers:
+def _step(trainer: Trainer, at: int) -> Numbers:
     if isinstance(trainer, PolicyTrainer):
         return language_step(trainer, at)
+    if isinstance(trainer, CriticTrainer):
+        return critic_step(trainer, at)
     return embodied_step(trainer, at)
 
 
@@ -100,6 +108,7 @@ def everything(rank: int, world_size: int, folder: Path) -> None:
     warming = embodied_trainer(world_size, rank, WARMUP)
     result: dict[str, Any] = {
         "language": round_the_ring(language, rank),
+        "critic": round_the_ring(critic_trainer(world_size, rank), rank),
         "embodied": round_the_ring(embodied, rank),
         "warming": round_the_ring(warming, rank),
         "weights": unpack(language.publish()) if rank == 0 else {},
@@ -141,7 +150,7 @@ def _said(call: Any) -> str:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return in_processes(everything, 4, tmp_path_factory.mktemp("ranks"), method="spawn")
+    return in_processes(everything, 4, tmp_path_factory.mktemp("ranks"))
 
 
 def test_losses_of_a_language_model_on_1_2_4_3_1_ranks_are_those_of_one(
@@ -159,6 +168,21 @@ def test_losses_of_a_language_model_on_1_2_4_3_1_ranks_are_those_of_one(
     assert difference[:, 2].max() == 0.0
     for name, tensor in unpack(alone.publish()).items():
         torch.testing.assert_close(ranks[0]["weights"][name], tensor, atol=2e-5, rtol=0.0)
+
+
+def test_losses_of_a_critic_on_1_2_4_3_1_ranks_are_those_of_one(
+    ranks: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = critic_trainer(1, 0)
+    expected = torch.tensor([critic_step(alone, at) for at in range(len(RING) * EACH)])
+    found = torch.tensor([row for one in ranks[0]["critic"] for row in one["numbers"]])
+    difference = (found - expected).abs()
+    with capsys.disabled():
+        worst = difference.max(0).values.tolist()
+        print(f"\ncritic: loss, grad norm, lr differ by at most {worst}", end="")
+    assert difference[:, 0].max() < 1e-6
+    assert difference[:, 1].max() < 1e-5
+    assert difference[:, 2].max() == 0.0
 
 
 @pytest.mark.parametrize(("kind", "warmup"), [("embodied", 0), ("warming", WARMUP)])
@@ -182,7 +206,7 @@ def test_losses_of_an_embodied_policy_on_1_2_4_3_1_ranks_are_those_of_one(
     assert difference[:, 2].max() < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["language", "embodied", "warming"])
+@pytest.mark.parametrize("kind", ["language", "critic", "embodied", "warming"])
 def test_memory_of_the_old_model_goes_back_nearly_always_without_a_garbage_collection(
     ranks: list[dict[str, Any]], kind: str
 ) -> None:
@@ -192,7 +216,7 @@ def test_memory_of_the_old_model_goes_back_nearly_always_without_a_garbage_colle
     assert sum(collections) <= 2
 
 
-@pytest.mark.parametrize("kind", ["language", "embodied"])
+@pytest.mark.parametrize("kind", ["language", "critic", "embodied"])
 def test_idle_ranks_hold_no_memory_and_active_ones_their_part(
     ranks: list[dict[str, Any]], kind: str
 ) -> None:

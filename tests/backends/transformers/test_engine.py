@@ -305,11 +305,16 @@ async def test_weights_of_another_float_type_are_cast(tmp_path: Path) -> None:
         assert engine.version == 3
 
 
-async def test_offloading_keeps_the_weights(tmp_path: Path) -> None:
+async def test_offloading_keeps_the_weights_and_gives_the_memory_to_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_model(qwen3())
+    given_back: list[None] = []
     async with engine_of(tmp_path, model) as engine:
         before = await engine.generate(request())
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(None))
         await engine.offload()
+        assert given_back
         await engine.onload()
         after = await engine.generate(request())
         np.testing.assert_array_equal(after.log_prob, before.log_prob)

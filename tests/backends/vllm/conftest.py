@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from torch import nn
-
-from tests.backends.models import make_model, qwen3, save_folder
 
 pytest.importorskip(
     "vllm", reason="vLLM is not installed: make test installs it", exc_type=ImportError
 )
 
 from rlinf_async.backends.vllm.config import VllmEngineConfig
-from tests.backends.vllm.kit import CONTEXT, SMALL, Served
+from tests.backends.vllm.kit import CONTEXT, SMALL, Exported, Served, export
 
 
 @pytest.fixture(scope="package")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Tied embeddings; weights come with updates."""
-    folder = save_folder(tmp_path_factory.mktemp("tied"), qwen3(max_position_embeddings=CONTEXT))
-    with Served(VllmEngineConfig(model=folder, **SMALL)) as served:
+def tied_export(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """What `tied` begins with."""
+    return export(tmp_path_factory.mktemp("tied"), tied=True, max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture(scope="package")
+def tied(tied_export: Exported) -> Iterator[Served]:
+    """Tied embeddings; an exported checkpoint."""
+    config = VllmEngineConfig(model=str(tied_export.folder), weights="folder", **SMALL)
+    with Served(config) as served:
         yield served
 
 
 @pytest.fixture(scope="package")
-def untied_model() -> nn.Module:
-    """What `untied` serves."""
-    return make_model(qwen3(tied=False, max_position_embeddings=CONTEXT), 11)
+def untied_export(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """What `untied` begins with."""
+    return export(tmp_path_factory.mktemp("untied"), tied=False, max_position_embeddings=CONTEXT)
 
 
 @pytest.fixture(scope="package")
-def untied(untied_model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Weights from a folder. A test kills it: that one comes last."""
-    folder = tmp_path_factory.mktemp("untied")
-    path = save_folder(Path(folder), untied_model.config, untied_model)
-    with Served(VllmEngineConfig(model=path, weights="folder", **SMALL)) as served:
+def untied(untied_export: Exported) -> Iterator[Served]:
+    """An exported checkpoint. A test kills the engine: that one comes last."""
+    config = VllmEngineConfig(model=str(untied_export.folder), weights="folder", **SMALL)
+    with Served(config) as served:
         yield served

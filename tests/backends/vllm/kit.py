@@ -12,12 +12,17 @@ import threading
 import time
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
+import torch
 import uvloop
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
+from rlinf_async.backends.checkpoint.exporting import Export
 from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.backends.vllm.engine import VllmEngine
+from tests.backends.checkpoint.kit import model_folder, own_log_probs, trained
 
 R = TypeVar("R")
 
@@ -29,6 +34,27 @@ FOR_EVER = CONTEXT - 96
 """tokens that the engine makes in far more time than a test stands still; not to be waited for"""
 
 SMALL: dict[str, Any] = {"kv_cache_bytes": 64 * 1024 * 1024, "max_concurrent": 64}
+
+
+class Exported(NamedTuple):
+    """A checkpoint as Hugging Face has it, in several files, and what the trainer computes."""
+
+    folder: Path
+    log_probs: Tensor
+    """of `RESPONSE` after `PROMPT`"""
+
+    def model(self) -> nn.Module:
+        """The model, as transformers loads it."""
+        auto: Any = AutoModelForCausalLM
+        loaded: nn.Module = auto.from_pretrained(self.folder, dtype=torch.float32)
+        return loaded.eval()
+
+
+def export(folder: Path, **fields: Any) -> Exported:
+    """Train a small model, and export its checkpoint."""
+    trainer = trained(model_folder(folder / "model", **fields), folder / "checkpoint")
+    Export(folder / "checkpoint", shard_bytes=300_000).run(folder / "out")
+    return Exported(folder / "out", own_log_probs(trainer))
 
 
 class Served:

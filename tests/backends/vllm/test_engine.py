@@ -25,6 +25,7 @@ from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.language import Generated, Request
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights import WeightsDamaged, WeightsMismatch, pack, unpack, verify
+from tests.backends.checkpoint.kit import PROMPT, RESPONSE
 from tests.backends.engine_protocol import (
     carries_a_cancelled_load_to_its_end,
     refuses_older_weights,
@@ -47,6 +48,7 @@ from tests.backends.vllm.kit import (
     FOR_EVER,
     PATIENCE,
     SMALL,
+    Exported,
     Served,
     shared_memory,
     wait_for_shared_memory,
@@ -92,6 +94,13 @@ def generate(served: Served, *asked: Request) -> list[Generated]:
         return await asyncio.gather(*(served.engine.generate(one) for one in asked))
 
     return served.run(body())
+
+
+def test_vllm_computes_what_the_trainer_of_an_exported_checkpoint_does(
+    tied: Served, tied_export: Exported
+) -> None:
+    [found] = tied.run(tied.engine.log_probs([(PROMPT, RESPONSE)]))
+    close(found, tied_export.log_probs)
 
 
 def test_an_update_reaches_the_output_layer_that_is_tied_to_the_embedding(tied: Served) -> None:
@@ -404,10 +413,12 @@ def test_prompts_that_the_model_cannot_take_are_named(tied: Served) -> None:
         generate(tied, request(tokens=[5, 256], group=4))
 
 
-def test_the_weights_of_a_folder_are_version_0(untied: Served, untied_model: nn.Module) -> None:
+def test_the_weights_of_a_folder_are_version_0(untied: Served, untied_export: Exported) -> None:
     assert untied.engine.version == 0
+    [found] = untied.run(untied.engine.log_probs([(PROMPT, RESPONSE)]))
+    close(found, untied_export.log_probs)
     [got] = generate(untied, request(max_tokens=30))
-    close(got.log_prob, log_probs(untied_model, [5, 6, 7], got.token_ids))
+    close(got.log_prob, log_probs(untied_export.model(), [5, 6, 7], got.token_ids))
     assert set(got.version.tolist()) == {0}
     new = endless(make_model(qwen3(tied=False), 34))
     serve(untied, new, 1)

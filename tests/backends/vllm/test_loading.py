@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ pytest.importorskip("transformers")
 
 from rlinf_async.backends.transformers.folder import ModelFolderError, open_folder
 from rlinf_async.backends.vllm.config import VllmEngineConfig
-from rlinf_async.backends.vllm.library import start_llm
+from rlinf_async.backends.vllm.library import start_llm, starting_alone
 from rlinf_async.backends.vllm.loading import Unknown, shards
 from rlinf_async.weights import pack, unpack
 from tests.backends.models import make_model, publish, qwen3, save_folder
@@ -79,6 +82,34 @@ def test_a_model_without_a_layout_and_a_missing_tensor_go_another_way() -> None:
     del tensors["model.norm.weight"]
     with pytest.raises(Unknown, match=r"model\.norm\.weight"):
         list(shards(config, tensors, 1, 0))
+
+
+def test_engines_on_the_same_devices_start_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    started = [threading.Event(), threading.Event()]
+
+    def start(devices: str, number: int) -> None:
+        with starting_alone(devices):
+            started[number].set()
+
+    with starting_alone("GPU-a"):
+        same, other = (
+            threading.Thread(target=start, args=one, daemon=True)
+            for one in (("GPU-a", 0), ("GPU-b", 1))
+        )
+        same.start()
+        other.start()
+        assert started[1].wait(60.0)
+        [file] = tmp_path.glob("*GPU-a*")
+        with file.open() as opened, pytest.raises(BlockingIOError):
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert not started[0].is_set()
+    assert started[0].wait(60.0)
+    same.join(60.0)
+    other.join(60.0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_heads_that_vllm_has_no_attention_for_are_named_before_it_starts(tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ def test_check_prints_the_device_of_every_worker_of_this_and_of_a_stated_machine
         [" host0 ", " cuda:0 "],
         [" host1 ", " cuda:0 "],
     ]
+    two = ("--devices", "4xH100", "--cluster.placement.rollout.devices_per_worker", "2")
+    assert "a policy computes on one device" in job.command("check", job.file, *two).err
     wrong = job.command("check", job.file, "--devices", "many")
     assert wrong.code == 2
     assert "--devices: 'many' describes no machine" in wrong.err

@@ -52,7 +52,7 @@ def test_losses_of_a_real_model_are_those_of_a_run_that_was_not_killed(
 ) -> None:
     """By SIGKILL, between two checkpoints or while one is written."""
     settings = (
-        *("--actor.pipelined", "false", "--training.checkpoint_every", 2, *PROCESS),
+        *("--actor.pipelined", "false", "--training.checkpoint_every", 2),
         *("--data.verifier", "tests.jobs.language.verifiers:letters"),
     )
     runs = []
@@ -60,14 +60,15 @@ def test_losses_of_a_real_model_are_those_of_a_run_that_was_not_killed(
         (tmp_path / name).mkdir()
         runs.append(Job(tmp_path / name, capsys, TINY))
     killed, whole = runs
-    command = ("train", killed.file, "--out", killed.out, *settings, "--training.iterations")
-    driver = start_driver(*command, ENDLESS)
+    command = ("train", killed.file, "--out", killed.out, *settings, *PROCESS)
+    driver = start_driver(*command, "--training.iterations", ENDLESS)
     driver.until(lambda: booked(killed) > 3, "three iterations and the evaluation before them")
     driver.kill()
     assert driver.wait() == -9
     iterations = booked(killed) + 2
-    assert start_driver(*command, iterations, "--resume").wait() == 0
-    whole.succeed(*settings, "--training.iterations", iterations)
+    more = ("--training.iterations", iterations)
+    assert start_driver(*command, *more, "--resume").wait() == 0
+    whole.succeed(*settings, *more)
     assert [row["iteration"] for row in killed.iterations] == [str(n) for n in range(iterations)]
     for before, after in zip(whole.iterations, killed.iterations, strict=True):
         for name in LOSSES:

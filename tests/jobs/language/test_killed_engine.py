@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pathlib
 import signal
 
 import pytest
 
+from tests.jobs.language.checkpoints import save_checkpoint
 from tests.jobs.language.kit import Job
+from tests.jobs.language.test_checkpoint_folders import check_trained, trains_checkpoint
 from tests.jobs.processes import Start
 
 pytestmark = pytest.mark.skipif(
@@ -17,18 +20,21 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_a_killed_vllm_engine_is_built_again_and_no_sample_is_lost(
-    tiny: Job, start_driver: Start
+def test_a_killed_vllm_engine_is_built_again_with_the_newest_weights_and_no_sample_is_lost(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], start_driver: Start
 ) -> None:
-    text = tiny.file.read_text().replace("head_dim = 16", "head_dim = 32")  # vLLM's smallest
-    tiny.file.write_text(text)
+    """In a run that trains a checkpoint of the user's own: a Llama."""
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", "llama")
+    run = Job(tmp_path, capsys, trains_checkpoint(checkpoint))
     driver = start_driver(
-        *("train", tiny.file, "--out", tiny.out, "--rollout.backend", "vllm"),
+        *("train", run.file, "--out", run.out, "--rollout.backend", "vllm"),
         *("--cluster.backend", "process", "--training.iterations", 6),
+        # The run ends with an error where the engine's log-probs are not the actor's.
+        *("--training.check_weights_every", 1, "--actor.optimizer.lr", 1e-3),
         *("--data.verifier", "tests.jobs.language.verifiers:letters"),
         *("--training.prompts", 20, "--training.group_size", 8),
     )
-    metrics = tiny.out / "metrics.csv"
+    metrics = run.out / "metrics.csv"
     driver.until(
         lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3,
         "two iterations and the evaluation before them",
@@ -37,8 +43,9 @@ def test_a_killed_vllm_engine_is_built_again_and_no_sample_is_lost(
     [victim] = driver.running(b"EngineCore")
     os.kill(victim, signal.SIGKILL)
     assert driver.wait(240.0) == 0, driver.said
-    assert "died" in (tiny.out / "workers.log").read_text()
-    assert tiny.summary.samples == sum(tiny.summary.outcomes.values()) == 6 * 20 * 8
-    assert tiny.summary.staleness is not None
-    assert tiny.summary.staleness.max == 0
-    assert tiny.summary.restarts == {}  # the worker lived
+    assert "died" in (run.out / "workers.log").read_text()
+    assert run.summary.samples == sum(run.summary.outcomes.values()) == 6 * 20 * 8
+    assert run.summary.staleness is not None
+    assert run.summary.staleness.max == 0
+    assert run.summary.restarts == {}  # the worker lived
+    check_trained(run, checkpoint, iterations=6)

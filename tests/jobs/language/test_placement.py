@@ -11,6 +11,8 @@ import pytest
 from rlinf_async.backends.vllm.library import _arguments
 from rlinf_async.config import ConfigError, Document
 from rlinf_async.runtime.devices import device_environment, stated_devices
+from rlinf_async.runtime.jobs.language import placement
+from rlinf_async.runtime.jobs.language.checks import check_families
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.learners import trainer_config
 from rlinf_async.runtime.jobs.language.placement import placed, plan_roles
@@ -61,6 +63,14 @@ def config(tmp_path: Path, **settings: str) -> LanguageConfig:
         ),
         (
             "2xH100",
+            {"cluster__critics": "1", "cluster__placement__rollout": "shared with critic"},
+            (1, 0.9, True),
+            1,
+            ("cuda:0", None, 1),
+            {"CUDA_VISIBLE_DEVICES": "1"},
+        ),
+        (
+            "2xH100",
             {"cluster__placement": "collocated", "rollout__vllm__sleep": "false",
              "rollout__vllm__gpu_memory": "0.3"},
             (1, 0.3, False),
@@ -106,21 +116,63 @@ def test_engines_and_trainers_get_what_follows_from_their_devices(
 
 
 @pytest.mark.parametrize(
-    ("settings", "error"),
+    ("machine", "settings", "error"),
     [
-        ({"training__max_staleness": "1"}, "max_staleness is 1, but rollout workers and actors"),
         (
+            "1xH100",
+            {"training__max_staleness": "1"},
+            "max_staleness is 1, but rollout workers share devices",
+        ),
+        (
+            "1xH100",
             {"rollout__vllm__tensor_parallel": "2"},
             "tensor_parallel is 2, but each rollout worker has 1 devices",
+        ),
+        (
+            "2xH100",
+            {"cluster__placement": "collocated", "actor__strategy": "fsdp1"},
+            "have to be offloaded, which fsdp1 cannot on several GPUs",
         ),
     ],
 )
 def test_settings_that_contradict_the_devices_are_refused(
-    tmp_path: Path, settings: dict[str, str], error: str
+    tmp_path: Path, machine: str, settings: dict[str, str], error: str
 ) -> None:
     asked = config(tmp_path, rollout__backend="vllm", **settings)
     with pytest.raises(ConfigError, match=error):
-        placed(asked, plan_roles(asked, stated_devices("1xH100")))
+        placed(asked, plan_roles(asked, stated_devices(machine)))
+
+
+@pytest.mark.parametrize(
+    ("machine", "vllm", "refused"),
+    [("2xH100", "0.32.0", True), ("2xH100", "0.32.0+cpu", False), ("4xcpu", "0.32.0", False)],
+)
+def test_an_engine_for_gpus_is_not_started_where_it_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, vllm: str, refused: bool
+) -> None:
+    monkeypatch.setattr(placement, "version", lambda name: vllm)
+    asked = config(tmp_path, rollout__backend="vllm", cluster__placement__rollout="cpu")
+    plan = plan_roles(asked, stated_devices(machine))
+    if not refused:
+        assert placed(asked, plan).rollout.vllm.gpu_memory is None
+        return
+    with pytest.raises(ConfigError, match="the installed vLLM computes on GPUs alone"):
+        placed(asked, plan)
+
+
+@pytest.mark.parametrize(("each", "refused"), [("2", False), ("4", True), ("1", False)])
+def test_heads_that_the_devices_of_an_engine_do_not_divide_are_named(
+    tmp_path: Path, each: str, refused: bool
+) -> None:
+    asked = config(
+        tmp_path, rollout__backend="vllm", cluster__placement__rollout__devices_per_worker=each
+    )
+    found = placed(asked, plan_roles(asked, stated_devices("8xH100")))
+    if not refused:
+        check_families(found)
+        return
+    with pytest.raises(ConfigError, match=r"2 attention heads, which 4 devices .*: use 2 "):
+        check_families(found)
 
 
 def test_a_worker_keeps_to_the_cores_that_a_run_gives_its_role(job: Job) -> None:

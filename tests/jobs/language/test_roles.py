@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import numpy as np
+import pytest
 
 import rlinf_async as ra
 from rlinf_async.messages.language import Prompt, Tokens, WeightsTaken
+from rlinf_async.runtime.devices import stated_devices
 from rlinf_async.runtime.jobs.language.channels import LanguageChannels
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.roles import Roles
@@ -47,6 +50,79 @@ class Learners:
 
     async def compare(self, sequences: list[tuple[Tokens, Tokens]], answer: Any) -> float:
         return 0.0
+
+
+class Noted:
+    """In place of any workers: notes what is asked of them."""
+
+    def __init__(self, whose: str, notes: list[str]) -> None:
+        self._whose, self._notes = whose, notes
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        async def asked(*arguments: Any) -> Any:
+            what = arguments[0].__name__ if name == "call" else name
+            self._notes.append(f"{self._whose} {what}")
+            return 0.0 if name == "compare" else [1]
+
+        return asked
+
+
+@pytest.mark.parametrize(
+    ("rollout", "apart"),
+    [("", True), ("shared with inference", False), ("shared with actor", False)],
+)
+def test_an_engine_does_not_start_while_another_role_takes_memory_of_its_device(
+    rollout: str, apart: bool
+) -> None:
+    tables = tomllib.loads(TOY.format(data="none.jsonl"))
+    tables["rollout"]["backend"], tables["actor"]["backend"] = "transformers", "fsdp"
+    tables["cluster"] |= {"inference_workers": 1, "placement": {"rollout": rollout}}
+    config = msgspec.convert(tables, LanguageConfig)
+
+    async def main() -> bool:
+        async with ra.Cluster.local(devices=stated_devices("4xH100")) as cluster:
+            roles = Roles(cluster, config, LanguageChannels(cluster, config), Path())
+            return bool(cast(Any, roles)._apart)
+
+    assert run(main()) is apart
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_learners_leave_shared_devices_before_an_engine_starts_and_take_them_in_turns(
+    shared: bool,
+) -> None:
+    preset = "collocated" if shared else "disaggregated"
+    tables = tomllib.loads(TOY.format(data="none.jsonl"))
+    tables["cluster"]["placement"] = preset
+    tables["rollout"]["backend"], tables["actor"]["backend"] = "transformers", "fsdp"
+    config = msgspec.convert(tables, LanguageConfig)
+    notes: list[str] = []
+
+    async def main() -> None:
+        async with ra.Cluster.local() as cluster:
+            roles = Roles(cluster, config, LanguageChannels(cluster, config), Path())
+            parts = cast(Any, roles)
+            parts.learners = Noted("learners", notes)
+            parts._rollouts = rollouts = Noted("rollouts", notes)
+            parts._launch_rollouts, parts._launch_others = rollouts.launch, Noted("", notes).others
+            await roles.launch(None)
+            await roles.check_weights([PROMPT], version=1)
+
+    run(main())
+    wanted = [
+        "learners launch_actors",
+        "learners launch_critics",
+        "learners offload",  # where devices are shared
+        "rollouts launch",
+        " others",
+        "rollouts version",
+        "rollouts log_probs",
+        "rollouts offload",
+        "learners compare",
+        "learners offload",
+        "rollouts onload",
+    ]
+    assert notes == [one for one in wanted if shared or not one.endswith("load")]
 
 
 def test_weights_that_are_taken_while_the_versions_are_asked_for_are_not_waited_for_again() -> None:

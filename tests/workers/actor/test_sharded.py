@@ -20,7 +20,7 @@ ITERATIONS = 2
 
 async def trained(world_size: int) -> dict[str, Tensor]:
     """Weights and normalisers after two iterations on the same trajectories."""
-    async with ra.Cluster.process() as cluster:
+    async with ra.Cluster.process() if world_size > 1 else ra.Cluster.local() as cluster:
         channels = Channels(cluster)
         actors = await cluster.launch(
             EmbodiedFSDPActor,

@@ -8,21 +8,21 @@ import pytest
 import torch
 
 import rlinf_async as ra
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import SampleGroup
 from rlinf_async.parallel import Strategy
 from rlinf_async.workers.actor import LanguageBatches
 from rlinf_async.workers.critic import FSDPCritic
-from tests.backends.rescale.kit import RING, language_config
+from tests.backends.rescale.kit import critic_config
 from tests.workers.actor.language.kit import Channels, groups
 
 GROUPS = 24
 BATCHES = LanguageBatches(
     samples=GROUPS * 4, group_size=4, optimizer_steps=2, max_tokens_per_micro_batch=64
 )
-GAE = LanguageAdvantageConfig(name="gae")
-CONFIG = msgspec.structs.replace(language_config(), advantage=GAE, reference=False)
+CONFIG = critic_config()
+RING = (1, 2, 1)
+"""how many ranks train, one after the other; `tests/backends/rescale` has more of them"""
 
 
 class Learnt(msgspec.Struct):
@@ -36,7 +36,7 @@ class Learnt(msgspec.Struct):
 
 async def learnt(ranks: int, ring: tuple[int, ...]) -> list[Learnt]:
     """Two iterations on each number of ranks."""
-    async with ra.Cluster.process() as cluster:
+    async with ra.Cluster.process() if ranks > 1 else ra.Cluster.local() as cluster:
         channels = Channels(cluster)
         valued = cluster.channel(SampleGroup, name="valued", capacity=64)
         critics = await cluster.launch(
@@ -89,10 +89,10 @@ async def taken(valued: ra.Channel[SampleGroup], ranks: int) -> Floats:
 
 
 @pytest.mark.parametrize("loop_kind", ["uvloop"])
-async def test_a_critic_on_1_2_4_3_1_ranks_learns_the_values_of_one(
+async def test_a_critic_on_1_2_1_ranks_learns_the_values_of_one(
     loop_kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alone, found = await learnt(1, (1,) * len(RING)), await learnt(4, RING)
+    alone, found = await learnt(1, (1,) * len(RING)), await learnt(2, RING)
     assert len(found) == len(alone) == 2 * len(RING)
     numbers = torch.tensor([[one.numbers for one in each] for each in (alone, found)])
     worst = (numbers[0] - numbers[1]).abs().max(0).values.tolist()

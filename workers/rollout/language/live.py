@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rlinf_async.backends.language import EngineDied, GenerationEngine
 from rlinf_async.channels import LatestReceiver, NoReceivers, Sender
-from rlinf_async.messages.language import Generated, Request, WeightsTaken
+from rlinf_async.messages.embodied import Floats
+from rlinf_async.messages.language import Generated, Request, Tokens, WeightsTaken
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.context import OpenSpan
 from rlinf_async.workers.rollout.following import FollowedWeights
@@ -73,6 +74,19 @@ class LiveEngine:
                 await self._revive(engine, death)
                 if self.weights.interrupted:  # its successor was not interrupted
                     return None
+
+    async def log_probs(self, sequences: Sequence[tuple[Tokens, Tokens]]) -> list[Floats]:
+        """As `GenerationEngine.log_probs`; an engine that dies meanwhile is replaced.
+
+        Raises:
+            EngineDied: once more than is allowed.
+        """
+        while True:
+            engine = self.engine
+            try:
+                return await engine.log_probs(sequences)
+            except EngineDied as death:
+                await self._revive(engine, death)
 
     def listen(self, weights: LatestReceiver[WeightUpdate]) -> None:
         """Weights will come from here: `follow` is about to begin."""

@@ -199,7 +199,7 @@ class LanguageRolloutWorker(Worker):
 
         For the comparison with the actor's own: see ``check_weight_update_equal``.
         """
-        return await self._live.engine.log_probs(sequences)
+        return await self._live.log_probs(sequences)
 
     async def _start_next(
         self,

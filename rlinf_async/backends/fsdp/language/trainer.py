@@ -162,6 +162,7 @@ class LanguageTrainerBase(ABC):
         self.manager.offload_optimizer()
         if not keep_weights:
             self.manager.offload_param_and_grad()
+        torch.cuda.empty_cache()  # torch keeps what is freed; nothing happens without CUDA
 
     def onload(self) -> None:
         """Take weights and optimizer state back to the device."""

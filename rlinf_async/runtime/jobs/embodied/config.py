@@ -11,7 +11,7 @@ import numpy as np
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.config import ConfigError
 from rlinf_async.runtime.jobs.config import HostConfig, check_counts
-from rlinf_async.runtime.jobs.placement import Plan, Preset, Role, RoleDevices, make_plan
+from rlinf_async.runtime.jobs.placement import SETTING, Plan, Preset, Role, RoleDevices, make_plan
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.spaces import EnvSpec
@@ -150,13 +150,19 @@ class EmbodiedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             Role(name="rollout", count=counts.rollout_workers, asked=asked.rollout),
             Role(name="env", count=counts.env_workers, asked=asked.env, accelerated=hybrid),
         ]
-        return make_plan(
-            [role for role in roles if role.count],
+        plan = make_plan(
+            roles,
             devices,
             preset=asked.preset,
             hybrid=(("actor",), ("rollout", "env")),
             node_groups=counts.node_groups,
         )
+        if counts.rollout_workers and plan.devices_per_worker("rollout") > 1:
+            raise ConfigError(
+                "a policy computes on one device: set devices_per_worker to 1, or to a fraction",
+                path=(*SETTING, "rollout"),
+            )
+        return plan
 
     @property
     def trajectories(self) -> int:

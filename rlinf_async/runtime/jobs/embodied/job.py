@@ -9,7 +9,6 @@ from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.config import ConfigError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
-from rlinf_async.runtime.devices import host_devices
 from rlinf_async.runtime.jobs.config import check_sinks, refuse_unknown
 from rlinf_async.runtime.jobs.embodied.config import (
     MAY_DIFFER,
@@ -34,7 +33,7 @@ class EmbodiedPPO:
 
     def plan(self, config: EmbodiedConfig, devices: Sequence[Device] | None = None) -> Plan:
         """The devices of every worker: on this host, or on a machine with these devices."""
-        return config.plan(host_devices() if devices is None else devices)
+        return config.plan(config.cluster.devices() if devices is None else devices)
 
     def check(self, config: EmbodiedConfig, devices: Sequence[Device] | None = None) -> None:
         """Check all that can be checked before a worker starts; asks an environment.

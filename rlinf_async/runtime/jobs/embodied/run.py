@@ -115,7 +115,7 @@ class EmbodiedRun:
         self, cluster: Cluster, collectors: Collectors, plan: Plan
     ) -> WorkerGroup[EmbodiedFSDPActor]:
         """Start all workers: at the same time where each has its own process."""
-        if self.config.cluster.backend == "process":
+        if self.config.cluster.processes:
             actors, _ = await asyncio.gather(
                 self._launch_actors(cluster, plan), collectors.launch()
             )
@@ -128,7 +128,7 @@ class EmbodiedRun:
 
     async def _launch_actors(self, cluster: Cluster, plan: Plan) -> WorkerGroup[EmbodiedFSDPActor]:
         counts = self.config.cluster
-        device = plan.device("actor", own_process=counts.backend == "process")
+        device = plan.device("actor", own_process=counts.processes)
         fsdp = msgspec.structs.replace(self.config.actor.fsdp, device=device)
         resume = str(self.folder.checkpoints / self.progress.checkpoint)
         return await cluster.launch(

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +57,37 @@ def check_families(config: LanguageConfig) -> None:
     """
     if config.actor.backend == "toy":
         return
-    if config.model.path:
-        _check_folder(config.model.path, config.rollout.backend, ("model", "path"))
-    else:
-        where = ("model", "config", "model_type")
-        _check_family(config.model.config, config.rollout.backend, where)
-    if config.critic.path:
-        _check_folder(config.critic.path, None, ("critic", "path"))
+    path = config.model.path
+    described = _read(path) if path else config.model.config
+    if described:
+        where = ("model", "path") if path else ("model", "config", "model_type")
+        _check_family(described, config.rollout.backend, where)
+        _check_heads(config, described)
+    if config.critic.path and (described := _read(config.critic.path)):
+        _check_family(described, None, ("critic", "path"))
 
 
-def _check_folder(folder: str, engine: str | None, where: tuple[str, ...]) -> None:
-    """A ``config.json`` that cannot be read is reported by whoever needs the whole folder."""
+def _read(folder: str) -> dict[str, Any]:
+    """A folder's ``config.json``; empty where it cannot be read, which is reported by whoever needs
+    the whole folder."""
     try:
         content = (Path(folder).expanduser() / "config.json").read_bytes()
-        described = msgspec.json.decode(content, type=dict[str, Any])
+        return msgspec.json.decode(content, type=dict[str, Any])
     except (OSError, msgspec.DecodeError):
-        return
-    _check_family(described, engine, where)
+        return {}
+
+
+def _check_heads(config: LanguageConfig, described: Mapping[str, Any]) -> None:
+    """Refuse attention heads that vLLM cannot divide among the devices of a rollout worker."""
+    text: Mapping[str, Any] = described.get("text_config") or described
+    heads, parallel = text.get("num_attention_heads"), config.rollout.vllm.tensor_parallel or 1
+    if config.rollout.backend == "vllm" and isinstance(heads, int) and heads % parallel:
+        raise ConfigError(
+            f"the model has {heads} attention heads, which {parallel} devices of each rollout "
+            f"worker do not divide: use {_near_divisors(heads, parallel)} (devices_per_worker in "
+            "cluster.placement.rollout)",
+            path=("rollout", "vllm", "tensor_parallel"),
+        )
 
 
 def _check_family(described: dict[str, Any], engine: str | None, where: tuple[str, ...]) -> None:

@@ -264,7 +264,7 @@ class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields
     """How many workers there are of each role, and where they run."""
 
     placement: Preset | LanguagePlacement = "auto"
-    """rollout workers and actors that share devices take turns, with offload and onload"""
+    """rollout workers and learners that share devices take turns, with offload and onload"""
     rollout_workers: int | None = None
     """as many as their devices allow when left out; 1 without accelerators"""
     reward_workers: int = 1

@@ -13,7 +13,6 @@ from rlinf_async.data import DataConfig, DataError
 from rlinf_async.data.files import existing
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import LanguageSummary
-from rlinf_async.runtime.devices import host_devices
 from rlinf_async.runtime.jobs.config import check_sinks
 from rlinf_async.runtime.jobs.language.checks import (
     check_backends,
@@ -49,7 +48,7 @@ class LanguageRL:
 
     def plan(self, config: LanguageConfig, devices: Sequence[Device] | None = None) -> Plan:
         """The devices of every worker: on this host, or on a machine with these devices."""
-        return plan_roles(config, host_devices() if devices is None else devices)
+        return plan_roles(config, config.cluster.devices() if devices is None else devices)
 
     def check(self, config: LanguageConfig, devices: Sequence[Device] | None = None) -> None:
         """Check all that can be checked before a worker starts, without opening the data.

@@ -121,7 +121,7 @@ class Learners:
         )
 
     def _device(self, role: str) -> str:
-        return self._plan.device(role, own_process=self._config.cluster.backend == "process")
+        return self._plan.device(role, own_process=self._config.cluster.processes)
 
     async def train(self, iteration: int, *, pipelined: bool) -> Trained:
         """Train the next iteration: actors and critics that share devices one after the other.

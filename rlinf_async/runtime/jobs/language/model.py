@@ -337,7 +337,7 @@ async def warm_start(
     async def train_and_write(folder: Path) -> None:
         async with config.cluster.make_cluster(log) as cluster:
             plan = plan_roles(config, cluster.devices)
-            device = plan.device("actor", own_process=config.cluster.backend == "process")
+            device = plan.device("actor", own_process=config.cluster.processes)
             workers = await cluster.launch(
                 SupervisedWorker,
                 _supervised_trainer(config, model, device),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
@@ -14,6 +15,7 @@ from rlinf_async.workers.context import Device
 
 HYBRID = (("actor", "critic", "inference"), ("rollout",))
 """rollout workers have devices of their own; the others share"""
+LEARNERS = ("actor", "critic")
 
 
 def plan_roles(config: LanguageConfig, devices: Sequence[Device]) -> Plan:
@@ -66,9 +68,8 @@ def plan_roles(config: LanguageConfig, devices: Sequence[Device]) -> Plan:
             accelerated=False,
         ),
     ]
-    there = [role for role in roles if role.count != 0]
     return make_plan(
-        there,
+        roles,
         devices,
         preset=asked.preset,
         hybrid=HYBRID,
@@ -92,24 +93,42 @@ def placed(config: LanguageConfig, plan: Plan) -> LanguageConfig:
 
 
 def takes_turns(plan: Plan) -> bool:
-    """Whether rollout workers and actors share devices: then either generates or trains."""
-    return plan.shared("rollout", "actor")
+    """Whether rollout workers share devices with learners: then either generate or learn."""
+    return any(plan.shared("rollout", learner) for learner in LEARNERS)
 
 
 def _check_turns(config: LanguageConfig, plan: Plan) -> None:
     staleness = config.training.max_staleness
     if takes_turns(plan) and staleness:
         raise ConfigError(
-            f"max_staleness is {staleness}, but rollout workers and actors share their devices, "
-            "and those that take turns cannot run ahead: set it to 0, or give each its own "
-            "('disaggregated')",
+            f"max_staleness is {staleness}, but rollout workers share devices with actors or "
+            "critics, and those that take turns cannot run ahead: set it to 0, or give each its "
+            "own ('disaggregated')",
             path=("cluster", "placement"),
+        )
+    offloads = takes_turns(plan) or plan.shared("actor", "critic")
+    learners = [one for one in LEARNERS if one in plan.ranks]
+    on_gpus = any(plan.count(one) > 1 and plan.accelerated(one) for one in learners)
+    if config.actor.strategy == "fsdp1" and offloads and on_gpus:
+        raise ConfigError(
+            "actors that share GPUs with rollout workers or critics have to be offloaded, which "
+            "fsdp1 cannot on several GPUs: use 'fsdp2', or give each role its own devices",
+            path=("actor", "strategy"),
         )
 
 
 def _rollout(config: LanguageConfig, plan: Plan) -> RolloutConfig:
     vllm = config.rollout.vllm
-    if config.rollout.backend != "vllm" or not plan.accelerated("rollout"):
+    if config.rollout.backend != "vllm":
+        return config.rollout
+    if not plan.accelerated("rollout"):
+        if any(one.kind != "cpu" for one in plan.machine) and not _computes_on_cpus():
+            raise ConfigError(
+                "rollout workers are to have no GPU, but the installed vLLM computes on GPUs alone "
+                "and would take those of other roles: give them devices, or set rollout.backend "
+                "to 'transformers'",
+                path=("cluster", "placement", "rollout"),
+            )
         return config.rollout
     devices = plan.devices_per_worker("rollout")
     if vllm.tensor_parallel not in (None, devices):
@@ -126,3 +145,11 @@ def _rollout(config: LanguageConfig, plan: Plan) -> RolloutConfig:
         sleep=takes_turns(plan) if vllm.sleep is None else vllm.sleep,
     )
     return msgspec.structs.replace(config.rollout, vllm=engine)
+
+
+def _computes_on_cpus() -> bool:
+    """Whether the installed vLLM is built for CPUs; True also where none is installed."""
+    try:
+        return "cpu" in version("vllm")
+    except PackageNotFoundError:
+        return True  # the build for CPUs may have a name of its own

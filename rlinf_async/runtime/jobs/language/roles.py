@@ -14,7 +14,8 @@ actor's death ends the run, which can be resumed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -66,6 +67,9 @@ class Roles:
         self._model = model
         self._verifiers = verifiers
         self._shared = takes_turns(self._plan)
+        others = self._plan.ranks.keys() - {"rollout"}
+        self._apart = not any(self._plan.shared("rollout", other) for other in others)
+        """whether rollout workers share devices with no other role"""
         self._rollouts_offloaded = False
         self._version_taken = WorkEvent()
         self._inferring: GroupCall[list[InferenceReport]] | None = None
@@ -73,7 +77,7 @@ class Roles:
     async def launch(self, resume: Path | None) -> None:
         """Start all workers, each in a process of its own where there are processes."""
         learners = self.learners
-        if self._config.cluster.backend == "process" and not self._shared:
+        if self._config.cluster.processes and self._apart:
             await asyncio.gather(
                 learners.launch_actors(resume),
                 learners.launch_critics(resume),
@@ -82,9 +86,11 @@ class Roles:
             )
             return
         # Threads of one process share torch's random numbers, and roles that share a device its
-        # memory: one after the other.
+        # memory, of which an engine that starts measures what others use: one after the other.
         await learners.launch_actors(resume)
         await learners.launch_critics(resume)
+        if self._shared:
+            await learners.offload()  # an engine takes its share of memory that must be free
         await self._launch_rollouts()
         await self._launch_others()
 
@@ -151,10 +157,19 @@ class Roles:
 
     async def export(self, path: Path) -> None:
         """Write the model at the end of the run: nothing is generated any more."""
+        async with self._turn_of_learners():
+            await self.learners.export(path)
+
+    @asynccontextmanager
+    async def _turn_of_learners(self) -> AsyncIterator[None]:
+        """Give shared devices to the learners while the block runs.
+
+        Rollout workers get them back: they see the end of the requests only while they take some.
+        """
         if self._shared:
             await self._rollouts.call(LanguageRolloutWorker.offload)
-        await self.learners.export(path)
-        if self._shared:  # rollout workers see the end of the requests only while they take some
+        yield
+        if self._shared:
             await self.learners.offload()
             await self._rollouts.call(LanguageRolloutWorker.onload)
 
@@ -177,7 +192,8 @@ class Roles:
         sequences = [_sequence(one.token_ids) for one in prompts]
         await self._taken(version)
         answers = await self._rollouts.call(LanguageRolloutWorker.log_probs, sequences)
-        return max([await self.learners.compare(sequences, answer) for answer in answers])
+        async with self._turn_of_learners():
+            return max([await self.learners.compare(sequences, answer) for answer in answers])
 
     async def _taken(self, version: int) -> None:
         """Wait until every rollout worker serves this version."""
@@ -204,7 +220,7 @@ class Roles:
     async def _launch_others(self) -> None:
         config, counts = self._config, self._config.cluster
         if config.needs_inference:
-            device = self._plan.device("inference", own_process=counts.backend == "process")
+            device = self._plan.device("inference", own_process=counts.processes)
             self._inference: WorkerGroup[InferenceWorker] = await self._cluster.launch(
                 InferenceWorker,
                 trainer_config(config, self._model, device),

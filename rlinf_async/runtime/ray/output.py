@@ -1,0 +1,90 @@
+"""What actors of Ray print: line by line under the worker's name, as that of child processes.
+
+Ray reads the files that its actors print to, on every host, and sends the lines to the driver, also
+the last ones of an actor that crashed. Its own way to print them goes to the driver's terminal,
+into the progress of a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from rlinf_async.runtime.output import OutputLog
+from rlinf_async.runtime.ray.library import of_ray
+
+HANDLER = "rlinf_async"
+QUIET_SECONDS = 0.75
+"""time after which no more lines are on their way: Ray looks at the files every 0.5 s"""
+DRAIN_SECONDS = 3.0
+"""time in which the last lines are waited for"""
+RAY_HANDLER = "ray_print_logs"
+
+
+class RayOutput:
+    """Writes the lines of this cluster's actors to its log; those of others go where Ray prints.
+
+    Without a file Ray prints all: it has a limit for repeated lines.
+    """
+
+    def __init__(self, output: OutputLog) -> None:
+        self._output = output
+        self._names: dict[tuple[str, str], str] = {}
+        """name of a worker by address and process"""
+        self._rest: Callable[[Any], None] | None = None
+        """Ray's own printing, while it is replaced"""
+        self._arrived = threading.Event()
+        """whether lines have come since the last look, or a worker has begun to print"""
+
+    def name(self, address: str, pid: int, worker: str) -> None:
+        """Note which worker a process is."""
+        self._names[address, str(pid)] = worker
+        self._arrived.set()
+
+    def open(self) -> None:
+        """Take the lines, if they are to go to a file."""
+        if self._output.path is None:
+            return
+        dispatcher = _dispatcher()
+        handlers = dict(dispatcher.handlers)
+        if RAY_HANDLER in handlers:
+            self._rest = handlers[RAY_HANDLER]
+            dispatcher.remove_handler(RAY_HANDLER)
+        dispatcher.add_handler(HANDLER, self._take)
+
+    async def drain(self) -> None:
+        """Wait for the last lines of workers that have ended."""
+        if self._output.path is None:
+            return
+        loop = asyncio.get_running_loop()
+        end = loop.time() + DRAIN_SECONDS
+        while self._arrived.is_set() and loop.time() < end:
+            self._arrived.clear()
+            await asyncio.sleep(QUIET_SECONDS)
+
+    def close(self) -> None:
+        """Give Ray its own printing back."""
+        if self._output.path is None:
+            return
+        dispatcher = _dispatcher()
+        dispatcher.remove_handler(HANDLER)
+        if self._rest is not None:
+            dispatcher.add_handler(RAY_HANDLER, self._rest)
+            self._rest = None
+
+    def _take(self, data: Any) -> None:
+        """Take some lines; in a thread of Ray's."""
+        self._arrived.set()
+        address, pid = str(data.get("ip")), str(data.get("pid"))
+        worker = f"Ray on {address}" if pid == "raylet" else self._names.get((address, pid))
+        if worker is not None:
+            self._output.write(worker, list(data["lines"]))
+        elif self._rest is not None:
+            self._rest(data)
+
+
+def _dispatcher() -> Any:
+    """What hands the lines of actors to whoever wants them; Ray has no public way to them."""
+    return of_ray("_private.ray_logging").global_worker_stdstream_dispatcher

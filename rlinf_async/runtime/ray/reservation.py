@@ -1,0 +1,337 @@
+"""Devices of a Ray cluster that a run has reserved.
+
+::
+
+    device (host, kind, index)  --ledger-->  bundle of a placement group, on that host
+                                              |
+                                              +--> the accelerator's own number there
+
+Each device is a bundle of its own, pinned to its host; so roles that share a device share its
+bundle, and what one launch reserved serves the next. Which accelerator Ray gave to a bundle only a
+task in it can say: it is asked, and the numbers of a host are given out in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from rlinf_async.runtime.backend import WorkerSpec
+from rlinf_async.runtime.ray.hosts import Host, least_loaded, natural
+from rlinf_async.runtime.ray.library import of_ray
+from rlinf_async.runtime.ray.session import RaySession
+from rlinf_async.workers.context import Device
+from rlinf_async.workers.errors import BuildError
+
+log = logging.getLogger(__name__)
+LOOK_SECONDS = 1.0
+"""time after which it is looked again whether the devices are there"""
+NODE_LABEL = "ray.io/node-id"
+RESOURCES = {"cuda": "GPU", "cpu": "CPU"}
+
+
+class Bundle(msgspec.Struct, frozen=True):
+    """What is asked of Ray as one."""
+
+    resources: dict[str, float]
+    host: str
+    """name of the host; empty for any"""
+    device: Device | None = None
+    rank: str = ""
+    """name of the rank for which it holds resources besides devices"""
+
+
+class Slot(msgspec.Struct, frozen=True):
+    """A bundle that is reserved."""
+
+    group: Any
+    """its placement group"""
+    index: int
+    host: Host
+    number: str = ""
+    """of its accelerator, as CUDA_VISIBLE_DEVICES names it"""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a rank runs."""
+
+    host: Host
+    slot: Slot | None
+    """the bundle that it runs in; None: none, it has no devices"""
+    numbers: tuple[str, ...] = ()
+    """of its accelerators there"""
+
+
+class Reservations:
+    """The placement groups of one cluster.
+
+    Args:
+        wait: seconds to wait for devices that are in use, or that autoscaling is to bring.
+        label: name of the run in Ray's list of placement groups.
+    """
+
+    def __init__(self, session: RaySession, *, wait: float, label: str) -> None:
+        self._session = session
+        self._wait = wait
+        self._label = label
+        self._numbers_of_groups = itertools.count()
+        """Ray wants another name for each placement group"""
+        self._slots: dict[Device | str, Slot] = {}
+        """by device; by name of a rank for what it has besides devices"""
+        self._users: dict[str, set[str]] = {}
+        """names of the groups that use a placement group, by its identifier"""
+        self._groups: dict[str, Any] = {}
+        """placement groups by identifier"""
+        self._hosts: dict[str, str] = {}
+        """identifier of the host of each rank without devices"""
+
+    async def reserve(self, ranks: Sequence[WorkerSpec]) -> None:
+        """Reserve what the ranks of a launch need and no launch before has reserved.
+
+        Raises:
+            BuildError: it cannot be had: what was asked, what there is, and who holds the rest.
+        """
+        name = ranks[0].info.group
+        missing = bundles(ranks, self._slots)
+        if missing:
+            await self._reserve(name, missing)
+        for group in {slot.group.id.hex() for rank in ranks for slot in self._held(rank)}:
+            self._users[group].add(name)
+
+    async def release(self, name: str) -> None:
+        """Give back what only this group of workers has."""
+        for group, users in list(self._users.items()):
+            users.discard(name)
+            if not users:
+                await self._remove(group)
+
+    async def place(self, spec: WorkerSpec) -> tuple[WorkerSpec, Place]:
+        """Where the rank runs; elsewhere, with other devices, where its host is lost.
+
+        Raises:
+            BuildError: no other host has devices for it.
+        """
+        hosts = {host.id: host for host in await self._session.hosts()}
+        held = self._held(spec)
+        if not held:
+            name = spec.info.name
+            self._hosts.pop(name, None)
+            host = least_loaded(list(hosts.values()), Counter(self._hosts.values()))
+            self._hosts[name] = host.id
+            return spec, Place(host, None)
+        if any(slot.host.id not in hosts for slot in held):
+            spec = await self._move(spec, list(hosts.values()))
+            held = self._held(spec)
+        numbers = tuple(slot.number for slot in held if slot.number)
+        return spec, Place(held[0].host, held[0], numbers)
+
+    async def close(self) -> None:
+        """Give everything back."""
+        for group in list(self._groups):
+            await self._remove(group)
+
+    def _held(self, spec: WorkerSpec) -> list[Slot]:
+        keys = [*spec.info.devices, *([spec.info.name] if spec.resources else [])]
+        return [self._slots[key] for key in keys if key in self._slots]
+
+    async def _move(self, spec: WorkerSpec, hosts: Sequence[Host]) -> WorkerSpec:
+        """Reserve as many devices of the same kind on another host, for this rank."""
+        wanted = spec.info.devices
+        for host in hosts:
+            free = [one for one in host.devices if one not in self._slots]
+            same = [one for one in free if wanted and one.kind == wanted[0].kind]
+            if len(same) >= len(wanted):
+                info = msgspec.structs.replace(spec.info, devices=tuple(same[: len(wanted)]))
+                moved = msgspec.structs.replace(spec, info=info)
+                self._slots.pop(spec.info.name, None)
+                await self.reserve([moved])
+                return moved
+        lost = ", ".join(f"{one.host}:{one.kind}:{one.index}" for one in wanted)
+        raise BuildError(
+            f"{spec.info.name} cannot be started again: its host is lost (it had {lost or 'none'}) "
+            f"and no other host has {len(wanted)} free devices"
+        )
+
+    async def _reserve(self, name: str, wanted: Sequence[Bundle]) -> None:
+        groups = of_ray("util.placement_group")
+        hosts = {host.name: host for host in await self._session.hosts()}
+        if self._wait <= 0:
+            self._refuse_impossible(name, wanted, list(hosts.values()))
+        labels = [{NODE_LABEL: hosts[one.host].id} if one.host in hosts else {} for one in wanted]
+        group = await self._session.do(
+            groups.placement_group,
+            [one.resources for one in wanted],
+            strategy="PACK",
+            name=f"{self._label}/{next(self._numbers_of_groups)} {name}",
+            bundle_label_selector=labels,
+        )
+        key = group.id.hex()
+        self._groups[key], self._users[key] = group, set()
+        try:
+            await self._until_ready(group, name, wanted)
+            table = await self._session.do(groups.placement_group_table, group)
+            by_id = {host.id: host for host in await self._session.hosts()}
+            nodes = table["bundles_to_node_id"]
+            slots = [Slot(group, at, by_id[nodes[at]]) for at in range(len(wanted))]
+            self._slots |= numbered(wanted, slots, await self._numbers(wanted, slots))
+        except BaseException:
+            await self._remove(key)
+            raise
+
+    async def _until_ready(self, group: Any, name: str, wanted: Sequence[Bundle]) -> None:
+        loop = asyncio.get_running_loop()
+        end, told = loop.time() + max(self._wait, LOOK_SECONDS), False
+        while not await asyncio.to_thread(group.wait, LOOK_SECONDS):
+            if loop.time() >= end:
+                raise BuildError(await self._explain(name, wanted))
+            if not told:
+                log.warning("%s: waiting up to %g s for %s", name, self._wait, _asked(wanted))
+                told = True
+
+    async def _numbers(self, wanted: Sequence[Bundle], slots: Sequence[Slot]) -> dict[int, str]:
+        """The accelerator of each bundle that has one, by position."""
+        at = [index for index, one in enumerate(wanted) if one.device and one.device.kind == "cuda"]
+        if not at:
+            return {}
+
+        def ask() -> list[Any]:
+            probe = of_ray().remote(_own_accelerator)
+            in_bundle = of_ray("util.scheduling_strategies").PlacementGroupSchedulingStrategy
+            return [
+                probe.options(
+                    num_cpus=0,
+                    num_gpus=1,
+                    scheduling_strategy=in_bundle(slots[index].group, index),
+                ).remote()
+                for index in at
+            ]
+
+        answers = await asyncio.gather(*await self._session.do(ask))
+        return dict(zip(at, answers, strict=True))
+
+    def _refuse_impossible(
+        self, name: str, wanted: Sequence[Bundle], hosts: Sequence[Host]
+    ) -> None:
+        """Refuse at once what no host has, also when nobody uses it."""
+        for one in wanted:
+            fitting = [
+                host
+                for host in hosts
+                if one.host in ("", host.name)
+                and all(host.resources.get(key, 0) >= n for key, n in one.resources.items())
+            ]
+            if not fitting:
+                raise BuildError(f"{name} asks for {_asked([one])}: {_there(hosts)}")
+
+    async def _explain(self, name: str, wanted: Sequence[Bundle]) -> str:
+        """What was asked, what there is, and who holds the rest."""
+        hosts = await self._session.hosts()
+        get_table = of_ray("util.placement_group").placement_group_table
+        table: Mapping[str, Any] = await self._session.do(get_table)
+        held = [
+            f"{one['name'] or one['placement_group_id'][:8]}: {_sum(one['bundles'].values())}"
+            for one in table.values()
+            if one["state"] == "CREATED"
+        ]
+        return (
+            f"{name} asks for {_asked(wanted)}, which was not free within {self._wait:g} s: "
+            f"{_there(hosts)}. Placement groups hold: {'; '.join(held) or 'nothing'}; the rest is "
+            "used by tasks and actors of others ('ray status' shows how much). Ask for less, or "
+            "wait longer (wait=...)"
+        )
+
+    async def _remove(self, group: str) -> None:
+        removed = self._groups.pop(group, None)
+        self._users.pop(group, None)
+        if removed is not None:
+            self._slots = {
+                key: slot for key, slot in self._slots.items() if slot.group is not removed
+            }
+            remove = of_ray("util.placement_group").remove_placement_group
+            await self._session.do(remove, removed)
+
+
+def bundles(ranks: Sequence[WorkerSpec], reserved: Mapping[Device | str, object]) -> list[Bundle]:
+    """What is to be reserved for the ranks of a launch: for each new device a bundle, and one for
+    each rank that needs more than devices.
+
+    Raises:
+        BuildError: a rank has a device twice.
+    """
+    found: dict[Device | str, Bundle] = {}
+    for rank in ranks:
+        devices = rank.info.devices
+        if len(set(devices)) < len(devices):
+            raise BuildError(f"{rank.info.name} is given a device twice: {_labels(devices)}")
+        for device in devices:
+            if device not in reserved:
+                resources = {RESOURCES[device.kind]: 1.0}
+                found.setdefault(device, Bundle(resources, device.host, device=device))
+        if rank.resources and rank.info.name not in reserved:
+            host = devices[0].host if devices else ""
+            found[rank.info.name] = Bundle(dict(rank.resources), host, rank=rank.info.name)
+    return list(found.values())
+
+
+def numbered(
+    wanted: Sequence[Bundle], slots: Sequence[Slot], numbers: Mapping[int, str]
+) -> dict[Device | str, Slot]:
+    """Each device with its slot: on every host the devices in the order of their indices have the
+    accelerators in the order of their numbers."""
+    found: dict[Device | str, Slot] = {}
+    for host in {slot.host.id for slot in slots}:
+        here = [at for at, slot in enumerate(slots) if slot.host.id == host]
+        by_number = sorted(numbers.keys() & here, key=lambda at: natural(numbers[at]))
+        devices = sorted(
+            (one for at in here if (one := wanted[at].device) and one.kind == "cuda"),
+            key=lambda one: one.index,
+        )
+        for device, at in zip(devices, by_number, strict=True):
+            found[device] = msgspec.structs.replace(slots[at], number=numbers[at])
+        for at in here:
+            device_or_rank = wanted[at].device or wanted[at].rank
+            found.setdefault(device_or_rank, slots[at])
+    return found
+
+
+def _own_accelerator() -> str:
+    """The number of the accelerator of the bundle in which this runs, as a task of Ray."""
+    return str(of_ray().get_runtime_context().get_accelerator_ids()["GPU"][0])
+
+
+def _asked(wanted: Iterable[Bundle]) -> str:
+    by_host: dict[str, list[dict[str, float]]] = {}
+    for one in wanted:
+        by_host.setdefault(one.host, []).append(one.resources)
+    return ", ".join(
+        f"{_sum(resources)}{f' on {host}' if host else ''}" for host, resources in by_host.items()
+    )
+
+
+def _there(hosts: Sequence[Host]) -> str:
+    each = []
+    for host in hosts:
+        named = {
+            name: number
+            for name, number in host.resources.items()
+            if name not in ("memory", "object_store_memory") and ":" not in name
+        }
+        each.append(f"{host.name} has {_sum([named])}")
+    return f"of {len(hosts)} hosts {', '.join(each)}" if each else "there is no host"
+
+
+def _sum(resources: Iterable[Mapping[str, float]]) -> str:
+    total: Any = Counter()  # of numbers that may be fractions
+    for one in resources:
+        total.update(one)
+    return " and ".join(f"{number:g} {name}" for name, number in sorted(total.items())) or "nothing"
+
+
+def _labels(devices: Iterable[Device]) -> str:
+    return ", ".join(f"{one.host}:{one}" if one.host else str(one) for one in devices)

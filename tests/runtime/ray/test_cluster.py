@@ -1,0 +1,226 @@
+"""A cluster on three hosts of Ray: placement, calls, channels, deaths, and what is left."""
+
+# ruff: noqa: PT012  (it is leaving the cluster that raises)
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+import rlinf_async as ra
+from rlinf_async.runtime.placement import Packed, Ranks
+from rlinf_async.workers.errors import BuildError
+from tests.runtime.ray.kit import Adder, Doubler, Hosts, Teller
+from tests.runtime.scripts import running
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+def names(cluster: ra.Cluster, group: str, count: int) -> list[str | None]:
+    return [cluster.host(f"{group}[{rank}]") for rank in range(count)]
+
+
+async def gone(pid: int) -> None:
+    """Wait until a process has ended."""
+    with suppress(psutil.NoSuchProcess):
+        await asyncio.to_thread(psutil.Process(pid).wait)
+
+
+async def test_ranks_run_on_the_hosts_of_their_devices_and_see_those_alone(hosts: Hosts) -> None:
+    async with ra.Cluster.ray(address=hosts.address) as cluster:
+        assert Counter(one.host for one in cluster.devices) == {"alpha": 2, "beta": 4, "gamma": 4}
+        pairs = await cluster.launch(Teller, count=2, placement=Ranks([[2, 3], [8, 9]]))
+        assert names(cluster, "Teller", 2) == ["beta", "gamma"]
+        seen = [text.split(",") for text in await pairs.call(Teller.sees)]
+        assert [len(set(numbers)) for numbers in seen] == [2, 2]
+        sharing = await cluster.launch(Teller, name="S", count=2, placement=Ranks([3, 4]))
+        assert names(cluster, "S", 2) == ["beta", "beta"]
+        first, second = await sharing.call(Teller.sees)
+        assert first == seen[0][1]
+        assert second not in seen[0]
+        robots = await cluster.launch(Teller, name="R", resources={"robot": 1})
+        assert names(cluster, "R", 1) == ["gamma"]
+        assert await robots.call(Teller.sees) == [""]
+        free = await cluster.launch(Teller, name="F", count=3, env_vars={"COLOUR": "red"})
+        assert sorted(map(str, names(cluster, "F", 3))) == ["alpha", "beta", "gamma"]
+        assert await free.call(Teller.variable, "COLOUR") == ["red"] * 3
+
+
+async def test_the_ranks_of_a_group_on_two_hosts_meet_in_torch_distributed(hosts: Hosts) -> None:
+    async with ra.Cluster.ray(address=hosts.address) as cluster:
+        adders = await cluster.launch(Adder, count=2, placement=Ranks([2, 6]), collective="gloo")
+        assert names(cluster, "Adder", 2) == ["beta", "gamma"]
+        assert await adders.call(Adder.total) == [3.0, 3.0]
+
+
+async def test_a_death_names_worker_host_and_cause_and_its_last_words_are_kept(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    log = tmp_path / "workers.log"
+    with pytest.raises(ra.WorkerDied, match=r"Teller\[0\] failed in its process .* on beta") as end:
+        async with ra.Cluster.ray(address=hosts.address, log=log) as cluster:
+            teller = await cluster.launch_one(Teller, placement=Packed(start=2))
+            await teller.call(Teller.end, 3)
+    assert "crashed, or called os._exit" in str(end.value)
+    assert "Teller[0] on beta: last words" in log.read_text(encoding="utf-8")
+
+
+async def test_a_killed_worker_is_started_again_and_its_items_flow(hosts: Hosts) -> None:
+    async with ra.Cluster.ray(address=hosts.address) as cluster:
+        numbers = cluster.channel(int, name="numbers")
+        doubles = cluster.channel(int, name="doubles", capacity=1)
+        doublers = await cluster.launch(Doubler, count=2, restart=ra.Restart())
+        running = doublers.call(Doubler.run, numbers.receiver, doubles.sender)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(put_all(numbers.sender, 40))
+            found = [await doubles.receiver.get()]
+            os.kill(cluster.pid("Doubler[0]") or 0, signal.SIGKILL)
+            while set(found) < {2 * number for number in range(40)}:
+                found.append(await doubles.receiver.get())
+        assert doublers.restarts == 1
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+async def put_all(numbers: ra.Sender[int], count: int) -> None:
+    with numbers:
+        for number in range(count):
+            await numbers.put(number)
+
+
+@pytest.fixture
+def delta(hosts: Hosts) -> Iterator[Callable[[], None]]:
+    """A fourth host, of one accelerator, while the test runs; kills it."""
+    node, left = hosts.add("delta", num_gpus=1), [True]
+
+    def kill() -> None:
+        if left:
+            left.clear()
+            hosts.kill(node)
+
+    yield kill
+    kill()
+
+
+async def test_work_of_a_lost_host_goes_on_elsewhere(
+    hosts: Hosts, delta: Callable[[], None]
+) -> None:
+    async with ra.Cluster.ray(address=hosts.address) as cluster:
+        there = [at for at, one in enumerate(cluster.devices) if one.host == "delta"]
+        teller = await cluster.launch_one(Teller, placement=Ranks(there), restart=ra.Restart())
+        assert cluster.host("Teller[0]") == "delta"
+        pid = await teller.call(Teller.pid)
+        await asyncio.to_thread(delta)
+        await gone(pid)
+        assert await teller.call(Teller.sees) != ""
+        assert cluster.host("Teller[0]") in ("beta", "gamma")
+
+
+async def test_devices_that_others_hold_are_reported_with_who_has_them(hosts: Hosts) -> None:
+    async with ra.Cluster.ray(address=hosts.address) as first:
+        await first.launch(Teller, name="Holder", placement=Ranks([[2, 3, 4, 5]]))
+        with pytest.raises(BuildError) as refused:
+            async with ra.Cluster.ray(address=hosts.address, wait=1.0) as second:
+                await second.launch(Teller, count=2, placement=Packed(start=4))
+        text = str(refused.value)
+        assert "Teller asks for 2 GPU on beta, which was not free within 1 s" in text
+        assert "Holder: 4 GPU" in text
+    async with ra.Cluster.ray(address=hosts.address, wait=0.0) as cluster:
+        with pytest.raises(BuildError, match=r"asks for 2 robot: of [34] hosts alpha has 2 CPU"):
+            await cluster.launch(Teller, resources={"robot": 2})
+
+
+async def test_nothing_is_left(hosts: Hosts) -> None:
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    async with ra.Cluster.ray(address=hosts.address) as cluster:
+        tellers = await cluster.launch(Teller, count=2, placement=Packed(start=2))
+        pids = await tellers.call(Teller.pid)
+    assert not ray.is_initialized()
+    for pid in pids:
+        await gone(pid)
+    ray.init(address=hosts.address, logging_level=logging.ERROR)
+    try:
+        states = {one["state"] for one in placement_group_table().values()}
+        assert states <= {"REMOVED"}
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        ("127.0.0.1:1", "no Ray cluster answers at '127.0.0.1:1'"),
+        ("ray://127.0.0.1:10001", "A driver of Ray Client"),
+        ("here", "is no address of a Ray cluster"),
+    ],
+)
+async def test_an_address_that_cannot_be_used_is_refused_at_once(address: str, text: str) -> None:
+    with pytest.raises(BuildError, match=text):
+        async with ra.Cluster.ray(address=address):
+            raise AssertionError("it was entered")
+
+
+Unpicklable: Callable[[], None] = lambda: None  # noqa: E731
+
+
+async def test_arguments_that_cannot_be_sent_are_named(hosts: Hosts) -> None:
+    async with ra.Cluster.ray(address=hosts.address) as cluster:
+        with pytest.raises(BuildError, match=r"Needy\[0\]#0: .* cannot be sent"):
+            await cluster.launch(Needy, Unpicklable)
+
+
+class Needy(ra.Worker):
+    def __init__(self, thing: object) -> None:
+        self.thing = thing
+
+
+SCRIPT = """
+import asyncio
+import rlinf_async as ra
+from tests.runtime.kit import Parent
+
+async def main() -> None:
+    async with ra.Cluster.ray(address="ADDRESS") as cluster:
+        parents = await cluster.launch(Parent, count=2)
+        for child in await parents.call(Parent.started):
+            print("child", child)
+        for rank in range(2):
+            print("worker", cluster.pid(f"Parent[{rank}]"))
+        print("ready", flush=True)
+        await parents.call(Parent.forever)
+
+if __name__ == "__main__":
+    ra.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, -2), (signal.SIGTERM, 143)]
+)
+def test_a_driver_that_ends_leaves_no_process_and_no_folder(
+    hosts: Hosts, sent: signal.Signals, code: int
+) -> None:
+    with running(SCRIPT.replace("ADDRESS", hosts.address)) as script:
+        script.wait_for("ready")
+        os.kill(script.process.pid, sent)
+        ended, lines, _ = script.end()
+        assert ended == code
+        pids = [int(line.split()[1]) for line in lines if line != "ready"]
+        assert len(pids) == 4
+        for pid in pids:
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(pid).wait()
+        assert script.gone()
+        assert script.left == []

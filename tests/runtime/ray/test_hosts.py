@@ -1,0 +1,51 @@
+"""Hosts of a Ray cluster by name, and where a rank without devices goes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from rlinf_async.runtime.ray.hosts import devices_of, least_loaded, live_hosts
+
+
+def node(number: int, name: str = "", hostname: str = "box", **resources: float) -> dict[str, Any]:
+    address = f"10.0.0.{number}"
+    return {
+        "NodeID": f"id{number}",
+        "Alive": True,
+        "NodeName": name or address,
+        "NodeManagerHostname": hostname,
+        "NodeManagerAddress": address,
+        "Resources": resources,
+    }
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [
+        ([node(1, "node10"), node(2, "node9"), node(3, "node1")], ["node1", "node9", "node10"]),
+        ([node(1, hostname="b"), node(2, hostname="a")], ["a", "b"]),
+        ([node(1), node(2), node(3, "other")], ["box-0", "box-1", "other"]),
+        ([node(1, "alive"), node(2, "dead") | {"Alive": False}], ["alive"]),
+    ],
+)
+def test_a_host_is_known_by_its_given_name_else_by_its_hostname(
+    nodes: list[dict[str, Any]], names: list[str]
+) -> None:
+    assert [host.name for host in live_hosts(nodes)] == names
+
+
+def test_a_host_has_its_accelerators_or_else_its_cores() -> None:
+    hosts = live_hosts([node(1, "a", CPU=8, GPU=2), node(2, "b", CPU=2)])
+    found = [(one.host, one.kind, one.index) for one in devices_of(hosts)]
+    assert found == [("a", "cuda", 0), ("a", "cuda", 1), ("b", "cpu", 0), ("b", "cpu", 1)]
+
+
+def test_ranks_without_devices_are_spread_by_the_number_of_cores() -> None:
+    hosts = live_hosts([node(1, "small", CPU=1), node(2, "large", CPU=3), node(3, "none")])
+    ranks = Counter[str]()
+    for _ in range(8):
+        ranks[least_loaded(hosts, ranks).id] += 1
+    assert ranks == {"id1": 1, "id2": 6, "id3": 1}
