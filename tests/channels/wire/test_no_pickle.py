@@ -38,7 +38,7 @@ def literal_import(call: ast.Call) -> str | None:
 
 
 def called(tree: ast.AST) -> set[str]:
-    """The names of all functions that are called, without imports of a module named in the source."""
+    """The names of all functions that are called, but for imports of a module that is named."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     functions = [call.func for call in calls if literal_import(call) is None]
     names = {one.id for one in functions if isinstance(one, ast.Name)}

@@ -17,6 +17,7 @@ from rlinf_async.channels.wire import (
     ChannelClient,
     ChannelServer,
     Direct,
+    RemoteSender,
     Router,
     connect,
     serve,
@@ -63,6 +64,7 @@ async def test_items_go_encrypted_and_a_plain_connection_shows_them() -> None:
             connection = await connect(address, SECRET, name="worker", router=Router())
             assert connection.encrypted is not visible
             end = ChannelClient(connection).end(owner.end_ref(prompts.sender, "worker"), str)
+            assert isinstance(end, RemoteSender)
             await end.put(text)
             assert await prompts.receiver.get() == text
             assert (text.encode() in seen) is visible
