@@ -74,7 +74,7 @@ class RemotePayload(Sequence[Buffer]):
         return self.loaded[index]
 
     async def wait_loaded(self) -> Sequence[Buffer]:
-        """Wait until they are here. Cancelled, they come all the same.
+        """Wait until the arrays are here. If this is cancelled, they are fetched all the same.
 
         Raises:
             PayloadLost: it is gone with its producer.
@@ -87,11 +87,11 @@ class RemotePayload(Sequence[Buffer]):
 
     @property
     def loading(self) -> bool:
-        """Whether they are coming."""
+        """Whether the arrays are being fetched."""
         return self._task is not None
 
     def start_loading(self, fetch: Fetch | None = None) -> asyncio.Task[None]:
-        """Let them come; by ``fetch``, if it was not said before."""
+        """Start to fetch the arrays; by ``fetch`` where no way to fetch them is known."""
         self._fetch = self._fetch or fetch
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._load())
@@ -105,7 +105,7 @@ class RemotePayload(Sequence[Buffer]):
         except PayloadLost:
             self.lost = True
         except Exception:
-            log.exception("bringing the arrays of an item: they count as lost")
+            log.exception("fetching the arrays of an item failed: they count as lost")
             self.lost = True
         finally:
             self._task = None

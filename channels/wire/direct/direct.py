@@ -48,7 +48,7 @@ REACH_SECONDS: Final = 5.0
 """For which another worker is tried, before its payloads come through the owner."""
 DIRECT_VARIABLE: Final = "RLINF_ASYNC_DIRECT"
 Use = Literal["auto", "always", "never"]
-"""Of a worker's `Direct`: where its connection to the owner is TCP; on one host, too; nowhere."""
+"""When a worker retains payloads: if its owner is on another host; always; never."""
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Direct:
         self._tried: dict[bytes, float] = {}
         self._closed = False
         self.for_local_owners = False
-        """whether payloads are retained, too, where the owner is on this host"""
+        """whether payloads are retained also for owners on this host"""
         self._warned = False
         self.retained_bytes = 0
         """of the payloads that are retained"""
@@ -256,7 +256,7 @@ class Direct:
         return None if task.cancelled() else task.result()
 
     async def _connect(self, left: PayloadRef) -> Connection | None:
-        why = "it says no address"
+        why = "it has no address"
         for address in left.addresses:
             if "://" in address or left.host == self.host:
                 try:

@@ -35,7 +35,7 @@ def attach(parts: Sequence[Encoded], left: Sequence[PayloadRef]) -> None:
 
 
 def fetch_ahead(connection: Connection, part: Encoded) -> None:
-    """Begin to fetch the payload of an item that is not asked for yet."""
+    """Start to fetch the payload of an item that no caller has asked for yet."""
     payload = remote_payload_of(part)
     if payload is not None and not payload.lost:
         payload.start_loading(partial(_fetch_quietly, connection, payload.where))

@@ -54,13 +54,13 @@ MAX_AHEAD: Final = 512
 FIRST_AHEAD: Final = 8
 FIRST_FAR_AHEAD: Final = 64
 MAX_FAR_AHEAD: Final = 8192
-"""Items, where the connection is `far`."""
+"""Largest number of items in advance, where the connection is `far`."""
 FAR_REQUESTS: Final = 8
-"""There, so many requests for prefetched items are on their way at a time."""
+"""Largest number of unanswered requests for prefetched items, where the connection is `far`."""
 LARGE_ANSWER_BYTES: Final = 64 * 1024
-"""An answer of so much may have been cut short because of its size: more may be there."""
+"""An answer of this size may have been cut short: the channel may have more items."""
 FETCHED_AHEAD: Final = 1
-"""Payloads of items that are here, which are fetched before they are asked for."""
+"""Payloads, of items that are prefetched, that are fetched before a caller asks for the item."""
 TURN_ITEMS: Final = 128
 """So many items are taken in a row, and then the loop has a turn."""
 MAX_LINKS: Final = 256
@@ -142,7 +142,7 @@ class ReceiverLink:
         self._streak = 0
         self._size = 0
         self._low = -1  # with so few left, more are asked for
-        self._far = False  # whether a round trip takes so long that more are asked for at once
+        self._far = False  # whether several requests may be unanswered at a time
         self._asked = 0  # number of the newest request
         self._discard_up_to = 0  # what was asked up to this one comes after items that went back
 
@@ -239,7 +239,7 @@ class ReceiverLink:
         self.prefetch_over()
 
     def prefetch_over(self) -> None:
-        """A request for prefetched items is answered. Behind the last one, who waits has to ask."""
+        """A request for prefetched items is answered. After the last one, waiting gets must ask."""
         self.prefetch_pending -= 1
         if self.prefetch_pending:
             return
@@ -253,7 +253,7 @@ class ReceiverLink:
     # ---- inside
 
     def _mark(self, here: int) -> int:
-        """Of so many items that are here, with how many left more are asked for."""
+        """The number of items left at which more are requested, of ``here`` that arrived."""
         return here - 1 if self._far else here // 2
 
     def _received(self, parts: list[Part]) -> None:
@@ -269,7 +269,7 @@ class ReceiverLink:
             self.return_items()
 
     def _fetch_ahead(self) -> None:
-        """Fetch the payloads of what comes next, while a caller is busy with what came before."""
+        """Fetch the payloads of the next items, while a caller works on the one before."""
         for _, _, part in islice(self.items, FETCHED_AHEAD):
             if part.buffers.__class__ is not RemotePayload:
                 return

@@ -73,8 +73,8 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
             await self._ask(account, body, weight)
 
     async def _put_large(self, account: Account, body: Encoded, weight: int) -> None:
-        """Put an item with large arrays; without asking if they go by shared memory, or the owner
-        is far."""
+        """Put an item with large arrays: on credit if they go by shared memory or the owner is far,
+        else by a request."""
         transfers = self._transfers
         if transfers.copied >= TURN_BYTES:
             transfers.copied = 0

@@ -174,8 +174,7 @@ class Transfers:
             self._send()
 
     def fits_large(self, account: Account, body: Encoded, weight: int) -> bool:
-        """Whether this may be put on credit if its arrays, which are large, can be shared, or may
-        be copied."""
+        """Whether credit suffices for this item, whose large arrays are shared or copied."""
         return (
             account.items > 0
             and not account.waiting
@@ -185,8 +184,8 @@ class Transfers:
         )
 
     def put_large(self, account: Account, end: int, weight: int, body: Encoded) -> bool:
-        """Put an item with large arrays, now; False where that cannot be. They are copied by
-        then."""
+        """Put an item with large arrays on credit, copying them; False where they can be neither
+        shared nor copied."""
         travels, flags = self._connection.share(body), _SHARED
         if travels is None:
             if not self._far or sum(map(len, body.buffers)) > FAR_ARRAYS_BYTES:

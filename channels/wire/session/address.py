@@ -1,7 +1,7 @@
 """Where a process can be reached: a Unix socket on one host, TCP between hosts.
 
 An address is a path, ``tcp://host:port``, or ``tls://host:port`` for TCP under TLS. A path
-``@name`` is a name in the abstract namespace of Linux: no file, and gone with its process.
+``@name`` is a name in the abstract namespace of Linux: it has no file and ends with its process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class UnixAddress(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As the system is told it."""
+        """The address as the system call takes it."""
         return f"\0{str(self.path)[1:]}" if self.abstract else str(self.path)
 
     def __str__(self) -> str:

@@ -15,6 +15,8 @@ import hmac
 import importlib
 import os
 import ssl
+import sys
+import tempfile
 from typing import Any, Final
 
 from rlinf_async.channels.errors import WireError
@@ -92,7 +94,14 @@ def make_certificate(secret: bytes) -> tuple[bytes, bytes]:
 
 
 def _load(context: ssl.SSLContext, pem: bytes) -> None:
-    """Load key and certificate, which `ssl` reads from a file: one in memory, never on disk."""
+    """Load key and certificate, which `ssl` reads from a file: on Linux one in memory, elsewhere
+    one that only this user can read, for this moment."""
+    if sys.platform != "linux":
+        with tempfile.NamedTemporaryFile() as stored:
+            stored.write(pem)
+            stored.flush()
+            context.load_cert_chain(stored.name)
+        return
     file = os.memfd_create("certificate", os.MFD_CLOEXEC)
     try:
         os.write(file, pem)
