@@ -1,0 +1,4 @@
+"""Training with megatron-core: tensor, pipeline, sequence and data parallelism.
+
+This is the only folder that imports megatron.
+"""

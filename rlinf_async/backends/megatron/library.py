@@ -1,0 +1,58 @@
+"""megatron-core's own modules: an optional dependency, imported when it is first needed, which type
+checkers need not have."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from typing import Any, Final
+
+from rlinf_async.backends.megatron.cpu import install_cpu_shims, shim_random_states
+
+SUPPORTED: Final = (0, 16)
+"""major and minor version; the shims and the weights' names are checked against these"""
+
+
+class MegatronUnavailable(ImportError):
+    """megatron-core is not installed, or in another version."""
+
+
+def of_megatron(module: str = "") -> Any:
+    """Return ``megatron.core``, or one of its modules: ``of_megatron("optimizer")``.
+
+    Raises:
+        MegatronUnavailable: it is not installed, or in another version.
+    """
+    core = _core()
+    if not module:
+        return core
+    with _quiet():
+        return importlib.import_module(f"megatron.core.{module}")
+
+
+@functools.lru_cache(maxsize=1)
+def _core() -> Any:
+    install_cpu_shims()
+    try:
+        with _quiet():
+            core = importlib.import_module("megatron.core")
+            random = importlib.import_module("megatron.core.tensor_parallel.random")
+    except ImportError as error:
+        raise MegatronUnavailable(
+            f"the backend 'megatron' needs megatron-core ({error}): pip install "
+            "'rlinf-async[megatron]'"
+        ) from error
+    shim_random_states(random)
+    version = str(core.__version__)
+    if tuple(int(part) for part in version.split(".")[:2]) != SUPPORTED:
+        raise MegatronUnavailable(
+            f"megatron-core is installed in version {version}; this backend is made for "
+            f"{SUPPORTED[0]}.{SUPPORTED[1]}: pip install 'rlinf-async[megatron]'"
+        )
+    return core
+
+
+def _quiet() -> warnings.catch_warnings[None]:
+    """Without its warnings that Transformer Engine and Apex are missing: `check` says so."""
+    return warnings.catch_warnings(action="ignore")

@@ -1,0 +1,210 @@
+"""Building a rank's part of a language model from megatron-core's layers.
+
+A Hugging Face configuration says what the model is: the decoders that `parallel.decoders` has name
+maps for, without experts and without attention in windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch import nn
+
+from rlinf_async.backends.megatron.attention import PackedAttention
+from rlinf_async.backends.megatron.grid import Grid
+from rlinf_async.backends.megatron.library import of_megatron
+from rlinf_async.backends.megatron.norms import Norm
+from rlinf_async.parallel import ModelMismatch, Strategy
+from rlinf_async.parallel.decoders import Decoder
+
+FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
+VOCABULARY_MULTIPLE: Final = 1
+"""the vocabulary is padded to a multiple of this times the number of tensor ranks"""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What is chosen for training, beside the model and the strategy."""
+
+    dtype: torch.dtype = torch.float32
+    sequence_parallel: bool = False
+    recompute: bool = False
+    """compute each layer again in the backward pass"""
+
+
+class Architecture(msgspec.Struct, frozen=True, kw_only=True):
+    """What a Hugging Face configuration says of a model, as Megatron needs it."""
+
+    decoder: Decoder
+    norm_eps: float
+    rope_theta: float
+    rope_factor: float | None
+    """of Llama 3's scaling of rotary positions; None: not scaled"""
+    longest: int
+    """tokens of a sequence"""
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    """Read a Hugging Face ``config.json``.
+
+    Raises:
+        ModelMismatch: Megatron's layers would compute something else.
+    """
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise ModelMismatch(
+            f"the backend 'megatron' does not train model_type {kind!r}; it trains "
+            f"{', '.join(FAMILIES)}. Use the backend 'fsdp' for others"
+        )
+    faults = []
+    if config.get("hidden_act", "silu") != "silu":
+        faults.append(f"hidden_act={config['hidden_act']!r} (only 'silu')")
+    if config.get("use_sliding_window") or (kind == "mistral" and config.get("sliding_window")):
+        faults.append(f"sliding_window={config.get('sliding_window')}")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = rope.get("rope_type", rope.get("type", "default"))
+    factor = None
+    if scaling == "llama3":
+        factor = float(rope["factor"])
+        known = {
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        faults += [
+            f"{name}={rope[name]} of the rotary positions (only {value})"
+            for name, value in known.items()
+            if rope.get(name, value) != value
+        ]
+    elif scaling != "default":
+        faults.append(f"rotary positions of type {scaling!r} (only 'default' and 'llama3')")
+    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+        faults.append("partial_rotary_factor (only 1)")
+    if faults:
+        raise ModelMismatch(
+            f"the backend 'megatron' does not train a {kind} with {', '.join(faults)}. Use the "
+            "backend 'fsdp'"
+        )
+    theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
+    return Architecture(
+        decoder=Decoder.from_config(config),
+        norm_eps=float(config["rms_norm_eps"]),
+        rope_theta=float(theta),
+        rope_factor=factor,
+        longest=int(config["max_position_embeddings"]),
+    )
+
+
+def build_stage(
+    architecture: Architecture, grid: Grid, options: Options, *, value_model: bool = False
+) -> nn.Module:
+    """Build this rank's stage, on the CPU, with weights that are to be replaced.
+
+    Raises:
+        StrategyError: the strategy does not divide the model; `parallel.layout` says so before.
+    """
+    assert grid.place is not None
+    one, strategy = architecture.decoder, grid.strategy
+    _track_random_states(grid.place.tp)
+    _make_global_buffer()
+    config = _transformer_config(architecture, strategy, options)
+    specs = of_megatron("models.gpt.gpt_layer_specs")
+    spec = specs.get_gpt_layer_local_spec(qk_layernorm=one.qk_norm, normalization="RMSNorm")
+    _use_own_parts(spec, one)
+    block = of_megatron("transformer.transformer_block")
+    counts = block.get_num_layers_to_build(config, pp_rank=grid.place.stage)
+    layers = block.TransformerBlockSubmodules(layer_specs=[spec] * counts, layer_norm=Norm)
+    model: nn.Module = of_megatron("models.gpt").GPTModel(
+        config,
+        layers,
+        padded_vocabulary(one.vocabulary, strategy.tp),
+        architecture.longest,
+        pre_process=grid.place.stage == 0,
+        post_process=grid.is_last_stage,
+        share_embeddings_and_output_weights=one.tied and not value_model,
+        position_embedding_type="rope",
+        rotary_base=architecture.rope_theta,
+        rope_scaling=architecture.rope_factor is not None,
+        rope_scaling_factor=architecture.rope_factor or 8.0,
+        pg_collection=grid.groups,
+    )
+    return model
+
+
+def padded_vocabulary(size: int, tp: int) -> int:
+    """Return the rows that all tensor ranks have together."""
+    multiple = VOCABULARY_MULTIPLE * tp
+    return -(-size // multiple) * multiple
+
+
+def _track_random_states(tp_rank: int) -> None:
+    """Megatron's layers ask for random states by name, although no dropout draws from them."""
+    before = torch.get_rng_state()
+    seed = of_megatron("tensor_parallel").model_parallel_cuda_manual_seed
+    seed(0, tp_rank=tp_rank, ep_rank=0, etp_rank=tp_rank, force_reset_rng=True)
+    torch.set_rng_state(before)
+
+
+def _make_global_buffer() -> None:
+    """Sequence parallelism gathers into one buffer of the process, which Megatron's own
+    initialisation makes, and that is not used here."""
+    state = of_megatron("parallel_state")
+    if state._GLOBAL_MEMORY_BUFFER is None:
+        state._set_global_memory_buffer()
+
+
+def _transformer_config(architecture: Architecture, strategy: Strategy, options: Options) -> Any:
+    one = architecture.decoder
+    recompute: dict[str, Any] = {}
+    if options.recompute:
+        recompute = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return of_megatron("transformer").TransformerConfig(
+        num_layers=one.layers,
+        hidden_size=one.hidden,
+        num_attention_heads=one.heads,
+        num_query_groups=one.kv_heads,
+        kv_channels=one.head_dim,
+        ffn_hidden_size=one.mlp,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.norm_eps,
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=one.qkv_bias,
+        qk_layernorm=one.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=strategy.tp,
+        pipeline_model_parallel_size=strategy.pp,
+        sequence_parallel=options.sequence_parallel and strategy.tp > 1,
+        pipeline_dtype=options.dtype,
+        params_dtype=options.dtype,
+        bf16=options.dtype == torch.bfloat16,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it, without experts
+        batch_p2p_sync=False,
+        calculate_per_token_loss=True,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        perform_initialization=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        **recompute,
+    )
+
+
+def _use_own_parts(spec: Any, one: Decoder) -> None:
+    """Put our attention and norms into the specification of a layer."""
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if one.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = Norm

@@ -1,0 +1,65 @@
+"""Megatron's gradient buffers and optimizer for a stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from rlinf_async.backends.fsdp.config import OptimizerConfig
+from rlinf_async.backends.megatron.grid import Grid
+from rlinf_async.backends.megatron.library import of_megatron
+
+
+class Sharding(msgspec.Struct, frozen=True, kw_only=True):
+    """How gradients and optimizer state are spread over data ranks."""
+
+    distributed: bool = True
+    """each data rank has a part of the optimizer state (ZeRO 1), instead of a copy of it"""
+    overlap: bool = False
+    """reduce gradients while the backward pass goes on, gather parameters while the forward pass
+    does"""
+
+
+def with_gradients(stage: nn.Module, grid: Grid, sharding: Sharding) -> nn.Module:
+    """Wrap a stage in Megatron's data parallelism, which holds its gradients in float32."""
+    distributed = of_megatron("distributed")
+    config = distributed.DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=sharding.overlap,
+        overlap_param_gather=sharding.overlap and sharding.distributed,
+        use_distributed_optimizer=sharding.distributed,
+        average_in_collective=False,
+    )
+    wrapped: nn.Module = distributed.DistributedDataParallel(
+        stage.config, config, stage, pg_collection=grid.groups
+    )
+    return wrapped
+
+
+def make_optimizer(
+    wrapped: nn.Module, grid: Grid, config: OptimizerConfig, sharding: Sharding
+) -> Any:
+    """Return Megatron's optimizer (AdamW) for a wrapped stage."""
+    optimizer = of_megatron("optimizer")
+    params: Any = next(wrapped.parameters())
+    return optimizer.get_megatron_optimizer(
+        optimizer.OptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            clip_grad=config.max_grad_norm or 0.0,
+            bf16=params.dtype == torch.bfloat16,
+            params_dtype=params.dtype,
+            use_distributed_optimizer=sharding.distributed,
+            overlap_param_gather=sharding.overlap and sharding.distributed,
+        ),
+        [wrapped],
+        use_gloo_process_groups=False,
+        pg_collection=grid.groups,
+    )

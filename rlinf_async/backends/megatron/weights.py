@@ -1,0 +1,104 @@
+"""The weights of a rank's stage: where each tensor of a checkpoint lies in Megatron's parameters.
+
+`parallel.layout` has the slices; Megatron numbers the layers of a stage from 0 on, the layout has
+the numbers of the whole model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlinf_async.backends.megatron.grid import Grid
+from rlinf_async.backends.megatron.model import VOCABULARY_MULTIPLE, Architecture
+from rlinf_async.parallel import Layout, ModelMismatch, Piece, Strategy, layout
+from rlinf_async.parallel.decoders import megatron
+
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+
+
+class Held(NamedTuple):
+    """A parameter of this rank, and the boxes of the checkpoint's tensors in it."""
+
+    name: str
+    """in the whole model"""
+    parameter: nn.Parameter
+    pieces: tuple[Piece, ...]
+
+
+def layout_of(architecture: Architecture, strategy: Strategy) -> Layout:
+    """Return who holds which slices. Raises `StrategyError` for what does not divide."""
+    model = megatron(architecture.decoder, vocabulary_multiple=VOCABULARY_MULTIPLE)
+    return layout(model, strategy)
+
+
+def held_weights(model: nn.Module, architecture: Architecture, grid: Grid) -> list[Held]:
+    """Return the parameters of this rank in the order of the layout.
+
+    Raises:
+        ModelMismatch: model and layout have different parameters: a defect of the name map.
+    """
+    assert grid.place is not None
+    first = grid.strategy.stage_of_layers(architecture.decoder.layers).index(grid.place.stage)
+    live = {_global_name(name, first): one for name, one in model.named_parameters()}
+    place, strategy = grid.place, grid.strategy
+    rank = place.tp + strategy.tp * (place.dp + strategy.dp * place.stage)
+    buffers = {one.name: one for one in layout_of(architecture, strategy).of_rank(rank)}
+    differing = sorted(
+        name
+        for name in live.keys() | buffers.keys()
+        if name not in live
+        or name not in buffers
+        or tuple(live[name].shape) != tuple(buffers[name].shape)
+    )
+    if differing:
+        raise ModelMismatch(
+            f"Megatron's model and the name map differ in {len(differing)} parameters, the first: "
+            f"{', '.join(differing[:4])}"
+        )
+    return [Held(name, live[name], one.pieces) for name, one in buffers.items()]
+
+
+def load_weights(held: list[Held], tensor: Callable[[str], Tensor]) -> None:
+    """Fill the parameters; ``tensor`` returns a whole tensor of the checkpoint by its name.
+
+    Rows that were added to make the vocabulary divide become 0.
+    """
+    with torch.no_grad():
+        for one in held:
+            flat = one.parameter.view(-1)
+            if sum(_elements(piece) for piece in one.pieces) < flat.numel():
+                flat.zero_()
+            for piece in one.pieces:
+                whole = tensor(piece.tensor)
+                part = whole[_box(piece)].to(flat.dtype).reshape(-1)
+                flat[piece.offset : piece.offset + part.numel()].copy_(part)
+
+
+def own_slices(held: list[Held]) -> Iterator[tuple[Piece, Tensor]]:
+    """Yield each slice that this rank has, with its box in the tensor of the checkpoint."""
+    for one in held:
+        flat = one.parameter.detach().view(-1)
+        for piece in one.pieces:
+            yield piece, flat[piece.offset : piece.offset + _elements(piece)].view(piece.size)
+
+
+def _global_name(name: str, first_layer: int) -> str:
+    found = LAYER.match(name)
+    if found is None:
+        return name
+    return f"decoder.layers.{int(found[1]) + first_layer}.{name[found.end() :]}"
+
+
+def _box(piece: Piece) -> tuple[slice, ...]:
+    return tuple(
+        slice(start, start + size) for start, size in zip(piece.start, piece.size, strict=True)
+    )
+
+
+def _elements(piece: Piece) -> int:
+    return torch.Size(piece.size).numel()
