@@ -130,6 +130,7 @@ def build_stage(
         rope_scaling_factor=architecture.rope_factor or 8.0,
         pg_collection=grid.groups,
     )
+    _mark_cut_parameters(model)
     return model
 
 
@@ -145,6 +146,23 @@ def _track_random_states(tp_rank: int) -> None:
     seed = of_megatron("tensor_parallel").model_parallel_cuda_manual_seed
     seed(0, tp_rank=tp_rank, ep_rank=0, etp_rank=tp_rank, force_reset_rng=True)
     torch.set_rng_state(before)
+
+
+def _mark_cut_parameters(model: nn.Module) -> None:
+    """Mark the parameters that tensor ranks have parts of: the others are copies, which the norm of
+    the gradients counts once. Megatron does this where it draws the first weights itself."""
+    parallel = of_megatron("tensor_parallel")
+    mark = parallel.set_tensor_model_parallel_attributes
+    for module in model.modules():
+        if isinstance(module, parallel.ColumnParallelLinear | parallel.VocabParallelEmbedding):
+            dim = 0
+        elif isinstance(module, parallel.RowParallelLinear):
+            dim = 1
+        else:
+            continue
+        for name, one in module.named_parameters(recurse=False):
+            if not hasattr(one, "tensor_model_parallel") and not (name == "bias" and dim == 1):
+                mark(one, True, dim, 1)
 
 
 def _make_global_buffer() -> None:
