@@ -29,6 +29,15 @@ class SelectRows:
         output_layer.sequence_parallel = False  # type: ignore[assignment]
         output_layer.register_forward_pre_hook(self._select)
 
+    @classmethod
+    def of(cls, output_layer: nn.Module, grid: Grid) -> SelectRows:
+        """Return the hook of this layer, which has one."""
+        for hook in output_layer._forward_pre_hooks.values():
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, cls):
+                return owner
+        return cls(output_layer, grid)
+
     def _select(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, *others = inputs
         if self._sequence_parallel:

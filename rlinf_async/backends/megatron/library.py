@@ -27,17 +27,19 @@ def of_megatron(module: str = "") -> Any:
     core = _core()
     if not module:
         return core
-    with _quiet():
-        return importlib.import_module(f"megatron.core.{module}")
+    return importlib.import_module(f"megatron.core.{module}")
 
 
 @functools.lru_cache(maxsize=1)
 def _core() -> Any:
     install_cpu_shims()
+    # It warns of optional parts that are missing and of defaults of its own that it deprecates, and
+    # it calls what newer versions of torch deprecate.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     try:
-        with _quiet():
-            core = importlib.import_module("megatron.core")
-            random = importlib.import_module("megatron.core.tensor_parallel.random")
+        core = importlib.import_module("megatron.core")
+        random = importlib.import_module("megatron.core.tensor_parallel.random")
     except ImportError as error:
         raise MegatronUnavailable(
             f"the backend 'megatron' needs megatron-core ({error}): pip install "
@@ -51,8 +53,3 @@ def _core() -> Any:
             f"{SUPPORTED[0]}.{SUPPORTED[1]}: pip install 'rlinf-async[megatron]'"
         )
     return core
-
-
-def _quiet() -> warnings.catch_warnings[None]:
-    """Without its warnings that Transformer Engine and Apex are missing: `check` says so."""
-    return warnings.catch_warnings(action="ignore")

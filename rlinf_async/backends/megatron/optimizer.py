@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from rlinf_async.backends.fsdp.config import OptimizerConfig
@@ -42,24 +43,33 @@ def with_gradients(stage: nn.Module, grid: Grid, sharding: Sharding) -> nn.Modul
 def make_optimizer(
     wrapped: nn.Module, grid: Grid, config: OptimizerConfig, sharding: Sharding
 ) -> Any:
-    """Return Megatron's optimizer (AdamW) for a wrapped stage."""
+    """Return Megatron's optimizer (AdamW) for a wrapped stage. Collective over all launched ranks:
+    idle ones call `sit_out_optimizer`."""
     optimizer = of_megatron("optimizer")
     params: Any = next(wrapped.parameters())
-    return optimizer.get_megatron_optimizer(
-        optimizer.OptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.betas[0],
-            adam_beta2=config.betas[1],
-            adam_eps=config.eps,
-            clip_grad=config.max_grad_norm or 0.0,
-            bf16=params.dtype == torch.bfloat16,
-            params_dtype=params.dtype,
-            use_distributed_optimizer=sharding.distributed,
-            overlap_param_gather=sharding.overlap and sharding.distributed,
-        ),
-        [wrapped],
-        use_gloo_process_groups=False,
-        pg_collection=grid.groups,
+    settings = optimizer.OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        clip_grad=config.max_grad_norm or 0.0,
+        bf16=params.dtype == torch.bfloat16,
+        params_dtype=params.dtype,
+        use_distributed_optimizer=sharding.distributed,
+        overlap_param_gather=sharding.overlap and sharding.distributed,
     )
+    return optimizer.get_megatron_optimizer(
+        settings, [wrapped], use_gloo_process_groups=False, pg_collection=grid.groups
+    )
+
+
+def sit_out_optimizer() -> None:
+    """Take part in `make_optimizer` on an idle rank.
+
+    Megatron compares the kinds of parameters of all processes, once for dense layers and once for
+    experts, whatever groups it is given.
+    """
+    for _ in range(2):
+        dist.all_gather_object([None] * dist.get_world_size(), [])

@@ -44,7 +44,7 @@ class Schedule:
         self._grid = grid
         self._vocabulary = vocabulary
         last: Any = stage
-        self._select = SelectRows(last.output_layer, grid) if grid.is_last_stage else None
+        self._select = SelectRows.of(last.output_layer, grid) if grid.is_last_stage else None
 
     def run(self, work: Iterable[Work], count: int, *, backward: bool) -> list[Any]:
         """Run ``count`` micro-batches; return the answers, on the last stage. Collective.
