@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,8 +45,7 @@ def configuration(kind: str, *, tied: bool) -> dict[str, Any]:
 
 def hugging_face(kind: str, *, tied: bool) -> Any:
     """The same model on every rank, in transformers."""
-    import transformers
-
+    transformers: Any = importlib.import_module("transformers")
     fields = configuration(kind, tied=tied)
     described = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     torch.manual_seed(0)
