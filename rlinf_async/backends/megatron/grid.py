@@ -71,7 +71,8 @@ def make_grid(strategy: Strategy) -> Grid:
         for ranks in members:
             key = tuple(ranks)
             if key not in made:
-                made[key] = dist.new_group(list(key))
+                created: Any = dist.new_group(list(key))
+                made[key] = created
             if rank in key:
                 own = made[key]
         return own
