@@ -9,7 +9,6 @@ each run what became of its items, and the command that repeats it where somethi
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import sys
@@ -21,22 +20,21 @@ from tests.jobs.on_hosts.hosts import HEAD, NAMES, Hosts, three_hosts
 from tests.jobs.on_hosts.plan import ITERATIONS, Kill, Plan, plan, settings
 from tests.jobs.on_hosts.runs import (
     ITEMS,
+    NOTHING,
     Driver,
     Items,
     JobOnHosts,
     Left,
     Observer,
-    left,
+    what_is_left,
     what_it_is,
 )
-from tests.jobs.processes import until
 
 HEADER: Final = (
     f"{'seed':>4}  {'job':<9} {'actor on':<8} {'killed at iteration':<34} {'exit':<6}"
     f" {'restarts':>8} {'made':>5} {'taken':>5} {'second':>6} {'used':>5} {'again':>5}"
     "  left  seconds  verdict"
 )
-NOTHING: Final = Left(0, 0, 0, 0, 0, 0.0)
 
 
 class Done(NamedTuple):
@@ -139,19 +137,6 @@ def judge_failure(made: Plan, kill: Kill, code: int, driver: Driver) -> list[str
     if "Traceback" in driver.said:
         wrong.append("a traceback")
     return wrong
-
-
-def what_is_left(hosts: Hosts, observer: Observer) -> Left:
-    """What is there after the end of a run; Ray is given a while."""
-    found = [left(hosts, observer)]
-
-    def nothing() -> bool:
-        found.append(left(hosts, observer))
-        return found[-1] == NOTHING
-
-    with contextlib.suppress(AssertionError):
-        until(nothing, "nothing is left", seconds=20.0)
-    return found[-1]
 
 
 def perform_all(seeds: range, keep: Path | None) -> int:

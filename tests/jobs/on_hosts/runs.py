@@ -288,9 +288,12 @@ class Left(NamedTuple):
     """CPUs that Ray says are in use"""
 
 
-def left(hosts: Hosts, observer: Observer) -> Left:
-    """Look."""
-    seen = observer.see()
+NOTHING: Final = Left(0, 0, 0, 0, 0, 0.0)
+
+
+def left(hosts: Hosts, observer: Observer | None) -> Left:
+    """Look; without an observer where Ray itself is to be gone."""
+    seen = Seen([], [], [], {}) if observer is None else observer.see()
     return Left(
         actors=len(seen.actors),
         groups=len(seen.groups),
@@ -301,13 +304,15 @@ def left(hosts: Hosts, observer: Observer) -> Left:
     )
 
 
-def own_processes(host: Host) -> list[str]:
-    """Command lines of what is not Ray's own."""
+def own_processes(host: Host, *, rays: bool = False) -> list[str]:
+    """Command lines of what is not Ray's own, or with ``rays`` of Ray's too."""
     found = []
     for one in host.processes():
         with contextlib.suppress(OSError):
             line = Path(f"/proc/{one.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            if not _of_ray(line) and one.pid != host.init and "on_hosts.observer" not in line:
+            if "on_hosts.observer" in line or one.pid == host.init:
+                continue
+            if rays or not _of_ray(line):
                 found.append(line.strip())
     return found
 
@@ -317,6 +322,19 @@ def _of_ray(line: str) -> bool:
     if "ray::RankProcess" in line:
         return False
     return "/ray/" in line or "ray.scripts" in line or "ray." in line or line.startswith("ray::")
+
+
+def what_is_left(hosts: Hosts, observer: Observer | None) -> Left:
+    """What is there after the end of a run; Ray is given a while."""
+    found = [left(hosts, observer)]
+
+    def nothing() -> bool:
+        found.append(left(hosts, observer))
+        return found[-1] == NOTHING
+
+    with contextlib.suppress(AssertionError):
+        until(nothing, "nothing is left", seconds=20.0)
+    return found[-1]
 
 
 def what_it_is(hosts: Hosts) -> dict[str, list[str]]:
@@ -329,5 +347,6 @@ def what_it_is(hosts: Hosts) -> dict[str, list[str]]:
 
 
 def _ours(host: Host, folder: str) -> list[str]:
-    """Files that are not Ray's."""
-    return [name for name in host.files(folder) if not name.startswith(("ray", "plasma"))]
+    """Files that are not Ray's, nor torch's folder for compiled code, which the next run uses."""
+    others = ("ray", "plasma", "torchinductor_")
+    return [name for name in host.files(folder) if not name.startswith(others)]
