@@ -248,6 +248,10 @@ def _namespace(pid: int) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Of what starts on a host: that of this process, without what is this one's own."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    """Of what starts on a host: that of this process, without what is this one's own.
+
+    Modules that many processes import are compiled once, also where this one keeps no bytecode.
+    """
+    left_out = ("RAY_", "PYTHONDONTWRITEBYTECODE")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     return kept | {"PYTHONPATH": str(ROOT)}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -46,7 +47,9 @@ def main(address: str) -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # Ray prints, too
     ray = importlib.import_module("ray")
-    ray.init(address=address, logging_level=logging.CRITICAL, log_to_driver=False)
+    while not ray.is_initialized():  # the head listens before it has a node
+        with contextlib.suppress(Exception):
+            ray.init(address=address, logging_level=logging.CRITICAL, log_to_driver=False)
     for _ in sys.stdin:
         answers.write(msgspec.json.encode(see(ray)) + b"\n")
         answers.flush()

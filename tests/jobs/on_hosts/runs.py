@@ -49,14 +49,15 @@ class Observer:
 
     def __init__(self, hosts: Hosts) -> None:
         head = hosts[HEAD]
-        self._process = subprocess.Popen(
-            head.inside(sys.executable, "-m", "tests.jobs.on_hosts.observer", hosts.address),
-            cwd=ROOT,
-            env=environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+        with (hosts.folder / "observer.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                head.inside(sys.executable, "-m", "tests.jobs.on_hosts.observer", hosts.address),
+                cwd=ROOT,
+                env=environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
 
     def see(self) -> Seen:
         """Ask."""
