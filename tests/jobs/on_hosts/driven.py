@@ -24,7 +24,7 @@ from rlinf_async.workers.actor.language_worker import LanguageTrainingWorker
 
 JOURNAL: Final = "TRAINING_JOURNAL"
 FAIL_AT: Final = "FAIL_AT_VERSION"
-"""variable with the version at which training raises"""
+"""variable that says at which version training raises, ``version 6``"""
 
 
 class Step(msgspec.Struct):
@@ -54,7 +54,7 @@ def note_training(journal: Path) -> None:
     def noting(rank: int, trainer: Any, train: Callable[..., Any]) -> Callable[..., Any]:
         def noted(batch: Iterable[Any]) -> Any:
             version, items = trainer.version, list[Any]()
-            if str(version) == os.environ.get(FAIL_AT):
+            if f"version {version}" == os.environ.get(FAIL_AT):
                 raise ArithmeticError(f"version {version} cannot be trained")
             if isinstance(batch, list):
                 items, result = batch, train(batch)

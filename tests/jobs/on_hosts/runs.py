@@ -191,7 +191,7 @@ class JobOnHosts:
             length = ("--training.total_steps", self.iterations * STEPS)
         variables = {JOURNAL: str(self._journal)}
         if fail_at is not None:
-            variables[FAIL_AT] = str(fail_at)
+            variables[FAIL_AT] = f"version {fail_at}"  # a number would not stay text
         for name, value in variables.items():
             settings = (*settings, f"--cluster.ray.runtime_env.env_vars.{name}", value)
         return Driver(
