@@ -90,6 +90,10 @@ def how_it_ended(error: BaseException) -> str:
         return "its host was preempted"
     if isinstance(error, errors.OutOfMemoryError) or "running low on memory" in text:
         return f"its host ran out of memory ({text})"
+    if "Owner's node has crashed" in text:
+        return (
+            "Ray has ended on the driver's host ('ray stop', or a crash): all workers end with it"
+        )
     if is_lost_host(error):
         return f"its host was lost ({_detail(text)})"
     if code := _EXIT_CODE.search(text):

@@ -73,8 +73,8 @@ class Observer:
 
     def close(self) -> None:
         """End it."""
-        self._process.stdin and self._process.stdin.close()
-        self._process.wait()
+        with self._process:  # which closes its pipes, and waits
+            pass
 
     def __enter__(self) -> Self:
         return self

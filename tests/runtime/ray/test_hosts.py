@@ -16,6 +16,7 @@ from rlinf_async.runtime.ray.hosts import (
     live_hosts,
     present_hosts,
 )
+from rlinf_async.runtime.ray.process import how_it_ended
 
 
 def node(number: int, name: str = "", hostname: str = "box", **resources: float) -> dict[str, Any]:
@@ -71,6 +72,11 @@ def ports() -> Iterator[tuple[int, int]]:
 
 def at_port(number: int, name: str, port: int) -> dict[str, Any]:
     return node(number, name) | {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+
+
+def test_the_end_of_ray_on_the_driver_s_host_is_said_in_words() -> None:
+    said = how_it_ended(RuntimeError("The actor is dead because: Owner's node has crashed."))
+    assert "Ray has ended on the driver's host" in said
 
 
 async def test_a_host_whose_node_is_gone_does_not_answer(ports: tuple[int, int]) -> None:
