@@ -25,11 +25,9 @@ from tests.jobs.on_hosts.runs import (
     Kind,
     Left,
     Observer,
-    own_processes,
     what_is_left,
     what_it_is,
 )
-from tests.jobs.processes import until
 
 End = Literal["success", "failure", "ctrl-c", "driver killed", "ray stop on one", "ray stop on all"]
 ENDS: Final[dict[End, int]] = {
@@ -139,10 +137,6 @@ def perform_all(kinds: Sequence[Kind], ends: Sequence[End], keep: Path | None) -
                 if end == "ray stop on one":
                     hosts.kill("beta")
                 if end == "ray stop on all":
-                    until(
-                        lambda: not any(own_processes(host, rays=True) for host in hosts),
-                        "Ray is gone",
-                    )
                     observer.close()
                     for name in NAMES:
                         hosts.kill(name)

@@ -305,15 +305,15 @@ def left(hosts: Hosts, observer: Observer | None) -> Left:
     )
 
 
-def own_processes(host: Host, *, rays: bool = False) -> list[str]:
-    """Command lines of what is not Ray's own, or with ``rays`` of Ray's too."""
+def own_processes(host: Host) -> list[str]:
+    """Command lines of what is not Ray's own."""
     found = []
     for one in host.processes():
         with contextlib.suppress(OSError):
             line = Path(f"/proc/{one.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
             if "on_hosts.observer" in line or one.pid == host.init:
                 continue
-            if rays or not _of_ray(line):
+            if not _of_ray(line):
                 found.append(line.strip())
     return found
 
