@@ -87,7 +87,7 @@ def child_main(output: None, boot: Boot) -> None:
         target=_go_with_parent, args=(folder,), name="parent watch", daemon=True
     ).start()
     asked_to_stop = serve(boot)
-    _remove_unused_torch_cache(folder.parent)
+    remove_unused_torch_cache(folder.parent)
     if not asked_to_stop:  # a connection breaks some moments before its process is seen to be gone
         _go_with_parent(folder, ORPHAN_SECONDS)
     sys.stdout.flush()
@@ -117,7 +117,7 @@ def _pin(boot: Boot) -> None:
         os.sched_setaffinity(0, cores)
 
 
-def _remove_unused_torch_cache(temporary: Path) -> None:
+def remove_unused_torch_cache(temporary: Path) -> None:
     """Remove torch's folder for compiled code from the temporary folder, if it is empty.
 
     The first step of an optimizer imports ``torch._dynamo``, which makes it, and notes it in the

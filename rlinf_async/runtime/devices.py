@@ -95,10 +95,13 @@ def pinned_cores(devices: Sequence[Device]) -> set[int]:
 
     They are its own where its devices are cores, and those of the accelerators' NUMA nodes where
     the host has several. Called in the process, whose environment says which accelerators it sees.
+
+    Cores that the process may not use are left out: Ray counts a host's cores from 0, which those
+    of a container need not be, and as many as ``ray start --num-cpus`` says.
     """
     own = {device.index for device in devices if device.kind == "cpu"}
     if own or not devices:
-        return own
+        return own & os.sched_getaffinity(0)
     addresses, near = _pci_addresses(), set[int]()
     for name in _visible(os.environ.get(VISIBLE, "")):
         if not name.isdigit() or int(name) >= len(addresses):

@@ -146,7 +146,7 @@ class Supervisor:
     def _after(self, death: WorkerDied) -> None:
         if self._may_restart():
             log.warning("%s; starting it again (%d so far)", death.summary, self.restarts)
-            task = asyncio.create_task(self._restart(), name=f"restart {self.name}")
+            task = asyncio.create_task(self._restart(death), name=f"restart {self.name}")
             self._restarting = internal(task)
         else:
             self._give_up(death)
@@ -163,13 +163,15 @@ class Supervisor:
         self.restarts += 1
         return True
 
-    async def _restart(self) -> None:
+    async def _restart(self, death: WorkerDied) -> None:
         info = msgspec.structs.replace(self._spec.info, incarnation=self.restarts)
         self._spec = msgspec.structs.replace(self._spec, info=info)
         try:
             self._adopt(await self._backend.start(self._spec))
-        except WorkerDied as death:
-            self._after(death)
+        except WorkerDied as another:
+            self._after(another)
+        except BuildError as error:  # not a wrong graph any more: the run has begun
+            self._give_up(_not_replaced(death, error))
         except Exception as error:  # whatever it is: calls that wait for the worker must fail
             self._give_up(error)
 
@@ -197,6 +199,12 @@ class Supervisor:
         if self._unraised is not None and not self._calls:
             death, self._unraised = self._unraised, None
             self._on_idle_death(death)
+
+
+def _not_replaced(death: WorkerDied, error: BuildError) -> WorkerDied:
+    """The death of a worker that could not be started again."""
+    message = f"{death.failure.message}; it cannot be started again: {error}"
+    return type(death)(msgspec.structs.replace(death.failure, message=message))
 
 
 def _retrieve(future: asyncio.Future[WorkerHandle]) -> None:

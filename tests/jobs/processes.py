@@ -52,10 +52,11 @@ def children() -> set[int]:
 
 
 def _command(pid: int) -> bytes:
-    return _told_of(pid, "cmdline")
+    return told_of(pid, "cmdline")
 
 
-def _told_of(pid: int, what: str) -> bytes:
+def told_of(pid: int, what: str) -> bytes:
+    """A file of ``/proc/PID``; empty of a process that has ended."""
     try:
         return pathlib.Path(f"/proc/{pid}/{what}").read_bytes()
     except OSError:  # it ended meanwhile
@@ -139,7 +140,7 @@ class Driver:
     def _whole_run(self) -> list[int]:
         """It and all that it started, at whatever remove and in whatever session."""
         every = (one.pid for one in processes())
-        return [pid for pid in every if self._mark in _told_of(pid, "environ").split(b"\0")]
+        return [pid for pid in every if self._mark in told_of(pid, "environ").split(b"\0")]
 
 
 Start = Callable[..., Driver]

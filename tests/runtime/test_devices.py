@@ -151,8 +151,13 @@ def test_a_process_keeps_to_the_cores_near_its_devices(
     assert pinned_cores(GPUS[:1]) == cores
 
 
-def test_a_process_keeps_to_the_cores_that_are_its_devices() -> None:
+def test_a_process_keeps_to_the_cores_that_are_its_devices_and_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 2, 5})
     assert pinned_cores((Device("cpu", 1), Device("cpu", 5))) == {1, 5}
+    assert pinned_cores((Device("cpu", 1), Device("cpu", 7))) == {1}
+    assert pinned_cores((Device("cpu", 7),)) == set()
     assert pinned_cores(()) == set()
 
 

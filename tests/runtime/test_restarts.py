@@ -13,6 +13,7 @@ import rlinf_async as ra
 from rlinf_async.runtime import Restart
 from rlinf_async.runtime.backend import WorkerSpec
 from rlinf_async.testing import ExactlyOnce, explore, wait_all_blocked
+from rlinf_async.workers.errors import BuildError
 from tests.runtime.kit import Broken, Doubler, NewCluster, Number, Teller, Waiter, kill, waiting
 from tests.runtime.mortal import Mortal, MortalBackend
 
@@ -188,6 +189,29 @@ def test_old_deaths_are_forgotten() -> None:
                 await asyncio.sleep(61.0)  # of virtual time
 
     explore(main, seeds=range(10))
+
+
+class Full(MortalBackend):
+    """Has no place for a second life."""
+
+    async def start(self, spec: WorkerSpec) -> Mortal:
+        if self.lives:
+            raise BuildError("no other host has 1 free devices")
+        return await super().start(spec)
+
+
+def test_a_worker_that_cannot_be_placed_again_is_dead_and_not_a_wrong_graph() -> None:
+    async def main() -> None:
+        backend = Full()
+        async with ra.Cluster(backend, devices=()) as cluster:
+            tellers = await cluster.launch(Teller, restart=Restart())
+            with pytest.raises(
+                ra.WorkerDied, match=r"by a test; it cannot be .* again: no other host"
+            ):
+                backend.kill("Teller[0]")
+                await tellers.call(Teller.life)
+
+    explore(main, seeds=range(50))
 
 
 class Once(MortalBackend):

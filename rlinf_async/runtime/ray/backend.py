@@ -222,7 +222,7 @@ class RayBackend:
             raise
         self._output.name(host.address, standing.pid, f"{name} on {host.name}")
         serving = await self._session.do(actor.handle.serve.remote)
-        return ActorProcess(self._session, actor.handle, serving, host.name, standing.pid)
+        return ActorProcess(self._session, actor.handle, serving, host, standing.pid)
 
     async def _ask(self, name: str, actor: _Actor, method: Any, *args: Any) -> Any:
         """Call a method of an actor that is being started.

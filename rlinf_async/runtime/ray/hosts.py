@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from rlinf_async.workers.context import Device
+
+ANSWER_SECONDS: Final = 5.0
+"""time that a host has to answer before it is taken for lost"""
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +23,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     """Ray's identifier of the node"""
     name: str
     address: str
+    port: int
+    """at which Ray's node listens there"""
     resources: Mapping[str, float]
     """all that it has, by name, also what is in use"""
 
@@ -33,6 +39,11 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     def cores(self) -> int:
         """Number of its CPU cores, as Ray counts them."""
         return int(self.resources.get("CPU", 0))
+
+    async def answers(self) -> bool:
+        """Whether Ray's node listens there: until Ray itself says that a host is lost, half a
+        minute goes by."""
+        return await _answers(self.address, self.port)
 
 
 def live_hosts(nodes: Iterable[Mapping[str, Any]]) -> list[Host]:
@@ -55,10 +66,32 @@ def live_hosts(nodes: Iterable[Mapping[str, Any]]) -> list[Host]:
                 id=node["NodeID"],
                 name=name,
                 address=node["NodeManagerAddress"],
+                port=node["NodeManagerPort"],
                 resources=dict(node["Resources"]),
             )
         )
     return found
+
+
+async def present_hosts(nodes: Iterable[Mapping[str, Any]]) -> list[Host]:
+    """As `live_hosts`; of several nodes with one name only those that answer.
+
+    Where a host was started again, Ray takes its former node for alive for another while.
+    """
+    alive = [node for node in nodes if node["Alive"]]
+    times = Counter(map(_name, alive))
+    twice = [node for node in alive if times[_name(node)] > 1]
+    there = await asyncio.gather(
+        *(_answers(node["NodeManagerAddress"], node["NodeManagerPort"]) for node in twice)
+    )
+    gone = {node["NodeID"] for node, answers in zip(twice, there, strict=True) if not answers}
+    return live_hosts(node for node in alive if node["NodeID"] not in gone)
+
+
+async def answering(hosts: Sequence[Host]) -> list[Host]:
+    """Those that answer."""
+    answers = await asyncio.gather(*(host.answers() for host in hosts))
+    return [host for host, there in zip(hosts, answers, strict=True) if there]
 
 
 def devices_of(hosts: Sequence[Host]) -> tuple[Device, ...]:
@@ -80,6 +113,16 @@ def natural(text: str) -> list[tuple[int, str]]:
     """The order in which ``node2`` comes before ``node10``."""
     parts = re.split(r"(\d+)", text)
     return [(int(part), "") if part.isdigit() else (0, part) for part in parts]
+
+
+async def _answers(address: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            _, writer = await asyncio.open_connection(address, port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
 
 
 def _name(node: Mapping[str, Any]) -> str:

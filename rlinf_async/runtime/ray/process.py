@@ -8,9 +8,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final
 
+from rlinf_async.runtime.ray.hosts import Host
 from rlinf_async.runtime.ray.library import of_ray
 from rlinf_async.runtime.ray.session import RaySession
 from rlinf_async.runtime.remote_worker import Ended
+from rlinf_async.runtime.stall import internal
 
 _EXIT_CODE: Final = re.compile(r"exit code (\d+)")
 _DETAILS: Final = (
@@ -28,17 +30,21 @@ class ActorProcess:
     Args:
         actor: its handle.
         serving: reference to the result of the actor's ``serve``: by it the end is seen.
+        host: on which it runs.
     """
 
     exit_seconds = 10.0  # Ray may take some seconds to notice, and knows the cause
 
-    def __init__(self, session: RaySession, actor: Any, serving: Any, host: str, pid: int) -> None:
-        self.host = host
+    def __init__(self, session: RaySession, actor: Any, serving: Any, host: Host, pid: int) -> None:
+        self.host = host.name
+        self._node = host
         self.pid = pid
         self._session = session
         self._actor = actor
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[Ended] = self._loop.create_future()
+        self._looking: asyncio.Task[None] | None = None
+        """the search for the host, once the actor is out of reach"""
         future: Future[Any] = serving.future()
         future.add_done_callback(self._on_served)
 
@@ -49,14 +55,26 @@ class ActorProcess:
     def _on_served(self, served: Future[Any]) -> None:
         """Note the end; in a thread of Ray's."""
         error = served.exception()
-        ended = Ended("it had been asked to" if error is None else how_it_ended(error), HINT)
         self._session.submit(kill_actor, self._actor)  # it may only be out of Ray's reach
         with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._end, ended)
+            self._loop.call_soon_threadsafe(self._end, error)
 
-    def _end(self, ended: Ended) -> None:
+    def _end(self, error: BaseException | None) -> None:
+        if isinstance(error, of_ray("exceptions").ActorUnavailableError):
+            self._looking = internal(asyncio.create_task(self._look_for_host(error)))
+        else:
+            self._set_ended("it had been asked to" if error is None else how_it_ended(error))
+
+    async def _look_for_host(self, error: BaseException) -> None:
+        """Note the end: of the whole host, where that does not answer either."""
+        if await self._node.answers():
+            return self._set_ended(how_it_ended(error))
+        address = f"{self._node.address}:{self._node.port}"
+        self._set_ended(f"its host was lost (Ray's node at {address} does not answer)")
+
+    def _set_ended(self, how: str) -> None:
         if not self.ended.done():
-            self.ended.set_result(ended)
+            self.ended.set_result(Ended(how, HINT))
 
 
 def kill_actor(actor: Any) -> None:
@@ -72,12 +90,16 @@ def how_it_ended(error: BaseException) -> str:
         return "its host was preempted"
     if isinstance(error, errors.OutOfMemoryError) or "running low on memory" in text:
         return f"its host ran out of memory ({text})"
+    if "Owner's node has crashed" in text:
+        return (
+            "Ray has ended on the driver's host ('ray stop', or a crash): all workers end with it"
+        )
     if is_lost_host(error):
         return f"its host was lost ({_detail(text)})"
     if code := _EXIT_CODE.search(text):
         return f"exit code {code[1]}"
     if isinstance(error, errors.ActorUnavailableError):
-        return f"Ray lost its connection to it: its host may be lost ({_detail(text)})"
+        return f"Ray lost its connection to it ({_detail(text)})"
     if "End of file" in text or isinstance(error, errors.WorkerCrashedError):
         return (
             "it was killed (by SIGKILL, or by the kernel for want of memory), crashed, or called "

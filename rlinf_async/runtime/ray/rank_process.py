@@ -19,13 +19,14 @@ import os
 import pickle
 import platform
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rlinf_async.runtime.child import Boot, serve
+from rlinf_async.runtime.child import Boot, remove_unused_torch_cache, serve
 from rlinf_async.runtime.ray.interfaces import address_of, interface_of
 from rlinf_async.runtime.ray.reaper import KILL_GROUP, when_this_process_ends
 from rlinf_async.runtime.signals import ignore_in_worker
@@ -87,7 +88,9 @@ class RankProcess:
         """Serve the worker until asked to stop (True) or cut off (False)."""
         if self._boot is None:
             raise RuntimeError("the process was not prepared")
-        return serve(self._boot)
+        asked_to_stop = serve(self._boot)
+        remove_unused_torch_cache(Path(tempfile.gettempdir()))
+        return asked_to_stop
 
     def _prepare(self, payload: Payload) -> str:
         """What is wrong; empty if nothing."""

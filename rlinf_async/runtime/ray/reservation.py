@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from rlinf_async.runtime.backend import WorkerSpec
-from rlinf_async.runtime.ray.hosts import Host, least_loaded, natural
+from rlinf_async.runtime.ray.hosts import Host, answering, least_loaded, natural
 from rlinf_async.runtime.ray.library import of_ray
 from rlinf_async.runtime.ray.session import RaySession
 from rlinf_async.workers.context import Device
@@ -117,7 +117,10 @@ class Reservations:
         Raises:
             BuildError: no other host has devices for it.
         """
-        hosts = {host.id: host for host in await self._session.hosts()}
+        alive = await self._session.hosts()
+        if spec.info.incarnation:  # the host of its last life may be lost, unknown to Ray so far
+            alive = await answering(alive) or alive
+        hosts = {host.id: host for host in alive}
         held = self._held(spec)
         if not held:
             name = spec.info.name

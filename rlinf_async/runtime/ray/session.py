@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, ParamSpec, TypeVar
 
-from rlinf_async.runtime.ray.hosts import Host, devices_of, live_hosts
+from rlinf_async.runtime.ray.hosts import Host, devices_of, present_hosts
 from rlinf_async.runtime.ray.library import of_ray
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.errors import BuildError
@@ -71,7 +71,7 @@ class RaySession:
 
     async def hosts(self) -> list[Host]:
         """The hosts that are alive now."""
-        return live_hosts(await self.do(of_ray().nodes))
+        return await present_hosts(await self.do(of_ray().nodes))
 
     async def close(self) -> None:
         """Disconnect, where this session connected; a Ray that it started ends."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import signal
@@ -50,6 +51,9 @@ class Teller(ra.Worker):
 
     async def pid(self) -> int:
         return os.getpid()
+
+    async def forever(self) -> None:
+        await asyncio.Event().wait()
 
     async def end(self, code: int) -> None:
         print("last words", flush=True)

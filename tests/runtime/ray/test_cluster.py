@@ -126,6 +126,18 @@ async def test_work_of_a_lost_host_goes_on_elsewhere(
         assert cluster.host("Teller[0]") in ("beta", "gamma")
 
 
+async def test_the_error_of_a_rank_whose_host_was_lost_says_so(
+    hosts: Hosts, delta: Callable[[], None]
+) -> None:
+    with pytest.raises(ra.WorkerDied, match=r"Teller\[0\] .* on delta\).*: its host was lost"):
+        async with ra.Cluster.ray(address=hosts.address) as cluster:
+            there = [at for at, one in enumerate(cluster.devices) if one.host == "delta"]
+            teller = await cluster.launch_one(Teller, placement=Ranks(there))
+            running = teller.call(Teller.forever)
+            await asyncio.to_thread(delta)
+            await running
+
+
 async def test_devices_that_others_hold_are_reported_with_who_has_them(hosts: Hosts) -> None:
     async with ra.Cluster.ray(address=hosts.address) as first:
         await first.launch(Teller, name="Holder", placement=Ranks([[2, 3, 4, 5]]))

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from rlinf_async.runtime.ray.hosts import devices_of, least_loaded, live_hosts
+from rlinf_async.runtime.ray.hosts import (
+    answering,
+    devices_of,
+    least_loaded,
+    live_hosts,
+    present_hosts,
+)
+from rlinf_async.runtime.ray.process import how_it_ended
 
 
 def node(number: int, name: str = "", hostname: str = "box", **resources: float) -> dict[str, Any]:
@@ -18,6 +27,7 @@ def node(number: int, name: str = "", hostname: str = "box", **resources: float)
         "NodeName": name or address,
         "NodeManagerHostname": hostname,
         "NodeManagerAddress": address,
+        "NodeManagerPort": 7000 + number,
         "Resources": resources,
     }
 
@@ -49,3 +59,33 @@ def test_ranks_without_devices_are_spread_by_the_number_of_cores() -> None:
     for _ in range(8):
         ranks[least_loaded(hosts, ranks).id] += 1
     assert ranks == {"id1": 1, "id2": 6, "id3": 1}
+
+
+@pytest.fixture
+def ports() -> Iterator[tuple[int, int]]:
+    """One at which somebody listens, and one at which nobody does."""
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            found: tuple[int, int] = there.getsockname()[1], gone.getsockname()[1]
+        yield found
+
+
+def at_port(number: int, name: str, port: int) -> dict[str, Any]:
+    return node(number, name) | {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+
+
+def test_the_end_of_ray_on_the_driver_s_host_is_said_in_words() -> None:
+    said = how_it_ended(RuntimeError("The actor is dead because: Owner's node has crashed."))
+    assert "Ray has ended on the driver's host" in said
+
+
+async def test_a_host_whose_node_is_gone_does_not_answer(ports: tuple[int, int]) -> None:
+    hosts = live_hosts([at_port(1, "there", ports[0]), at_port(2, "gone", ports[1])])
+    assert [host.name for host in await answering(hosts)] == ["there"]
+
+
+async def test_a_host_that_was_started_again_keeps_its_name(ports: tuple[int, int]) -> None:
+    there, gone = ports
+    nodes = [at_port(1, "one", gone), at_port(2, "one", there), at_port(3, "other", gone)]
+    found = await present_hosts(nodes)
+    assert [(host.name, host.id) for host in found] == [("one", "id2"), ("other", "id3")]

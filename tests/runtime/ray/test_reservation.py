@@ -49,7 +49,7 @@ def test_a_device_given_twice_to_a_rank_is_refused() -> None:
 
 
 def test_devices_have_accelerators_in_the_order_of_their_numbers_on_every_host() -> None:
-    hosts = {name: Host(id=name, name=name, address="", resources={}) for name in "abc"}
+    hosts = {name: Host(id=name, name=name, address="", port=0, resources={}) for name in "abc"}
     wanted = bundles(ranks((A1,), (B0,), (CORE,), (A0,)), {})
     group: Any = object()
     slots = [Slot(group, at, hosts[one.host]) for at, one in enumerate(wanted)]
