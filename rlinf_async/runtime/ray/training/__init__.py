@@ -20,6 +20,7 @@
 from rlinf_async.runtime.ray.training.actor import TrainRayActor
 from rlinf_async.runtime.ray.training.args import TrainArgs
 from rlinf_async.runtime.ray.training.data import RolloutData, RolloutDataError
+from rlinf_async.runtime.ray.training.engine import RolloutEngineActor
 from rlinf_async.runtime.ray.training.fsdp_actor import FSDPTrainRayActor
 from rlinf_async.runtime.ray.training.group import RayTrainGroup, Refs
 from rlinf_async.runtime.ray.training.placement import (
@@ -34,6 +35,7 @@ __all__ = [
     "Refs",
     "RolloutData",
     "RolloutDataError",
+    "RolloutEngineActor",
     "TrainArgs",
     "TrainRayActor",
     "create_placement_group",

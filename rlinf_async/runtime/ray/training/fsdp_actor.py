@@ -207,11 +207,12 @@ class FSDPTrainRayActor(TrainRayActor):
 
         None where there are no engines: ``debug_train_only``, ``debug_rollout_only``. Collective.
         """
+        if self.role == "critic":
+            raise RuntimeError("update_weights() of a critic: engines take the weights of an actor")
         if self.args.debug_train_only or self.args.debug_rollout_only:
             return None
         worker = self._built("update_weights")
-        if not isinstance(worker, GroupActor):
-            raise RuntimeError("update_weights() of a critic: engines take the weights of an actor")
+        assert isinstance(worker, GroupActor)
         if self.rollout_manager is None:
             raise RuntimeError(
                 "update_weights() needs a rollout manager: call set_rollout_manager() before, or "

@@ -340,9 +340,8 @@ class GroupCritic(GroupRank, FSDPCritic):
     def __init__(self, args: TrainArgs, device: str) -> None:
         self.args = args
         config = trainer_config(args, critic=True, reference=False, device=device)
-        super().__init__(
-            config, batches(args), actor_ranks=self.world_size, max_staleness=args.max_staleness
-        )
+        # No limit of staleness: rollouts that a critic trains alone make no version of the actor.
+        super().__init__(config, batches(args), actor_ranks=self.world_size)
 
     async def train_rollout(
         self,

@@ -55,9 +55,13 @@ def our_actor(given: TrainArgs, rollouts: int) -> list[LanguageTrainReport]:
     return ra.run(train())
 
 
-def equal(theirs: Sequence[LanguageTrainReport], ours: LanguageTrainReport) -> None:
+def equal(
+    theirs: Sequence[LanguageTrainReport],
+    ours: LanguageTrainReport,
+    metrics: Sequence[str] = METRICS,
+) -> None:
     for report in theirs:
-        for name in METRICS:
+        for name in metrics:
             wanted = pytest.approx(ours.metrics[name], abs=TOLERANCE, rel=TOLERANCE)
             assert report.metrics[name] == wanted, name
 
