@@ -157,7 +157,8 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     train_env_vars: dict[str, str] = {}
     """of the actors' processes"""
     use_routing_replay: bool = False
-    """sets ENABLE_ROUTING_REPLAY=1 in actors (not in critics)"""
+    """sets ENABLE_ROUTING_REPLAY=1 in actors (not in critics), for code that reads it; the FSDP
+    backend replays no routing"""
     debug_train_only: bool = False
     """there are no engines: ``update_weights`` does nothing"""
     debug_rollout_only: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -42,7 +41,8 @@ def rollout(number: int, given: TrainArgs, *, log_probs: bool = True) -> list[Sa
 
 async def log_probs(worker: GroupActor, groups: list[SampleGroup]) -> list[Any]:
     samples = [sample for group in groups for sample in group.samples]
-    return await worker.compute(worker._fsdp.log_probs, samples)
+    trainer: Any = worker._fsdp
+    return await worker.compute(trainer.log_probs, samples)
 
 
 async def published(worker: GroupActor) -> dict[str, Any]:
