@@ -10,7 +10,8 @@
     args.py         what a group is told          settings.py   as settings of our trainers
     data.py         rollout data                  placement.py  bundles by host and device
     group.py        `RayTrainGroup`               actor.py      `TrainRayActor`
-    fsdp_actor.py   `FSDPTrainRayActor`           worker.py     our actor and critic in it
+    fsdp_actor.py   `FSDPTrainRayActor`           worker.py     a rank of ours in it:
+    critic_worker.py    our critic                actor_worker.py    our actor
     weights.py      their way to the engines      engine.py     an engine as an actor of Ray
     critics.py      pairs of actor and critic     links.py      channels between actors of Ray
     checkpoints.py  where they are                memory.py     of a device that sleeps

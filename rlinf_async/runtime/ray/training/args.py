@@ -178,8 +178,9 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             number = getattr(self, name)
             if number is not None and number < 1:
                 raise ValueError(f"{name} is {number}; it must be at least 1, or left out")
-        if not self.rollout_temperature > 0.0:
-            raise ValueError(f"rollout_temperature is {self.rollout_temperature}; must be above 0")
+        for name in ("rollout_temperature", "lr", "tis_clip"):
+            if not getattr(self, name) > 0.0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
         self._check_steps()
 
     def _check_steps(self) -> None:
@@ -236,6 +237,11 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def needs_reference(self) -> bool:
         """Whether the loss or the rewards have a KL to the reference."""
         return self.kl_coef > 0.0 or (self.use_kl_loss and self.kl_loss_coef > 0.0)
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether advantages are computed from the values of a critic."""
+        return ESTIMATORS.get(self.advantage_estimator, self.advantage_estimator) == "gae"
 
     def for_role(self, role: str) -> TrainArgs:
         """Return the arguments of a role: a critic has its own load, save, lr and warm-up.

@@ -13,6 +13,15 @@ from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.runtime.ray.training.links import Guest, Ticket
 
 
+class _Followed:
+    """Weights of one training group."""
+
+    def __init__(self, weights: LatestReceiver[WeightUpdate]) -> None:
+        self.weights = weights
+        self.loaded = -1
+        """the newest version of them that the engine has loaded"""
+
+
 class RolloutEngineActor:
     """A generation engine that is given weights by a training group; use it with ``ray.remote``.
 
@@ -30,7 +39,7 @@ class RolloutEngineActor:
         self._backend = backend
         self._engine: GenerationEngine | None = None
         self._guest = Guest("engine")
-        self._weights: dict[Ticket, LatestReceiver[WeightUpdate]] = {}
+        self._followed: dict[Ticket, _Followed] = {}
 
     async def start(self) -> None:
         """Build the engine."""
@@ -53,18 +62,23 @@ class RolloutEngineActor:
     async def update_weights_from_tensor(self, update: WeightUpdate) -> int:
         """Load these weights; return their version."""
         engine = self._started()
-        if update.version != engine.version:
-            await engine.load(update)
+        await engine.load(update)
         return engine.version
 
     async def update_weights_from_channel(self, ticket: Ticket, version: int) -> int:
-        """Load what is published, until it is at least this version; return the one loaded."""
+        """Load what is published, until it is at least this version; return the one loaded.
+
+        Of another training group also what is not newer than what the engine has: that one refuses
+        older weights (`WeightsError`).
+        """
         engine = self._started()
-        if ticket not in self._weights:
-            self._weights[ticket] = await self._guest.end(ticket, WeightUpdate)
-        receiver = self._weights[ticket]
-        while engine.version < version:
-            await engine.load(await receiver.get())
+        if ticket not in self._followed:
+            self._followed[ticket] = _Followed(await self._guest.end(ticket, WeightUpdate))
+        followed = self._followed[ticket]
+        while followed.loaded < version:
+            update = await followed.weights.get()
+            await engine.load(update)
+            followed.loaded = update.version
         return engine.version
 
     async def offload(self) -> None:

@@ -19,18 +19,14 @@ from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.runtime.ray.library import of_ray
 from rlinf_async.runtime.ray.training import memory
 from rlinf_async.runtime.ray.training.actor import TrainRayActor
+from rlinf_async.runtime.ray.training.actor_worker import GroupActor
 from rlinf_async.runtime.ray.training.args import TrainArgs
+from rlinf_async.runtime.ray.training.critic_worker import GroupCritic
 from rlinf_async.runtime.ray.training.critics import ActorSide, CriticSide, CriticTickets
 from rlinf_async.runtime.ray.training.data import RolloutData, fetched
 from rlinf_async.runtime.ray.training.loop import LoopThread
 from rlinf_async.runtime.ray.training.weights import make_updater
-from rlinf_async.runtime.ray.training.worker import (
-    PARTS,
-    WEIGHTS,
-    GroupActor,
-    GroupCritic,
-    GroupRank,
-)
+from rlinf_async.runtime.ray.training.worker import PARTS, WEIGHTS, GroupRank
 from rlinf_async.workers.base import make
 from rlinf_async.workers.context import WorkerContext, WorkerInfo
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 from rlinf_async.runtime.ray.library import of_ray
 from rlinf_async.runtime.ray.training.args import TrainArgs
 from rlinf_async.runtime.ray.training.memory import saver_environment
+from rlinf_async.runtime.ray.training.settings import batches, trainer_config
 
 NOSET_VISIBLE_DEVICES: Final = tuple(
     f"RAY_EXPERIMENTAL_NOSET_{name}"
@@ -67,8 +68,10 @@ class RayTrainGroup:
     ) -> None:
         self.args, self.role = args, role
         self.world_size = num_nodes * num_gpus_per_node
-        typed = TrainArgs.of(args)
-        typed.for_role(role)
+        typed = TrainArgs.of(args).for_role(role)
+        # What is wrong with numbers is said before anything is started.
+        trainer_config(typed, critic=role == "critic", reference=False, device="cpu")
+        batches(typed).of_rank(self.world_size)
         group, bundles, _ = pg
         if not 0 < self.world_size <= len(bundles):
             raise ValueError(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rlinf_async.runtime.ray.training import TrainArgs
+from rlinf_async.runtime.ray.training.actor_worker import load_function
 from rlinf_async.runtime.ray.training.checkpoints import Start, start_of, write_tracker
 from rlinf_async.runtime.ray.training.group import NOSET_VISIBLE_DEVICES, environment
 from rlinf_async.runtime.ray.training.settings import batches, trainer_config
-from rlinf_async.runtime.ray.training.worker import load_function
 from tests.runtime.ray.training.kit import args
 
 
@@ -43,7 +45,8 @@ def test_a_namespace_may_have_more_names_and_leave_some_out_by_none() -> None:
             {"global_batch_size": 2, "num_steps_per_rollout": 4},
             "num_steps_per_rollout 4 x global_batch_size 2 is not the 4 samples",
         ),
-        ({"rollout_temperature": 0.0}, "rollout_temperature is 0.0; must be above 0"),
+        ({"rollout_temperature": 0.0}, "rollout_temperature is 0.0; it must be above 0"),
+        ({"lr": 0.0}, "lr is 0.0; it must be above 0"),
         ({"rollout_batch_size": None}, "missing required field `rollout_batch_size`"),
     ],
 )
@@ -92,6 +95,23 @@ def test_the_environment_of_the_actors() -> None:
     assert "ENABLE_ROUTING_REPLAY" not in critic
 
 
+def test_a_memory_saver_is_loaded_first_where_the_package_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = args(offload_train=True)
+    assert "LD_PRELOAD" not in environment(given, "actor", gpu=True)
+    package = tmp_path / "torch_memory_saver"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "LD_PRELOAD" not in environment(given, "actor", gpu=True)  # a build without the library
+    library = tmp_path / "torch_memory_saver_hook_mode_preload.abi3.so"
+    library.touch()
+    assert environment(given, "actor", gpu=True)["LD_PRELOAD"] == str(library)
+    assert "LD_PRELOAD" not in environment(given, "actor", gpu=False)
+    assert "LD_PRELOAD" not in environment(args(), "actor", gpu=True)
+
+
 def test_training_goes_on_after_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     folder = str(tmp_path)
     assert start_of(args()) == Start(0, None)
@@ -112,3 +132,19 @@ def test_a_hook_is_loaded_by_its_path() -> None:
     assert load_function("os.path.join") is load_function("os.path:join")
     with pytest.raises(ValueError, match=r"the function 'os.path.nothing' cannot be loaded"):
         load_function("os.path.nothing")
+
+
+def test_the_page_has_every_argument_and_its_default() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "ray-train-group.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", page, re.MULTILINE))
+    wanted = {}
+    for field in msgspec.structs.fields(TrainArgs):
+        default = {} if field.default_factory is dict else field.default
+        wanted[field.name] = "required" if field.required else default
+    written = {"none": None, "required": "required"}
+    found = {
+        name: written[cell] if cell in written else msgspec.json.decode(cell)
+        for name, cell in rows.items()
+        if name in wanted
+    }
+    assert found == wanted

@@ -66,6 +66,13 @@ def equal(
             assert report.metrics[name] == wanted, name
 
 
+def asleep(ray: Any, group: RayTrainGroup) -> list[str]:
+    """What sleeps on rank 1."""
+    return list(
+        ray.get(group.actors[1].__ray_call__.remote(lambda one: sorted(one._worker.asleep)))
+    )
+
+
 def test_it_trains_sleeps_saves_and_goes_on_as_our_actor_trains(ray: Any, tmp_path: Path) -> None:
     given = args(save=str(tmp_path), load=str(tmp_path), offload_train=True)
     ours = our_actor(given, 3)
@@ -73,9 +80,12 @@ def test_it_trains_sleeps_saves_and_goes_on_as_our_actor_trains(ray: Any, tmp_pa
     group = RayTrainGroup(given, 1, 2, pg)
     try:
         assert ray.get(group.async_init(given, role="actor")) == [0, 0]  # asleep from here on
+        assert asleep(ray, group) == ["weights"]  # there are no moments yet
         equal(ray.get(group.async_train(0, ray.put(columns(batch(0))))), ours[0])
+        assert asleep(ray, group) == []
         group.offload()
         group.onload(["weights"])
+        assert asleep(ray, group) == ["optimizer"]
         group.offload(["weights"])
         group.clear_memory()
         group.update_weights()  # there are no engines, by debug_train_only
@@ -83,6 +93,7 @@ def test_it_trains_sleeps_saves_and_goes_on_as_our_actor_trains(ray: Any, tmp_pa
         equal(ray.get(group.async_train(1, [ray.put(share) for share in shares])), ours[1])
         group.offload()
         group.save_model(1)
+        assert asleep(ray, group) == ["optimizer", "weights"]
     finally:
         group.shutdown()
     group = RayTrainGroup(given, 1, 2, pg)
@@ -151,6 +162,8 @@ def test_what_cannot_be_had_is_refused(ray: Any) -> None:
     pg = create_placement_group(1)
     with pytest.raises(ValueError, match=r"2 nodes x 1 ranks need 2 bundles, but the .* has 1"):
         RayTrainGroup(args(), 2, 1, pg)
+    with pytest.raises(ValueError, match="total_batch_size=16 does not divide over 3 ranks"):
+        RayTrainGroup(args(), 1, 3, (pg.group, [0, 0, 0], [""] * 3))
     with pytest.raises(ValueError, match="num_gpus_per_actor is 2; a rank has one device"):
         RayTrainGroup(args(), 1, 1, pg, num_gpus_per_actor=2)
     with pytest.raises(ValueError, match="role is 'judge'; it must be one of actor, critic"):

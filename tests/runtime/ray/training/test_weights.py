@@ -93,12 +93,16 @@ def test_an_engine_samples_from_the_weights_that_were_trained(
     engine = engine.remote(TransformersEngineConfig(model=folder))
     try:
         ray.get([*group.async_init(), engine.start.remote()])
+        read = lambda one: (one.hf_config.model_type, one.tokenizer.eos_token)  # noqa: E731
+        found = ray.get([actor.__ray_call__.remote(read) for actor in group.actors])
+        assert found == [("qwen3", "<eos>")] * ranks
         with pytest.raises(RuntimeError, match="needs a rollout manager: call set_rollout_manager"):
             group.update_weights()
         group.set_rollout_manager(engine)
         assert ray.get(engine.parallel_config.remote()) == {"dp_size": ranks}
         for version in range(3):
             group.update_weights()  # asleep before and after
+            group.update_weights()  # once more is harmless
             assert ray.get(engine.version.remote()) == version
             report = ray.get(group.async_train(version, rollout(ray, engine)))[0]
             assert (report.lag_max, report.version) == (0, version + 1)

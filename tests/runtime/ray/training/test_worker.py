@@ -16,7 +16,7 @@ from rlinf_async.channels import Latest
 from rlinf_async.messages.language import SampleGroup, TrainingSample
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.runtime.ray.training import RolloutData, TrainArgs
-from rlinf_async.runtime.ray.training.worker import GroupActor
+from rlinf_async.runtime.ray.training.actor_worker import GroupActor
 from rlinf_async.weights import unpack
 from rlinf_async.workers.base import make
 from rlinf_async.workers.context import WorkerContext, WorkerInfo
