@@ -112,3 +112,16 @@ def test_a_checkpoint_of_ones_own_is_trained(tmp_path: pathlib.Path) -> None:
     summary = read_summary(tmp_path / "run" / "summary.json", LanguageSummary)
     assert (summary.outcome, summary.iterations, summary.samples) == ("finished", 2, 16)
     assert (tmp_path / "run" / "trained" / "model.safetensors").is_file()
+
+
+@pytest.mark.xdist_group("ray")
+def test_the_training_group_of_ray_learns_to_answer_with_digits(tmp_path: pathlib.Path) -> None:
+    done = run(EXAMPLES / "ray_train_group.py", "--out", tmp_path / "run", "--rollouts", 6)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    rewards = [float(line.split("reward ")[1].split(",")[0]) for line in lines[:-1]]
+    assert len(rewards) == 6
+    assert max(rewards) > 2 * rewards[0]
+    assert lines[-1] == f"trained 6 rollouts; {tmp_path}/run/actor has the last"
+    for role in ("actor", "critic"):
+        assert (tmp_path / "run" / role / "iter_0000005").is_dir()

@@ -10,4 +10,5 @@
     process.py       the same from here: start, kill, and how it ended
     output.py        what the actors print
     backend.py       all of it, as a cluster's backend
+    training/        a training group as users of slime know it: plain actors, no cluster of ours
 """

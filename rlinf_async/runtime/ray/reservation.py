@@ -204,7 +204,7 @@ class Reservations:
             return {}
 
         def ask() -> list[Any]:
-            probe = of_ray().remote(_own_accelerator)
+            probe = of_ray().remote(own_accelerator)
             in_bundle = of_ray("util.scheduling_strategies").PlacementGroupSchedulingStrategy
             return [
                 probe.options(
@@ -230,7 +230,7 @@ class Reservations:
                 and all(host.resources.get(key, 0) >= n for key, n in one.resources.items())
             ]
             if not fitting:
-                raise BuildError(f"{name} asks for {_asked([one])}: {_there(hosts)}")
+                raise BuildError(f"{name} asks for {_asked([one])}: {there(hosts)}")
 
     async def _explain(self, name: str, wanted: Sequence[Bundle]) -> str:
         """What was asked, what there is, and who holds the rest."""
@@ -244,7 +244,7 @@ class Reservations:
         ]
         return (
             f"{name} asks for {_asked(wanted)}, which was not free within {self._wait:g} s: "
-            f"{_there(hosts)}. Placement groups hold: {'; '.join(held) or 'nothing'}; the rest is "
+            f"{there(hosts)}. Placement groups hold: {'; '.join(held) or 'nothing'}; the rest is "
             "used by tasks and actors of others ('ray status' shows how much). Ask for less, or "
             "wait longer (wait=...)"
         )
@@ -303,7 +303,7 @@ def numbered(
     return found
 
 
-def _own_accelerator() -> str:
+def own_accelerator() -> str:
     """The number of the accelerator of the bundle in which this runs, as a task of Ray."""
     return str(of_ray().get_runtime_context().get_accelerator_ids()["GPU"][0])
 
@@ -317,7 +317,7 @@ def _asked(wanted: Iterable[Bundle]) -> str:
     )
 
 
-def _there(hosts: Sequence[Host]) -> str:
+def there(hosts: Sequence[Host]) -> str:
     each = []
     for host in hosts:
         named = {

@@ -44,7 +44,7 @@ from rlinf_async.backends.fsdp.language.publishing import (
     hugging_face_state,
     load_hugging_face_state,
 )
-from rlinf_async.backends.fsdp.language.reference import KeptWeights
+from rlinf_async.backends.fsdp.language.reference import REFERENCE, KeptWeights
 from rlinf_async.backends.fsdp.language.sharded_publishing import publish_shards
 from rlinf_async.backends.fsdp.language.step import NothingToDo, Part, optimizer_step
 from rlinf_async.backends.fsdp.manager import DTYPES, FSDPModelManager
@@ -212,7 +212,10 @@ class PolicyTrainer(LanguageTrainerBase):
 
     def __init__(self, config: LanguageTrainerConfig, world_size: int, rank: int) -> None:
         super().__init__(config, world_size, rank)
-        self._reference = KeptWeights(self.manager) if config.reference else None
+        self.kept_weights = KeptWeights(self.manager)
+        """copies of weights on the CPU, the reference's among them"""
+        if config.reference:
+            self.kept_weights.backup(REFERENCE)
         self._published: WeightUpdate | None = None
 
     def supervised_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
@@ -307,14 +310,13 @@ class PolicyTrainer(LanguageTrainerBase):
         limit = self.config.max_tokens_per_forward
         if not reference:
             return token_answers(self.manager, samples, limit, answer)
-        if self._reference is None:
+        if REFERENCE not in self.kept_weights.tags:
             raise FSDPError(
                 "reference log-probs were asked for, but no reference weights are kept: set "
                 "reference = true in the trainer's configuration"
             )
         self.manager.check_loaded("reference log-probs")
-        self.manager.settle_checkpoint()
-        with self._reference.swapped_in():
+        with self.kept_weights.swapped_in():
             return token_answers(self.manager, samples, limit, answer)
 
     def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:

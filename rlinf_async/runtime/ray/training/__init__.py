@@ -1,0 +1,43 @@
+"""A training group as users of slime know it: plain actors of Ray that train one model.
+
+::
+
+    driver            RayTrainGroup ----------------- calls of Ray ----------------+
+                                                                                   v
+    actor of Ray, one for each rank   FSDPTrainRayActor --> GroupActor | GroupCritic
+                                                              (our FSDPActor, FSDPCritic)
+
+    args.py         what a group is told          settings.py   as settings of our trainers
+    data.py         rollout data                  placement.py  bundles by host and device
+    group.py        `RayTrainGroup`               actor.py      `TrainRayActor`
+    fsdp_actor.py   `FSDPTrainRayActor`           worker.py     a rank of ours in it:
+    critic_worker.py    our critic                actor_worker.py    our actor
+    weights.py      their way to the engines      engine.py     an engine as an actor of Ray
+    critics.py      pairs of actor and critic     links.py      channels between actors of Ray
+    checkpoints.py  where they are                memory.py     of a device that sleeps
+    loop.py         an event loop in a thread
+"""
+
+from rlinf_async.runtime.ray.training.actor import TrainRayActor
+from rlinf_async.runtime.ray.training.args import TrainArgs
+from rlinf_async.runtime.ray.training.data import RolloutData, RolloutDataError
+from rlinf_async.runtime.ray.training.engine import RolloutEngineActor
+from rlinf_async.runtime.ray.training.fsdp_actor import FSDPTrainRayActor
+from rlinf_async.runtime.ray.training.group import RayTrainGroup, Refs
+from rlinf_async.runtime.ray.training.placement import (
+    OrderedPlacementGroup,
+    create_placement_group,
+)
+
+__all__ = [
+    "FSDPTrainRayActor",
+    "OrderedPlacementGroup",
+    "RayTrainGroup",
+    "Refs",
+    "RolloutData",
+    "RolloutDataError",
+    "RolloutEngineActor",
+    "TrainArgs",
+    "TrainRayActor",
+    "create_placement_group",
+]

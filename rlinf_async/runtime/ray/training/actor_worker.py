@@ -1,0 +1,211 @@
+"""`GroupActor`: our `FSDPActor` as one rank of a training group, with tagged weights.
+
+::
+
+    groups --> [ log-probs: ref, old_actor or actor ] --> hook --> FSDPActor.run_training
+                              |                      ^
+                 (KL rewards) v                      | values
+                        the critic of the same rank: `GroupCritic`
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rlinf_async.channels import LatestSender, Receiver, Sender
+from rlinf_async.messages.language import LanguageTrainReport, SampleGroup, TrainingSample
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.runtime.ray.training.args import TrainArgs
+from rlinf_async.runtime.ray.training.settings import batches, trainer_config
+from rlinf_async.runtime.ray.training.worker import GroupRank
+from rlinf_async.workers.actor import FSDPActor
+
+if TYPE_CHECKING:
+    from rlinf_async.backends.fsdp.language.reference import KeptWeights
+
+ACTOR, REF, OLD_ACTOR, ROLLOUT_ACTOR = "actor", "ref", "old_actor", "rollout_actor"
+
+
+class GroupActor(GroupRank, FSDPActor):
+    """One rank of an actor."""
+
+    def __init__(self, args: TrainArgs, device: str, *, with_ref: bool) -> None:
+        self.args = args
+        self._with_ref = with_ref
+        config = trainer_config(args, critic=False, reference=with_ref, device=device)
+        super().__init__(config, batches(args), max_staleness=args.max_staleness)
+        path = args.rollout_data_postprocess_path
+        self._hook = None if path is None else load_function(path)
+
+    async def setup(self) -> None:
+        """Build the model; keep the weights that are asked for."""
+        await super().setup()
+        await self.compute(self._keep)
+
+    def _keep(self) -> None:
+        kept = self.kept_weights
+        if self._with_ref and self.args.ref_load is not None:
+            self._load_reference(self.args.ref_load)
+        if self.args.keep_old_actor:
+            kept.backup(OLD_ACTOR)
+            if self.args.update_weights_interval == 1:
+                kept.backup(ROLLOUT_ACTOR)
+
+    def _load_reference(self, folder: str) -> None:
+        """Keep the weights of another folder as the reference."""
+        args = msgspec.structs.replace(self.args, hf_checkpoint=folder, model_config={})
+        device = str(self._fsdp.manager.device)
+        config = trainer_config(args, critic=False, reference=False, device=device)
+        other = type(self._fsdp)(config, self.world_size, self.rank)
+        self.kept_weights.keep(REF, other.manager)
+
+    @property
+    def kept_weights(self) -> KeptWeights:
+        """Copies of weights on the CPU, by tag."""
+        trainer: Any = self._fsdp
+        kept: KeptWeights = trainer.kept_weights
+        return kept
+
+    async def switch(self, tag: str) -> None:
+        """Put the weights of a tag into the model."""
+        await self.compute(self.kept_weights.switch, tag)
+
+    async def save(self, rollout_id: int) -> str:
+        """Write the checkpoint after a rollout; return its folder. Collective."""
+        await self.switch(ACTOR)
+        return await super().save(rollout_id)
+
+    async def sync_model_to_rollout(self, weights: LatestSender[WeightUpdate]) -> int:
+        """Publish the weights that are trained, from rank 0; return their version. Collective."""
+        await self.switch(ACTOR)
+        return await super().sync_model_to_rollout(weights)
+
+    async def train_rollout(
+        self,
+        groups: Sequence[SampleGroup],
+        *,
+        rollout_id: int,
+        to_critic: Sender[SampleGroup] | None = None,
+        values: Receiver[SampleGroup] | None = None,
+    ) -> LanguageTrainReport:
+        """Train on this rank's share of one rollout.
+
+        Args:
+            groups: the share.
+            rollout_id: number of the rollout.
+            to_critic: where the critic of this rank waits for reference log-probs.
+            values: where the values of the critic of this rank come from.
+        """
+        await self.switch(ACTOR)
+        channel = self._fed(groups)  # before anything is computed: is it the whole share?
+        samples = [sample for group in groups for sample in group.samples]
+        await self.compute(self._add_log_probs, samples)
+        if to_critic is not None:
+            for group in groups:
+                await to_critic.put(group, key=self.rank)
+        if values is not None:
+            await self._add_values(groups, values, rollout_id)
+        if self._hook is not None:
+            self._call_hook(samples)
+        self._check_ready(
+            samples, reference=self.args.needs_reference, values=self.args.needs_values
+        )
+        report = await self.run_training(channel.receiver)
+        interval = self.args.ref_update_interval
+        if interval is not None and (rollout_id + 1) % interval == 0 and REF in self.tags:
+            await self.compute(self.kept_weights.backup, REF)
+        return report
+
+    @property
+    def tags(self) -> list[str]:
+        """Tags of the weights that the model can be switched to."""
+        return sorted({ACTOR, *self.kept_weights.tags})
+
+    def _add_log_probs(self, samples: Sequence[TrainingSample]) -> None:
+        """Fill in the log-probs that are missing on any rank."""
+        if REF in self.tags and self._any(one.ref_log_prob is None for one in samples):
+            found = self._trainer.log_probs(samples, reference=True)
+            for sample, log_prob in zip(samples, found, strict=True):
+                sample.ref_log_prob = log_prob
+        no_rollout = self._any(one.log_prob.size > 0 and _unknown(one) for one in samples)
+        no_previous = self._any(one.prev_log_prob is None for one in samples)
+        if not no_rollout and (self.args.use_rollout_logprobs or not no_previous):
+            return
+        policy = OLD_ACTOR if OLD_ACTOR in self.tags else ACTOR
+        with self.kept_weights.swapped_in(policy):
+            found = self._trainer.log_probs(samples)
+        for sample, log_prob in zip(samples, found, strict=True):
+            if sample.prev_log_prob is None:
+                sample.prev_log_prob = log_prob
+            if _unknown(sample):
+                sample.log_prob = sample.prev_log_prob
+
+    def _any(self, answers: Iterable[bool]) -> bool:
+        """Whether it is true of a sample of any rank: all of them compute, or none. Collective."""
+        return bool(self._trainer.agree(int(any(answers))))
+
+    async def _add_values(
+        self, groups: Sequence[SampleGroup], values: Receiver[SampleGroup], rollout_id: int
+    ) -> None:
+        """Take the values of these samples from the critic."""
+        by_number = {(s.group, s.index): s for group in groups for s in group.samples}
+        missing = set(by_number)
+        while missing:
+            valued = await values.get(key=self.rank)
+            if valued.iteration != rollout_id:
+                raise RuntimeError(
+                    f"the critic sent values of rollout {valued.iteration}, but the actor trains "
+                    f"rollout {rollout_id}: train both on the same rollouts, in order"
+                )
+            for sample in valued.samples:
+                by_number[sample.group, sample.index].value = sample.value
+                missing.discard((sample.group, sample.index))
+
+    def _call_hook(self, samples: list[TrainingSample]) -> None:
+        assert self._hook is not None
+        returned = self._hook(self.args, samples)
+        if returned is None or returned is samples:
+            return
+        if len(returned) != len(samples):
+            raise ValueError(
+                f"rollout_data_postprocess returned {len(returned)} samples of {len(samples)}: it "
+                "may change them, but not their number (set loss_mask to leave one out)"
+            )
+        for old, new in zip(samples, returned, strict=True):
+            for name in TrainingSample.__struct_fields__:
+                setattr(old, name, getattr(new, name))
+
+    async def shift_weights(self) -> None:
+        """After the engines were given the weights: which ones they had when they generated."""
+        if not self.args.keep_old_actor:
+            return
+        await self.compute(self._shift_weights)
+
+    def _shift_weights(self) -> None:
+        if self.args.update_weights_interval == 1:
+            self.kept_weights.copy(ROLLOUT_ACTOR, OLD_ACTOR)
+            self.kept_weights.backup(ROLLOUT_ACTOR)
+        else:
+            self.kept_weights.backup(OLD_ACTOR)
+
+
+def _unknown(sample: TrainingSample) -> bool:
+    """Whether the rollout gave no log-probs."""
+    return bool(sample.log_prob[0] != sample.log_prob[0])
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """Return the function at ``module.name`` or ``module:name``.
+
+    Raises `ValueError`: it is not there.
+    """
+    module, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise ValueError(f"the function {path!r} cannot be loaded: {error}") from error
+    return found

@@ -1,0 +1,95 @@
+"""`RolloutEngineActor`: one of our generation engines as a plain actor of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from rlinf_async.backends.language import GenerationEngine
+from rlinf_async.channels import LatestReceiver
+from rlinf_async.messages.language import Generated, Request
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.runtime.ray.training.links import Guest, Ticket
+
+
+class _Followed:
+    """Weights of one training group."""
+
+    def __init__(self, weights: LatestReceiver[WeightUpdate]) -> None:
+        self.weights = weights
+        self.loaded = -1
+        """the newest version of them that the engine has loaded"""
+
+
+class RolloutEngineActor:
+    """A generation engine that is given weights by a training group; use it with ``ray.remote``.
+
+    Args:
+        config: of the engine, as its own Struct.
+        backend: the engine's registered name.
+        seed: of random numbers that a request's own seed does not set.
+        device: as torch names it.
+    """
+
+    def __init__(
+        self, config: Any, backend: str = "transformers", *, seed: int = 0, device: str = "cpu"
+    ) -> None:
+        self._given = config, seed, device
+        self._backend = backend
+        self._engine: GenerationEngine | None = None
+        self._guest = Guest("engine")
+        self._followed: dict[Ticket, _Followed] = {}
+
+    async def start(self) -> None:
+        """Build the engine."""
+        if self._engine is None:
+            from rlinf_async.backends.registry import load_generation_engine
+
+            engine = load_generation_engine(self._backend)(*self._given)
+            await engine.start()
+            self._engine = engine
+
+    async def generate(self, requests: Sequence[Request]) -> list[Generated]:
+        """Generate the responses of requests, together."""
+        engine = self._started()
+        return list(await asyncio.gather(*(engine.generate(one) for one in requests)))
+
+    async def version(self) -> int:
+        """Return the version of the weights; -1 before the first."""
+        return self._started().version
+
+    async def update_weights_from_tensor(self, update: WeightUpdate) -> int:
+        """Load these weights; return their version."""
+        engine = self._started()
+        await engine.load(update)
+        return engine.version
+
+    async def update_weights_from_channel(self, ticket: Ticket, version: int) -> int:
+        """Load what is published, until it is at least this version; return the one loaded.
+
+        Of another training group also what is not newer than what the engine has: that one refuses
+        older weights (`WeightsError`).
+        """
+        engine = self._started()
+        if ticket not in self._followed:
+            self._followed[ticket] = _Followed(await self._guest.end(ticket, WeightUpdate))
+        followed = self._followed[ticket]
+        while followed.loaded < version:
+            update = await followed.weights.get()
+            await engine.load(update)
+            followed.loaded = update.version
+        return engine.version
+
+    async def offload(self) -> None:
+        """Give the device's memory back."""
+        await self._started().offload()
+
+    async def onload(self) -> None:
+        """Take it again."""
+        await self._started().onload()
+
+    def _started(self) -> GenerationEngine:
+        if self._engine is None:
+            raise RuntimeError("the engine was not started: call start() first")
+        return self._engine

@@ -1,0 +1,195 @@
+"""`RayTrainGroup`: the actors of Ray that train one model, on a placement group."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, Final
+
+from rlinf_async.runtime.ray.library import of_ray
+from rlinf_async.runtime.ray.training.args import TrainArgs
+from rlinf_async.runtime.ray.training.memory import saver_environment
+from rlinf_async.runtime.ray.training.settings import batches, trainer_config
+
+NOSET_VISIBLE_DEVICES: Final = tuple(
+    f"RAY_EXPERIMENTAL_NOSET_{name}"
+    for name in (
+        "CUDA_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "ASCEND_RT_VISIBLE_DEVICES",
+        "HABANA_VISIBLE_MODULES",
+        "NEURON_RT_VISIBLE_CORES",
+        "TPU_VISIBLE_CHIPS",
+        "ONEAPI_DEVICE_SELECTOR",
+    )
+)
+"""variables that keep Ray from hiding the accelerators of other ranks, which those of one host need
+to reach each other's memory"""
+
+
+class Refs(list[Any]):
+    """References to the results of a call, by rank: for ``ray.get``, or to ``await``."""
+
+    def __await__(self) -> Generator[Any, None, list[Any]]:
+        return self._results().__await__()
+
+    async def _results(self) -> list[Any]:
+        """Return the results; the first error is raised at once, though other ranks still wait."""
+        return await asyncio.gather(*self)
+
+
+class RayTrainGroup:
+    """The actors of Ray that train one model. Its methods wait until they are done, but for those
+    called ``async_``.
+
+    Args:
+        args: `TrainArgs`, or a namespace with some of its names.
+        num_nodes: number of hosts.
+        num_gpus_per_node: ranks on each.
+        pg: placement group, its bundle indices by host and device, and the number of the
+            accelerator in each: `create_placement_group`. It may have more bundles than ranks.
+        num_gpus_per_actor: share of its bundle's device that a rank takes (below 1: others may
+            use the device too).
+        role: ``"actor"`` or ``"critic"``.
+
+    Raises `ValueError`: ``args`` make no sense, or there are too few bundles.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        num_nodes: int,
+        num_gpus_per_node: int,
+        pg: tuple[Any, Sequence[int], Sequence[Any]],
+        num_gpus_per_actor: float = 1,
+        role: str = "actor",
+    ) -> None:
+        self.args, self.role = args, role
+        self.world_size = num_nodes * num_gpus_per_node
+        typed = TrainArgs.of(args).for_role(role)
+        # What is wrong with numbers is said before anything is started.
+        trainer_config(typed, critic=role == "critic", reference=False, device="cpu")
+        batches(typed).of_rank(self.world_size)
+        group, bundles, _ = pg
+        if not 0 < self.world_size <= len(bundles):
+            raise ValueError(
+                f"{num_nodes} nodes x {num_gpus_per_node} ranks need {self.world_size} bundles, "
+                f"but the placement group has {len(bundles)}"
+            )
+        if not 0.0 < num_gpus_per_actor <= 1.0:
+            raise ValueError(
+                f"num_gpus_per_actor is {num_gpus_per_actor}; a rank has one device or a share"
+            )
+        self.actors: list[Any] = []
+        """handles, by rank"""
+        self._start(typed, group, bundles, num_gpus_per_actor)
+
+    def _start(self, args: TrainArgs, group: Any, bundles: Sequence[int], num_gpus: float) -> None:
+        """Start the actors: rank 0 first, at whose address the others meet."""
+        from rlinf_async.runtime.ray.training.fsdp_actor import FSDPTrainRayActor
+
+        ray = of_ray()
+        in_bundle = of_ray("util.scheduling_strategies").PlacementGroupSchedulingStrategy
+        cls = ray.remote(FSDPTrainRayActor)
+        master: tuple[Any, Any] = (None, None)
+        try:
+            for rank in range(self.world_size):
+                bundle = bundles[rank]
+                gpu = group.bundle_specs[bundle].get("GPU", 0) > 0
+                actor = cls.options(
+                    num_cpus=num_gpus,
+                    num_gpus=num_gpus if gpu else 0,
+                    scheduling_strategy=in_bundle(
+                        placement_group=group, placement_group_bundle_index=bundle
+                    ),
+                    runtime_env={"env_vars": environment(args, self.role, gpu=gpu)},
+                ).remote(self.world_size, rank, *master)
+                self.actors.append(actor)
+                if rank == 0:
+                    master = ray.get(actor.get_master_addr_and_port.remote())
+        except BaseException:
+            self.shutdown()
+            raise
+
+    # -- calls that return at once ------------------------------------------------------------
+
+    def async_init(self, args: Any = None, role: str | None = None, with_ref: bool = False) -> Refs:
+        """Build the model on all ranks; each result is the next rollout.
+
+        It is the same on all ranks: `init` raises `ValueError` on each where it is not.
+        """
+        if args is not None:
+            self.args = args
+        return self._call("init", self.args, role or self.role, with_ref)
+
+    def async_train(self, rollout_id: int, rollout_data_ref: Any) -> Refs:
+        """Train on one rollout; each result is a `LanguageTrainReport`."""
+        return self._call("train", rollout_id, rollout_data_ref)
+
+    # -- calls that wait ----------------------------------------------------------------------
+
+    def save_model(self, step_id: int) -> None:
+        """Write the checkpoint after a rollout."""
+        self._wait("save_model", step_id)
+
+    def update_weights(self) -> None:
+        """Give the engines of the rollout manager the present weights."""
+        self._wait("update_weights")
+
+    def onload(self, tags: Iterable[str] | None = None) -> None:
+        """Take what sleeps back to the devices."""
+        self._wait("wake_up", _listed(tags))
+
+    def offload(self, tags: Iterable[str] | None = None) -> None:
+        """Free the devices' memory of ``"weights"``, ``"optimizer"``, or both (None)."""
+        self._wait("sleep", _listed(tags))
+
+    def clear_memory(self) -> None:
+        """Give memory that is not in use back to the devices."""
+        self._wait("clear_memory")
+
+    def connect(self, critic_group: RayTrainGroup) -> None:
+        """Pair each rank of this actor with the critic's of the same rank.
+
+        Raises `ValueError`: there are not as many critics, or they begin at another rollout.
+        """
+        if critic_group.world_size != self.world_size:
+            raise ValueError(
+                f"{self.world_size} ranks of the actor cannot be paired with "
+                f"{critic_group.world_size} of the critic: make both groups of the same size"
+            )
+        pairs = zip(self.actors, critic_group.actors, strict=True)
+        of_ray().get([actor.connect_actor_critic.remote(critic) for actor, critic in pairs])
+
+    def set_rollout_manager(self, manager: Any) -> None:
+        """Tell the ranks which actor of Ray has the engines."""
+        self._wait("set_rollout_manager", manager)
+
+    def shutdown(self) -> None:
+        """End the actors; the placement group stays."""
+        for actor in self.actors:
+            of_ray().kill(actor)
+        self.actors.clear()
+
+    def _call(self, method: str, *given: Any) -> Refs:
+        return Refs(getattr(actor, method).remote(*given) for actor in self.actors)
+
+    def _wait(self, method: str, *given: Any) -> None:
+        of_ray().get(self._call(method, *given))
+
+
+def environment(args: TrainArgs, role: str, *, gpu: bool) -> dict[str, str]:
+    """Return the environment variables of a rank's process; those of ``train_env_vars`` win."""
+    found = dict.fromkeys(NOSET_VISIBLE_DEVICES, "1")
+    found["NCCL_CUMEM_ENABLE"] = os.environ.get("NCCL_CUMEM_ENABLE", "0")
+    if args.offload_train and gpu:
+        found |= saver_environment()
+    if args.use_routing_replay and role == "actor":  # a critic's experts see other tokens' values
+        found["ENABLE_ROUTING_REPLAY"] = "1"
+    return found | args.train_env_vars
+
+
+def _listed(tags: Iterable[str] | None) -> list[str] | None:
+    return None if tags is None else list(tags)

@@ -1,0 +1,34 @@
+"""One Ray of this host for all tests of a module."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rlinf_async.runtime.ray.session import LOCAL_STORE_BYTES
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    """Ray with eight cores, whatever this machine has."""
+    before = signal.getsignal(signal.SIGTERM)
+    library: Any = importlib.import_module("ray")
+    library.init(
+        address="local",
+        num_cpus=8,
+        num_gpus=0,
+        include_dashboard=False,
+        object_store_memory=LOCAL_STORE_BYTES,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+    )
+    try:
+        yield library
+    finally:
+        library.shutdown()
+        signal.signal(signal.SIGTERM, before)
