@@ -60,10 +60,12 @@ class ActorProcess:
             self._loop.call_soon_threadsafe(self._end, error)
 
     def _end(self, error: BaseException | None) -> None:
-        if isinstance(error, of_ray("exceptions").ActorUnavailableError):
+        if error is None:
+            self._set_ended("it had been asked to")
+        elif isinstance(error, of_ray("exceptions").ActorUnavailableError):
             self._looking = internal(asyncio.create_task(self._look_for_host(error)))
         else:
-            self._set_ended("it had been asked to" if error is None else how_it_ended(error))
+            self._set_ended(how_it_ended(error))
 
     async def _look_for_host(self, error: BaseException) -> None:
         """Note the end: of the whole host, where that does not answer either."""
