@@ -264,11 +264,15 @@ class RayBackend:
         await self._workers.close()
         for actor in self._started.values():
             self._session.submit(kill_actor, actor.handle)
-        await self._reservations.close()
-        self._remove_folder()
-        await self._output.drain()
-        self._output.close()
-        await self._session.close()
+        try:
+            await self._reservations.close()
+            await self._output.drain()
+        except BuildError as error:
+            log.warning("the cluster's reservations may be left until this process ends: %s", error)
+        finally:
+            self._remove_folder()
+            self._output.close()
+            await self._session.close()
 
 
 def _start_actor(spec: WorkerSpec, place: Place) -> Any:

@@ -18,6 +18,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,6 +33,8 @@ from rlinf_async.workers.errors import BuildError
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 """time after which it is looked again whether the devices are there"""
+PROBE_SECONDS = 300.0
+"""time in which Ray runs a first task in a bundle; it may start processes for it"""
 NODE_LABEL = "ray.io/node-id"
 RESOURCES = {"cuda": "GPU", "cpu": "CPU"}
 
@@ -90,6 +93,10 @@ class Reservations:
         """placement groups by identifier"""
         self._hosts: dict[str, str] = {}
         """identifier of the host of each rank without devices"""
+        self._replaced: dict[Device, Device] = {}
+        """devices of lost hosts, each with the one that took its place: ranks that shared it still
+        share that"""
+        self._moving = asyncio.Lock()
 
     async def reserve(self, ranks: Sequence[WorkerSpec]) -> None:
         """Reserve what the ranks of a launch need and no launch before has reserved.
@@ -121,16 +128,18 @@ class Reservations:
         if spec.info.incarnation:  # the host of its last life may be lost, unknown to Ray so far
             alive = await answering(alive) or alive
         hosts = {host.id: host for host in alive}
-        held = self._held(spec)
-        if not held:
+        if not _keys(spec):
             name = spec.info.name
             self._hosts.pop(name, None)
             host = least_loaded(list(hosts.values()), Counter(self._hosts.values()))
             self._hosts[name] = host.id
             return spec, Place(host, None)
-        if any(slot.host.id not in hosts for slot in held):
-            spec = await self._move(spec, list(hosts.values()))
+        async with self._moving:  # one rank after the other: the next may share the new device
+            spec = _with_devices(spec, [self._present(one) for one in spec.info.devices])
             held = self._held(spec)
+            if len(held) < len(_keys(spec)) or any(slot.host.id not in hosts for slot in held):
+                spec = await self._move(spec, list(hosts.values()))
+                held = self._held(spec)
         numbers = tuple(slot.number for slot in held if slot.number)
         return spec, Place(held[0].host, held[0], numbers)
 
@@ -140,20 +149,28 @@ class Reservations:
             await self._remove(group)
 
     def _held(self, spec: WorkerSpec) -> list[Slot]:
-        keys = [*spec.info.devices, *([spec.info.name] if spec.resources else [])]
-        return [self._slots[key] for key in keys if key in self._slots]
+        return [self._slots[key] for key in _keys(spec) if key in self._slots]
+
+    def _present(self, device: Device) -> Device:
+        """The device itself, or what took its place."""
+        while device in self._replaced:
+            device = self._replaced[device]
+        return device
 
     async def _move(self, spec: WorkerSpec, hosts: Sequence[Host]) -> WorkerSpec:
         """Reserve as many devices of the same kind on another host, for this rank."""
+        present = {host.id for host in hosts}
+        self._slots = {key: slot for key, slot in self._slots.items() if slot.host.id in present}
         wanted = spec.info.devices
         for host in hosts:
             free = [one for one in host.devices if one not in self._slots]
             same = [one for one in free if wanted and one.kind == wanted[0].kind]
             if len(same) >= len(wanted):
-                info = msgspec.structs.replace(spec.info, devices=tuple(same[: len(wanted)]))
-                moved = msgspec.structs.replace(spec, info=info)
-                self._slots.pop(spec.info.name, None)
+                moved = _with_devices(spec, same[: len(wanted)])
                 await self.reserve([moved])
+                for old, new in zip(wanted, moved.info.devices, strict=True):
+                    self._replaced[old] = new
+                    self._replaced.pop(new, None)
                 return moved
         lost = ", ".join(f"{one.host}:{one.kind}:{one.index}" for one in wanted)
         raise BuildError(
@@ -164,15 +181,24 @@ class Reservations:
     async def _reserve(self, name: str, wanted: Sequence[Bundle]) -> None:
         groups = of_ray("util.placement_group")
         hosts = {host.name: host for host in await self._session.hosts()}
+        lost = sorted({one.host for one in wanted if one.host and one.host not in hosts})
+        if lost:
+            raise BuildError(
+                f"{name} asks for devices of {', '.join(lost)}, which Ray has no more: "
+                f"{there(list(hosts.values()))}"
+            )
         if self._wait <= 0:
             self._refuse_impossible(name, wanted, list(hosts.values()))
         labels = [{NODE_LABEL: hosts[one.host].id} if one.host in hosts else {} for one in wanted]
-        group = await self._session.do(
-            groups.placement_group,
-            [one.resources for one in wanted],
-            strategy="PACK",
-            name=f"{self._label}/{next(self._numbers_of_groups)} {name}",
-            bundle_label_selector=labels,
+        group = await self._session.make(
+            partial(
+                groups.placement_group,
+                [one.resources for one in wanted],
+                strategy="PACK",
+                name=f"{self._label}/{next(self._numbers_of_groups)} {name}",
+                bundle_label_selector=labels,
+            ),
+            undo=groups.remove_placement_group,
         )
         key = group.id.hex()
         self._groups[key], self._users[key] = group, set()
@@ -215,7 +241,16 @@ class Reservations:
                 for index in at
             ]
 
-        answers = await asyncio.gather(*await self._session.do(ask))
+        asked = await self._session.do(ask)
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                answers = await asyncio.gather(*asked)
+        except TimeoutError:
+            names = sorted({slots[index].host.name for index in at})
+            raise BuildError(
+                f"which accelerators were reserved on {', '.join(names)} is not known: Ray ran no "
+                f"task there within {PROBE_SECONDS:g} s; look at 'ray list tasks'"
+            ) from None
         return dict(zip(at, answers, strict=True))
 
     def _refuse_impossible(
@@ -258,6 +293,16 @@ class Reservations:
             }
             remove = of_ray("util.placement_group").remove_placement_group
             await self._session.do(remove, removed)
+
+
+def _keys(spec: WorkerSpec) -> list[Device | str]:
+    """What a rank has reserved: its devices, and a bundle under its name where it has more."""
+    return [*spec.info.devices, *([spec.info.name] if spec.resources else [])]
+
+
+def _with_devices(spec: WorkerSpec, devices: Iterable[Device]) -> WorkerSpec:
+    info = msgspec.structs.replace(spec.info, devices=tuple(devices))
+    return msgspec.structs.replace(spec, info=info)
 
 
 def bundles(ranks: Sequence[WorkerSpec], reserved: Mapping[Device | str, object]) -> list[Bundle]:

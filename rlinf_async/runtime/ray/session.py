@@ -10,8 +10,10 @@ import contextlib
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
 
 from rlinf_async.runtime.ray.hosts import Host, devices_of, present_hosts
@@ -26,11 +28,14 @@ ANSWER_SECONDS: Final = 10.0
 """time that the address of a cluster has to answer"""
 LOCAL_STORE_BYTES: Final = 100 << 20
 """size of Ray's object store where Ray is started here: items do not go through it"""
+CALL_SECONDS: Final = 90.0
+"""time that a call of Ray's API may take: Ray itself gives a head that is away 60 s to come back"""
 ADDRESS_VARIABLE: Final = "RAY_ADDRESS"
 
 
 class RaySession:
-    """A connection to Ray; several clusters of this process may use it.
+    """A connection to Ray. A process has one at a time, which its sessions share; one that the
+    script had made stays when they are closed.
 
     Args:
         address: ``host:port`` of the cluster's head, or ``"auto"`` for the one that runs on this
@@ -42,8 +47,7 @@ class RaySession:
     def __init__(self, address: str | None, runtime_env: dict[str, Any] | None) -> None:
         self._address = address
         self._runtime_env = runtime_env
-        self._connected = False
-        """whether this session connected; else the script had"""
+        self._open = False
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="ray")
 
     async def open(self) -> None:
@@ -51,18 +55,53 @@ class RaySession:
 
         Raises:
             BuildError: Ray is not installed; the address does not answer; the cluster has another
-                version of Ray or Python.
+                version of Ray or Python; this process is connected to another cluster.
         """
+        connecting = self.make(
+            partial(_shared.enter, self._address, self._runtime_env), undo=lambda _: _shared.leave()
+        )
         try:
-            self._connected = await self.do(_connect, self._address, self._runtime_env)
+            await connecting
         except BaseException:
             self._calls.shutdown(wait=False)
             raise
+        self._open = True
 
     async def do(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a function that calls Ray's API, and does not wait for workers, in Ray's thread."""
+        """Call a function that calls Ray's API, and does not wait for workers, in Ray's thread.
+
+        Raises:
+            BuildError: Ray does not answer.
+        """
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._calls, lambda: function(*args, **kwargs))
+        call = loop.run_in_executor(self._calls, lambda: function(*args, **kwargs))
+        return await self._answered(call, getattr(function, "__name__", "a call"))
+
+    async def make(self, function: Callable[[], R], undo: Callable[[R], object]) -> R:
+        """As `do`; what the function makes is undone, in Ray's thread, if the caller is cancelled
+        or has given up meanwhile."""
+        loop = asyncio.get_running_loop()
+        call = loop.run_in_executor(self._calls, function)
+        try:
+            return await self._answered(asyncio.shield(call), "a connection or a reservation")
+        except BaseException:
+            call.add_done_callback(partial(self._undo, undo))
+            raise
+
+    async def _answered(self, call: asyncio.Future[R], what: str) -> R:
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                return await call
+        except TimeoutError:
+            raise BuildError(
+                f"Ray at {_shared.address or self._address or 'local'!r} did not answer within "
+                f"{CALL_SECONDS:g} s ({what}): does its head still run ('ray status')?"
+            ) from None
+
+    def _undo(self, undo: Callable[[R], object], call: asyncio.Future[R]) -> None:
+        if not call.cancelled() and call.exception() is None:
+            made = call.result()
+            threading.Thread(target=lambda: undo(made), name="ray undo", daemon=True).start()
 
     def submit(self, function: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> None:
         """As `do`, without a result."""
@@ -74,10 +113,63 @@ class RaySession:
         return await present_hosts(await self.do(of_ray().nodes))
 
     async def close(self) -> None:
-        """Disconnect, where this session connected; a Ray that it started ends."""
-        if self._connected:
-            await self.do(of_ray().shutdown)
-        self._calls.shutdown(wait=False)
+        """Disconnect, unless others use the connection; a Ray that was started here ends."""
+        if not self._open:
+            return
+        self._open = False
+        try:
+            await self.do(_shared.leave)
+        finally:
+            self._calls.shutdown(wait=False)
+
+
+class _SharedConnection:
+    """The connection of this process, and how many sessions use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sessions = 0
+        self._own = False
+        """whether a session connected; else the script had"""
+        self.address = ""
+        """as the session asked that connected"""
+        self._runtime_env: dict[str, Any] = {}
+
+    def enter(self, address: str | None, runtime_env: dict[str, Any] | None) -> None:
+        """Connect, or use the connection that is there."""
+        with self._lock:
+            if _ray().is_initialized():
+                self._check_same(address, runtime_env)
+            else:
+                self.address = _connect(address, runtime_env)
+                self._own, self._runtime_env, self._sessions = True, runtime_env or {}, 0
+            self._sessions += 1
+
+    def leave(self) -> None:
+        """Disconnect, if this was the last session and the script had not connected."""
+        with self._lock:
+            self._sessions -= 1
+            if self._sessions == 0 and self._own:
+                self._own, self.address, self._runtime_env = False, "", {}
+                of_ray().shutdown()
+
+    def _check_same(self, address: str | None, runtime_env: dict[str, Any] | None) -> None:
+        asked = address or os.environ.get(ADDRESS_VARIABLE)
+        connected = {self.address, str(of_ray().get_runtime_context().gcs_address)}
+        if asked and asked not in connected | {"auto", "local"}:
+            raise BuildError(
+                f"address={asked!r}: this process is connected to Ray at "
+                f"{' or '.join(sorted(filter(None, connected)))} already, and Ray allows one "
+                "connection for each process: use that cluster, or another process"
+            )
+        if runtime_env and runtime_env != self._runtime_env:
+            raise BuildError(
+                "runtime_env is given, but this process is connected to Ray already, and Ray takes "
+                "it when it connects: give it to ray.init, or to the first Cluster.ray"
+            )
+
+
+_shared = _SharedConnection()
 
 
 async def devices_at(address: str) -> tuple[Device, ...]:
@@ -100,17 +192,19 @@ def own_address() -> str:
     return address
 
 
-def _connect(address: str | None, runtime_env: dict[str, Any] | None) -> bool:
-    """Connect this process to Ray; False where it is connected already."""
+def _ray() -> Any:
     try:
-        ray = of_ray()
+        return of_ray()
     except ImportError as error:
         raise BuildError(
             f"Ray is not installed ({error}): pip install 'rlinf_async[ray]', or use "
             "Cluster.process()"
         ) from error
-    if ray.is_initialized():
-        return False
+
+
+def _connect(address: str | None, runtime_env: dict[str, Any] | None) -> str:
+    """Connect this process to Ray; return the address."""
+    ray = _ray()
     address = address or os.environ.get(ADDRESS_VARIABLE)
     options: dict[str, Any] = {"address": address or "local"}
     if options["address"] == "local":
@@ -119,9 +213,15 @@ def _connect(address: str | None, runtime_env: dict[str, Any] | None) -> bool:
         _check_answers(options["address"])
     try:
         ray.init(runtime_env=runtime_env, logging_level=logging.ERROR, **options)
+    except of_ray("exceptions").AuthenticationError as error:
+        raise BuildError(
+            f"Ray at {options['address']!r} does not take the token of this process: {error}. The "
+            "same file ~/.ray/auth_token on all hosts, with RAY_AUTH_MODE=token, is needed where "
+            "the head uses tokens; RAY_AUTH_MODE=disabled where it does not"
+        ) from error
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as error:
         raise BuildError(f"cannot connect to Ray at {options['address']!r}: {error}") from error
-    return True
+    return str(options["address"])
 
 
 def _check_answers(address: str) -> None:

@@ -10,7 +10,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -124,6 +124,58 @@ async def test_work_of_a_lost_host_goes_on_elsewhere(
         await gone(pid)
         assert await teller.call(Teller.sees) != ""
         assert cluster.host("Teller[0]") in ("beta", "gamma")
+
+
+async def test_ranks_of_a_lost_host_share_their_new_device_and_keep_it(
+    hosts: Hosts, delta: Callable[[], None]
+) -> None:
+    async with ra.Cluster.ray(address=hosts.address) as cluster:
+        there = [at for at, one in enumerate(cluster.devices) if one.host == "delta"]
+        again = {"placement": Ranks(there), "restart": ra.Restart()}
+        both = [await cluster.launch_one(Teller, name=name, **again) for name in "PQ"]
+        pids = [await one.call(Teller.pid) for one in both]
+        await asyncio.to_thread(delta)
+        for pid in pids:
+            await gone(pid)
+        seen = [await one.call(Teller.sees) for one in both]
+        assert cluster.host("P[0]") == cluster.host("Q[0]") in ("beta", "gamma")
+        assert seen[0] == seen[1] != ""
+        os.kill(await both[0].call(Teller.pid), signal.SIGKILL)
+        assert await both[0].call(Teller.sees) == seen[0]
+        free = [at for at, one in enumerate(cluster.devices) if one.host in ("beta", "gamma")]
+        # All devices can be had: none was reserved twice.
+        everything = await cluster.launch(Teller, name="rest", placement=Ranks([free]))
+        assert len((await everything.call(Teller.sees))[0].split(",")) == len(free)
+
+
+async def test_clusters_of_one_process_share_a_connection(hosts: Hosts) -> None:
+    import ray
+
+    async with AsyncExitStack() as second:
+        async with ra.Cluster.ray(address=hosts.address):
+            later = await second.enter_async_context(ra.Cluster.ray(address=hosts.address))
+            with pytest.raises(BuildError, match=r"connected to Ray at .* already"):
+                async with ra.Cluster.ray(address="127.0.0.1:1"):
+                    raise AssertionError("it was entered")
+            with pytest.raises(BuildError, match="runtime_env is given, but"):
+                async with ra.Cluster.ray(runtime_env={"env_vars": {"A": "1"}}):
+                    raise AssertionError("it was entered")
+        teller = await later.launch_one(Teller)
+        assert await teller.call(Teller.pid) > 0
+    assert not ray.is_initialized()
+
+
+async def test_a_connection_of_the_script_stays(hosts: Hosts) -> None:
+    import ray
+
+    await asyncio.to_thread(ray.init, address=hosts.address, logging_level=logging.ERROR)
+    try:
+        async with ra.Cluster.ray() as cluster:
+            teller = await cluster.launch_one(Teller)
+            assert await teller.call(Teller.pid) > 0
+        assert ray.is_initialized()
+    finally:
+        ray.shutdown()
 
 
 async def test_the_error_of_a_rank_whose_host_was_lost_says_so(
