@@ -50,6 +50,14 @@ class KeptWeights:
         found = self._live() if source == self.active else self._kept(source)
         self._manager.kept[target] = _copies(found)
 
+    def of(self, tag: str) -> Mapping[str, Tensor]:
+        """Return this rank's part of the weights kept under a tag."""
+        return self._kept(tag)
+
+    def put(self, tag: str, shards: Mapping[str, Tensor]) -> None:
+        """Keep what `of` returned on the same rank of as many."""
+        self._manager.kept[tag] = dict(shards)
+
     def keep(self, tag: str, other: FSDPModelManager) -> None:
         """Keep the weights of another model of the same shape and sharding."""
         theirs = KeptWeights(other)._live()

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -36,6 +36,7 @@ class GroupActor(GroupRank, FSDPActor):
     def __init__(self, args: TrainArgs, device: str, *, with_ref: bool) -> None:
         self.args = args
         self._with_ref = with_ref
+        self._restored_reference = False
         config = trainer_config(args, critic=False, reference=with_ref, device=device)
         super().__init__(config, batches(args), max_staleness=args.max_staleness)
         path = args.rollout_data_postprocess_path
@@ -48,7 +49,7 @@ class GroupActor(GroupRank, FSDPActor):
 
     def _keep(self) -> None:
         kept = self.kept_weights
-        if self._with_ref and self.args.ref_load is not None:
+        if self._with_ref and self.args.ref_load is not None and not self._restored_reference:
             self._load_reference(self.args.ref_load)
         if self.args.keep_old_actor:
             kept.backup(OLD_ACTOR)
@@ -69,6 +70,24 @@ class GroupActor(GroupRank, FSDPActor):
         trainer: Any = self._fsdp
         kept: KeptWeights = trainer.kept_weights
         return kept
+
+    def beside_model(self) -> dict[str, object]:
+        """Return the reference, where it is another one than at the beginning."""
+        if self.args.ref_update_interval is None or REF not in self.tags:
+            return {}
+        return {REF: self.kept_weights.of(REF)}
+
+    def restore(self, extras: Sequence[Mapping[str, Any]]) -> None:
+        """Take the saved reference."""
+        if not self._with_ref or REF not in extras[0]:
+            return
+        if len(extras) != self.world_size:
+            raise ValueError(
+                f"the checkpoint has the reference of {len(extras)} ranks (ref_update_interval), "
+                f"which {self.world_size} ranks cannot take: go on with as many"
+            )
+        self.kept_weights.put(REF, extras[self.rank][REF])
+        self._restored_reference = True
 
     async def switch(self, tag: str) -> None:
         """Put the weights of a tag into the model."""
@@ -101,7 +120,6 @@ class GroupActor(GroupRank, FSDPActor):
             values: where the values of the critic of this rank come from.
         """
         await self.switch(ACTOR)
-        channel = self._fed(groups)  # before anything is computed: is it the whole share?
         samples = [sample for group in groups for sample in group.samples]
         await self.compute(self._add_log_probs, samples)
         if to_critic is not None:
@@ -109,12 +127,8 @@ class GroupActor(GroupRank, FSDPActor):
                 await to_critic.put(group, key=self.rank)
         if values is not None:
             await self._add_values(groups, values, rollout_id)
-        if self._hook is not None:
-            self._call_hook(samples)
-        self._check_ready(
-            samples, reference=self.args.needs_reference, values=self.args.needs_values
-        )
-        report = await self.run_training(channel.receiver)
+        await self.compute(self._make_ready, samples)
+        report = await self.run_training(self._fed(groups).receiver)
         interval = self.args.ref_update_interval
         if interval is not None and (rollout_id + 1) % interval == 0 and REF in self.tags:
             await self.compute(self.kept_weights.backup, REF)
@@ -162,8 +176,26 @@ class GroupActor(GroupRank, FSDPActor):
                     f"rollout {rollout_id}: train both on the same rollouts, in order"
                 )
             for sample in valued.samples:
-                by_number[sample.group, sample.index].value = sample.value
-                missing.discard((sample.group, sample.index))
+                number = sample.group, sample.index
+                if number not in by_number:
+                    raise RuntimeError(
+                        f"the critic sent values of sample {number[0]}/{number[1]}, which this "
+                        "rank of the actor does not have: give both the same rollout data"
+                    )
+                by_number[number].value = sample.value
+                missing.discard(number)
+
+    def _make_ready(self, samples: list[TrainingSample]) -> None:
+        """Call the hook, and check the samples, on all ranks or on none. Collective."""
+        failed: Exception | None = None
+        try:
+            if self._hook is not None:
+                self._call_hook(samples)
+            args = self.args
+            self._check_ready(samples, reference=args.needs_reference, values=args.needs_values)
+        except Exception as error:
+            failed = error
+        self.vote(failed)
 
     def _call_hook(self, samples: list[TrainingSample]) -> None:
         assert self._hook is not None

@@ -36,12 +36,13 @@ class FSDPTrainRayActor(TrainRayActor):
 
     args: TrainArgs
     """of its role"""
-    role: str
+    role: str = ""
     hf_config: Any = None
     """the Hugging Face configuration of the model"""
     tokenizer: Any = None
     """that of ``hf_checkpoint``; None where it has none"""
     _worker: GroupRank | None = None
+    _without_model: bool = False
     _critic: ActorSide | None = None
     _actor: CriticSide | None = None
 
@@ -64,7 +65,8 @@ class FSDPTrainRayActor(TrainRayActor):
         given = TrainArgs.of(args)
         self.args, self.role = given.for_role(role), role
         self.train_parallel_config = self._get_parallel_config()
-        if self.args.debug_rollout_only:
+        self._without_model = self.args.debug_rollout_only
+        if self._without_model:
             return 0
         self._loop = LoopThread(f"{role}[{self.rank}]")
         worker = self._make_worker(with_ref)
@@ -111,23 +113,35 @@ class FSDPTrainRayActor(TrainRayActor):
         Raises:
             RolloutDataError: the data cannot be trained on.
         """
-        if self.args.debug_rollout_only:
+        if self._without_model:
             return None
         worker = self._built("train")
         if worker.asleep:
             self.wake_up()
-        data, own = fetched(rollout_data_ref, self.rank, self.world_size)
-        groups = RolloutData.of(data).groups(
-            self.args,
-            rollout_id=rollout_id,
-            version=worker.trained_version,
-            rank=0 if own else self.rank,
-            ranks=1 if own else self.world_size,
-        )
+        groups = self._share(worker, rollout_id, rollout_data_ref)
         if isinstance(worker, GroupCritic):
             return self._train_critic(worker, rollout_id, groups)
         assert isinstance(worker, GroupActor)
         return self._train_actor(worker, rollout_id, groups)
+
+    def _share(self, worker: GroupRank, rollout_id: int, given: Any) -> list[SampleGroup]:
+        """Return this rank's share of a rollout, if all ranks have theirs."""
+        groups: list[SampleGroup] = []
+        failed: Exception | None = None
+        try:
+            data, own = fetched(given, self.rank, self.world_size)
+            groups = RolloutData.of(data).groups(
+                self.args,
+                rollout_id=rollout_id,
+                version=worker.trained_version,
+                rank=0 if own else self.rank,
+                ranks=1 if own else self.world_size,
+            )
+            worker.check_size(groups)
+        except Exception as error:
+            failed = error
+        self._loop.run(worker.compute(worker.vote, failed))
+        return groups
 
     def _train_actor(
         self, worker: GroupActor, rollout_id: int, groups: Sequence[SampleGroup]
@@ -205,9 +219,11 @@ class FSDPTrainRayActor(TrainRayActor):
         """
         if self.role == "critic":
             raise RuntimeError("update_weights() of a critic: engines take the weights of an actor")
-        if self.args.debug_train_only or self.args.debug_rollout_only:
+        if self._without_model:
             return None
         worker = self._built("update_weights")
+        if self.args.debug_train_only:
+            return None
         assert isinstance(worker, GroupActor)
         if self.rollout_manager is None:
             raise RuntimeError(
@@ -237,7 +253,7 @@ class FSDPTrainRayActor(TrainRayActor):
 
     def save_model(self, step_id: int) -> str | None:
         """Write the checkpoint after a rollout, and ``save_hf``; return its folder. Collective."""
-        if self.args.debug_rollout_only:
+        if self._without_model:
             return None
         worker = self._built("save_model")
         with self._with_weights(worker):

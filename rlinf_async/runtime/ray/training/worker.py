@@ -4,7 +4,7 @@ begins, its checkpoints, its sleep in parts."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -42,11 +42,30 @@ class GroupRank(LanguageTrainingWorker):
         start = start_of(self.args)
         self._check_same_start(start.rollout_id)
         self.start_rollout_id = start.rollout_id
-        self._resume = None if start.checkpoint is None else str(start.checkpoint)
         with without_progress_bars():
             made = super().make_trainer()
         self._fsdp = cast("LanguageTrainerBase", made)
+        if start.checkpoint is not None:
+            self.restore(made.load_checkpoint(start.checkpoint))
         return made
+
+    def restore(self, extras: Sequence[Mapping[str, Any]]) -> None:
+        """Take back what each rank has saved beside its model."""
+
+    def beside_model(self) -> dict[str, object]:
+        """Return what this rank saves beside its model."""
+        return {}
+
+    def vote(self, error: Exception | None) -> None:
+        """Raise this rank's error, or `RuntimeError` where another rank has one. Collective.
+
+        So no rank goes on to compute with one that does not.
+        """
+        failed = self._trainer.agree(0 if error is None else 1)
+        if error is not None:
+            raise error
+        if failed:
+            raise RuntimeError(f"{self.name} does not train: another rank failed, see its error")
 
     def _check_same_start(self, rollout_id: int) -> None:
         if self.world_size == 1:
@@ -121,7 +140,7 @@ class GroupRank(LanguageTrainingWorker):
                 "critic: args.critic_save)"
             )
         folder = checkpoint_folder(self.args.save, rollout_id)
-        await self.compute(self._trainer.save_checkpoint, folder)
+        await self.compute(self._trainer.save_checkpoint, folder, self.beside_model())
         if self.rank == 0:
             write_tracker(self.args.save, rollout_id)
         await self.barrier()
@@ -162,8 +181,8 @@ class GroupRank(LanguageTrainingWorker):
                     "that trains alone always the latter)"
                 )
 
-    def _fed(self, groups: Sequence[SampleGroup]) -> Channel[SampleGroup]:
-        """Return a channel of this process with these groups for this rank."""
+    def check_size(self, groups: Sequence[SampleGroup]) -> None:
+        """Raise `ValueError` unless these are this rank's whole share of a rollout."""
         size = sum(len(group.samples) for group in groups)
         wanted = self._sizes.total_batch_size
         if size != wanted:
@@ -173,6 +192,9 @@ class GroupRank(LanguageTrainingWorker):
                 f"n_samples_per_prompt {self.args.n_samples_per_prompt}, over {self.world_size} "
                 "ranks)"
             )
+
+    def _fed(self, groups: Sequence[SampleGroup]) -> Channel[SampleGroup]:
+        """Return a channel of this process with these groups for this rank."""
         channel = Channel(SampleGroup, name=f"{self.name} rollout", capacity=max(len(groups), 1))
         for group in groups:
             channel.sender.put_nowait(group, key=self.rank, weight=len(group.samples))

@@ -108,6 +108,12 @@ def test_it_trains_sleeps_saves_and_goes_on_as_our_actor_trains(ray: Any, tmp_pa
         equal(reports, ours[2])
         with pytest.raises(RolloutDataError, match="rollout data has no tokens"):
             ray.get(group.async_train(3, {"rewards": [1.0]}))
+        # Wrong on one rank alone: the other does not wait for it.
+        right, wrong = group.async_train(3, [ray.put(shares[0]), ray.put(5)])
+        with pytest.raises(RolloutDataError, match="rollout data is a int"):
+            ray.get(wrong)
+        with pytest.raises(RuntimeError, match="another rank failed, see its error"):
+            ray.get(right)
         with pytest.raises(ValueError, match=r"was given 4 samples .* share of a rollout is 8"):
             ray.get(group.async_train(3, columns(batch(3)[:8])))
         with pytest.raises(RuntimeError, match="once is enough"):

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -105,8 +106,13 @@ async def test_the_reference_is_another_folder_and_becomes_what_was_trained(
     mine = save_checkpoint(tmp_path / "mine", "qwen3")
     other = save_checkpoint(tmp_path / "other", "qwen3", initializer_range=0.2)
     given = args(
-        hf_checkpoint=str(mine), model_config={}, ref_load=str(other), ref_update_interval=2
+        hf_checkpoint=str(mine),
+        model_config={},
+        ref_load=str(other),
+        ref_update_interval=2,
+        save=str(tmp_path / "save"),
     )
+    resumed = msgspec.structs.replace(given, load=given.save)
     async with (
         rank(given, with_ref=True) as worker,
         rank(args(hf_checkpoint=str(other), model_config={})) as reference,
@@ -118,6 +124,11 @@ async def test_the_reference_is_another_folder_and_becomes_what_was_trained(
         assert same([s.ref_log_prob for group in groups for s in group.samples], expected)
         await worker.train_rollout(rollout(1, given), rollout_id=1)
         trained = await log_probs(worker, groups)
+        await worker.switch("ref")
+        assert same(await log_probs(worker, groups), trained)
+        await worker.save(1)
+    async with rank(resumed, with_ref=True) as worker:
+        assert worker.start_rollout_id == 2
         await worker.switch("ref")
         assert same(await log_probs(worker, groups), trained)
 
