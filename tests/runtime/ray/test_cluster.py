@@ -132,7 +132,9 @@ async def test_ranks_of_a_lost_host_share_their_new_device_and_keep_it(
     async with ra.Cluster.ray(address=hosts.address) as cluster:
         there = [at for at, one in enumerate(cluster.devices) if one.host == "delta"]
         both = [
-            await cluster.launch_one(Teller, name=name, placement=Ranks(there), restart=ra.Restart())
+            await cluster.launch_one(
+                Teller, name=name, placement=Ranks(there), restart=ra.Restart()
+            )
             for name in "PQ"
         ]
         pids = [await one.call(Teller.pid) for one in both]
