@@ -1,8 +1,8 @@
 """Spans: what a worker did, from when, for how long; and the Perfetto file made of them.
 
 Every worker has its own `SpanRecorder` and hands its spans on with `take`; the run merges them by
-time alone. Times are of ``CLOCK_MONOTONIC`` in nanoseconds, which all processes of a host share, so
-nothing has to be aligned.
+time alone. Times are of ``CLOCK_MONOTONIC`` in nanoseconds, which all processes of a host share;
+those of other hosts are aligned where they arrive (`rlinf_async.observe.clocks`).
 
 Invariant: a span is either in what `take` returns, once, or counted in ``left_out``.
 """

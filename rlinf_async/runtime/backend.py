@@ -37,19 +37,21 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """environment variables of the rank's process, where it has one of its own"""
     resources: Mapping[str, float] = {}
     """what its host must have besides devices, by name: ``{"robot": 1}``"""
+    runtime_env: Mapping[str, Any] = {}
+    """Ray's runtime environment, without ``env_vars`` of the rank"""
     restartable: bool = False
     """whether the run goes on after its death: then what it has put must not be lost with it"""
 
 
-def refuse_resources(ranks: Sequence[WorkerSpec]) -> None:
-    """Raise `BuildError` for ranks that ask for resources which only a cluster of Ray knows."""
+def refuse_what_ray_has(ranks: Sequence[WorkerSpec]) -> None:
+    """Raise `BuildError` for ranks that ask for what only a cluster of Ray can give them."""
     for rank in ranks:
-        if rank.resources:
-            raise BuildError(
-                f"{rank.info.group}: resources={dict(rank.resources)} cannot be had here, only "
-                "on a cluster of Ray whose hosts have them: leave resources out, or use "
-                "Cluster.ray()"
-            )
+        for name in ("resources", "runtime_env"):
+            if asked := getattr(rank, name):
+                raise BuildError(
+                    f"{rank.info.group}: {name}={dict(asked)} cannot be had here, only on a "
+                    f"cluster of Ray: leave {name} out, or use Cluster.ray()"
+                )
 
 
 def with_rendezvous(ranks: Sequence[WorkerSpec], rendezvous: str) -> list[WorkerSpec]:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from rlinf_async.runtime.protocol import (
     ArgumentsCodec,
     Call,
     CallNumber,
+    ClockTime,
     Outcome,
     arguments_codec,
     encode_result,
@@ -201,6 +203,7 @@ class Child:
         router.add_sync(CALL, Call, self._call)
         router.add_sync(ENDED, CallNumber, self._reply_when_ended)
         router.add("worker.activity", Nothing, self._activity)
+        router.add("worker.clock", Nothing, self._clock)
         router.add("worker.spans", Nothing, self._spans)
         router.add("worker.stop", Nothing, self._stop)
         return router
@@ -313,6 +316,11 @@ class Child:
             computing=context.computing,
             doing=self._recorder.doing(),
         ), None
+
+    async def _clock(
+        self, connection: Connection, meta: Nothing, body: Encoded | None
+    ) -> tuple[ClockTime, None]:
+        return ClockTime(time.monotonic_ns()), None
 
     async def _spans(
         self, connection: Connection, meta: Nothing, body: Encoded | None

@@ -210,6 +210,7 @@ class Cluster:
         collective: str | None = None,
         env_vars: dict[str, str] | None = None,
         resources: dict[str, float] | None = None,
+        runtime_env: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> WorkerGroup[W]:
         """Start ``count`` ranks of a worker class and run their ``setup``.
@@ -223,7 +224,9 @@ class Cluster:
             collective: torch.distributed backend for the group; see `Worker.join_collective`.
             env_vars: environment variables of the ranks' processes.
             resources: what each rank's host must have besides devices, by name: ``{"robot": 1}``.
-                Only a cluster of several hosts knows any.
+                Only a cluster of Ray knows any.
+            runtime_env: Ray's runtime environment of the ranks, such as ``{"py_executable": ...}``,
+                over that of the cluster; ``env_vars`` go before those in it. Only on Ray.
 
         A call on the group gives a list with one result per rank, ``[x]`` where ``count`` is 1: see
         `launch_one`. If the launch is cancelled, or one rank cannot be started, none is left.
@@ -242,6 +245,7 @@ class Cluster:
             collective=collective,
             env_vars=env_vars,
             resources=resources,
+            runtime_env=runtime_env,
         )
         check_launch(launch, args, kwargs)
         self._check_open(launch.group)
@@ -293,6 +297,7 @@ class Cluster:
         restart: Never | Restart | None = None,
         env_vars: dict[str, str] | None = None,
         resources: dict[str, float] | None = None,
+        runtime_env: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> WorkerRef[W]:
         """Start a single worker, whose calls give the result itself. See `launch`."""
@@ -304,6 +309,7 @@ class Cluster:
             restart=restart,
             env_vars=env_vars,
             resources=resources,
+            runtime_env=runtime_env,
             **kwargs,
         )
         return group[0]
@@ -452,7 +458,11 @@ class Cluster:
         """End the cluster: cancel its body, and raise ``cause`` when it is left; of several the
         first."""
         self._cause.note(cause, None)
-        if not (self._aborted or self._closing or self._parent is None or self._parent.done()):
+        if self._aborted or self._closing or self._parent is None:
+            return
+        if self._parent.done():  # entered by a cell of a notebook: nobody is there to be cancelled
+            log.error("the cluster failed: leave it, and make another one\n%s", cause)
+        else:
             self._aborted = True
             run_signals().note_failure()
             self._parent.cancel()

@@ -27,6 +27,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     collective: str | None
     env_vars: dict[str, str] | None
     resources: dict[str, float] | None
+    runtime_env: dict[str, Any] | None
 
     @property
     def group(self) -> str:
@@ -42,6 +43,7 @@ DEFAULTS: Mapping[str, object] = {
     "collective": None,
     "env_vars": None,
     "resources": None,
+    "runtime_env": None,
 }
 """Keywords that ``launch`` keeps to itself, and their defaults."""
 
@@ -120,6 +122,7 @@ def specs(
             ),
             env_vars=launch.env_vars or {},
             resources=launch.resources or {},
+            runtime_env=launch.runtime_env or {},
             restartable=isinstance(launch.restart, Restart),
         )
         for rank in range(launch.count)

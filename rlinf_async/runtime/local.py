@@ -18,7 +18,7 @@ from rlinf_async.runtime.backend import (
     Activity,
     Cancel,
     WorkerSpec,
-    refuse_resources,
+    refuse_what_ray_has,
     with_rendezvous,
 )
 from rlinf_async.runtime.devices import host_devices
@@ -89,7 +89,7 @@ class LocalBackend:
     async def place(self, ranks: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
         if self._folder is None:
             raise RuntimeError("the cluster was not entered")
-        refuse_resources(ranks)
+        refuse_what_ray_has(ranks)
         self._rendezvous += 1
         return with_rendezvous(ranks, (self._folder / f"rendezvous-{self._rendezvous}").as_uri())
 

@@ -20,7 +20,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -33,6 +34,56 @@ LONGEST_LINE: Final = 1 << 16
 """bytes; what is longer is cut into several lines"""
 OPENED: Final = b"\0"
 """first byte in the pipe: the worker's process prints there from now on"""
+LINES_AT_ONCE: Final = 50_000
+"""lines that a worker may print before it is limited"""
+LINES_PER_SECOND: Final = 200
+"""lines of a worker that are written, in the long run"""
+LAST_LINES: Final = 200
+"""of the lines that are left out, the last ones are written when the worker ends"""
+
+
+class LineLimit:
+    """Limits the lines of one worker, so that a flood fills neither disk nor terminal.
+
+    Lines are left out until a second's worth may be written again; then it is said how many.
+    """
+
+    def __init__(self) -> None:
+        self._room = float(LINES_AT_ONCE)
+        self._looked = 0.0
+        self._left_out = 0
+        self._last: deque[str] = deque(maxlen=LAST_LINES)
+
+    def allowed(self, lines: Sequence[str], now: float) -> list[str]:
+        """Those of the lines that are written.
+
+        Args:
+            now: seconds, by any clock that does not go back.
+        """
+        self._room += (now - self._looked) * LINES_PER_SECOND
+        self._room, self._looked = min(self._room, LINES_AT_ONCE), now
+        written: list[str] = []
+        if self._left_out and self._room >= LINES_PER_SECOND:
+            written += self._note(self._left_out)
+            self._left_out = 0
+            self._last.clear()
+        count = 0 if self._left_out else min(len(lines), int(self._room))
+        self._room -= count
+        self._left_out += len(lines) - count
+        self._last.extend(lines[count:])
+        return [*written, *lines[:count]]
+
+    def rest(self) -> list[str]:
+        """The last of the lines that were left out, once no more come."""
+        lines = [*self._note(self._left_out - len(self._last)), *self._last]
+        self._left_out = 0
+        self._last.clear()
+        return lines
+
+    @staticmethod
+    def _note(count: int) -> list[str]:
+        limit = f"more than {LINES_PER_SECOND} a second"
+        return [f"... {count} lines are left out: {limit} ..."] if count > 0 else []
 
 
 class OutputLog:
@@ -45,6 +96,8 @@ class OutputLog:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._broken = False
+        self._limits: dict[str, LineLimit] = {}
+        """by worker"""
 
     @property
     def place(self) -> str:
@@ -53,6 +106,23 @@ class OutputLog:
 
     def write(self, worker: str, lines: list[str]) -> None:
         """Take lines of one worker. A disk that is full does not end the run."""
+        limit = self._limits.setdefault(worker, LineLimit())
+        self._write(worker, limit.allowed(lines, time.monotonic()))
+
+    def end(self, worker: str) -> None:
+        """Take note that a worker has printed its last line."""
+        limit = self._limits.pop(worker, None)
+        if limit is not None:
+            self._write(worker, limit.rest())
+
+    def close(self) -> None:
+        """Take note that no worker prints any more."""
+        for worker in list(self._limits):
+            self.end(worker)
+
+    def _write(self, worker: str, lines: list[str]) -> None:
+        if not lines:
+            return
         try:
             if self.path is None:
                 sys.stderr.write("".join(f"{worker}: {line}\n" for line in lines))
@@ -70,8 +140,8 @@ class OutputLog:
 class OutputPipe:
     """The pipe from one worker's process. Where a process is given it, it prints there."""
 
-    def __init__(self, write: Callable[[list[str]], None]) -> None:
-        self._write = write
+    def __init__(self, log: OutputLog, worker: str) -> None:
+        self._log, self._worker = log, worker
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         with suppress(OSError, AttributeError):  # where it may not be so large, it is smaller
@@ -119,7 +189,7 @@ class OutputPipe:
             whole.append(self._line)
             self._line = b""
         if whole:
-            self._write([_text(line) for line in whole])
+            self._log.write(self._worker, [_text(line) for line in whole])
         return count
 
     def _end(self) -> None:
@@ -129,8 +199,9 @@ class OutputPipe:
         os.close(self._read_end)
         self._read_end = -1
         if self._line:
-            self._write([_text(self._line)])
+            self._log.write(self._worker, [_text(self._line)])
             self._line = b""
+        self._log.end(self._worker)
 
 
 def _print_into(end: Any) -> None:

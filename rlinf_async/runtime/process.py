@@ -20,7 +20,6 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
-from functools import partial
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Final
@@ -28,14 +27,19 @@ from typing import Any, Final
 from rlinf_async.channels import Channel, Latest
 from rlinf_async.channels.wire import Traffic
 from rlinf_async.rewards.ended import how_it_ended
-from rlinf_async.runtime.backend import WorkerSpec, refuse_resources, with_rendezvous
+from rlinf_async.runtime.backend import WorkerSpec, refuse_what_ray_has, with_rendezvous
 from rlinf_async.runtime.child import Boot
 from rlinf_async.runtime.devices import host_devices
 from rlinf_async.runtime.forced_exit import kill_tree
 from rlinf_async.runtime.listeners import LISTEN_VARIABLE, Listeners, shared_secret
 from rlinf_async.runtime.output import OutputLog, OutputPipe
 from rlinf_async.runtime.remote_worker import CONNECT_SECONDS, Ended, RemoteWorker, RemoteWorkers
-from rlinf_async.runtime.spawning import is_being_started, open_death, spawn_whole
+from rlinf_async.runtime.spawning import (
+    check_importable,
+    is_being_started,
+    open_death,
+    spawn_whole,
+)
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.errors import BuildError
 
@@ -131,7 +135,8 @@ class ProcessBackend:
         self.workers.publish(channel)
 
     async def place(self, ranks: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
-        refuse_resources(ranks)
+        refuse_what_ray_has(ranks)
+        check_importable(ranks[0].cls)
         self._rendezvous += 1
         file = self.workers.listeners.socket.parent / f"rendezvous-{self._rendezvous}"
         return with_rendezvous(ranks, file.as_uri())
@@ -143,7 +148,7 @@ class ProcessBackend:
         return await self.workers.start(spec, self._spawn)
 
     async def _spawn(self, boot: Boot) -> ChildProcess:
-        output = OutputPipe(partial(self._output.write, boot.spec.info.name))
+        output = OutputPipe(self._output, boot.spec.info.name)
         try:
             process = await spawn_whole(boot, output)
         except BaseException:

@@ -7,6 +7,7 @@
     worker.call        run a method; the body holds arguments    the result
     worker.ended       reply when a cancelled call has ended
     worker.activity    report whether it could go on by itself
+    worker.clock       say its time
     worker.spans       send its spans since the last time        the spans
     worker.stop        cancel its calls, run teardown, and exit
 
@@ -51,6 +52,12 @@ class CallNumber(msgspec.Struct, array_like=True, frozen=True):
     """Number of the request by which a call was made."""
 
     number: int
+
+
+class ClockTime(msgspec.Struct, array_like=True, frozen=True):
+    """Answer to ``worker.clock``: ``CLOCK_MONOTONIC`` of the worker's host, in nanoseconds."""
+
+    now: int
 
 
 class Outcome(msgspec.Struct, array_like=True, frozen=True):

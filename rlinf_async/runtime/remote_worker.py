@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Final, Protocol, TypeAlias
@@ -29,12 +30,13 @@ from rlinf_async.channels.wire import (
     traffic_of,
 )
 from rlinf_async.channels.wire.links.protocol import Nothing
+from rlinf_async.observe.clocks import PeerClock
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.backend import Activity, Cancel, WorkerSpec
 from rlinf_async.runtime.child import Boot
 from rlinf_async.runtime.launching import check_seconds
 from rlinf_async.runtime.listeners import Listeners
-from rlinf_async.runtime.protocol import Outcome, decode_spans
+from rlinf_async.runtime.protocol import ClockTime, Outcome, decode_spans
 from rlinf_async.runtime.remote_call import RemoteCall
 from rlinf_async.runtime.stall import result_of
 from rlinf_async.workers.errors import Failure, WorkerDied, WorkerError, WorkerUnresponsive
@@ -87,6 +89,7 @@ class RemoteWorker:
         self._stopping = False
         self._kill_reason: str | None = None
         self._kill_timer: deadlines.Timer | None = None
+        self._clock = PeerClock()
         self.died: asyncio.Future[WorkerDied] = asyncio.get_running_loop().create_future()
         process.ended.add_done_callback(self._on_end)
 
@@ -122,10 +125,15 @@ class RemoteWorker:
 
     async def spans(self) -> list[Span]:
         try:
+            sent = time.monotonic_ns()
+            clock, _ = await self._live.request(
+                "worker.clock", Nothing(), reply=ClockTime, control=True
+            )
+            self._clock.measure(sent, clock.now, time.monotonic_ns())
             _, body = await self._live.request("worker.spans", Nothing(), reply=Nothing)
         except ConnectionLost:
             return []
-        return decode_spans(body)
+        return self._clock.aligned(decode_spans(body))
 
     async def stop(self, grace: float) -> None:
         self._stopping = True

@@ -12,10 +12,12 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
+from typing import Any
 
 from rlinf_async.runtime.child import Boot, child_main
 from rlinf_async.runtime.devices import device_environment
@@ -75,6 +77,15 @@ def _spawn(boot: Boot, output: OutputPipe) -> SpawnProcess:
         except Exception as error:  # pickle raises what the arguments' own methods raise
             raise cannot_be_sent(boot.life, error) from error
     return process
+
+
+def check_importable(cls: type[Any]) -> None:
+    """Raise `BuildError` for a class that no other process can import."""
+    if cls.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise BuildError(
+            f"{cls.__name__} is defined in a notebook or an interactive session, which a worker's "
+            "process cannot import: write the class to a file beside it, and import it from there"
+        )
 
 
 def cannot_be_sent(life: str, error: Exception) -> BuildError:

@@ -84,7 +84,7 @@ def test_our_cases_run_and_are_held_against_the_raw_socket(
 def test_two_hosts_are_measured_or_it_is_said_why_not(what: str, cable: str) -> None:
     root = BENCHMARKS.parent
     command = [sys.executable, "benchmarks/channels/hosts.py", what, cable]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment = {**os.environ, "PYTHONPATH": str(root), "RLINF_ASYNC_BENCH_BRIEF": "1"}
     done = subprocess.run(
         command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=280
     )

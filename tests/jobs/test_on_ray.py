@@ -32,7 +32,7 @@ def ray_address() -> Iterator[str]:
     hosts = Hosts()
     try:
         hosts.add("alpha")
-        hosts.add("beta")
+        hosts.add("beta", resources={"robot": 1})
         yield hosts.address
     finally:
         hosts.shutdown()
@@ -72,3 +72,13 @@ def test_a_run_has_the_losses_of_one_on_processes(
     for mine, theirs in zip(ray.iterations, process.iterations, strict=True):
         for name in columns:
             assert float(mine[name]) == pytest.approx(float(theirs[name]), abs=1e-6), name
+
+
+def test_resources_of_a_role_reach_its_launch_by_configuration(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], ray_address: str
+) -> None:
+    run = EmbodiedJob(tmp_path, capsys)
+    wanted = ("--cluster.placement.env.resources.robot", 2, "--cluster.ray.wait", 0)
+    ended = run.train(*wanted, "--cluster.backend", "ray", "--cluster.ray.address", ray_address)
+    assert ended.code == 2
+    assert "Env asks for 2 robot: of 2 hosts" in ended.err

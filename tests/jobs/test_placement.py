@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from rlinf_async.config import ConfigError, MissingDevice
 from rlinf_async.runtime.devices import stated_devices
-from rlinf_async.runtime.jobs.placement import Plan, Preset, Role, RoleDevices, make_plan
+from rlinf_async.runtime.jobs.embodied.config import ClusterConfig, EmbodiedPlacement
+from rlinf_async.runtime.jobs.placement import Plan, Preset, Role, RolePlacement, make_plan
 
 PRESETS: list[Preset] = ["auto", "disaggregated", "collocated", "hybrid"]
 HYBRID = (("actor", "critic"), ("rollout",))
@@ -22,7 +23,7 @@ def plan(
     counts: dict[str, int | None] | None = None,
     preset: Preset = "auto",
     node_groups: dict[str, tuple[str, ...]] | None = None,
-    **asked: str | RoleDevices,
+    **asked: str | RolePlacement,
 ) -> Plan:
     """The plan of actors (as many as divide 12), rollout workers and one reward worker."""
     count = {"actor": None, "rollout": None, "reward": 1} | (counts or {})
@@ -48,8 +49,8 @@ def plan(
     )
 
 
-TWO_EACH = RoleDevices(devices_per_worker=2)
-HALF = RoleDevices(devices_per_worker=0.5)
+TWO_EACH = RolePlacement(devices_per_worker=2)
+HALF = RolePlacement(devices_per_worker=0.5)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def listed(ranks: str | list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         ),
         (
             "2x3xH100",
-            {"rollout": RoleDevices(devices="all", devices_per_worker=2), "actor": "cpu"},
+            {"rollout": RolePlacement(devices="all", devices_per_worker=2), "actor": "cpu"},
             "worker 1 would have devices of several hosts .host0:2, host1:0.",
         ),
     ],
@@ -197,7 +198,7 @@ def test_no_device_is_given_beyond_its_whole_and_the_plan_of_its_own_numbers_is_
     rollouts: int | None,
     share: float,
 ) -> None:
-    wanted = RoleDevices(devices_per_worker=share)
+    wanted = RolePlacement(devices_per_worker=share)
 
     def planned(counts: dict[str, int | None]) -> Plan:
         return plan(f"{hosts}x{each}xH100", preset=preset, counts=counts, rollout=wanted)
@@ -217,3 +218,32 @@ def test_no_device_is_given_beyond_its_whole_and_the_plan_of_its_own_numbers_is_
     again = planned({role: found.count(role) for role in ("actor", "rollout")})
     assert again.ranks == found.ranks
     assert again.together == found.together
+
+
+def test_a_role_is_launched_with_its_own_variables_resources_and_environment() -> None:
+    robot = RolePlacement(
+        resources={"robot": 1.0}, env_vars={"A": "own"}, runtime_env={"py_executable": "python"}
+    )
+    found = plan("2xcpu", rollout=robot, counts={"rollout": 1})
+    assert found.options("rollout", {"A": "all", "B": "all"}) == {
+        "placement": None,
+        "env_vars": {"A": "own", "B": "all"},
+        "resources": {"robot": 1.0},
+        "runtime_env": {"py_executable": "python"},
+    }
+    assert found.options("actor", {"B": "all"}) == {
+        "placement": None,
+        "env_vars": {"B": "all"},
+        "resources": None,
+        "runtime_env": None,
+    }
+
+
+@pytest.mark.parametrize("name", ["resources", "runtime_env"])
+def test_what_only_ray_has_is_refused_for_processes(name: str) -> None:
+    asked = RolePlacement(**{name: {"robot": 1}})  # type: ignore[arg-type]
+    placement = EmbodiedPlacement(env=asked)
+    with pytest.raises(ConfigError, match="only Ray's hosts have any") as refused:
+        ClusterConfig(placement=placement)
+    assert refused.value.path == ("cluster", "placement", "env", name)
+    assert ClusterConfig(placement=placement, backend="ray").placement is placement

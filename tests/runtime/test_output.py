@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 import rlinf_async as ra
-from rlinf_async.runtime.output import LONGEST_LINE, PIPE_BYTES
+from rlinf_async.runtime.output import (
+    LAST_LINES,
+    LINES_AT_ONCE,
+    LINES_PER_SECOND,
+    LONGEST_LINE,
+    PIPE_BYTES,
+    LineLimit,
+)
 from tests.runtime.kit import NewCluster
 
 
@@ -110,3 +117,34 @@ async def test_a_full_disk_is_logged_once_and_the_workers_go_on(
     assert said == [
         "the output of workers cannot be written in /dev/full: [Errno 28] No space left on device"
     ]
+
+
+def test_a_flood_is_limited_and_it_is_said_how_much_is_left_out() -> None:
+    limit = LineLimit()
+    flood = [str(number) for number in range(LINES_AT_ONCE + 1_000)]
+    assert limit.allowed(flood, 100.0) == flood[:LINES_AT_ONCE]
+    assert limit.allowed(["more"], 100.5) == []
+    assert limit.allowed(["later"], 101.5) == [
+        f"... 1001 lines are left out: more than {LINES_PER_SECOND} a second ...",
+        "later",
+    ]
+    assert limit.rest() == []
+    assert limit.allowed(flood, 101.5)[-1] == flood[LINES_PER_SECOND * 3 // 2 - 2]
+    note, *last = limit.rest()
+    assert last == flood[-LAST_LINES:]
+    assert note.startswith(f"... {len(flood) - 299 - LAST_LINES} lines are left out")
+
+
+async def test_the_last_words_after_a_flood_are_kept(
+    tmp_path: Path, new_cluster: NewCluster
+) -> None:
+    log = tmp_path / "workers.log"
+    said = "flood\n" * 2 * LINES_AT_ONCE + "last words\n"
+    async with new_cluster(log=log) as cluster:
+        printer = await cluster.launch_one(Printer)
+        with pytest.raises(ra.WorkerDied):
+            await printer.call(Printer.die_saying, said)
+    lines = lines_of(log)
+    assert lines[-1] == "Printer[0]: last words"
+    assert LINES_AT_ONCE < len(lines) < LINES_AT_ONCE * 3 // 2
+    assert any("lines are left out" in line for line in lines)

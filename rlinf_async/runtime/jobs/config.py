@@ -83,6 +83,23 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 f"{LONGEST_GRACE:.0f} (a day)"
             )
 
+    def check_roles(self, placement: object) -> None:
+        """Raise `ConfigError` for what a role's table asks and only a cluster of Ray can give.
+
+        ``placement``: the settings of the roles, or a preset.
+        """
+        if self.backend == "ray" or not isinstance(placement, msgspec.Struct):
+            return
+        for field in msgspec.structs.fields(placement):
+            settings = getattr(placement, field.name)
+            for name in ("resources", "runtime_env"):
+                if getattr(settings, name, None):
+                    raise ConfigError(
+                        f"only Ray's hosts have any: set cluster.backend to 'ray', or leave {name} "
+                        "out",
+                        path=("cluster", "placement", field.encode_name, name),
+                    )
+
     @property
     def processes(self) -> bool:
         """Whether each worker has a process of its own."""

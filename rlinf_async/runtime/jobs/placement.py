@@ -16,7 +16,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import msgspec
 
@@ -36,14 +36,20 @@ _SHARED = re.compile(r"shared with (\S+)")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
-class RoleDevices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The devices of a role."""
+class RolePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The devices of a role, and what the processes of its workers are started with."""
 
     devices: str = ""
     """``"0-3,6"``: numbers over all hosts; ``"alpha"`` or ``"alpha:0-3"``: of a host or a node
     group; ``"all"``; ``"cpu"``: none; ``"shared with actor"``; left out: the preset decides"""
     devices_per_worker: float = 1.0
     """whole devices of each worker; 0.5: two workers share each"""
+    resources: dict[str, float] = {}
+    """what the host of each worker must have besides devices, ``{ robot = 1 }``; Ray alone"""
+    env_vars: dict[str, str] = {}
+    """environment variables of each worker's process"""
+    runtime_env: dict[str, Any] = {}
+    """Ray's runtime environment of the role: ``py_executable``, ``pip``, ...; Ray alone"""
 
     def __post_init__(self) -> None:
         each = self.devices_per_worker
@@ -53,6 +59,15 @@ class RoleDevices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
 
 
+class LaunchOptions(TypedDict):
+    """Keywords of `Cluster.launch` that follow from the placement of a role."""
+
+    placement: Ranks | None
+    env_vars: dict[str, str]
+    resources: dict[str, float] | None
+    runtime_env: dict[str, Any] | None
+
+
 class Role(msgspec.Struct, frozen=True, kw_only=True):
     """What the planner has to know of a role."""
 
@@ -60,7 +75,7 @@ class Role(msgspec.Struct, frozen=True, kw_only=True):
     """as in the settings: ``"actor"``"""
     count: int | None
     """number of workers; None: as many as its devices allow"""
-    asked: str | RoleDevices = ""
+    asked: str | RolePlacement = ""
     """the user's setting"""
     accelerated: bool = True
     """whether it gets accelerators where the user says nothing"""
@@ -94,6 +109,8 @@ class Plan(msgspec.Struct, frozen=True):
     """role -> role whose devices it shares by its setting or the preset, else itself"""
     turns: frozenset[str]
     """roles that free the memory of shared devices while another of these works"""
+    settings: dict[str, RolePlacement] = {}
+    """of each role"""
 
     def count(self, role: str) -> int:
         """Number of workers of the role."""
@@ -103,6 +120,16 @@ class Plan(msgspec.Struct, frozen=True):
         """The role's placement, to launch it with; None for no devices."""
         ranks = self.ranks[role]
         return Ranks(ranks) if any(ranks) else None
+
+    def options(self, role: str, environment: Mapping[str, str]) -> LaunchOptions:
+        """What the role is launched with; its own environment variables go before the others."""
+        settings = self.settings.get(role, RolePlacement())
+        return LaunchOptions(
+            placement=self.placement(role),
+            env_vars={**environment, **settings.env_vars},
+            resources=settings.resources or None,
+            runtime_env=settings.runtime_env or None,
+        )
 
     def accelerated(self, role: str) -> bool:
         """Whether the role's workers have accelerators."""
@@ -186,7 +213,7 @@ def make_plan(
         MissingDevice: there are too few devices.
     """
     for role in roles:
-        if role.count == 0 and _role_devices(role.asked) != RoleDevices():
+        if role.count == 0 and _role_placement(role.asked) != RolePlacement():
             raise ConfigError(
                 f"this run has no {role.name} workers: say in [cluster] how many there are, or "
                 "leave their devices out",
@@ -208,7 +235,7 @@ class _Planner:
         node_groups: Mapping[str, Sequence[str]],
     ) -> None:
         self._roles = {role.name: role for role in roles}
-        self._asked = {role.name: _role_devices(role.asked) for role in roles}
+        self._asked = {role.name: _role_placement(role.asked) for role in roles}
         self._machine = machine
         self._accelerators = [at for at, one in enumerate(machine) if one.kind != "cpu"]
         self._hosts = _Hosts(machine, node_groups)
@@ -236,7 +263,7 @@ class _Planner:
         self._allocate(undecided)
         ranks = {name: self._ranks(name) for name in self._roles}
         turns = frozenset(role.name for role in self._roles.values() if role.takes_turns)
-        return Plan(self._machine, ranks, self._together, turns)
+        return Plan(self._machine, ranks, self._together, turns, self._asked)
 
     # ---- what the settings say
 
@@ -452,8 +479,8 @@ class _Hosts:
         return list(there[first : last + 1])
 
 
-def _role_devices(asked: str | RoleDevices) -> RoleDevices:
-    return RoleDevices(devices=asked) if isinstance(asked, str) else asked
+def _role_placement(asked: str | RolePlacement) -> RolePlacement:
+    return RolePlacement(devices=asked) if isinstance(asked, str) else asked
 
 
 def _sharing(devices_per_worker: float) -> int:

@@ -31,6 +31,7 @@ from rlinf_async.runtime.backend import WorkerSpec, with_rendezvous
 from rlinf_async.runtime.child import Boot
 from rlinf_async.runtime.listeners import Listeners
 from rlinf_async.runtime.output import OutputLog
+from rlinf_async.runtime.ray.environment import check_runtime_env
 from rlinf_async.runtime.ray.hosts import Host, devices_of
 from rlinf_async.runtime.ray.interfaces import address_of
 from rlinf_async.runtime.ray.library import of_ray
@@ -52,7 +53,7 @@ from rlinf_async.runtime.ray.reaper import REMOVE_FOLDER, when_this_process_ends
 from rlinf_async.runtime.ray.reservation import Place, Reservations
 from rlinf_async.runtime.ray.session import RaySession, own_address
 from rlinf_async.runtime.remote_worker import RemoteWorker, RemoteWorkers
-from rlinf_async.runtime.spawning import cannot_be_sent
+from rlinf_async.runtime.spawning import cannot_be_sent, check_importable
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.errors import BuildError
 
@@ -154,6 +155,8 @@ class RayBackend:
         self.workers.publish(channel)
 
     async def place(self, ranks: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
+        check_importable(ranks[0].cls)
+        check_runtime_env(ranks[0].runtime_env, ranks[0].info.group)
         await self._reservations.reserve(ranks)
         if ranks[0].info.collective is None:
             return ranks
@@ -288,7 +291,10 @@ def _start_actor(spec: WorkerSpec, place: Place) -> Any:
     strategy: Any = strategies.NodeAffinitySchedulingStrategy(place.host.id, soft=False)
     if place.slot is not None:
         strategy = strategies.PlacementGroupSchedulingStrategy(place.slot.group, place.slot.index)
-    options: dict[str, Any] = {"runtime_env": {"env_vars": variables}} if variables else {}
+    runtime_env = dict(spec.runtime_env)
+    if variables := {**runtime_env.get("env_vars", {}), **variables}:
+        runtime_env["env_vars"] = variables
+    options: dict[str, Any] = {"runtime_env": runtime_env} if runtime_env else {}
     actor = ray.remote(RankProcess).options(
         num_cpus=0, num_gpus=0, max_restarts=0, scheduling_strategy=strategy, **options
     )

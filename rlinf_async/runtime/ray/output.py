@@ -70,6 +70,7 @@ class RayOutput:
             return
         dispatcher = _dispatcher()
         dispatcher.remove_handler(HANDLER)
+        self._output.close()
         if self._rest is not None:
             dispatcher.add_handler(RAY_HANDLER, self._rest)
             self._rest = None

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
 
+from rlinf_async.runtime.ray.environment import check_runtime_env
 from rlinf_async.runtime.ray.hosts import Host, devices_of, present_hosts
 from rlinf_async.runtime.ray.library import of_ray
 from rlinf_async.workers.context import Device
@@ -211,6 +212,7 @@ def _connect(address: str | None, runtime_env: dict[str, Any] | None) -> str:
         options |= {"include_dashboard": False, "object_store_memory": LOCAL_STORE_BYTES}
     else:
         _check_answers(options["address"])
+    check_runtime_env(runtime_env or {}, "the cluster")
     try:
         ray.init(runtime_env=runtime_env, logging_level=logging.ERROR, **options)
     except of_ray("exceptions").AuthenticationError as error:

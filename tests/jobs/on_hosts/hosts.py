@@ -1,5 +1,5 @@
-"""Hosts of a Ray cluster on this machine, each with a network, processes, /tmp and /dev/shm of its
-own: Linux namespaces, with a switch between them. To make them takes root.
+"""Hosts of a Ray cluster on this machine, each with a network, a monotonic clock, processes, /tmp
+and /dev/shm of its own: Linux namespaces, with a switch between them. To make them takes root.
 
 A host is killed by SIGKILL to its process 1: the kernel kills all others with it.
 """
@@ -24,6 +24,8 @@ from tests.net.hosts import ROOT, NotAllowed, ip
 HEAD: Final = "alpha"
 NAMES: Final = (HEAD, "beta", "gamma")
 PORT: Final = 6379
+CLOCKS_APART: Final = 100_000
+"""seconds between the monotonic clocks of two hosts, as if these had started a day apart"""
 STORE_BYTES: Final = 100 << 20
 """Of Ray's object store."""
 NOTICING: Final = (
@@ -58,7 +60,7 @@ class Host:
 
     def inside(self, *command: object) -> list[str]:
         """The command that runs this one there."""
-        enter = ["nsenter", "-t", str(self.init), "-m", "-n", "-p", "-u", "-i"]
+        enter = ["nsenter", "-t", str(self.init), "-m", "-n", "-p", "-u", "-i", "-T"]
         return [*enter, *(str(one) for one in command)]
 
     def run(self, *command: object, log: Path) -> subprocess.Popen[bytes]:
@@ -156,6 +158,7 @@ class Hosts:
         command = [
             *("ip", "netns", "exec", namespace),
             *("unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child"),
+            *("--time", f"--monotonic={CLOCKS_APART * NAMES.index(name)}"),
             *("--mount-proc", "bash", "-c", SETUP, name),
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
             *("--disable-usage-stats", f"--node-name={name}", f"--num-cpus={self._cores}"),
@@ -214,8 +217,7 @@ def three_hosts(cores: int = 4) -> Iterator[Hosts]:
             raise NotAllowed(f"there is no {program!r}")
     if os.geteuid() != 0:
         raise NotAllowed("it takes root")
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # so that the hosts end, too
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts end, too
     folder = Path("/var/tmp") / f"ray-hosts-{os.getpid()}"  # /tmp is each host's own
     folder.mkdir()
     made = Hosts(folder, cores)
@@ -226,6 +228,7 @@ def three_hosts(cores: int = 4) -> Iterator[Hosts]:
     finally:
         made.close()
         shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _workers(host: Host) -> dict[str, int]:

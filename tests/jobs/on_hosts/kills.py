@@ -85,7 +85,7 @@ def perform(made: Plan, hosts: Hosts, observer: Observer, folder: Path) -> Done:
         restarts += sum(run.summary.get("restarts", {}).values())
         if codes[-1] != 0:
             wrong.append(driver.last_line)
-        wrong += run.check()
+        wrong += run.check() + run.check_trace(time.monotonic() - began)
         items = run.items()
         if items.used != ITERATIONS * ITEMS[made.kind]:
             wrong.append(f"{items.used} items were used")

@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, NamedTuple, Self
 
 import msgspec
 
+from rlinf_async.observe.perfetto import read_perfetto
 from tests.jobs.embodied.kit import SMALL
 from tests.jobs.language.kit import TINY
 from tests.jobs.on_hosts.driven import FAIL_AT, JOURNAL, Step
@@ -240,6 +241,12 @@ class JobOnHosts:
             used=len(names),
             again=names.total() - len(names),
         )
+
+    def check_trace(self, seconds: float) -> list[str]:
+        """What is wrong with the trace, where hosts have other clocks; the run took so long."""
+        path = self.out / "trace.json.gz"
+        took = max((span.end for span in read_perfetto(path)), default=0) / 1e9
+        return [] if 0.0 < took <= seconds else [f"the trace is {took:.3g} s long"]
 
     def check(self) -> list[str]:
         """What is wrong with a run that has ended well: items lost, doubled, or of another

@@ -53,6 +53,16 @@ async def test_ranks_run_on_the_hosts_of_their_devices_and_see_those_alone(hosts
         free = await cluster.launch(Teller, name="F", count=3, env_vars={"COLOUR": "red"})
         assert sorted(map(str, names(cluster, "F", 3))) == ["alpha", "beta", "gamma"]
         assert await free.call(Teller.variable, "COLOUR") == ["red"] * 3
+        both = {"env_vars": {"COLOUR": "green", "SHADE": "dark"}}
+        dark = await cluster.launch_one(
+            Teller, name="D", env_vars={"COLOUR": "red"}, runtime_env=both
+        )
+        assert await dark.call(Teller.variable, "COLOUR") == "red"
+        assert await dark.call(Teller.variable, "SHADE") == "dark"
+        with pytest.raises(BuildError, match=r"no field 'woking_dir' \(did you mean 'working_dir'"):
+            await cluster.launch(Teller, name="W", runtime_env={"woking_dir": "."})
+        with pytest.raises(BuildError, match=r"N: runtime_env=.* the value 6 is of type"):
+            await cluster.launch(Teller, name="N", runtime_env={"env_vars": {"X": 6}})
 
 
 async def test_the_ranks_of_a_group_on_two_hosts_meet_in_torch_distributed(hosts: Hosts) -> None:
@@ -283,8 +293,8 @@ def test_a_driver_that_ends_leaves_no_process_and_no_folder(
     with running(SCRIPT.replace("ADDRESS", hosts.address)) as script:
         script.wait_for("ready")
         os.kill(script.process.pid, sent)
-        ended, lines, _ = script.end()
-        assert ended == code
+        ended, lines, errors = script.end()
+        assert ended == code, errors
         pids = [int(line.split()[1]) for line in lines if line != "ready"]
         assert len(pids) == 4
         for pid in pids:

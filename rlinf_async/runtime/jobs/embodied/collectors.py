@@ -64,9 +64,8 @@ class SeparateCollectors:
                 actor_ranks=counts.actors,
                 count=counts.env_workers,
                 name="Env",
-                placement=self._plan.placement("env"),
                 restart=Restart(max=counts.max_restarts),
-                env_vars=counts.environment,
+                **self._plan.options("env", counts.environment),
             ),
             self._cluster.launch(
                 RolloutWorker,
@@ -74,9 +73,8 @@ class SeparateCollectors:
                 config.rollout,
                 count=counts.rollout_workers,
                 name="Rollout",
-                placement=self._plan.placement("rollout"),
                 restart=Restart(max=counts.max_restarts),
-                env_vars=counts.environment,
+                **self._plan.options("rollout", counts.environment),
             ),
         )
         self._envs: WorkerGroup[EnvWorker] = envs
@@ -135,9 +133,8 @@ class CollocatedCollectors:
             actor_ranks=counts.actors,
             count=counts.env_workers,
             name="Env",
-            placement=self._plan.placement("env"),
             restart=Restart(max=counts.max_restarts),
-            env_vars=counts.environment,
+            **self._plan.options("env", counts.environment),
         )
 
     def serving(self) -> AbstractContextManager[object]:

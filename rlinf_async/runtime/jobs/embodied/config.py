@@ -11,7 +11,7 @@ import numpy as np
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.config import ConfigError
 from rlinf_async.runtime.jobs.config import HostConfig, check_counts
-from rlinf_async.runtime.jobs.placement import SETTING, Plan, Preset, Role, RoleDevices, make_plan
+from rlinf_async.runtime.jobs.placement import SETTING, Plan, Preset, Role, RolePlacement, make_plan
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.spaces import EnvSpec
@@ -94,9 +94,9 @@ class EmbodiedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     preset: Preset = "auto"
     """for roles that are left out; ``hybrid``: env and rollout workers share, actors have theirs"""
-    actor: str | RoleDevices = ""
-    rollout: str | RoleDevices = ""
-    env: str | RoleDevices = ""
+    actor: str | RolePlacement = ""
+    rollout: str | RolePlacement = ""
+    env: str | RolePlacement = ""
     """none when left out, unless the preset is ``hybrid``"""
 
 
@@ -111,6 +111,7 @@ class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_roles(self.placement)
         check_counts(self, least=1, names=("env_workers", "actors"))
         check_counts(self, least=0, names=("rollout_workers",))
 

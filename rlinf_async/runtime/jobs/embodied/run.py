@@ -137,9 +137,8 @@ class EmbodiedRun:
             resume=resume if self.progress.version else None,
             count=counts.actors,
             name="Actor",
-            placement=plan.placement("actor"),
             collective=plan.collective("actor"),
-            env_vars=counts.environment,
+            **plan.options("actor", counts.environment),
         )
 
     async def _train(

@@ -15,7 +15,7 @@ from rlinf_async.config import ConfigError
 from rlinf_async.data import DataConfig
 from rlinf_async.messages.language import Sampling
 from rlinf_async.runtime.jobs.config import HostConfig, check_counts
-from rlinf_async.runtime.jobs.placement import Preset, RoleDevices
+from rlinf_async.runtime.jobs.placement import Preset, RolePlacement
 from rlinf_async.workers.reward import RewardConfig
 from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
 
@@ -252,11 +252,11 @@ class LanguagePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     preset: Preset = "auto"
     """for roles that are left out; ``hybrid``: rollout has its own, the others share"""
-    actor: str | RoleDevices = ""
-    critic: str | RoleDevices = ""
-    inference: str | RoleDevices = ""
-    rollout: str | RoleDevices = ""
-    reward: str | RoleDevices = ""
+    actor: str | RolePlacement = ""
+    critic: str | RolePlacement = ""
+    inference: str | RolePlacement = ""
+    rollout: str | RolePlacement = ""
+    reward: str | RolePlacement = ""
     """none when left out, whatever the preset"""
 
 
@@ -279,6 +279,7 @@ class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_roles(self.placement)
         given = [one for one in ("rollout_workers", "actors") if getattr(self, one) is not None]
         check_counts(self, least=1, names=("reward_workers", *given))
         check_counts(self, least=0, names=("inference_workers", "critics"))

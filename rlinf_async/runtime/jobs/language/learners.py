@@ -94,9 +94,8 @@ class Learners:
             max_staleness=config.training.max_staleness,
             count=config.actors,
             name="Actor",
-            placement=self._plan.placement("actor"),
             collective=self._plan.collective("actor"),
-            env_vars=config.cluster.environment,
+            **self._plan.options("actor", config.cluster.environment),
         )
 
     async def launch_critics(self, resume: Path | None) -> None:
@@ -115,9 +114,8 @@ class Learners:
             max_staleness=config.training.max_staleness,
             count=config.cluster.critics,
             name="Critic",
-            placement=self._plan.placement("critic"),
             collective=self._plan.collective("critic"),
-            env_vars=config.cluster.environment,
+            **self._plan.options("critic", config.cluster.environment),
         )
 
     def _device(self, role: str) -> str:

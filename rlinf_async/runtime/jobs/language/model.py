@@ -344,9 +344,8 @@ async def warm_start(
                 supervised,
                 count=config.actors,
                 name="WarmStart",
-                placement=plan.placement("actor"),
                 collective=plan.collective("actor"),
-                env_vars=config.cluster.environment,
+                **plan.options("actor", config.cluster.environment),
             )
             channel = cluster.channel(float, name="losses")
             fitting = workers.call(SupervisedWorker.fit, learned, str(folder), channel.sender)

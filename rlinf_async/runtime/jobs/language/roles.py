@@ -212,9 +212,8 @@ class Roles:
             backend=config.rollout.backend,
             count=config.rollout_workers,
             name="Rollout",
-            placement=self._plan.placement("rollout"),
             restart=Restart(max=counts.max_restarts),
-            env_vars=counts.environment,
+            **self._plan.options("rollout", counts.environment),
         )
 
     async def _launch_others(self) -> None:
@@ -228,9 +227,8 @@ class Roles:
                 backend=config.actor.backend,
                 count=counts.inference_workers,
                 name="Inference",
-                placement=self._plan.placement("inference"),
                 restart=Restart(max=counts.max_restarts),
-                env_vars=counts.environment,
+                **self._plan.options("inference", counts.environment),
             )
         preload = (*config.reward.preload, *self._verifiers)
         self._rewards: WorkerGroup[RewardWorker] = await self._cluster.launch(
@@ -238,9 +236,8 @@ class Roles:
             msgspec.structs.replace(config.reward, preload=preload),
             count=counts.reward_workers,
             name="Reward",
-            placement=self._plan.placement("reward"),
             restart=Restart(max=counts.max_restarts),
-            env_vars=counts.environment,
+            **self._plan.options("reward", counts.environment),
         )
 
 
