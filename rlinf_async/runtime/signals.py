@@ -33,7 +33,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final, NoReturn, TypeVar
@@ -103,6 +103,8 @@ class RunSignals:
         """what a SIGTERM cancels at once"""
         self._steps = 0  # blocks of `checked_each_step` that are entered
         self._task: asyncio.Task[Any] | None = None
+        self._handlers: dict[int, Callable[[int, FrameType | None], None]] = {}
+        """those that are set now, by signal"""
         self._reported = WorkEvent()
         self._over = threading.Event()
 
@@ -195,18 +197,37 @@ class RunSignals:
             return
         before, _current = _current, self
         handlers = {signal.SIGTERM: self._on_terminate, signal.SIGUSR1: self._on_checkpoint}
-        taken = [number for number in handlers if signal.getsignal(number) is signal.SIG_DFL]
-        for number in taken:
-            signal.signal(number, handlers[number])
+        self._handlers = {
+            number: handler
+            for number, handler in handlers.items()
+            if signal.getsignal(number) is signal.SIG_DFL
+        }
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
         try:
             yield self
         finally:
-            for number in taken:
-                if signal.getsignal(number) == handlers[number]:  # nobody has replaced it
+            for number, handler in self._handlers.items():
+                if signal.getsignal(number) == handler:  # nobody has replaced it
                     signal.signal(number, afterwards)
+            self._handlers = {}
             _current = before
             if afterwards is not signal.SIG_IGN:
                 self._over.set()
+
+    def take_back(self, number: int, library: str) -> None:
+        """Set the handler of a signal again, where a library that was imported by this name has
+        set another one: in Python, or below it, where Python does not see it.
+
+        Outside the main thread nothing is done.
+        """
+        handler = signal.getsignal(number)
+        if not _in_main_thread() or handler is None:
+            return
+        module = getattr(handler, "__module__", None) or ""
+        if module.partition(".")[0] == library:
+            handler = self._handlers.get(number, handler)
+        signal.signal(number, handler)
 
     @contextmanager
     def interrupts_handled(self) -> Iterator[None]:

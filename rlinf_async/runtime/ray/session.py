@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 from rlinf_async.runtime.ray.environment import check_runtime_env
 from rlinf_async.runtime.ray.hosts import Host, devices_of, present_hosts
 from rlinf_async.runtime.ray.library import of_ray
+from rlinf_async.runtime.signals import run_signals
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.errors import BuildError
 
@@ -67,6 +69,8 @@ class RaySession:
             self._calls.shutdown(wait=False)
             raise
         self._open = True
+        # What Ray's C++ sets prints a stack, and kills the process by SIGABRT 3 s after the signal.
+        run_signals().take_back(signal.SIGTERM, "ray")
 
     async def do(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a function that calls Ray's API, and does not wait for workers, in Ray's thread.

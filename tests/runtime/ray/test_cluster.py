@@ -179,7 +179,7 @@ async def test_clusters_of_one_process_share_a_connection(hosts: Hosts) -> None:
     assert not ray.is_initialized()
 
 
-async def test_a_connection_of_the_script_stays(hosts: Hosts) -> None:
+async def test_a_connection_of_the_startedstays(hosts: Hosts) -> None:
     import ray
 
     await asyncio.to_thread(ray.init, address=hosts.address, logging_level=logging.ERROR)
@@ -295,6 +295,7 @@ def test_a_driver_that_ends_leaves_no_process_and_no_folder(
         os.kill(script.process.pid, sent)
         ended, lines, errors = script.end()
         assert ended == code, errors
+        assert "SIGTERM received" not in errors  # by Ray's C++, which kills the process soon after
         pids = [int(line.split()[1]) for line in lines if line != "ready"]
         assert len(pids) == 4
         for pid in pids:
@@ -302,3 +303,14 @@ def test_a_driver_that_ends_leaves_no_process_and_no_folder(
                 psutil.Process(pid).wait()
         assert script.gone()
         assert script.left == []
+
+
+def test_sigterm_ends_a_run_whose_startedhas_connected_to_ray(hosts: Hosts) -> None:
+    connect = f'import ray; ray.init("{hosts.address}")\n    async with ra.Cluster.ray('
+    script = SCRIPT.replace("async with ra.Cluster.ray(", connect)
+    with running(script.replace("ADDRESS", hosts.address)) as started:
+        started.wait_for("ready")
+        os.kill(started.process.pid, signal.SIGTERM)
+        ended, _, errors = started.end()
+        assert ended == 143, errors
+        assert "SIGTERM received" not in errors
