@@ -281,7 +281,9 @@ class Cluster:
             return await placing
         except BaseException as error:
             placing.cancel()
-            await asyncio.gather(placing, return_exceptions=True)
+            [placed] = await asyncio.gather(placing, return_exceptions=True)
+            if not isinstance(placed, BaseException):  # just when this was cancelled
+                await self._backend.release(placed)
             self._explain_end(group, error)
             raise
         finally:

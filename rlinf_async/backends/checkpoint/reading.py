@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,9 +157,10 @@ def load_plain(target: Path) -> dict[str, Any]:
 
 def _load(target: Path, *, mmap: bool) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = torch.load(
-            target, map_location="cpu", weights_only=True, mmap=mmap
-        )
+        with _no_other_objects():
+            content: dict[str, Any] = torch.load(
+                target, map_location="cpu", weights_only=True, mmap=mmap
+            )
     except pickle.UnpicklingError:
         # torch's own text recommends to switch off the protection, so it is not shown.
         raise CheckpointError(
@@ -166,6 +168,18 @@ def _load(target: Path, *, mmap: bool) -> dict[str, Any]:
             "written by save_checkpoint()"
         ) from None
     return content
+
+
+@contextmanager
+def _no_other_objects() -> Iterator[None]:
+    """Keep ``torch.load(weights_only=True)`` from what else this process lets it build: paths,
+    signals and more once megatron-core is imported."""
+    allowed = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        yield
+    finally:
+        torch.serialization.add_safe_globals(allowed)
 
 
 def _map(path: Path, found: dict[str, SavedTensor]) -> None:

@@ -6,11 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
-
-import torch
 
 from rlinf_async.backends.megatron.cpu import install_cpu_shims, shim_random_states
 
@@ -31,8 +27,7 @@ def of_megatron(module: str = "") -> Any:
     core = _core()
     if not module:
         return core
-    with _safe_globals_kept():
-        return importlib.import_module(f"megatron.core.{module}")
+    return importlib.import_module(f"megatron.core.{module}")
 
 
 @functools.lru_cache(maxsize=1)
@@ -44,9 +39,8 @@ def _core() -> Any:
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
     try:
-        with _safe_globals_kept():
-            core = importlib.import_module("megatron.core")
-            random = importlib.import_module("megatron.core.tensor_parallel.random")
+        core = importlib.import_module("megatron.core")
+        random = importlib.import_module("megatron.core.tensor_parallel.random")
     except ImportError as error:
         raise MegatronUnavailable(
             f"the backend 'megatron' needs megatron-core ({error}): pip install "
@@ -60,15 +54,3 @@ def _core() -> Any:
             f"{SUPPORTED[0]}.{SUPPORTED[1]}: pip install 'rlinf-async[megatron]'"
         )
     return core
-
-
-@contextmanager
-def _safe_globals_kept() -> Iterator[None]:
-    """Keep megatron-core from letting ``torch.load(weights_only=True)`` build paths, signals and
-    other objects in this process: those are for checkpoints of its own format."""
-    allowed = torch.serialization.get_safe_globals()
-    try:
-        yield
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(allowed)

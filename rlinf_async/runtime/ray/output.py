@@ -24,7 +24,7 @@ RAY_HANDLER = "ray_print_logs"
 
 
 class RayOutput:
-    """Writes the lines of this cluster's actors to its log; those of others go where Ray prints.
+    """Writes the lines of a cluster's actors to its log.
 
     Without a file Ray prints all: it has a limit for repeated lines.
     """
@@ -33,8 +33,6 @@ class RayOutput:
         self._output = output
         self._names: dict[tuple[str, str], str] = {}
         """name of a worker by address and process"""
-        self._rest: Callable[[Any], None] | None = None
-        """Ray's own printing, while it is replaced"""
         self._arrived = threading.Event()
         """whether lines have come since the last look, or a worker has begun to print"""
 
@@ -45,14 +43,8 @@ class RayOutput:
 
     def open(self) -> None:
         """Take the lines, if they are to go to a file."""
-        if self._output.path is None:
-            return
-        dispatcher = _dispatcher()
-        handlers = dict(dispatcher.handlers)
-        if RAY_HANDLER in handlers:
-            self._rest = handlers[RAY_HANDLER]
-            dispatcher.remove_handler(RAY_HANDLER)
-        dispatcher.add_handler(HANDLER, self._take)
+        if self._output.path is not None:
+            _division.add(self)
 
     async def drain(self) -> None:
         """Wait for the last lines of workers that have ended."""
@@ -65,25 +57,56 @@ class RayOutput:
             await asyncio.sleep(QUIET_SECONDS)
 
     def close(self) -> None:
-        """Give Ray its own printing back."""
-        if self._output.path is None:
-            return
-        dispatcher = _dispatcher()
-        dispatcher.remove_handler(HANDLER)
-        self._output.close()
-        if self._rest is not None:
-            dispatcher.add_handler(RAY_HANDLER, self._rest)
-            self._rest = None
+        """Take no more lines."""
+        if self._output.path is not None:
+            _division.remove(self)
+            self._output.close()
 
-    def _take(self, data: Any) -> None:
-        """Take some lines; in a thread of Ray's."""
-        self._arrived.set()
+    def take(self, data: Any) -> bool:
+        """Write some lines, if they are of this cluster; in a thread of Ray's."""
         address, pid = str(data.get("ip")), str(data.get("pid"))
         worker = f"Ray on {address}" if pid == "raylet" else self._names.get((address, pid))
-        if worker is not None:
-            self._output.write(worker, list(data["lines"]))
-        elif self._rest is not None:
+        if worker is None:
+            return False
+        self._arrived.set()
+        self._output.write(worker, list(data["lines"]))
+        return True
+
+
+class _Division:
+    """Divides what Ray sends to this process among its clusters; the rest Ray prints."""
+
+    def __init__(self) -> None:
+        self._outputs: list[RayOutput] = []
+        self._rest: Callable[[Any], None] | None = None
+        """Ray's own printing, while it is replaced"""
+
+    def add(self, output: RayOutput) -> None:
+        """Give a cluster its lines."""
+        if not self._outputs:
+            dispatcher = _dispatcher()
+            self._rest = dict(dispatcher.handlers).get(RAY_HANDLER)
+            dispatcher.remove_handler(RAY_HANDLER)
+            dispatcher.add_handler(HANDLER, self._divide)
+        self._outputs = [*self._outputs, output]
+
+    def remove(self, output: RayOutput) -> None:
+        """Give it none any more; after the last one Ray prints again."""
+        before, self._outputs = self._outputs, [one for one in self._outputs if one is not output]
+        if before and not self._outputs:
+            dispatcher = _dispatcher()
+            dispatcher.remove_handler(HANDLER)
+            if self._rest is not None:
+                dispatcher.add_handler(RAY_HANDLER, self._rest)
+
+    def _divide(self, data: Any) -> None:
+        """Take some lines; in a thread of Ray's."""
+        taken = [output.take(data) for output in self._outputs]
+        if not any(taken) and self._rest is not None:
             self._rest(data)
+
+
+_division = _Division()
 
 
 def _dispatcher() -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from rlinf_async.runtime.ray.hosts import Host
 from rlinf_async.runtime.ray.library import of_ray
-from rlinf_async.runtime.ray.session import RaySession
+from rlinf_async.runtime.ray.session import CALL_SECONDS, RaySession
 from rlinf_async.runtime.remote_worker import Ended
 from rlinf_async.runtime.stall import internal
 
@@ -21,6 +21,7 @@ _DETAILS: Final = (
     "The actor is dead because",
     "unavailable:",
 )
+UNCONFIRMED: Final = f"it was killed, which Ray did not confirm within {CALL_SECONDS:g} s"
 HINT: Final = "; its output is in Ray's log folder on that host, /tmp/ray/session_latest/logs"
 
 
@@ -45,12 +46,16 @@ class ActorProcess:
         self.ended: asyncio.Future[Ended] = self._loop.create_future()
         self._looking: asyncio.Task[None] | None = None
         """the search for the host, once the actor is out of reach"""
+        self._given_up: asyncio.TimerHandle | None = None
+        """ends the wait for Ray's word that the actor is killed"""
         future: Future[Any] = serving.future()
         future.add_done_callback(self._on_served)
 
     def kill(self) -> None:
         """Kill the actor; what it started is killed with it, on its host."""
         self._session.submit(kill_actor, self._actor)
+        if self._given_up is None:
+            self._given_up = self._loop.call_later(CALL_SECONDS, self._set_ended, UNCONFIRMED)
 
     def _on_served(self, served: Future[Any]) -> None:
         """Note the end; in a thread of Ray's."""
@@ -75,6 +80,8 @@ class ActorProcess:
         self._set_ended(f"its host was lost (Ray's node at {address} does not answer)")
 
     def _set_ended(self, how: str) -> None:
+        if self._given_up is not None:
+            self._given_up.cancel()
         if not self.ended.done():
             self.ended.set_result(Ended(how, HINT))
 

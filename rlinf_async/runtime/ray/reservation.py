@@ -37,6 +37,8 @@ PROBE_SECONDS = 300.0
 """time in which Ray runs a first task in a bundle; it may start processes for it"""
 NODE_LABEL = "ray.io/node-id"
 RESOURCES = {"cuda": "GPU", "cpu": "CPU"}
+_group_numbers = itertools.count()
+"""numbers of this process's placement groups: Ray wants another name for each"""
 
 
 class Bundle(msgspec.Struct, frozen=True):
@@ -83,8 +85,6 @@ class Reservations:
         self._session = session
         self._wait = wait
         self._label = label
-        self._numbers_of_groups = itertools.count()
-        """Ray wants another name for each placement group"""
         self._slots: dict[Device | str, Slot] = {}
         """by device; by name of a rank for what it has besides devices"""
         self._users: dict[str, set[str]] = {}
@@ -97,6 +97,8 @@ class Reservations:
         """devices of lost hosts, each with the one that took its place: ranks that shared it still
         share that"""
         self._moving = asyncio.Lock()
+        self._reserving = asyncio.Lock()
+        """held by one launch after the other: the next may share what the last has reserved"""
 
     async def reserve(self, ranks: Sequence[WorkerSpec]) -> None:
         """Reserve what the ranks of a launch need and no launch before has reserved.
@@ -105,9 +107,10 @@ class Reservations:
             BuildError: it cannot be had: what was asked, what there is, and who holds the rest.
         """
         name = ranks[0].info.group
-        missing = bundles(ranks, self._slots)
-        if missing:
-            await self._reserve(name, missing)
+        if bundles(ranks, self._slots):
+            async with self._reserving:
+                if missing := bundles(ranks, self._slots):
+                    await self._reserve(name, missing)
         for group in {slot.group.id.hex() for rank in ranks for slot in self._held(rank)}:
             self._users[group].add(name)
 
@@ -195,18 +198,20 @@ class Reservations:
                 groups.placement_group,
                 [one.resources for one in wanted],
                 strategy="PACK",
-                name=f"{self._label}/{next(self._numbers_of_groups)} {name}",
+                name=f"{self._label}/{next(_group_numbers)} {name}",
                 bundle_label_selector=labels,
             ),
             undo=groups.remove_placement_group,
         )
         key = group.id.hex()
-        self._groups[key], self._users[key] = group, set()
+        self._groups[key], self._users[key] = group, {name}
         try:
             await self._until_ready(group, name, wanted)
             table = await self._session.do(groups.placement_group_table, group)
             by_id = {host.id: host for host in await self._session.hosts()}
             nodes = table["bundles_to_node_id"]
+            if any(nodes[at] not in by_id for at in range(len(wanted))):
+                raise BuildError(f"{name}: a host was lost while {_asked(wanted)} were reserved")
             slots = [Slot(group, at, by_id[nodes[at]]) for at in range(len(wanted))]
             self._slots |= numbered(wanted, slots, await self._numbers(wanted, slots))
         except BaseException:
@@ -242,15 +247,19 @@ class Reservations:
             ]
 
         asked = await self._session.do(ask)
+        names = ", ".join(sorted({slots[index].host.name for index in at}))
+        unknown = f"which accelerators were reserved on {names} is not known"
         try:
             async with asyncio.timeout(PROBE_SECONDS):
                 answers = await asyncio.gather(*asked)
         except TimeoutError:
-            names = sorted({slots[index].host.name for index in at})
             raise BuildError(
-                f"which accelerators were reserved on {', '.join(names)} is not known: Ray ran no "
-                f"task there within {PROBE_SECONDS:g} s; look at 'ray list tasks'"
+                f"{unknown}: Ray ran no task there within {PROBE_SECONDS:g} s; look at 'ray list "
+                "tasks'"
             ) from None
+        except of_ray("exceptions").RayError as error:  # of the runtime environment, for example
+            text = " ".join(str(error).split())
+            raise BuildError(f"{unknown}: Ray cannot run a task there: {text}") from error
         return dict(zip(at, answers, strict=True))
 
     def _refuse_impossible(

@@ -52,6 +52,9 @@ class Teller(ra.Worker):
     async def pid(self) -> int:
         return os.getpid()
 
+    async def say(self, text: str) -> None:
+        print(text, flush=True)
+
     async def forever(self) -> None:
         await asyncio.Event().wait()
 
@@ -72,6 +75,13 @@ class Adder(ra.Worker):
         mine = torch.tensor(float(self.rank + 1))
         torch.distributed.all_reduce(mine)
         return float(mine)
+
+
+class Broken(ra.Worker):
+    """Cannot be set up."""
+
+    async def setup(self) -> None:
+        raise ValueError("not today")
 
 
 class Doubler(ra.Worker):

@@ -19,7 +19,7 @@ import pytest
 import rlinf_async as ra
 from rlinf_async.runtime.placement import Packed, Ranks
 from rlinf_async.workers.errors import BuildError
-from tests.runtime.ray.kit import Adder, Doubler, Hosts, Teller
+from tests.runtime.ray.kit import Adder, Broken, Doubler, Hosts, Teller
 from tests.runtime.scripts import running
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -65,6 +65,27 @@ async def test_ranks_run_on_the_hosts_of_their_devices_and_see_those_alone(hosts
             await cluster.launch(Teller, name="N", runtime_env={"env_vars": {"X": 6}})
 
 
+async def test_launches_at_the_same_time_share_what_they_both_ask_for(hosts: Hosts) -> None:
+    async with ra.Cluster.ray(address=hosts.address, wait=1.0) as cluster:
+        one, other = await asyncio.gather(
+            cluster.launch_one(Teller, name="One", placement=Ranks([2])),
+            cluster.launch_one(Teller, name="Other", placement=Ranks([[2, 3]])),
+        )
+        [number] = (await one.call(Teller.sees)).split(",")
+        assert number in (await other.call(Teller.sees)).split(",")
+
+
+async def test_a_launch_that_fails_takes_nothing_from_one_that_waits(hosts: Hosts) -> None:
+    async with ra.Cluster.ray(address=hosts.address, wait=60.0) as cluster:
+        async with ra.Cluster.ray(address=hosts.address) as other:
+            await other.launch_one(Teller, placement=Ranks([2]))
+            waiting = asyncio.create_task(cluster.launch_one(Teller, placement=Ranks([2])))
+            with pytest.raises(ra.WorkerError, match="not today"):
+                await cluster.launch_one(Broken)
+            assert not waiting.done()
+        assert await (await waiting).call(Teller.sees) != ""
+
+
 async def test_the_ranks_of_a_group_on_two_hosts_meet_in_torch_distributed(hosts: Hosts) -> None:
     async with ra.Cluster.ray(address=hosts.address) as cluster:
         adders = await cluster.launch(Adder, count=2, placement=Ranks([2, 6]), collective="gloo")
@@ -82,6 +103,18 @@ async def test_a_death_names_worker_host_and_cause_and_its_last_words_are_kept(
             await teller.call(Teller.end, 3)
     assert "crashed, or called os._exit" in str(end.value)
     assert "Teller[0] on beta: last words" in log.read_text(encoding="utf-8")
+
+
+async def test_each_of_two_clusters_has_its_own_output(hosts: Hosts, tmp_path: Path) -> None:
+    async with ra.Cluster.ray(address=hosts.address, log=tmp_path / "one.log") as one:
+        first = await one.launch_one(Teller, name="First")
+        async with ra.Cluster.ray(address=hosts.address, log=tmp_path / "other.log") as other:
+            second = await other.launch_one(Teller, name="Second")
+            await second.call(Teller.say, "of the second")
+        await first.call(Teller.say, "of the first")
+    words = [(tmp_path / name).read_text(encoding="utf-8") for name in ("one.log", "other.log")]
+    assert ["of the first" in text for text in words] == [True, False]
+    assert ["of the second" in text for text in words] == [False, True]
 
 
 async def test_a_killed_worker_is_started_again_and_its_items_flow(hosts: Hosts) -> None:
