@@ -25,7 +25,7 @@ from rlinf_async.channels.inspection import state_of, statistics_of, waits_of
 from rlinf_async.channels.key_queue import KeyQueue
 from rlinf_async.channels.local_deliveries import LocalDelivery, LocalPut, load_ahead, load_payloads
 from rlinf_async.channels.queue import Queue
-from rlinf_async.channels.remote_payload import remote_payload_of
+from rlinf_async.channels.remote_payload import is_lost, remote_payload_of
 from rlinf_async.channels.statistics import DeadLetter, KeyState, Statistics
 from rlinf_async.channels.waitfor import Wait, current_party
 
@@ -312,6 +312,9 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         self.open()
         channel = self._queue
         queue = channel.known(key)
+        if queue is not None and queue.entries and is_lost(queue.entries[0].item):
+            channel.drop_lost()
+            queue = channel.known(key)
         if (
             queue is not None
             and queue.entries
@@ -336,6 +339,9 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         if not queue.get_nowait(delivery) or delivery.future.exception() is not None:
             return None
         [entry] = delivery.held()
+        if is_lost(entry.item):
+            queue.settle(delivery, Outcome.LOST)
+            return self._take_in_turn(queue)
         if remote_payload_of(entry.item) is not None:
             queue.settle(delivery, Outcome.RETURNED)
             load_ahead(queue)

@@ -20,6 +20,7 @@ from tests.channels.wire.harness import SECRET
 
 Blame = Callable[[object], None]
 Heard = Callable[[], object]
+UNCONFIRMED = 8
 
 
 class Transport(asyncio.Transport):
@@ -115,7 +116,7 @@ def known_to_have_ended(blame: Blame) -> Heard:
 def unconfirmed_items(blame: Blame) -> Heard:
     made = connection(blame)
     transfers = Transfers.of(made)
-    transfers._unconfirmed.append(_Frame(1, 1, {}))
+    transfers._unconfirmed += [_Frame(1, 1, {})] * UNCONFIRMED
     made.close()
     return partial(transfers._confirm, 1)
 

@@ -214,3 +214,20 @@ def test_who_says_nothing_is_blamed_when_the_limit_is_over(place: Place) -> None
         assert blamed
 
     explore_stalls(main)
+
+
+@pytest.mark.parametrize(
+    "start", [wire.unconfirmed_items, wire.hanging_up, wire.known_to_have_ended]
+)
+def test_a_peer_that_makes_progress_is_waited_for(start: Callable[[Blame], Heard]) -> None:
+    async def main() -> None:
+        blamed = list[object]()
+        heard = start(blamed.append)
+        for _ in range(4):
+            await asyncio.sleep(0.9 * GRACE_SECONDS)
+            assert not blamed
+            heard()
+        await asyncio.sleep(2 * GRACE_SECONDS)
+        assert blamed
+
+    explore_stalls(main)

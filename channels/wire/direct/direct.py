@@ -45,7 +45,10 @@ MOST: Final = 1024**3
 OUT_OF_REACH_SECONDS: Final = 300.0
 """For which a process that could not be reached is not tried again."""
 REACH_SECONDS: Final = 5.0
-"""For which another worker is tried, before its payloads come through the owner."""
+"""Time limit of the handshake with another worker."""
+WAIT_SECONDS: Final = 2.0
+"""For which a get waits for a first connection to a host. From then on payloads of that host come
+through the owner, until a connection is made."""
 DIRECT_VARIABLE: Final = "RLINF_ASYNC_DIRECT"
 Use = Literal["auto", "always", "never"]
 """When a worker retains payloads: if its owner is on another host; always; never."""
@@ -69,7 +72,10 @@ class Direct:
         self._retained: dict[int, list[Buffer]] = {}
         self._servers: list[Server] = []
         self._links: dict[bytes, asyncio.Task[Connection | None]] = {}
-        self._tried: dict[bytes, float] = {}
+        self._failed: dict[bytes, tuple[float, str]] = {}
+        """when and why another process could not be reached, by its token"""
+        self._slow: set[str] = set()
+        """hosts for whose processes no get waits until they are connected"""
         self._closed = False
         self.for_local_owners = False
         """whether payloads are retained also for owners on this host"""
@@ -106,13 +112,9 @@ class Direct:
             ValueError, WireError: as `serve`.
         """
         made = cls(secret, name, least, most, times)
-        router = Router()
-        router.add_sync("payload.fetch", Fetch, made.answer)
         try:
             for address in listen:
-                server = await serve(address, secret, router=router, name=name, **times)
-                made._servers.append(server)
-                made.addresses.append(server.address)
+                await made._listen(address)
         except BaseException:
             await made.close()
             raise
@@ -135,7 +137,8 @@ class Direct:
         Where the owner is on another host, it listens at the interface that leads there, and, for
         the other workers of this host, at a Unix socket, through which payloads go by shared
         memory. Where the owner is on this host, it only fetches what others retain: an item of this
-        process goes to the owner by shared memory.
+        process goes to the owner by shared memory. An address where it cannot listen is logged, and
+        left out.
 
         Args:
             use: None: as the environment variable ``RLINF_ASYNC_DIRECT`` says; ``auto`` by default.
@@ -145,7 +148,6 @@ class Direct:
 
         Raises:
             ValueError: ``use`` is none of `Use`.
-            WireError: as `serve`.
         """
         wanted = use or os.environ.get(DIRECT_VARIABLE) or "auto"
         if wanted not in ("auto", "always", "never"):
@@ -160,9 +162,21 @@ class Direct:
                 str(TcpAddress(host, 0, connection.encrypted)),
             ]
         times.setdefault("handshake_timeout", REACH_SECONDS)
-        made = await cls.open(secret, name=name, listen=listen, least=least, **times)
+        made = await cls.open(secret, name=name, least=least, **times)
         made.for_local_owners = wanted == "always"
+        for address in listen:
+            try:
+                await made._listen(address)
+            except WireError as error:
+                log.warning("%s: no worker will fetch large arrays at %s: %s", name, address, error)
         return made
+
+    async def _listen(self, address: str | os.PathLike[str]) -> None:
+        router = Router()
+        router.add_sync("payload.fetch", Fetch, self.answer)
+        server = await serve(address, self._secret, router=router, name=self._name, **self._times)
+        self._servers.append(server)
+        self.addresses.append(server.address)
 
     async def close(self) -> None:
         """Stop listening. Close the connections to the owners first: they take over what is
@@ -234,25 +248,43 @@ class Direct:
             )
         except (ChannelError, RemoteError) as error:
             log.info("arrays could not be fetched from %s: %s", connection.peer, error)
+            if connection.closed:  # a network that passes small messages only, or it has died
+                self._failed[left.token] = asyncio.get_running_loop().time(), str(error)
             return None
         if body is None or not reply.here or not fits(body, left.sizes):
             return None
         self.fetched += 1
         return body.buffers
 
+    def passed_by_owner(self, left: PayloadRef) -> None:
+        """This payload came through the owner: warn once, if its producer is out of reach."""
+        self.passed += 1
+        _, why = self._failed.get(left.token, (0.0, ""))
+        if why:
+            log.log(
+                logging.INFO if self._warned else logging.WARNING,
+                "large arrays come through the owner of their channel: %s", why,
+            )  # fmt: skip
+            self._warned = True
+
     async def _reach(self, left: PayloadRef) -> Connection | None:
-        """The one connection to this process."""
+        """The one connection to this process; None while there is none."""
         if self._closed:
             return None
-        now = asyncio.get_running_loop().time()
-        if now - self._tried.get(left.token, float("-inf")) < OUT_OF_REACH_SECONDS:
-            return None
+        loop = asyncio.get_running_loop()
+        failed, _ = self._failed.get(left.token, (float("-inf"), ""))
         task = self._links.get(left.token)
         if task is None or _is_gone(task):
+            if loop.time() - failed < OUT_OF_REACH_SECONDS:
+                return None
             self._links = {of: link for of, link in self._links.items() if not _is_gone(link)}
-            task = asyncio.get_running_loop().create_task(self._connect(left))
+            task = loop.create_task(self._connect(left))
             self._links[left.token] = task
-        await asyncio.wait([task])
+        if not task.done() and _hosts(left) not in self._slow:
+            await asyncio.wait([task], timeout=WAIT_SECONDS)
+        if not task.done():
+            self._slow.add(_hosts(left))
+            return None
         return None if task.cancelled() else task.result()
 
     async def _connect(self, left: PayloadRef) -> Connection | None:
@@ -260,18 +292,22 @@ class Direct:
         for address in left.addresses:
             if "://" in address or left.host == self.host:
                 try:
-                    return await connect(
+                    made = await connect(
                         address, self._secret, name=self._name, router=Router(), **self._times
                     )
                 except WireError as error:
                     why = str(error)
-        log.log(
-            logging.INFO if self._warned else logging.WARNING,
-            "large arrays come through the owner of their channel: %s", why,
-        )  # fmt: skip
-        self._warned = True
-        self._tried[left.token] = asyncio.get_running_loop().time()
+                else:
+                    self._slow.discard(_hosts(left))
+                    return made
+        self._failed[left.token] = asyncio.get_running_loop().time(), why
+        self._slow.add(_hosts(left))
         return None
+
+
+def _hosts(left: PayloadRef) -> str:
+    """What the processes of the same host have in common."""
+    return " ".join([left.host, *(address.rpartition(":")[0] for address in left.addresses)])
 
 
 def _is_gone(task: asyncio.Task[Connection | None]) -> bool:

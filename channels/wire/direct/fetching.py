@@ -50,9 +50,9 @@ async def _fetch_quietly(connection: Connection, left: PayloadRef) -> Sequence[B
 
 async def fetch_all(
     connection: Connection, direct: Direct | None, parts: Sequence[Encoded]
-) -> int | None:
+) -> list[int]:
     """Fetch the payloads of these items, from their producers or through the owner at the other
-    side of the connection. None, or the index of the first item whose payload is lost.
+    side of the connection. The indices of the items whose payload is lost.
 
     Raises:
         ConnectionLost: to the owner; the items go to others.
@@ -90,7 +90,7 @@ async def fetch_all(
                 task.cancel()
     if connection.closed:  # they have gone back, and others may have them
         raise ConnectionLost(f"connection to {connection.peer!r} was lost")
-    return min(lost, default=None)
+    return lost
 
 
 async def _fetch(
@@ -106,5 +106,5 @@ async def _fetch(
     if body is None or not reply.here or not fits(body, left.sizes):
         raise PayloadLost("the payload of this item is gone with its producer")
     if direct is not None:
-        direct.passed += 1
+        direct.passed_by_owner(left)
     return body.buffers

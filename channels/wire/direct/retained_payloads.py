@@ -20,14 +20,12 @@ from rlinf_async.channels.wire.links.transfers import Transfers
 from rlinf_async.channels.wire.memory.pool import copy_in_turns
 from rlinf_async.channels.wire.session.answers import PeerRequests, Request
 from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
-from rlinf_async.deadlines import Timer
+from rlinf_async.channels.wire.session.progress import PROGRESS_BYTES, ProgressTimer
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.direct.direct import Direct
     from rlinf_async.channels.wire.session.connection import Connection
 
-PROGRESS_BYTES: Final = 64 * 1024
-"""Progress in `GRACE_SECONDS` that counts as some."""
 TURN_BYTES: Final = 32 * 1024**2
 log = logging.getLogger(__name__)
 
@@ -41,7 +39,7 @@ class RetainedPayloads:
         self._numbers: set[int] = set()
         self._copied = 0
         self._then: Callable[[], None] | None = None
-        self._timer: Timer | None = None
+        self._timer: ProgressTimer | None = None
         Transfers.of(connection)  # it lingers first
         self._linger_before = connection.linger
         connection.linger = self._linger
@@ -77,7 +75,8 @@ class RetainedPayloads:
     ) -> tuple[Encoded, RetainedPayload | None]:
         """The item as it travels, and its payload that stays here; None if none does. ``copied``:
         as of `Direct.retain`."""
-        number = self._direct.retain(body.buffers, copied=copied)
+        closed = self._connection.closed  # nobody would release it
+        number = None if closed else self._direct.retain(body.buffers, copied=copied)
         if number is None:
             return body, None
         self._numbers.add(number)
@@ -122,20 +121,14 @@ class RetainedPayloads:
         if self._then is None:
             self._then = then
             self._connection.notify("payload.leave", TakeOver())
-            self._watch()
+            self._timer = ProgressTimer(GRACE_SECONDS, self._progress, self._give_up)
         return True
 
-    def _watch(self) -> None:
-        seen = (len(self._numbers), self._connection.sent_bytes)
-        self._timer = Timer(GRACE_SECONDS, self._check_progress, seen)
+    def _progress(self) -> tuple[int, int]:
+        return len(self._numbers), self._connection.sent_bytes // PROGRESS_BYTES
 
-    def _check_progress(self, seen: tuple[int, int]) -> None:
-        count, sent = seen
-        slow = self._connection.sent_bytes < sent + PROGRESS_BYTES  # heartbeats are no progress
-        if slow and len(self._numbers) == count:
-            self._connection.abort(f"{len(self._numbers)} items were not taken over")
-        else:
-            self._watch()
+    def _give_up(self, progress: tuple[int, int]) -> None:
+        self._connection.abort(f"{progress[0]} items were not taken over")
 
     def _lost(self, connection: Connection, reason: str) -> None:
         if self._timer is not None:

@@ -71,9 +71,9 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
         except BaseException:
             link.return_part((number, index, part))
             raise
-        if lost is not None:
+        if lost:
             self._links.settle([(number, index, 1)], Outcome.LOST)
-        return lost is None
+        return not lost
 
     def _find(self, key: Key | None) -> ReceiverLink:
         """The link as it is known now: one that was forgotten is empty, and what is prefetched for
@@ -140,9 +140,9 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
         except BaseException:
             self._links.settle([whole], Outcome.RETURNED)
             raise
-        if lost is None:
+        if not lost:
             return True
-        self._links.settle([(number, lost, 1)], Outcome.LOST)
+        self._links.settle([(number, index, 1) for index in lost], Outcome.LOST)
         self._links.settle([whole], Outcome.RETURNED)
         return False
 

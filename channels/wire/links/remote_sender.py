@@ -99,11 +99,13 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
             self._transfers.add(account, self._number, weight, body.data, retained)
             self._reported = None
             return
+        if retained is None:
+            await self._put_large(account, body, weight)
+            return
         try:
             await self._ask(account, body, weight, retained)
         except BaseException:
-            if retained is not None:
-                payloads.give_up(retained)
+            payloads.give_up(retained)
             raise
 
     async def _ask(

@@ -33,7 +33,7 @@ import msgspec
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.errors import ConnectionLost
-from rlinf_async.channels.wire.frames.framing import CHUNK_BYTES, Flag, FrameType
+from rlinf_async.channels.wire.frames.framing import CHUNK_BYTES, MAX_BUFFERS, Flag, FrameType
 from rlinf_async.channels.wire.frames.messages import DATA, SHARE_BYTES
 from rlinf_async.channels.wire.links.credit import Account, Accounts
 from rlinf_async.channels.wire.links.protocol import (
@@ -49,8 +49,8 @@ from rlinf_async.channels.wire.links.split_transfer import FAR_ARRAYS_BYTES
 from rlinf_async.channels.wire.session.answers import PeerRequests, Request
 from rlinf_async.channels.wire.session.failures import rebuild
 from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
+from rlinf_async.channels.wire.session.progress import PROGRESS_BYTES, ProgressTimer
 from rlinf_async.channels.wire.session.requests import head_of
-from rlinf_async.deadlines import Timer
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.session.connection import Connection
@@ -114,7 +114,7 @@ class Transfers:
         self._most = MAX_UNCONFIRMED
         self._far = False
         self._then: Callable[[], None] | None = None
-        self._grace: Timer | None = None
+        self._grace: ProgressTimer | None = None
         PeerRequests.of(connection).own.add_sync("credit.grant", Grant, self._granted)
         connection.linger = self._linger
         connection.on_close(self._lost, first=True)
@@ -180,6 +180,8 @@ class Transfers:
             and not account.waiting
             and weight <= account.weight
             and self._unconfirmed_bytes + self._size < self._most
+            and len(body.data) <= FAR_ARRAYS_BYTES
+            and len(body.buffers) <= MAX_BUFFERS
             and (self._far or sum(map(len, body.buffers)) >= SHARE_BYTES)
         )
 
@@ -192,10 +194,10 @@ class Transfers:
                 return False
             travels, flags = Encoded(body.data, [*map(bytearray, body.buffers)]), 0
         self._send()
-        account.spend(weight)
-        self.copied += body.nbytes
         run = Run(account.queue, end, account.key, weight, 1)
         self._notify(Transfer([run], [len(body.data)]), travels, {end: 1}, flags)
+        account.spend(weight)
+        self.copied += body.nbytes
         return True
 
     async def confirmed(self) -> None:
@@ -228,13 +230,13 @@ class Transfers:
     def _notify(
         self, transfer: Transfer, body: Encoded, by_end: dict[int, int], flags: int = 0
     ) -> None:
-        if not self._unconfirmed:
-            _open.add(self)
         size = len(body.data) if flags else body.nbytes
-        self._unconfirmed.append(_Frame(len(transfer.sizes), size, by_end))
-        self._unconfirmed_bytes += size
         head = head_of("channel.transfer", transfer)
         self._outbox.send(_NOTICE, 0, head, body, DATA, flags=flags, what="channel.transfer")
+        if not self._unconfirmed:
+            _open.add(self)
+        self._unconfirmed.append(_Frame(len(transfer.sizes), size, by_end))
+        self._unconfirmed_bytes += size
 
     # ---- what comes in
 
@@ -279,7 +281,7 @@ class Transfers:
             return False
         if self._then is None:
             self._then = then
-            self._grace = Timer(GRACE_SECONDS, self._given_up)
+            self._grace = ProgressTimer(GRACE_SECONDS, self._progress, self._give_up)
             self._send()
             self._connection.notify("channel.flush", Flush())
         return True
@@ -291,8 +293,11 @@ class Transfers:
                 self._grace.cancel()
             self._loop.call_soon(then)
 
-    def _given_up(self) -> None:
-        self._connection.abort(f"{self._open_items()} items were not confirmed when it was closed")
+    def _progress(self) -> tuple[int, int]:
+        return self._open_items(), self._connection.sent_bytes // PROGRESS_BYTES
+
+    def _give_up(self, progress: tuple[int, int]) -> None:
+        self._connection.abort(f"{progress[0]} items were not confirmed when it was closed")
 
     def _open_items(self) -> int:
         return len(self._data) + sum(frame.items for frame in self._unconfirmed)

@@ -265,17 +265,14 @@ class Connection:
 
     @property
     def encrypted(self) -> bool:
-        """Whether it goes over TLS."""
-        transport = self.streams.transport
-        return transport is not None and transport.get_extra_info("ssl_object") is not None
+        """Whether it goes, or went last, over TLS."""
+        return self.streams.encrypted
 
     @property
     def local_host(self) -> str | None:
-        """The address of this host that the peer reached or was reached from; None over a Unix
-        socket, or while it is cut."""
-        transport = self.streams.transport
-        name = None if transport is None else transport.get_extra_info("sockname")
-        return name[0] if isinstance(name, tuple) else None
+        """The address of this host that the peer reached or was reached from, last; None over a
+        Unix socket."""
+        return self.streams.local_host
 
     @property
     def received_bytes(self) -> int:

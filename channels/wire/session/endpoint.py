@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import logging
 import os
+import ssl
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, Unpack
+from typing import Final, Self, Unpack
 
 from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError
 from rlinf_async.channels.wire.session.address import (
@@ -32,6 +33,7 @@ from rlinf_async.channels.wire.session.endpoint_options import EndpointOptions, 
 from rlinf_async.channels.wire.session.pending_handshakes import PendingHandshakes
 from rlinf_async.channels.wire.session.socket_link import Link
 from rlinf_async.channels.wire.session.tls import server_context
+from rlinf_async.channels.wire.session.tls_accept import TlsAccept
 
 NUMBER_BYTES: Final = len(NEW)
 CLOSED: Final = "the server was closed"
@@ -122,12 +124,10 @@ class Server:
             listener = bind_unix(address)
             self._listener = await loop.create_unix_server(self._accept, sock=listener)
         else:
-            options: dict[str, Any] = {}
-            if address.tls:
-                options["ssl"] = server_context(self._side.secret)
-                options["ssl_handshake_timeout"] = self._side.handshake_timeout
+            context = server_context(self._side.secret) if address.tls else None
             listener = await loop.run_in_executor(None, bind_tcp, address)  # a name takes its time
-            self._listener = await loop.create_server(self._accept, sock=listener, **options)
+            accept = self._accept if context is None else partial(self._accept_tls, context)
+            self._listener = await loop.create_server(accept, sock=listener)
             address = address._replace(port=listener.getsockname()[1])
         self._address = address
 
@@ -174,9 +174,12 @@ class Server:
             handshake, side.handshake_timeout, lambda _: made[0].streams, self._pending.arrived
         )
         self._pending.add(link)
-        link.start_timer()  # a peer that fails in TLS never gets as far as `connection_made`
+        link.start_timer()
         link.opened.add_done_callback(partial(self._known, link, made))
         return link
+
+    def _accept_tls(self, context: ssl.SSLContext) -> TlsAccept:
+        return TlsAccept(self._accept(), context, self._side.handshake_timeout)
 
     def _settle(self, made: list[Connection], handshake: Handshake) -> Terms:
         """The connection of this peer: a new one, or the one that it resumes."""

@@ -44,12 +44,12 @@ class PendingHandshakes:
         """Its other side is known now, or gone."""
         self._origins.pop(link, None)
 
-    def arrived(self, link: Link) -> None:
-        """It is connected: if there are too many, evict another one."""
-        if link not in self._origins or link.transport is None:
+    def arrived(self, link: Link, transport: asyncio.BaseTransport) -> None:
+        """It is connected by this: if there are too many, evict another one."""
+        if link not in self._origins:
             return
         before = {one: origin for one, origin in self._origins.items() if origin is not None}
-        self._origins[link] = origin_of(link.transport)
+        self._origins[link] = origin_of(transport)
         if len(before) < MAX_PENDING:
             return
         counts = Counter(before.values())

@@ -12,6 +12,7 @@ which its peer is known, and none again once it was cut or dropped: later bytes 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable
 from typing import Protocol, cast
@@ -57,7 +58,7 @@ class Link(asyncio.Protocol):
         handshake: Handshake,
         seconds: float,
         greeted: Callable[[Link], LinkUser],
-        arrived: Callable[[Link], None] | None = None,
+        arrived: Callable[[Link, asyncio.BaseTransport], None] | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.handshake = handshake
@@ -69,6 +70,7 @@ class Link(asyncio.Protocol):
         self._arrived = arrived
         self._user: LinkUser | None = None
         self._transport: asyncio.Transport | None = None
+        self._plain: socket.socket | None = None
         self._seconds = seconds
         self._late_timer: Timer | None = None
         self._hanging = HangUp()
@@ -118,8 +120,16 @@ class Link(asyncio.Protocol):
         self._user = None
         self._in_time()
         self.opened.cancel()
-        if self._transport is not None:
-            self._transport.abort()
+        self._abort()
+
+    def accepted(self, transport: asyncio.BaseTransport, plain: socket.socket) -> None:
+        """There is a socket, over which TLS begins now."""
+        self._plain = plain
+        self.start_timer()
+        if self.opened.done():  # given up before it was made
+            self._abort()
+        elif self._arrived is not None:
+            self._arrived(self, transport)
 
     # ---- callbacks of the transport
 
@@ -133,8 +143,8 @@ class Link(asyncio.Protocol):
         else:
             self.start_timer()
             self._transport.write(self.handshake.take_outgoing())
-            if self._arrived is not None:
-                self._arrived(self)
+            if self._arrived is not None and self._plain is None:
+                self._arrived(self, self._transport)
 
     def data_received(self, data: bytes) -> None:
         user = self._user
@@ -199,8 +209,16 @@ class Link(asyncio.Protocol):
         self._in_time()
         self.opened.set_exception(error)
         if self._transport is None:  # TLS is not through, and perhaps never will be
+            self._abort()
             self._end()
         self.hang_up()
+
+    def _abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+        elif self._plain is not None:
+            with contextlib.suppress(OSError):  # it is closed
+                self._plain.shutdown(socket.SHUT_RDWR)
 
     def _end(self) -> None:
         if not self.ended.done():

@@ -23,6 +23,7 @@ from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
 from rlinf_async.channels.wire.session.heartbeat import Heartbeat, HeartbeatMonitor
 from rlinf_async.channels.wire.session.outbox import Outbox
 from rlinf_async.channels.wire.session.peer_process import can_watch, is_local, is_stopped, peer_pid
+from rlinf_async.channels.wire.session.progress import ProgressTimer
 from rlinf_async.channels.wire.session.reconnect import ENDED, Again, Reconnection
 from rlinf_async.channels.wire.session.socket_link import Link
 from rlinf_async.deadlines import Timer
@@ -84,6 +85,10 @@ class Streams:
         """the socket in use"""
         self._pid = 0
         self._local = self._blind = False
+        self.encrypted = False
+        """whether it goes, or went last, over TLS"""
+        self.local_host: str | None = None
+        """this host's address, where it goes, or went last; None over a Unix socket"""
         self.outbox = Outbox(self._loop, keep=patience > 0)
         self.monitor = HeartbeatMonitor(heartbeat, self._beat, self._silent)
         self._patient = redial is not None
@@ -92,7 +97,7 @@ class Streams:
         self._peer_ended = False
         self._when_resumed: Callable[[], None] | None = None
         self._timer: Timer | None = None
-        self._end_timer: Timer | None = None
+        self._end_timer: ProgressTimer | None = None
         self.closed = False
         self.received_bytes = 0
         self._said_arrived = 0
@@ -129,6 +134,9 @@ class Streams:
         self.link = link
         self._pid = peer_pid(link.transport)
         self._local = is_local(link.transport)
+        self.encrypted = link.transport.get_extra_info("ssl_object") is not None
+        name = link.transport.get_extra_info("sockname")
+        self.local_host = name[0] if isinstance(name, tuple) else None
         self._blind = self._local and not can_watch(self._pid)
         self._user.carried(link.transport)
         self.reconnection.found()
@@ -232,15 +240,9 @@ class Streams:
 
     def _expect_the_end(self) -> None:
         """The system says by a cut that all was read; a network that is gone says nothing."""
-        self._end_timer = Timer(GRACE_SECONDS, self._look_for_the_end, self.received_bytes)
-
-    def _look_for_the_end(self, received: int) -> None:
-        if self.closed:
-            return
-        if self.received_bytes == received:
-            self._user.abort(ENDED)
-        else:
-            self._expect_the_end()
+        self._end_timer = ProgressTimer(
+            GRACE_SECONDS, lambda: self.received_bytes, lambda _: self._user.abort(ENDED)
+        )
 
     @property
     def transport(self) -> asyncio.Transport | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 
 from rlinf_async.channels import Channel, Receiver, Sender
 from rlinf_async.channels.wire import ChannelClient, Connection, Direct
+from rlinf_async.channels.wire.session.answers import PeerRequests
 from tests.channels.wire.harness import SECRET, Wired, wired
 
 LEAST = 20_000
 ELEMENTS = 3_000
+FETCH = b"\x0dpayload.fetch"
 T = TypeVar("T")
 
 
@@ -35,6 +37,11 @@ class Item(msgspec.Struct):
 def item(number: int) -> Item:
     """One whose array is large enough."""
     return Item(number, np.full(ELEMENTS, number, np.int64))
+
+
+def items(capacity: int = 8, **options: int) -> Channel[Item]:
+    """A channel of them."""
+    return Channel(Item, name="items", capacity=capacity, **options)
 
 
 class Party(NamedTuple):
@@ -126,3 +133,20 @@ async def world(**options: Any) -> AsyncIterator[World]:
         AsyncExitStack() as stack,
     ):
         yield World(owner, stack)
+
+
+@contextmanager
+def holding_fetches(party: Party) -> Iterator[list[Any]]:
+    """Let nobody have anything of it meanwhile; who came for it."""
+    assert party.direct is not None
+    held: list[Any] = []
+    routers = [
+        PeerRequests.of(party.connection).own,
+        *(one._side.router for one in party.direct._servers),
+    ]
+    before = [router.routes[FETCH] for router in routers]
+    for router in routers:
+        router.routes[FETCH] = router.routes[FETCH]._replace(answer=held.append)
+    yield held
+    for router, route in zip(routers, before, strict=True):
+        router.routes[FETCH] = route

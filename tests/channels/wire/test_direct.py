@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -26,17 +25,19 @@ from rlinf_async.channels.wire import Direct, Router, connect
 from rlinf_async.channels.wire.direct.direct_protocol import Fetch, Payload
 from rlinf_async.channels.wire.links.protocol import PayloadRef
 from rlinf_async.channels.wire.memory.pool import Pool
-from rlinf_async.channels.wire.session.answers import PeerRequests
-from tests.channels.wire.direct_kit import ELEMENTS, Item, Party, item, world
+from tests.channels.wire.direct_kit import (
+    ELEMENTS,
+    Item,
+    Party,
+    holding_fetches,
+    item,
+    items,
+    world,
+)
 from tests.channels.wire.harness import SECRET, Turns, until
 from tests.net.cutter import Cutter, cutter
 
 SIZE = 8 * ELEMENTS
-FETCH = b"\x0dpayload.fetch"
-
-
-def items(capacity: int = 8, **options: int) -> Channel[Item]:
-    return Channel(Item, name="items", capacity=capacity, **options)
 
 
 async def fill(producer: Party, channel: Channel[Item], count: int) -> None:
@@ -302,23 +303,6 @@ async def test_an_item_that_was_taken_but_not_fetched_when_its_producer_died_is_
         assert (seen.lost, seen.gets, seen.depth, seen.leases_out) == (2, 0, 0, 0)
 
 
-@contextlib.contextmanager
-def holding_fetches(party: Party) -> Iterator[list[object]]:
-    """Let nobody have anything of it meanwhile; who came for it."""
-    assert party.direct is not None
-    held: list[object] = []
-    routers = [
-        PeerRequests.of(party.connection).own,
-        *(one._side.router for one in party.direct._servers),
-    ]
-    before = [router.routes[FETCH] for router in routers]
-    for router in routers:
-        router.routes[FETCH] = router.routes[FETCH]._replace(answer=held.append)
-    yield held
-    for router, route in zip(routers, before, strict=True):
-        router.routes[FETCH] = route
-
-
 async def test_a_cancelled_get_leaves_the_item_where_it_was() -> None:
     channel = items()
     async with world() as one:
@@ -491,3 +475,66 @@ async def test_a_producer_that_announces_other_arrays_than_it_has_is_found_out()
         assert (await consumer.receiver(channel).get()).check() == 1
         assert channel.statistics().lost == 1
         producer.direct._retained[1] = [bytearray(SIZE)]  # as it was counted
+
+
+async def fail_under_a_lease(party: Party, channel: Channel[Item], dying: Party) -> None:
+    """Take all that there is, while this producer dies, and give it back."""
+    with contextlib.suppress(LookupError):
+        async with party.receiver(channel).lease(weight=channel.statistics().depth):
+            await dying.die()
+            raise LookupError
+
+
+async def test_a_batch_without_what_died_is_fetched_once() -> None:
+    channel = items(32)
+    async with world() as one:
+        dying, living, consumer = (
+            await one.producer("dying"), await one.producer("living"), await one.consumer()
+        )  # fmt: skip
+        senders = [dying.sender(channel), living.sender(channel)]
+        for number in range(20):
+            await senders[number % 2].put(item(number))
+        await fail_under_a_lease(consumer, channel, dying)
+        before, _ = consumer.got
+        with channel.sender.open():
+            batch = await consumer.receiver(channel).get_batch(weight=20, at_least=10)
+        assert [each.check() for each in batch] == [*range(1, 20, 2)]
+        assert consumer.got[0] - before <= 20
+        assert channel.statistics().lost == 10
+
+
+async def test_get_nowait_passes_over_what_died() -> None:
+    channel = items()
+    async with world() as one:
+        dying, living, consumer = (
+            await one.producer("dying"), await one.producer("living"), await one.consumer()
+        )  # fmt: skip
+        for number, party in enumerate((dying, dying, living)):
+            await party.sender(channel).put(item(number))
+        await fail_under_a_lease(consumer, channel, dying)
+        await until(lambda: channel.statistics().depth == 3)
+        receiver = channel.new_receiver()
+        with contextlib.suppress(ChannelEmpty):
+            receiver.get_nowait()  # begins to fetch
+        got = list[int]()
+        while not got:
+            with contextlib.suppress(ChannelEmpty):
+                got.append(receiver.get_nowait().check())
+            await asyncio.sleep(0)
+        assert got == [2]
+        assert channel.statistics().lost == 2
+        receiver.close()
+
+
+async def test_a_put_over_a_lost_connection_keeps_nothing() -> None:
+    channel = items()
+    async with world() as one:
+        producer = await one.producer()
+        sender = producer.sender(channel)
+        await sender.put(item(0))
+        producer.connection.abort("a test")
+        assert producer.kept == 0
+        for _ in range(3):
+            with pytest.raises(ConnectionLost):
+                await sender.put(item(1))
+        assert producer.kept == 0

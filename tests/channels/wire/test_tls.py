@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from rlinf_async.channels import Channel, HandshakeFailed, WireError
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.wire import (
     ChannelClient,
     ChannelServer,
@@ -99,9 +100,10 @@ async def test_a_client_without_the_certificate_is_refused_before_our_handshake(
         trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         trusting.check_hostname = False
         trusting.load_verify_locations(cadata=make_certificate(SECRET)[1].decode())
-        reader, _ = await asyncio.open_connection(where.hostname, where.port, ssl=trusting)
+        reader, writer = await asyncio.open_connection(where.hostname, where.port, ssl=trusting)
         with contextlib.suppress(ssl.SSLError):
             assert await reader.read() == b""
+        writer.close()
 
 
 @pytest.mark.parametrize(("there", "here"), [("tls", "tcp"), ("tcp", "tls")])
@@ -147,3 +149,50 @@ async def test_without_cryptography_it_is_said_what_to_install(
     client_context.cache_clear()
     with pytest.raises(WireError, match=r"pip install 'rlinf_async\[tls\]'"):
         await serve(HERE, b"a secret that has no certificate yet", router=Router())
+
+
+def bytes_of(body: Encoded | None) -> int:
+    return 0 if body is None else body.nbytes
+
+
+@pytest.mark.parametrize("here", ["tls", "tcp"])
+async def test_what_was_said_before_a_connection_was_closed_arrives(here: str) -> None:
+    """Also where its socket takes none of it for the moment."""
+    router, got, ended = Router(), list[int](), asyncio.Queue[str]()
+    router.add_sync("large", None, lambda request: got.append(bytes_of(request.body)))
+    async with await serve(
+        f"{here}://127.0.0.1:0",
+        SECRET,
+        router=router,
+        on_disconnect=lambda connection, reason: ended.put_nowait(reason),
+    ) as server:
+        connection = await connect(server.address, SECRET, name="worker", router=Router())
+        for _ in range(6):
+            connection.notify("large", None, Encoded(b"", [bytearray(4_000_000)]))
+        connection.close()
+        assert await ended.get() == "worker closed it: it was closed"
+        assert got == [4_000_000] * 6
+        await connection.wait_closed()
+
+
+async def test_sockets_that_do_not_begin_tls_are_bounded_and_keep_no_peer_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rlinf_async.channels.wire.session.pending_handshakes.MAX_PENDING", 5)
+    rejected: list[WireError] = []
+    async with (
+        failing_handshakes(),
+        await serve(HERE, SECRET, router=Router(), on_reject=rejected.append) as server,
+    ):
+        where = urlsplit(server.address)
+        mute = [await asyncio.open_connection(where.hostname, where.port) for _ in range(20)]
+        friend = await connect(server.address, SECRET, name="friend", router=Router())
+        assert len(server._pending) <= 5
+        assert len(rejected) >= 15
+        assert all("evicted by 5 others" in str(error) for error in rejected)
+        with contextlib.suppress(ConnectionResetError):
+            assert await mute[0][0].read() == b""
+        friend.close()
+        await friend.wait_closed()
+        for _, writer in mute:
+            writer.close()

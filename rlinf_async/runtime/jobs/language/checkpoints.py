@@ -28,6 +28,7 @@ import msgspec
 
 from rlinf_async.channels import Channel
 from rlinf_async.channels.encoded import copy_of
+from rlinf_async.channels.remote_payload import remote_payload_of
 from rlinf_async.channels.wire import Decoder, Encoded, encode
 from rlinf_async.config import UsageError
 from rlinf_async.messages.language import Request, Sample, ScoredSample
@@ -120,9 +121,12 @@ def in_flight(
 
 
 def _items(channel: Channel[T]) -> list[T]:
-    """The items that wait in a channel or are leased from it. Nothing is taken."""
+    """The items that wait in a channel or are leased from it, without those whose arrays are still
+    with their producer. Nothing is taken."""
     queue = channel.queue
-    found: list[Any] = [queue.value(copy_of(item)) for item in queue.contents()]
+    found: list[Any] = [
+        queue.value(copy_of(item)) for item in queue.contents() if remote_payload_of(item) is None
+    ]
     return found
 
 
