@@ -107,13 +107,15 @@ class ChannelServer(Published):
         number = request.meta.end
         if number > 0:
             self.release(number)
-            return
-        end = self._peer(request.connection).clones.pop(number, None)
-        if isinstance(end, OpenEnd):
-            end.close()
+        else:
+            end = self._peer(request.connection).clones.pop(number, None)
+            if isinstance(end, OpenEnd):
+                end.close()
+        request.reply(NOTHING)
 
     def _fail(self, request: Request[protocol.Fail]) -> None:
         self._queue_end(request).queue.fail(request.meta.error)
+        request.reply(NOTHING)
 
     def _stale(self, request: Request[protocol.End]) -> None:
         self._queue_end(request).queue.stale += 1

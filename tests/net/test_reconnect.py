@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlinf_async.channels import Channel, ConnectionLost, HandshakeFailed, Receiver
+from rlinf_async.channels import Channel, ChannelFailed, ConnectionLost, HandshakeFailed, Receiver
 from rlinf_async.channels.wire import Router, connect
 from rlinf_async.channels.wire.session.auth import Handshake, Terms
 from rlinf_async.testing import wait_all_blocked
@@ -21,6 +21,7 @@ from tests.net.kit import Far, far, small_talk
 def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who closes while it is cut, or is to see an end, has the time of a busy machine for it."""
     monkeypatch.setattr("rlinf_async.channels.wire.session.streams.GRACE_SECONDS", PATIENCE)
+    monkeypatch.setattr("rlinf_async.channels.wire.session.linger.GRACE_SECONDS", PATIENCE)
 
 
 async def cut(one: Far) -> None:
@@ -240,6 +241,29 @@ async def test_what_was_said_before_a_connection_closed_while_it_was_cut_arrives
         assert await one.owner.lost.get() == ("worker", "worker closed it: it has done its work")
         channel.sender.close()
         assert [number async for number in channel.receiver] == [1]
+
+
+@pytest.mark.usefixtures("long_grace")
+@pytest.mark.parametrize("fails", [False, True])
+async def test_an_end_that_is_closed_in_the_moment_of_a_cut_is_closed(fails: bool) -> None:
+    channel = Channel(int, name="numbers")
+    async with far() as one:
+        sender = one.owner.sender(channel, one.connection)
+        await sender.put(1)
+        await sender.flush()
+        one.net.cut_all()  # this side does not know yet
+        if fails:
+            sender.fail(ValueError("a test"))
+        sender.close()
+        one.connection.close()
+        await one.connection.wait_closed()
+        channel.sender.close()
+        async with asyncio.timeout(PATIENCE):
+            if fails:
+                with pytest.raises(ChannelFailed, match="a test"):
+                    await channel.receiver.get_batch(weight=2)
+            else:
+                assert [number async for number in channel.receiver] == [1]
 
 
 @pytest.mark.usefixtures("long_grace")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Self
 
 from rlinf_async.channels.encoded import PIECE_BYTES, Encoded
@@ -19,8 +18,7 @@ from rlinf_async.channels.wire.links.protocol import RetainedPayload
 from rlinf_async.channels.wire.links.transfers import Transfers
 from rlinf_async.channels.wire.memory.pool import copy_in_turns
 from rlinf_async.channels.wire.session.answers import PeerRequests, Request
-from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
-from rlinf_async.channels.wire.session.progress import PROGRESS_BYTES, ProgressTimer
+from rlinf_async.channels.wire.session.linger import Linger
 
 if TYPE_CHECKING:
     from rlinf_async.channels.wire.direct.direct import Direct
@@ -38,11 +36,14 @@ class RetainedPayloads:
         self._direct = direct
         self._numbers: set[int] = set()
         self._copied = 0
-        self._then: Callable[[], None] | None = None
-        self._timer: ProgressTimer | None = None
-        Transfers.of(connection)  # it lingers first
-        self._linger_before = connection.linger
-        connection.linger = self._linger
+        Transfers.of(connection)  # closing waits for its items first
+        self._linger = Linger(
+            connection,
+            lambda: len(self._numbers),
+            lambda: connection.notify("payload.leave", TakeOver()),
+            "items were not taken over",
+        )
+        connection.add_linger(self._linger)
         PeerRequests.of(connection).own.add_sync("payload.fetch", Fetch, direct.answer)
         PeerRequests.of(connection).own.add_sync("payload.release", Release, self._released)
         connection.on_close(self._lost)
@@ -105,34 +106,11 @@ class RetainedPayloads:
             if number in self._numbers:
                 self._numbers.discard(number)
                 self._direct.release(number)
-        if not self._numbers and self._then is not None:
-            then, self._then = self._then, None
-            if self._timer is not None:
-                self._timer.cancel()
-            asyncio.get_running_loop().call_soon(then)
-
-    def _linger(self, then: Callable[[], None]) -> bool:
-        """Whether closing must wait until the owner has taken over what is retained; ``then`` is
-        called when it has."""
-        if self._linger_before is not None and self._linger_before(then):
-            return True
         if not self._numbers:
-            return False
-        if self._then is None:
-            self._then = then
-            self._connection.notify("payload.leave", TakeOver())
-            self._timer = ProgressTimer(GRACE_SECONDS, self._progress, self._give_up)
-        return True
-
-    def _progress(self) -> tuple[int, int]:
-        return len(self._numbers), self._connection.sent_bytes // PROGRESS_BYTES
-
-    def _give_up(self, progress: tuple[int, int]) -> None:
-        self._connection.abort(f"{progress[0]} items were not taken over")
+            self._linger.settled()
 
     def _lost(self, connection: Connection, reason: str) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._linger.stop()
         if self._numbers:
             log.error(
                 "the arrays of %d items that nobody had fetched are lost with the connection to "

@@ -12,6 +12,7 @@ from rlinf_async.channels.itemtypes import check_item, item_class
 from rlinf_async.channels.round_trip import round_trip_check
 from rlinf_async.channels.wire.direct.direct import Direct
 from rlinf_async.channels.wire.items.item_codec import ItemCodec
+from rlinf_async.channels.wire.links.confirmed_notices import ConfirmedNotices
 from rlinf_async.channels.wire.links.protocol import End, EndRef
 from rlinf_async.channels.wire.links.receiver_links import ReceiverLinks
 from rlinf_async.channels.wire.session.connection import Connection
@@ -48,7 +49,7 @@ class Wire:
         if not self.connection.closed:
             if (links := self.connection.attached(ReceiverLinks)) is not None:
                 links.close(end)
-            self.connection.notify("channel.close", End(end))
+            ConfirmedNotices.of(self.connection).send("channel.close", End(end))
 
     def encode(self, item: object) -> Encoded:
         """The item as it travels.

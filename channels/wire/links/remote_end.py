@@ -12,6 +12,7 @@ from rlinf_async.channels.itemtypes import check_key_and_weight
 from rlinf_async.channels.statistics import KeyState, Statistics
 from rlinf_async.channels.waitfor import current_party
 from rlinf_async.channels.wire.links import protocol
+from rlinf_async.channels.wire.links.confirmed_notices import ConfirmedNotices
 from rlinf_async.channels.wire.links.remote_channel import Wire
 
 _clone_numbers = count(1)
@@ -97,6 +98,4 @@ class RemoteEnd(WireEnd):
         )
 
     def _tell(self, kind: str, meta: Any) -> None:
-        """Say it in the order of what was said before; to a lost owner there is nothing to say."""
-        if not self._wire.connection.closed:
-            self._wire.connection.notify(kind, meta)
+        ConfirmedNotices.of(self._wire.connection).send(kind, meta)

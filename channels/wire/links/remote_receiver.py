@@ -191,4 +191,5 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
         self._links.settle([delivery], Outcome.FAILED, error_text(error))
 
     def _count_stale(self) -> None:
-        self._tell("channel.stale", protocol.End(self._number))
+        if not self._wire.connection.closed:
+            self._wire.connection.notify("channel.stale", protocol.End(self._number))

@@ -21,11 +21,9 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
 from weakref import WeakValueDictionary
 
@@ -48,8 +46,7 @@ from rlinf_async.channels.wire.links.protocol import (
 from rlinf_async.channels.wire.links.split_transfer import FAR_ARRAYS_BYTES
 from rlinf_async.channels.wire.session.answers import PeerRequests, Request
 from rlinf_async.channels.wire.session.failures import rebuild
-from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
-from rlinf_async.channels.wire.session.progress import PROGRESS_BYTES, ProgressTimer
+from rlinf_async.channels.wire.session.linger import Linger
 from rlinf_async.channels.wire.session.requests import head_of
 
 if TYPE_CHECKING:
@@ -97,7 +94,6 @@ class Transfers:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._outbox = connection.outbox
-        self._loop = asyncio.get_running_loop()
         self.accounts = Accounts(connection)
         self.turn_due = False
         """whether so much was collected that it should be sent"""
@@ -113,10 +109,9 @@ class Transfers:
         self._unconfirmed_bytes = 0
         self._most = MAX_UNCONFIRMED
         self._far = False
-        self._then: Callable[[], None] | None = None
-        self._grace: ProgressTimer | None = None
+        self._linger = Linger(connection, self._open_items, self._hurry, "items were not confirmed")
         PeerRequests.of(connection).own.add_sync("credit.grant", Grant, self._granted)
-        connection.linger = self._linger
+        connection.add_linger(self._linger)
         connection.on_close(self._lost, first=True)
 
     @classmethod
@@ -257,7 +252,7 @@ class Transfers:
             self._unconfirmed_bytes -= frame.size
         if not self._unconfirmed and not self._data:
             _open.discard(self)
-            self._settled()
+            self._linger.settled()
 
     def _refused(self, refused: Refused) -> None:
         error = rebuild(refused.error)
@@ -275,36 +270,15 @@ class Transfers:
 
     # ---- the end
 
-    def _linger(self, then: Callable[[], None]) -> bool:
-        """Whether closing must wait for what is not confirmed; then ``then`` does it."""
-        if not (self._data or self._unconfirmed):
-            return False
-        if self._then is None:
-            self._then = then
-            self._grace = ProgressTimer(GRACE_SECONDS, self._progress, self._give_up)
-            self._send()
-            self._connection.notify("channel.flush", Flush())
-        return True
-
-    def _settled(self) -> None:
-        then, self._then = self._then, None
-        if then is not None:
-            if self._grace is not None:
-                self._grace.cancel()
-            self._loop.call_soon(then)
-
-    def _progress(self) -> tuple[int, int]:
-        return self._open_items(), self._connection.sent_bytes // PROGRESS_BYTES
-
-    def _give_up(self, progress: tuple[int, int]) -> None:
-        self._connection.abort(f"{progress[0]} items were not confirmed when it was closed")
+    def _hurry(self) -> None:
+        self._send()
+        self._connection.notify("channel.flush", Flush())
 
     def _open_items(self) -> int:
         return len(self._data) + sum(frame.items for frame in self._unconfirmed)
 
     def _lost(self, connection: Connection, reason: str) -> None:
-        if self._grace is not None:
-            self._grace.cancel()
+        self._linger.stop()
         self.accounts.close()
         by_end: Counter[int] = Counter()
         for frame in self._unconfirmed:

@@ -37,6 +37,7 @@ from rlinf_async.channels.wire.memory.shared_memory import MemoryUse, Sharing
 from rlinf_async.channels.wire.session import distance
 from rlinf_async.channels.wire.session.failures import UNREADABLE
 from rlinf_async.channels.wire.session.heartbeat import Heartbeat
+from rlinf_async.channels.wire.session.linger import Linger
 from rlinf_async.channels.wire.session.outbox import Outbox
 from rlinf_async.channels.wire.session.reconnect import Reconnection
 from rlinf_async.channels.wire.session.requests import (
@@ -118,8 +119,7 @@ class Connection:
         self._outbox.new_share = self._sharing.new_share
         self._on_close: list[Closed] = []
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self.linger: Callable[[Callable[[], None]], bool] | None = None
-        """whether closing must wait; if so, its argument is called as soon as it need not"""
+        self._lingers: list[Linger] = []
         self._attached: dict[type, Any] = {}
         self._peer_requests = answering(self)
         self._handlers = self._message_handlers()
@@ -321,6 +321,10 @@ class Connection:
         they will travel by it."""
         return self._sharing.prepare(body)
 
+    def add_linger(self, linger: Linger) -> None:
+        """Let `close` wait for this, after those that were added before."""
+        self._lingers.append(linger)
+
     def on_close(self, callback: Closed, *, first: bool = False) -> None:
         """Call this once, with the reason, when the connection is closed or lost.
 
@@ -335,11 +339,11 @@ class Connection:
         """Send what waits to be sent, tell the peer, and close.
 
         A peer that takes nothing for `GRACE_SECONDS` is cut off. Where something must be confirmed
-        first (`linger`), the peer has so long for that, too; and so long to come back where the
+        first (`add_linger`), the peer has so long for that, too; and so long to come back where the
         connection is cut just now.
         """
         again = partial(self.close, reason)
-        if self.closed or (self.linger is not None and self.linger(again)):
+        if self.closed or any(linger.must_wait(again) for linger in self._lingers):
             return
         if self.streams.when_resumed(again):
             return
