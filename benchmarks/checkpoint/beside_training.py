@@ -15,13 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlinf_async.backends.fsdp.language.config import (
-    LanguageFSDPConfig,
-    LanguageModelConfig,
-    LanguageTrainerConfig,
-)
+from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.language import MicroBatch
+from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.messages.language import TrainingSample
 
 CHECKPOINTS = 5

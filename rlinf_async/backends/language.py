@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens, TrainingSample
 from rlinf_async.messages.weights import Allocate, WeightUpdate
+from rlinf_async.parallel import DataRank
 
 
 class EngineDied(RuntimeError):
@@ -112,6 +113,8 @@ class MicroBatch(NamedTuple):
     samples: Sequence[TrainingSample]
     is_last: bool
     """last of its global batch: sharded gradients are then reduced over the ranks"""
+    of: int | None = None
+    """micro-batches of its global batch, where that is known before the last one arrives"""
 
 
 class LanguageTrainer(Protocol):
@@ -123,6 +126,11 @@ class LanguageTrainer(Protocol):
     @property
     def version(self) -> int:
         """The number of trained iterations, or the version that `load` loaded."""
+        ...
+
+    @property
+    def data_rank(self) -> DataRank:
+        """Which samples this rank trains on."""
         ...
 
     def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
@@ -150,9 +158,10 @@ class LanguageTrainer(Protocol):
         """Make one optimizer step from the micro-batches of one global batch. Collective.
 
         The iterable may block until the next micro-batch arrives; it has the same length on every
-        rank. Gradients do not depend on how the samples are divided into micro-batches.
-        Metrics are those of the global batch, equal on every rank. Raises `TrainingDiverged` for a
-        loss that is not finite; a gradient that is not skips the step (``skipped`` is then 1).
+        data rank, and is empty on ranks that do not read (`DataRank.is_io`). Gradients do not
+        depend on how the samples are divided into micro-batches. Metrics are those of the global
+        batch, equal on every rank. Raises `TrainingDiverged` for a loss that is not finite; a
+        gradient that is not skips the step (``skipped`` is then 1).
         """
         ...
 

@@ -8,6 +8,7 @@
 See ``docs/resharding.md``.
 """
 
+from rlinf_async.parallel.data_rank import DataRank
 from rlinf_async.parallel.errors import (
     ModelMismatch,
     NotHeld,
@@ -40,6 +41,7 @@ __all__ = [
     "FSDP2",
     "Buffer",
     "Column",
+    "DataRank",
     "DistributedOptimizer",
     "GlobalTensor",
     "GroupedHeads",

@@ -13,13 +13,9 @@ import torch
 
 from rlinf_async.algorithms.config import AdvantageConfig
 from rlinf_async.backends.base import PolicyOutputError
-from rlinf_async.backends.fsdp.config import (
-    EmbodiedTrainerConfig,
-    FSDPConfig,
-    OptimizerConfig,
-    PPOConfig,
-)
+from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, FSDPConfig, PPOConfig
 from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
+from rlinf_async.backends.optimizer_config import OptimizerConfig
 from rlinf_async.backends.policies.base import Policy
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.serving import PolicyServer

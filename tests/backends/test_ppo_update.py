@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlinf_async.algorithms.config import LossConfig
 from rlinf_async.backends.base import TrainingDiverged
-from rlinf_async.backends.fsdp.config import FSDPConfig, OptimizerConfig, PPOConfig
+from rlinf_async.backends.fsdp.config import FSDPConfig, PPOConfig
 from rlinf_async.backends.fsdp.fused_ppo import FusedPpo
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.minibatch import FlatBatch
@@ -21,6 +21,7 @@ from rlinf_async.backends.fsdp.ppo_update import (
     ppo_epochs,
     standardized,
 )
+from rlinf_async.backends.optimizer_config import OptimizerConfig
 from rlinf_async.backends.policies.config import PolicyConfig
 from tests.backends.fsdp_helpers import POLICY, samples, set_up
 

@@ -71,16 +71,19 @@ class Iteration:
         self._worker, self._trainer = worker, trainer
         self._sizes, self._epochs = sizes, epochs
         self._number = trainer.version
+        self._data = trainer.data_rank
         self.arrived = ArrivalStatistics(trainer.version, max_staleness)
 
     async def collect(self, groups: Receiver[SampleGroup]) -> list[SampleGroup]:
-        """Receive this rank's whole share, in the order of arrival."""
+        """Receive this rank's share, in the order of arrival; nothing where another rank does."""
+        if not self._data.is_io:
+            return []
         began = asyncio.get_running_loop().time()
         collected: list[SampleGroup] = []
         missing = self._sizes.total_batch_size
         with self._worker.span(WAIT, iteration=self._number):
             while missing > 0:
-                collected.append(await groups.get(key=self._worker.rank))
+                collected.append(await groups.get(key=self._data.rank))
                 missing -= len(collected[-1].samples)
         self.arrived.wait_seconds += asyncio.get_running_loop().time() - began
         return collected
@@ -91,13 +94,16 @@ class Iteration:
         In the order of the groups' numbers: which of them make one optimizer step does not depend
         on which came first.
         """
+        if not self._data.is_io:
+            return await self._train(None, arriving=False)
         ordered = sorted(collected, key=lambda group: group.group)
         receiver = _channel_of(ordered, f"{self._worker.name} collected").receiver
         return await self._train(self._batches(receiver), arriving=False)
 
     async def train_arriving(self, groups: Receiver[SampleGroup]) -> LanguageTrainReport:
         """Train on this rank's share while it arrives."""
-        return await self._train(self._batches(groups, key=self._worker.rank), arriving=True)
+        batches = self._batches(groups, key=self._data.rank) if self._data.is_io else None
+        return await self._train(batches, arriving=True)
 
     async def skip(self, collected: Sequence[SampleGroup]) -> LanguageTrainReport:
         """Count the version up, without training."""
@@ -106,8 +112,8 @@ class Iteration:
         await self._worker.compute(self._trainer.end_iteration)
         return self.report([], seconds=0.0)
 
-    async def _train(self, batches: Batches, *, arriving: bool) -> LanguageTrainReport:
-        """Train; ``arriving``: on samples that are still to come."""
+    async def _train(self, batches: Batches | None, *, arriving: bool) -> LanguageTrainReport:
+        """Train; ``arriving``: on samples that are still to come. None: another rank reads them."""
         loop = asyncio.get_running_loop()
         training = MergedSpan(self._worker.span, "train", iteration=self._number)
         began = loop.time()
@@ -121,17 +127,20 @@ class Iteration:
 
         with training.piece():
             steps = await self._epoch(batches, waiting if arriving else nullcontext)
-            kept = batches.get_all_batches() if self._epochs > 1 else None
+            kept = batches.get_all_batches() if batches is not None and self._epochs > 1 else None
             for epoch in range(1, self._epochs):
-                if kept is None or _is_spent(steps[-self._sizes.num_global_batches :]):
+                if _is_spent(steps[-self._sizes.num_global_batches :]):
                     break
-                steps += await self._epoch(self._shuffled(kept, epoch), nullcontext)
+                again = None if kept is None else self._shuffled(kept, epoch)
+                steps += await self._epoch(again, nullcontext)
             self._check_learnt(steps)
             await self._worker.compute(self._trainer.end_iteration)
         return self.report(steps, seconds=loop.time() - began)
 
-    async def _epoch(self, batches: Batches, waiting: Waiting) -> list[Mapping[str, float]]:
+    async def _epoch(self, batches: Batches | None, waiting: Waiting) -> list[Mapping[str, float]]:
         """Go through the share once; return the metrics of its optimizer steps."""
+        if batches is None:
+            return await self._worker.compute(self._steps_of_others)
         view = batches.blocking(asyncio.get_running_loop())
         try:
             return await self._worker.compute(self._steps, batches, view, waiting)
@@ -146,7 +155,7 @@ class Iteration:
         """Make the optimizer steps of one epoch. Runs in the compute thread."""
         steps = []
         for _ in range(self._sizes.num_global_batches):
-            arriving = _micro_batches(batches, view, waiting)
+            arriving = _micro_batches(batches, view, waiting, self._sizes)
             steps.append(self._trainer.training_step(arriving))
         if batches.queued_samples:
             raise RuntimeError(
@@ -155,6 +164,10 @@ class Iteration:
                 "between two iterations; make the share a multiple of their size"
             )
         return steps
+
+    def _steps_of_others(self) -> list[Mapping[str, float]]:
+        """Take part in the optimizer steps of one epoch, whose samples another rank reads."""
+        return [self._trainer.training_step(()) for _ in range(self._sizes.num_global_batches)]
 
     def _batches(self, receiver: Receiver[SampleGroup], key: int | None = None) -> Batches:
         trainer = self._trainer
@@ -185,9 +198,9 @@ class Iteration:
     def _shuffled(self, batch: SampleGroup, epoch: int) -> Batches:
         """Return the same samples, with their advantages, in a random order.
 
-        It depends on version, epoch and rank alone.
+        It depends on version, epoch and data rank alone.
         """
-        seed = (self._trainer.version, epoch, self._worker.rank)
+        seed = (self._trainer.version, epoch, self._data.rank)
         order = np.random.default_rng(seed).permutation(len(batch.samples))
         shuffled = msgspec.structs.replace(batch, samples=[batch.samples[at] for at in order])
         return BatchResizingIterator(
@@ -274,12 +287,14 @@ def _channel_of(groups: Sequence[SampleGroup], name: str) -> Channel[SampleGroup
 
 
 def _micro_batches(
-    batches: Batches, view: BlockingBatches[SampleGroup], waiting: Waiting
+    batches: Batches, view: BlockingBatches[SampleGroup], waiting: Waiting, sizes: BatchSizes
 ) -> Iterator[MicroBatch]:
+    size = sizes.micro_batch_size
+    count = None if size is None else sizes.global_batch_size // size
     last = False
     micro_batches = view.global_batch()
     while not last:
         with waiting():
             micro_batch = next(micro_batches)
         last = batches.finished_global_batch
-        yield MicroBatch(micro_batch.samples, last)
+        yield MicroBatch(micro_batch.samples, last, count)

@@ -61,6 +61,11 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
 
         return load_language_trainer(self._backend_name)(self._config, self.world_size, self.rank)
 
+    async def setup(self) -> None:
+        """Build the model; then it is known which ranks train on the same samples."""
+        await super().setup()
+        self.take_share(self._trainer.data_rank.size)
+
     # -- training -----------------------------------------------------------------------------
 
     async def run_training(self, input_channel: Receiver[SampleGroup]) -> LanguageTrainReport:
@@ -124,7 +129,7 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
                 await self.compute(self.rescalable().skip_iteration)
                 report = iteration.report([], seconds=0.0)
             await self.scheduler_scale_sync()
-            report.ranks = self.active_world_size
+            report.ranks = self._trainer.data_rank.size
             return report
 
     def compute_advantages_and_returns(self, batch: SampleGroup) -> SampleGroup:

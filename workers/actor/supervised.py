@@ -46,8 +46,8 @@ class SupervisedWorker(Worker):
 
     def _begin(self, examples: list[tuple[Tokens, Tokens]]) -> tuple[Any, Iterator[float]]:
         """The trainer, and its steps, which are taken one by one."""
-        from rlinf_async.backends.fsdp.language.supervised import Example, supervised_steps
         from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
+        from rlinf_async.backends.language_training.supervised import Example, supervised_steps
 
         trainer = PolicyTrainer(self._config, self.world_size, self.rank)
         return trainer, supervised_steps(trainer, [Example(*one) for one in examples], self._phase)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from torch import Tensor, nn
 
-from rlinf_async.backends.fsdp.config import OptimizerConfig, SchedulerConfig
+from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
 
 FSDP1_PREFIX = "_fsdp_wrapped_module."
 

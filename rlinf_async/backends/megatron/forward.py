@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlinf_async.backends.fsdp.language.head import TokenStatistics
-from rlinf_async.backends.fsdp.language.packing import Packed
+from rlinf_async.backends.language_training.packing import Packed
+from rlinf_async.backends.language_training.token_statistics import TokenStatistics
 from rlinf_async.backends.megatron.grid import Grid
 from rlinf_async.backends.megatron.library import of_megatron
 from rlinf_async.backends.megatron.statistics import vocabulary_statistics

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rlinf_async.backends.fsdp.config import OptimizerConfig
 from rlinf_async.backends.megatron.grid import Grid
 from rlinf_async.backends.megatron.library import of_megatron
+from rlinf_async.backends.optimizer_config import OptimizerConfig
 
 
 class Sharding(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlinf_async.backends.fsdp.language.head import TokenStatistics
+from rlinf_async.backends.language_training.token_statistics import TokenStatistics
 
 
 def vocabulary_statistics(

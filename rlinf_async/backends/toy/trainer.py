@@ -20,6 +20,7 @@ from rlinf_async.backends.toy.responses import token_log_probs
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.messages.weights import Allocate, TensorSlot, WeightBucket, WeightUpdate
+from rlinf_async.parallel import DataRank
 
 
 class ToyTrainer:
@@ -37,6 +38,11 @@ class ToyTrainer:
     def version(self) -> int:
         """Number of iterations that were trained."""
         return self._version
+
+    @property
+    def data_rank(self) -> DataRank:
+        """There is one rank."""
+        return DataRank(0, 1)
 
     def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return the samples with their reward as the advantage of every token."""

@@ -1,39 +1,13 @@
-"""Settings of the trainer of a language model. No torch."""
+"""Settings of the FSDP trainer of a language model. No torch."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-import msgspec
-
-from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
-from rlinf_async.backends.fsdp.config import OptimizerConfig, ShardingConfig
-from rlinf_async.messages.weights import DEFAULT_BUCKET_BYTES
-
-
-class LanguageModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which model. Exactly one of ``path`` and ``config`` is given."""
-
-    path: str | None = None
-    """folder of a Hugging Face model: ``config.json``, and weights unless ``random``"""
-    config: dict[str, Any] = {}
-    """a Hugging Face configuration with its ``model_type``; weights are then random"""
-    random: bool = False
-    """draw new weights (from the trainer's seed) though the folder may have some"""
-    activation_checkpointing: bool = False
-    """compute each layer again in the backward pass instead of keeping what it computed"""
-
-    def __post_init__(self) -> None:
-        if (self.path is None) == (not self.config):
-            given = "neither was" if self.path is None else "both were"
-            raise ValueError(
-                "give either path (a folder with config.json) or config (a table with "
-                f"model_type): {given} given"
-            )
-        if self.config and "model_type" not in self.config:
-            raise ValueError(
-                "config has no model_type; name an architecture of transformers, such as 'qwen3'"
-            )
+from rlinf_async.backends.fsdp.config import ShardingConfig
+from rlinf_async.backends.language_training.config import (
+    LanguageModelConfig,
+    LanguageTrainingConfig,
+)
+from rlinf_async.backends.optimizer_config import OptimizerConfig
 
 
 class LanguageFSDPConfig(ShardingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,51 +25,9 @@ class LanguageFSDPConfig(ShardingConfig, frozen=True, kw_only=True, forbid_unkno
             )
 
 
-class LanguageTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A language actor or critic: its model, its advantages, its loss."""
+class LanguageTrainerConfig(
+    LanguageTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """A language actor or critic that FSDP shards: its model, its advantages, its loss."""
 
     fsdp: LanguageFSDPConfig
-    advantage: LanguageAdvantageConfig = LanguageAdvantageConfig()
-    loss: LanguageLossConfig = LanguageLossConfig()
-    value_clip: float | None = None
-    """critic: new values are held this near to the old ones"""
-    reference: bool = False
-    """keep the first weights on the CPU, for reference log-probs"""
-    skip_silent: bool = True
-    """spare samples whose gradient is exactly 0 (all advantages 0, no KL, no entropy bonus) the
-    forward pass; metrics are then means over the others"""
-    max_tokens_per_forward: int = 16_384
-    """of a forward pass without gradients: `log_probs`, `values`"""
-    logit_chunk_bytes: int = 256 * 1024 * 1024
-    """of logits at a time; more are computed in pieces, and again in the backward pass"""
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    """of the published weights"""
-    publish_precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """of the published weights: what the engines compute in"""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("max_tokens_per_forward", "logit_chunk_bytes", "bucket_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.value_clip is not None and not self.value_clip > 0.0:
-            raise ValueError(f"value_clip is {self.value_clip}; it must be above 0, or left out")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; it must be at least 0")
-
-
-class SupervisedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A supervised phase. The learning rate is the trainer's."""
-
-    steps: int
-    batch_size: int = 64
-    """examples of one optimizer step, over all ranks"""
-    micro_batch_size: int | None = None
-    """examples of one forward and backward pass; a rank's whole share when left out"""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "micro_batch_size"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise ValueError(f"{name} is {number}; it must be at least 1")

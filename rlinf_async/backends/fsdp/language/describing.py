@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from rlinf_async.backends.fsdp.language.config import LanguageModelConfig
+from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.data.tokenizer import FILES as TOKENIZER_FILES
 
 CONFIG = "config.json"

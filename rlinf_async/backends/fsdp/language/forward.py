@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlinf_async.backends.fsdp import ranks
-from rlinf_async.backends.fsdp.language.packing import (
+from rlinf_async.backends.fsdp.manager import FSDPModelManager
+from rlinf_async.backends.fsdp.sharding import reshard
+from rlinf_async.backends.language_training.packing import (
     Packed,
     by_tokens,
     pack_samples,
     whole_response,
 )
-from rlinf_async.backends.fsdp.manager import FSDPModelManager
-from rlinf_async.backends.fsdp.sharding import reshard
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 

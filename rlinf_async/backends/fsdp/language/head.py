@@ -12,20 +12,15 @@ and again in the backward pass, so that memory does not grow with tokens x vocab
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlinf_async.backends.language_training.token_statistics import TokenStatistics
+
 FLOAT_BYTES = 4
-
-
-class TokenStatistics(NamedTuple):
-    """Both ``[N]``, float32."""
-
-    log_prob: Tensor
-    entropy: Tensor
 
 
 def token_statistics(

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from rlinf_async.backends.families import UnsupportedModel, supported_families
-from rlinf_async.backends.fsdp.language.head import TokenStatistics, token_statistics
-from rlinf_async.backends.fsdp.language.packing import Packed
+from rlinf_async.backends.fsdp.language.head import token_statistics
+from rlinf_async.backends.language_training.packing import Packed
+from rlinf_async.backends.language_training.token_statistics import TokenStatistics
 from rlinf_async.backends.transformers.tensors import ModelTensors
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -11,9 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rlinf_async.algorithms.language.advantages import (
@@ -22,9 +19,7 @@ from rlinf_async.algorithms.language.advantages import (
     compute_group_advantages,
     whitened,
 )
-from rlinf_async.algorithms.language.aggregation import share_of
 from rlinf_async.algorithms.language.config import LanguageLossConfig
-from rlinf_async.algorithms.language.losses import TokenLossInputs, token_loss
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.building import building
 from rlinf_async.backends.fsdp import ranks
@@ -32,43 +27,46 @@ from rlinf_async.backends.fsdp.errors import FSDPError
 from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.describing import add_missing_files, describing_files
 from rlinf_async.backends.fsdp.language.forward import largest, token_answers
-from rlinf_async.backends.fsdp.language.head import TokenStatistics
 from rlinf_async.backends.fsdp.language.model import build_language_model, without_progress_bars
 from rlinf_async.backends.fsdp.language.network import (
     PolicyNetwork,
     ValueNetwork,
     check_same_as_transformers,
 )
-from rlinf_async.backends.fsdp.language.packing import Packed, pack_samples
 from rlinf_async.backends.fsdp.language.publishing import (
     hugging_face_state,
     load_hugging_face_state,
 )
 from rlinf_async.backends.fsdp.language.reference import REFERENCE, KeptWeights
 from rlinf_async.backends.fsdp.language.sharded_publishing import publish_shards
-from rlinf_async.backends.fsdp.language.step import NothingToDo, Part, optimizer_step
+from rlinf_async.backends.fsdp.language.step import optimizer_step
 from rlinf_async.backends.fsdp.manager import DTYPES, FSDPModelManager
 from rlinf_async.backends.fsdp.rescale import rescale
 from rlinf_async.backends.fsdp.sharding import unwrapped
 from rlinf_async.backends.language import MicroBatch
+from rlinf_async.backends.language_training.objective import (
+    SUPERVISED,
+    PolicyObjective,
+    ValueObjective,
+)
+from rlinf_async.backends.language_training.packing import Packed
+from rlinf_async.backends.language_training.token_statistics import TokenStatistics
+from rlinf_async.backends.language_training.totals import NothingToDo, Part
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.messages.weights import Allocate, WeightUpdate
+from rlinf_async.parallel import DataRank
 from rlinf_async.weights import pack
 
-SUPERVISED = LanguageLossConfig(name="supervised")
 
-SILENT_AT_ZERO = frozenset({"ppo", "gspo", "reinforce"})
-"""losses without a gradient where the advantage is 0"""
-
-
-class LanguageTrainerBase(ABC):
+class LanguageTrainerBase:
     """What a policy and a critic have in common. torch.distributed is up on several ranks."""
 
     critic = False
 
     def __init__(self, config: LanguageTrainerConfig, world_size: int, rank: int) -> None:
         self.config = config
+        self.objective = (ValueObjective if self.critic else PolicyObjective)(config)
         self.manager = FSDPModelManager(config.fsdp, world_size, rank, self._build_network)
         self.manager.setup_model_and_optimizer()
         self.manager.model_files = describing_files(config.fsdp.model, self.language)
@@ -98,6 +96,11 @@ class LanguageTrainerBase(ABC):
         """Number of iterations that were trained, or the version that `load` took."""
         return self._version
 
+    @property
+    def data_rank(self) -> DataRank:
+        """Every rank that trains has samples of its own."""
+        return DataRank(self.manager.rank, self.manager.world_size, self.manager.active)
+
     def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return the samples of whole groups with advantages and returns, never normalised."""
         return compute_group_advantages(samples, self.config.advantage)
@@ -124,15 +127,25 @@ class LanguageTrainerBase(ABC):
         """Make one optimizer step; see `step.optimizer_step`. Collective."""
         return optimizer_step(self.manager, micro_batches, self._part)
 
-    @abstractmethod
-    def _part(self, micro_batch: MicroBatch) -> Part | NothingToDo:
+    def _part(
+        self, micro_batch: MicroBatch, loss: LanguageLossConfig | None = None
+    ) -> Part | NothingToDo:
         """Return the loss of one micro-batch, which `training_step` adds up."""
+        manager = self.manager
+        forward = self.objective.prepare(
+            micro_batch.samples, manager.device, loss=loss, always=manager.world_size > 1
+        )
+        if isinstance(forward, NothingToDo):
+            return forward
+        with manager.autocast():
+            found = manager.model(forward.packed)
+        return forward.answer(found)
 
     def end_iteration(self) -> None:
         """Count the version up."""
         self._version += 1
 
-    def check_ranks(self, world_size: int) -> None:  # noqa: B027  # no limit
+    def check_ranks(self, world_size: int) -> None:  # no limit
         """Accept any number of ranks: `LanguageBatches` has the sizes that must divide."""
 
     def skip_iteration(self) -> None:
@@ -187,25 +200,6 @@ class LanguageTrainerBase(ABC):
         self._version = extras[0]["version"]
         return [extra["extra"] for extra in extras]
 
-    def _whole_batch(
-        self,
-        samples: Sequence[TrainingSample],
-        silent: Sequence[bool],
-        config: LanguageLossConfig,
-    ) -> tuple[list[TrainingSample], float]:
-        """Return the samples that go through the model, and the units of all."""
-        masks = [trained_tokens(sample) for sample in samples]
-        units = sum(share_of(int(mask.sum()), config.aggregation).units for mask in masks)
-        forwarded = [
-            sample
-            for sample, mask, quiet in zip(samples, masks, silent, strict=True)
-            if mask.any() and not quiet
-        ]
-        if not forwarded and self.manager.world_size > 1:
-            # Every rank takes part in every forward and backward pass, be it for no gradient.
-            forwarded = [samples[0]]
-        return forwarded, units
-
 
 class PolicyTrainer(LanguageTrainerBase):
     """A `LanguageTrainer`: policy-gradient losses over packed samples, for one rank of an actor."""
@@ -221,79 +215,6 @@ class PolicyTrainer(LanguageTrainerBase):
     def supervised_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
         """Make one optimizer step on the cross-entropy of the responses. Collective."""
         return optimizer_step(self.manager, micro_batches, partial(self._part, loss=SUPERVISED))
-
-    def _part(
-        self, micro_batch: MicroBatch, loss: LanguageLossConfig | None = None
-    ) -> Part | NothingToDo:
-        samples, config = micro_batch.samples, loss or self.config.loss
-        self._check_ready(samples)
-        silent = [self._silent(one, config) for one in samples]
-        forwarded, units = self._whole_batch(samples, silent, config)
-        if not forwarded:
-            return NothingToDo(units)
-        masks = [trained_tokens(sample) for sample in forwarded]
-        packed = pack_samples(forwarded, masks, self.manager.device)
-        with self.manager.autocast():
-            now: TokenStatistics = self.manager.model(packed)
-        found = token_loss(self._inputs(forwarded, masks, now, config), config)
-        total = (found.loss * token_weights(masks, config, found.loss.device)).sum()
-        metrics = {name: numbers.sum() for name, numbers in found.metrics.items()}
-        return Part(total, units, len(packed.rows), metrics)
-
-    def _inputs(
-        self,
-        samples: Sequence[TrainingSample],
-        masks: Sequence[NDArray[np.bool_]],
-        now: TokenStatistics,
-        config: LanguageLossConfig,
-    ) -> TokenLossInputs:
-        def column(name: str, fallback: str | None = None) -> Tensor:
-            parts = []
-            for sample, mask in zip(samples, masks, strict=True):
-                found = getattr(sample, name)
-                if found is None and fallback is not None:
-                    found = getattr(sample, fallback)
-                assert found is not None, name  # checked before, or asked for only where it is
-                parts.append(found[mask])
-            return torch.from_numpy(np.concatenate(parts)).to(self.manager.device)
-
-        behaviour = column("log_prob")
-        proximal = {
-            "auto": lambda: column("prev_log_prob", "log_prob"),
-            "behaviour": lambda: behaviour,
-            "current": lambda: now.log_prob.detach(),
-        }[config.proximal]()
-        with_reference = all(sample.ref_log_prob is not None for sample in samples)
-        counts = torch.tensor([int(mask.sum()) for mask in masks])
-        return TokenLossInputs(
-            log_prob=now.log_prob,
-            entropy=now.entropy,
-            proximal_log_prob=proximal,
-            behaviour_log_prob=behaviour,
-            ref_log_prob=column("ref_log_prob") if with_reference else None,
-            advantage=column("advantage"),
-            sample=torch.repeat_interleave(counts).to(self.manager.device),
-            samples=len(samples),
-        )
-
-    def _silent(self, sample: TrainingSample, loss: LanguageLossConfig) -> bool:
-        quiet = loss.name in SILENT_AT_ZERO and not (
-            loss.kl_coefficient or loss.entropy_coefficient
-        )
-        return (
-            self.config.skip_silent
-            and quiet
-            and sample.advantage is not None
-            and not sample.advantage.any()
-        )
-
-    def _check_ready(self, samples: Sequence[TrainingSample]) -> None:
-        for sample in samples:
-            if sample.advantage is None:
-                raise ValueError(
-                    f"sample {sample.group}/{sample.index} has no advantage: call "
-                    "compute_advantages() on its group first"
-                )
 
     def log_probs(
         self, samples: Sequence[TrainingSample], *, reference: bool = False
@@ -360,17 +281,3 @@ class PolicyTrainer(LanguageTrainerBase):
                 shutil.copymode(folder / "config.json", path)  # made for the owner alone
             add_missing_files(self.manager.model_files, folder)
         ranks.wait_for_all(self.manager)
-
-
-def token_weights(
-    masks: Sequence[NDArray[np.bool_]], config: LanguageLossConfig, device: torch.device
-) -> Tensor:
-    """Return the weight ``[N]`` of each trained token in the sum of the losses."""
-    counts = [int(mask.sum()) for mask in masks]
-    shares = [share_of(count, config.aggregation).weight for count in counts]
-    return torch.from_numpy(np.repeat(np.array(shares, np.float32), counts)).to(device)
-
-
-def trained_tokens(sample: TrainingSample) -> NDArray[np.bool_]:
-    """Return the mask of the tokens in the loss."""
-    return sample.loss_mask if sample.scored else np.zeros_like(sample.loss_mask)

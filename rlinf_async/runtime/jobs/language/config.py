@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
-from rlinf_async.backends.fsdp.config import OptimizerConfig, SchedulerConfig
+from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
 from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
 from rlinf_async.backends.transformers.config import TransformersEngineConfig
 from rlinf_async.backends.vllm.config import VllmEngineConfig

@@ -27,11 +27,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rlinf_async.algorithms.language.config import LanguageLossConfig
-from rlinf_async.backends.fsdp.language.config import (
-    LanguageFSDPConfig,
-    LanguageModelConfig,
-    LanguageTrainerConfig,
-)
+from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
+from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import LanguageTrainReport, Tokens
 from rlinf_async.runtime.calls import GroupCall

@@ -21,13 +21,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from rlinf_async.algorithms.language.config import LanguageLossConfig
-from rlinf_async.backends.fsdp.config import OptimizerConfig, SchedulerConfig
-from rlinf_async.backends.fsdp.language.config import (
-    LanguageFSDPConfig,
-    LanguageModelConfig,
-    LanguageTrainerConfig,
-    SupervisedConfig,
-)
+from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
+from rlinf_async.backends.language_training.config import LanguageModelConfig, SupervisedConfig
+from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
 from rlinf_async.config import ConfigError, MissingExtra
 from rlinf_async.data import DataError, Prompts, load_tokenizer
 from rlinf_async.data.arithmetic import save_arithmetic_tokenizer

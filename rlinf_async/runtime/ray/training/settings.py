@@ -7,12 +7,9 @@ from rlinf_async.algorithms.language.config import (
     LanguageAdvantageConfig,
     LanguageLossConfig,
 )
-from rlinf_async.backends.fsdp.config import OptimizerConfig, SchedulerConfig
-from rlinf_async.backends.fsdp.language.config import (
-    LanguageFSDPConfig,
-    LanguageModelConfig,
-    LanguageTrainerConfig,
-)
+from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
+from rlinf_async.backends.language_training.config import LanguageModelConfig
+from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
 from rlinf_async.runtime.ray.training.args import ESTIMATORS, TrainArgs
 from rlinf_async.workers.actor.config import LanguageBatches
 

@@ -17,8 +17,8 @@ from rlinf_async.algorithms.language.config import LanguageAdvantageConfig
 from rlinf_async.backends import registry
 from rlinf_async.backends.checkpoint.folders import rank_done
 from rlinf_async.backends.fsdp import writer
-from rlinf_async.backends.fsdp.config import OptimizerConfig
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
+from rlinf_async.backends.optimizer_config import OptimizerConfig
 from rlinf_async.channels.batching import BatchSizeError
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import (

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from rlinf_async.backends.fsdp.language.config import SupervisedConfig
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.language import MicroBatch
+from rlinf_async.backends.language_training.config import SupervisedConfig
 from rlinf_async.messages.language import Tokens, TrainingSample
 
 
