@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rlinf_async.channels.wire.session.hangup import GRACE_SECONDS
 from rlinf_async.channels.wire.session.progress import PROGRESS_BYTES, ProgressTimer
 
-if TYPE_CHECKING:
-    from rlinf_async.channels.wire.session.connection import Connection
+
+class Closing(Protocol):
+    """The connection that is to be closed."""
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+    def abort(self, reason: str) -> None: ...
 
 
 class Linger:
@@ -25,7 +31,7 @@ class Linger:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Closing,
         open_count: Callable[[], int],
         begin: Callable[[], object],
         lost: str,
