@@ -1,7 +1,8 @@
-"""Settings of optimizers and learning rates, whichever library trains. No torch."""
+"""Settings of optimizers, and the learning rate, whichever library trains. No torch."""
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -56,3 +57,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
         if not 0.0 <= self.min_factor <= 1.0:
             raise ValueError(f"min_factor is {self.min_factor}; it must lie between 0 and 1")
+
+
+def lr_factor(step: int, config: SchedulerConfig) -> float:
+    """Return the factor of the learning rate for optimizer step ``step``, counted from 0."""
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.kind == "constant":
+        return 1.0
+    done = (step - config.warmup_steps) / (config.total_steps - config.warmup_steps)
+    done = min(done, 1.0)
+    left = 1.0 - done if config.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.min_factor + (1.0 - config.min_factor) * left

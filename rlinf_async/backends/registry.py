@@ -43,6 +43,7 @@ TRAINERS = {"fsdp": "rlinf_async.backends.fsdp.embodied:EmbodiedTrainer"}
 LANGUAGE_TRAINERS = {
     "toy": "rlinf_async.backends.toy.trainer:ToyTrainer",
     "fsdp": "rlinf_async.backends.fsdp.language.trainer:PolicyTrainer",
+    "megatron": "rlinf_async.backends.megatron.trainer:MegatronTrainer",
     "fsdp_critic": "rlinf_async.backends.fsdp.language.critic:CriticTrainer",
 }
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlinf_async.backends.checkpoint import folders
-from rlinf_async.backends.fsdp import snapshot
+from rlinf_async.backends.checkpoint import folders, snapshot
 from rlinf_async.backends.fsdp.config import FSDPConfig
 from rlinf_async.backends.fsdp.errors import CheckpointError
 from rlinf_async.backends.fsdp.manager import FSDPModelManager

@@ -15,8 +15,8 @@ import torch
 from rlinf_async.algorithms.registry import UnknownName
 from rlinf_async.backends.fsdp.config import FSDPConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
-from rlinf_async.backends.fsdp.optim import LossScaler, lr_factor
-from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
+from rlinf_async.backends.fsdp.optim import LossScaler
+from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig, lr_factor
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.mlp import MlpGaussianPolicy
 from tests.backends.fsdp_helpers import (

@@ -15,11 +15,13 @@ class SupervisedWorker(Worker):
     """One rank of a short supervised phase.
 
     Args:
-        trainer: configuration of the FSDP language trainer, with the loss ``supervised``.
+        trainer: configuration of the language trainer.
         phase: its `SupervisedConfig`.
+        backend: the trainer's registered name.
     """
 
-    def __init__(self, trainer: Any, phase: Any) -> None:
+    def __init__(self, trainer: Any, phase: Any, backend: str = "fsdp") -> None:
+        self._backend_name = backend
         self._config = trainer
         self._phase = phase
 
@@ -46,8 +48,9 @@ class SupervisedWorker(Worker):
 
     def _begin(self, examples: list[tuple[Tokens, Tokens]]) -> tuple[Any, Iterator[float]]:
         """The trainer, and its steps, which are taken one by one."""
-        from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
         from rlinf_async.backends.language_training.supervised import Example, supervised_steps
+        from rlinf_async.backends.registry import load_language_trainer
 
-        trainer = PolicyTrainer(self._config, self.world_size, self.rank)
+        make: Any = load_language_trainer(self._backend_name)
+        trainer = make(self._config, self.world_size, self.rank)
         return trainer, supervised_steps(trainer, [Example(*one) for one in examples], self._phase)

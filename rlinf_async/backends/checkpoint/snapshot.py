@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from rlinf_async.backends.checkpoint.errors import CheckpointError
-from rlinf_async.backends.fsdp.state import Part
+from rlinf_async.backends.checkpoint.part import Part
 
 SMALL_BYTES = 64 * 1024
 """size up to which a tensor is copied at once"""

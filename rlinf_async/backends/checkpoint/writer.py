@@ -34,9 +34,9 @@ from rlinf_async.backends.checkpoint.folders import (
     tensor_file,
 )
 from rlinf_async.backends.checkpoint.metadata import MODEL_FOLDER, FileRecord, RankRecord
+from rlinf_async.backends.checkpoint.part import Part
+from rlinf_async.backends.checkpoint.snapshot import HostMemory, Snapshot
 from rlinf_async.backends.checkpoint.tensor_file import ChecksummedFile, header, write_file
-from rlinf_async.backends.fsdp.snapshot import HostMemory, Snapshot
-from rlinf_async.backends.fsdp.state import Part
 
 ModelFiles = Mapping[str, bytes | Path]
 """file name -> its content, or a file to copy"""

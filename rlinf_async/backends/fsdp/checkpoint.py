@@ -22,6 +22,7 @@ from rlinf_async.backends.checkpoint.folders import (
     staging_folder,
 )
 from rlinf_async.backends.checkpoint.reading import read_checkpoint
+from rlinf_async.backends.checkpoint.writer import CheckpointWriter, Content, ModelFiles
 from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.errors import CheckpointError
 from rlinf_async.backends.fsdp.optim import Counters
@@ -36,7 +37,6 @@ from rlinf_async.backends.fsdp.state import (
     part_of_rank,
     tied_names,
 )
-from rlinf_async.backends.fsdp.writer import CheckpointWriter, Content, ModelFiles
 
 _FOREIGN = "it was not written by save_checkpoint()"
 

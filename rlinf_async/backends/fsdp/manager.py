@@ -26,13 +26,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from rlinf_async.backends.checkpoint.writer import CheckpointWriter, ModelFiles
 from rlinf_async.backends.fsdp import checkpoint, offload, ranks
 from rlinf_async.backends.fsdp.config import FSDPConfig, ShardingConfig
 from rlinf_async.backends.fsdp.errors import IdleRank, OffloadedError
 from rlinf_async.backends.fsdp.gradients import Gradients, gradient_sync
 from rlinf_async.backends.fsdp.groups import Groups
 from rlinf_async.backends.fsdp.meta_model import meta_copy
-from rlinf_async.backends.fsdp.optim import Counters, LossScaler, lr_factor, parameter_groups
+from rlinf_async.backends.fsdp.optim import Counters, LossScaler, parameter_groups
 from rlinf_async.backends.fsdp.policy_model import build_policy
 from rlinf_async.backends.fsdp.sharding import Shards, shard
 from rlinf_async.backends.fsdp.shards import (
@@ -42,7 +43,7 @@ from rlinf_async.backends.fsdp.shards import (
     place_parameters,
 )
 from rlinf_async.backends.fsdp.state import full_model_state
-from rlinf_async.backends.fsdp.writer import CheckpointWriter, ModelFiles
+from rlinf_async.backends.optimizer_config import lr_factor
 
 logger = logging.getLogger(__name__)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 from torch import Tensor, nn
 
-from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
+from rlinf_async.backends.optimizer_config import OptimizerConfig
 
 FSDP1_PREFIX = "_fsdp_wrapped_module."
 
@@ -21,18 +20,6 @@ class Counters(msgspec.Struct, frozen=True):
     skipped_steps: int
     scaler_factor: float
     scaler_good_steps: int
-
-
-def lr_factor(step: int, config: SchedulerConfig) -> float:
-    """Return the factor of the learning rate for optimizer step ``step``, counted from 0."""
-    if step < config.warmup_steps:
-        return (step + 1) / (config.warmup_steps + 1)
-    if config.kind == "constant":
-        return 1.0
-    done = (step - config.warmup_steps) / (config.total_steps - config.warmup_steps)
-    done = min(done, 1.0)
-    left = 1.0 - done if config.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return config.min_factor + (1.0 - config.min_factor) * left
 
 
 def clean_name(name: str) -> str:

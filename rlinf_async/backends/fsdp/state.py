@@ -8,7 +8,7 @@ dealt as by ``torch.chunk``; tensors that are the same on all ranks are written 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from rlinf_async.backends.checkpoint.part import Part
 from rlinf_async.backends.checkpoint.reading import Saved, SavedTensor
 from rlinf_async.backends.checkpoint.tensor_file import Box, Entry, in_file_order
 from rlinf_async.backends.fsdp.errors import CheckpointError
@@ -33,17 +34,6 @@ AddMoments = Callable[[Mapping[str, Tensor]], None]
 """gives the optimizer zero moments of these parameters"""
 MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 """AdamW's moments of each parameter"""
-
-
-class Part(NamedTuple):
-    """A rank's part of the state."""
-
-    entries: list[Entry]
-    """in the order of the file"""
-    shapes: dict[str, tuple[int, ...]]
-    """of the global tensors"""
-    live: dict[str, Tensor]
-    """the tensors themselves, which training changes"""
 
 
 def part_of_rank(state: Mapping[str, Tensor], rank: int) -> Part:

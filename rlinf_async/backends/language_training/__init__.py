@@ -8,5 +8,6 @@
 
     config.py     settings                            packing.py    samples -> one row of tokens
     objective.py  losses of a policy and a critic     totals.py     sums of a global batch
-    supervised.py a short warm start
+    supervised.py a short warm start                  hugging_face.py  folder or config -> model
+    attention.py  each sample sees only itself        describing.py    files of a model's folder
 """

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rlinf_async.backends.families import check_family
-from rlinf_async.backends.fsdp.language import attention
+from rlinf_async.backends.language_training import attention
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")

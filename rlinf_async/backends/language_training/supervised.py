@@ -6,15 +6,16 @@ of the response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
-from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.backends.language_training.config import SupervisedConfig
 from rlinf_async.messages.language import Tokens, TrainingSample
+from rlinf_async.parallel import DataRank
 
 
 class Example(msgspec.Struct, frozen=True):
@@ -26,8 +27,21 @@ class Example(msgspec.Struct, frozen=True):
     """``[R]``, with the end-of-sequence token that generation is to stop at"""
 
 
+class SupervisedTrainer(Protocol):
+    """A trainer of a policy."""
+
+    @property
+    def data_rank(self) -> DataRank:
+        """Which samples this rank trains on."""
+        ...
+
+    def supervised_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
+        """Make one optimizer step on the cross-entropy of the responses. Collective."""
+        ...
+
+
 def fit_supervised(
-    trainer: PolicyTrainer, examples: Sequence[Example], config: SupervisedConfig
+    trainer: SupervisedTrainer, examples: Sequence[Example], config: SupervisedConfig
 ) -> list[float]:
     """Train on shuffled examples, epoch after epoch; return the loss of every step. Collective.
 
@@ -37,31 +51,32 @@ def fit_supervised(
 
 
 def supervised_steps(
-    trainer: PolicyTrainer, examples: Sequence[Example], config: SupervisedConfig
+    trainer: SupervisedTrainer, examples: Sequence[Example], config: SupervisedConfig
 ) -> Iterator[float]:
     """Train one step for each item that is taken: its loss. Collective.
 
     Every rank is given all examples and trains on its part of each batch. Raises `ValueError` for
     fewer examples than a batch, and a batch that the ranks do not divide.
     """
-    world_size, rank = trainer.manager.world_size, trainer.manager.rank
+    rank, ranks, is_io = trainer.data_rank
     if len(examples) < config.batch_size:
         raise ValueError(
             f"{len(examples)} examples do not fill one batch of batch_size {config.batch_size}"
         )
-    if config.batch_size % world_size:
+    if config.batch_size % ranks:
         raise ValueError(
-            f"batch_size is {config.batch_size}; it must be a multiple of the {world_size} ranks"
+            f"batch_size is {config.batch_size}; it must be a multiple of the {ranks} ranks"
         )
     batches = _batches(len(examples), config)
     for _ in range(config.steps):
-        share = [_sample(at, examples[at]) for at in next(batches)[rank::world_size]]
+        share = [_sample(at, examples[at]) for at in next(batches)[rank::ranks]]
         size = config.micro_batch_size or len(share)
         starts = range(0, len(share), size)
         micro_batches = [
-            MicroBatch(share[start : start + size], start == starts[-1]) for start in starts
+            MicroBatch(share[start : start + size], start == starts[-1], len(starts))
+            for start in starts
         ]
-        yield trainer.supervised_step(micro_batches)["loss"]
+        yield trainer.supervised_step(micro_batches if is_io else ())["loss"]
 
 
 def _batches(examples: int, config: SupervisedConfig) -> Iterator[list[int]]:

@@ -36,6 +36,8 @@ class Grid(NamedTuple):
     """the ranks that train on other samples with the same part of the model"""
     model: dist.ProcessGroup | None
     """the ranks that train on the same samples; their first one reads the channels"""
+    feed: dist.ProcessGroup | None
+    """the same ranks, over gloo, for what is no tensor: its messages never meet those of stages"""
 
     @property
     def is_io(self) -> bool:
@@ -86,6 +88,12 @@ def make_grid(strategy: Strategy) -> Grid:
     data = group([at(t, d, s) for d in dp] for s in pp for t in tp)
     pipeline = group([at(t, d, s) for s in pp] for d in dp for t in tp)
     model = group([at(t, d, s) for s in pp for t in tp] for d in dp)
+    feed = None
+    for d in dp:
+        members = [at(t, d, s) for s in pp for t in tp]
+        if len(members) > 1:
+            created: Any = dist.new_group(members, backend="gloo")
+            feed = created if rank in members else feed
     ends = group(
         sorted({at(t, d, 0), at(t, d, strategy.pp - 1)}) for d in dp for t in tp
     )  # fmt: skip
@@ -94,7 +102,7 @@ def make_grid(strategy: Strategy) -> Grid:
     alone = group([one] for one in range(size))
     everyone = group([list(range(size))])
     if place is None:
-        return Grid(strategy, None, None, None, None)
+        return Grid(strategy, None, None, None, None, None)
     collection = of_megatron("process_groups_config").ProcessGroupCollection
     groups = collection(
         tp=tensor,
@@ -118,4 +126,4 @@ def make_grid(strategy: Strategy) -> Grid:
         inter_dist_opt=None,
         intra_dist_opt=everyone,
     )
-    return Grid(strategy, place, groups, data, model)
+    return Grid(strategy, place, groups, data, model, feed)

@@ -6,15 +6,17 @@
     stage 1      F0 B0 F1 B1 ...           the last one computes log-probs and the loss
 
 A micro-batch is pulled when the schedule comes to it, so it may still be on its way when the first
-one is computed. Their number must be known before: how many forward passes a stage runs ahead
-depends on it.
+one is computed. With several stages their number must be known before: how many forward passes a
+stage runs ahead depends on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,9 @@ class Work(NamedTuple):
     packed: Packed
     answer: Callable[[TokenStatistics], tuple[Tensor, Any]]
     """loss to differentiate, and what is to be returned; called on the last stage"""
+    is_last: bool
+    of: int | None
+    """micro-batches of the global batch; stages of a pipeline have to know"""
 
 
 class Schedule:
@@ -46,24 +51,50 @@ class Schedule:
         last: Any = stage
         self._select = SelectRows.of(last.output_layer, grid) if grid.is_last_stage else None
 
-    def run(self, work: Iterable[Work], count: int, *, backward: bool) -> list[Any]:
-        """Run ``count`` micro-batches; return the answers, on the last stage. Collective.
+    def train(self, work: Iterable[Work]) -> list[Any]:
+        """Run the micro-batches of a global batch; return the answers, on the last stage.
+        Collective.
 
         Gradients are added to those that are there, undivided; they are reduced over data ranks,
         tied embeddings and sequence-parallel ranks.
         """
+        if self._grid.strategy.pp == 1:
+            return self._train_one_stage(work)
+        arriving = iter(work)
+        first = next(arriving)
+        assert first.of is not None
+        return self._pipeline(chain([first], arriving), first.of, backward=True)
+
+    def infer(self, work: Iterable[Work], count: int) -> list[Any]:
+        """Run ``count`` micro-batches without gradients; return the answers, on the last stage.
+        Collective."""
+        with torch.no_grad():
+            if self._grid.strategy.pp == 1:
+                return [self._compute(one)[1] for one in work]
+        return self._pipeline(work, count, backward=False)
+
+    def _train_one_stage(self, work: Iterable[Work]) -> list[Any]:
+        """One after the other as they arrive, however many there are."""
+        answers, model, config = [], self._model, cast(Any, self._stage.config)
+        for one in work:
+            waits = nullcontext() if one.is_last else cast(Any, model).no_sync()
+            with waits:
+                loss, answer = self._compute(one)
+                torch.autograd.backward(loss)
+            answers.append(answer)
+        config.finalize_model_grads_func([model], None, pg_collection=self._grid.groups)
+        return answers
+
+    def _compute(self, one: Work) -> tuple[Tensor, Any]:
+        logits = run_stage(self._model, self._stage, one.packed, self._grid, self._select)
+        return one.answer(statistics_of(logits, one.packed, self._vocabulary, self._grid))
+
+    def _pipeline(self, work: Iterable[Work], count: int, *, backward: bool) -> list[Any]:
         schedules = of_megatron("pipeline_parallel.schedules")
-        pipelined = self._grid.strategy.pp > 1
-        run = (
-            schedules.forward_backward_pipelining_without_interleaving
-            if pipelined
-            else schedules.forward_backward_no_pipelining
-        )
+        run = schedules.forward_backward_pipelining_without_interleaving
         config: Any = self._stage.config
-        communicator = None
-        if pipelined:
-            p2p = of_megatron("pipeline_parallel.p2p_communication")
-            communicator = p2p.P2PCommunicator(self._grid.groups.pp, config)
+        p2p = of_megatron("pipeline_parallel.p2p_communication")
+        communicator = p2p.P2PCommunicator(self._grid.groups.pp, config)
         with torch.set_grad_enabled(backward):
             found: list[Any] = run(
                 forward_step_func=self._step,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +104,7 @@ def statistics(stage: Stage, ids: list[Tensor]) -> list[Tensor]:
     def answer(found: TokenStatistics) -> tuple[Tensor, Any]:
         return found.log_prob.sum(), [found.log_prob, found.entropy]
 
-    found = schedule.run(iter([Work(packed(ids), answer)]), 1, backward=False)
+    found = schedule.infer(iter([Work(packed(ids), answer, True, 1)]), 1)
     return found[0] if found else []
 
 
@@ -129,7 +128,7 @@ def train(stage: Stage, sharding: Sharding, steps: int) -> list[list[float]]:
         micro_batches = [mine[at : at + 2] for at in range(0, len(mine), 2)]
         model.zero_grad_buffer()  # type: ignore[operator]
         optimizer.zero_grad()
-        found = schedule.run(_work(micro_batches), len(micro_batches), backward=True)
+        found = schedule.train(_work(micro_batches))
         model.scale_gradients(1.0 / units)  # type: ignore[operator]
         _, norm, _ = optimizer.step()
         history.append([_sum(stage.grid, found) / units, float(norm)])
@@ -137,8 +136,9 @@ def train(stage: Stage, sharding: Sharding, steps: int) -> list[list[float]]:
 
 
 def _work(micro_batches: list[list[Tensor]]) -> Iterator[Work]:
-    for ids in micro_batches:
-        yield Work(packed(ids), partial(_loss))
+    count = len(micro_batches)
+    for number, ids in enumerate(micro_batches, 1):
+        yield Work(packed(ids), _loss, number == count, count)
 
 
 def _loss(found: TokenStatistics) -> tuple[Tensor, Any]:

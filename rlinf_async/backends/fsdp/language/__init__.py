@@ -1,16 +1,12 @@
-"""Training language models with FSDP.
+"""Training language models with FSDP; see `language_training` for what every backend shares.
 
 ::
 
-    samples --pack--> one row of tokens --model--> hidden states --head--> log-probs, entropies
-                                                                    |
-                        gradients, added up undivided <--backward-- token losses x weights
+    packed row --model--> hidden states --head--> log-probs, entropies
 
-    config.py      settings                      packing.py     samples -> one row of tokens
-    model.py       folder or config -> model     attention.py   each sample sees only itself
-    network.py     the modules that are sharded  head.py        log-probs with few logits at a time
-    step.py        one optimizer step            forward.py     log-probs and values of many samples
+    config.py      settings                      network.py     the modules that are sharded
+    head.py        log-probs with few logits     step.py        one optimizer step
+    forward.py     log-probs and values of many samples         reference.py   weights to swap in
     trainer.py     `LanguageTrainer`: a policy   critic.py      `LanguageTrainer`: a critic
-    reference.py   weights to swap in            supervised.py  a short warm start
     publishing.py  names of weights              sharded_publishing.py  each rank writes its rows
 """

@@ -25,9 +25,7 @@ from rlinf_async.backends.building import building
 from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.errors import FSDPError
 from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
-from rlinf_async.backends.fsdp.language.describing import add_missing_files, describing_files
 from rlinf_async.backends.fsdp.language.forward import largest, token_answers
-from rlinf_async.backends.fsdp.language.model import build_language_model, without_progress_bars
 from rlinf_async.backends.fsdp.language.network import (
     PolicyNetwork,
     ValueNetwork,
@@ -44,6 +42,11 @@ from rlinf_async.backends.fsdp.manager import DTYPES, FSDPModelManager
 from rlinf_async.backends.fsdp.rescale import rescale
 from rlinf_async.backends.fsdp.sharding import unwrapped
 from rlinf_async.backends.language import MicroBatch
+from rlinf_async.backends.language_training.describing import add_missing_files, describing_files
+from rlinf_async.backends.language_training.hugging_face import (
+    build_language_model,
+    without_progress_bars,
+)
 from rlinf_async.backends.language_training.objective import (
     SUPERVISED,
     PolicyObjective,

@@ -128,7 +128,13 @@ def check_sizes(config: LanguageConfig) -> None:
 
 def _check_batches(config: LanguageConfig) -> None:
     """Prompts over actors, groups over global batches, samples over micro-batches."""
-    training, actor, ranks = config.training, config.actor, config.actors
+    training, actor, ranks = config.training, config.actor, config.data_ranks
+    if config.actors % actor.model_ranks:
+        raise ConfigError(
+            f"{config.actors} actors are no multiple of actor.tp x actor.pp = {actor.model_ranks}, "
+            f"which hold one copy of the model: use {_near(config.actors, actor.model_ranks)}",
+            path=("cluster", "actors"),
+        )
     if training.prompts % ranks:
         raise ConfigError(
             f"{training.prompts} prompts cannot be divided among {ranks} actors: use "
@@ -185,7 +191,7 @@ def _check_learning(config: LanguageConfig) -> None:
             f"{config.model.path!r}, which has weights: set it to 0",
             path=("warm_start", "steps"),
         )
-    batch, ranks = config.warm_start.batch_size, config.actors
+    batch, ranks = config.warm_start.batch_size, config.data_ranks
     if config.warm_start.steps and batch % ranks:
         raise ConfigError(
             f"a batch of {batch} examples cannot be divided among {ranks} actors: use "
@@ -204,7 +210,7 @@ def _check_micro_batches(whose: str, samples: int, size: int | None) -> None:
 
 
 def _check_critics(config: LanguageConfig) -> None:
-    critics, actors = config.cluster.critics, config.actors
+    critics, actors = config.cluster.critics, config.data_ranks
     advantage = config.actor.advantage.name
     if advantage == "gae" and not critics:
         raise ConfigError(

@@ -100,10 +100,26 @@ class LanguageOptimizerConfig(
     max_grad_norm: float | None = 1.0
 
 
+class MegatronOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How Megatron trains, beside ``tp`` and ``pp``; see docs/megatron.md."""
+
+    sequence_parallel: bool = False
+    """actors that share layers share the tokens between them, too"""
+    distributed_optimizer: bool = True
+    """actors that train on other samples share the optimizer's state, instead of having copies"""
+    overlap: bool = False
+    """reduce gradients and gather parameters while others are computed"""
+
+
 class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The training of the policy."""
 
-    backend: Literal["fsdp", "toy"] = "fsdp"
+    backend: Literal["fsdp", "megatron", "toy"] = "fsdp"
+    tp: int = 1
+    """actors that share each layer, with Megatron"""
+    pp: int = 1
+    """pipeline stages, which share the layers, with Megatron"""
+    megatron: MegatronOptions = MegatronOptions()
     optimizer: LanguageOptimizerConfig = LanguageOptimizerConfig()
     advantage: LanguageAdvantageConfig = LanguageAdvantageConfig()
     loss: LanguageLossConfig = LanguageLossConfig()
@@ -128,7 +144,19 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     toy: ToyTrainerConfig = ToyTrainerConfig()
 
     def __post_init__(self) -> None:
-        check_counts(self, least=1, names=("global_batches", "epochs"))
+        check_counts(self, least=1, names=("global_batches", "epochs", "tp", "pp"))
+        if self.backend != "megatron" and self.model_ranks > 1:
+            name = "tp" if self.tp > 1 else "pp"
+            raise ConfigError(
+                f"{name} is {getattr(self, name)}, but the backend {self.backend!r} does not cut a "
+                "model so: set actor.backend to 'megatron', or leave it out",
+                path=(name,),
+            )
+
+    @property
+    def model_ranks(self) -> int:
+        """Actors that hold one copy of the model together, and train on the same samples."""
+        return self.tp * self.pp
 
 
 class CriticOptimizerConfig(
@@ -339,7 +367,12 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def actors(self) -> int:
         """Number of actors."""
-        return self.cluster.actors or 1
+        return self.cluster.actors or self.actor.model_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of actors, or of groups of actors, that train on samples of their own."""
+        return self.actors // self.actor.model_ranks
 
     @property
     def rollout_workers(self) -> int:
@@ -354,6 +387,9 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def fits_actors(self, count: int) -> bool:
         """Whether prompts, batches and examples can be divided among so many actors."""
+        count, left = divmod(count, self.actor.model_ranks)
+        if left:
+            return False
         groups, left = divmod(self.training.prompts, count)
         if left or groups % self.actor.global_batches:
             return False

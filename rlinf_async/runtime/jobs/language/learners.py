@@ -29,6 +29,7 @@ import msgspec
 from rlinf_async.algorithms.language.config import LanguageLossConfig
 from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
 from rlinf_async.backends.language_training.config import LanguageModelConfig
+from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import LanguageTrainReport, Tokens
 from rlinf_async.runtime.calls import GroupCall
@@ -105,7 +106,7 @@ class Learners:
             FSDPCritic,
             critic_config(config, self._model, self._device("critic")),
             critic_batches(config),
-            actor_ranks=config.actors,
+            actor_ranks=config.data_ranks,
             backend="toy" if toy else "fsdp_critic",
             resume=None if resume is None else str(resume / CRITIC),
             max_staleness=config.training.max_staleness,
@@ -198,13 +199,38 @@ class Learners:
 def trainer_config(config: LanguageConfig, model: Path, device: str) -> Any:
     """The actors' trainer's own configuration; ``device`` is that of each, in its process."""
     actor = config.actor
+    if actor.backend != "megatron":
+        return inference_config(config, model, device)
+    return MegatronTrainerConfig(
+        megatron=MegatronConfig(
+            model=_described(config, model),
+            device=device,
+            precision=actor.precision,
+            optimizer=actor.optimizer,
+            scheduler=actor.scheduler,
+            tp=actor.tp,
+            pp=actor.pp,
+            **msgspec.structs.asdict(actor.megatron),
+        ),
+        advantage=actor.advantage,
+        loss=actor.loss,
+        reference=config.needs_reference,
+        publish_precision=actor.publish_precision,
+        seed=config.seed,
+    )
+
+
+def inference_backend(config: LanguageConfig) -> str:
+    """The trainer that inference workers compute log-probs with: one device has the whole model."""
+    return "toy" if config.actor.backend == "toy" else "fsdp"
+
+
+def inference_config(config: LanguageConfig, model: Path, device: str) -> Any:
+    """The inference workers' trainer's own configuration."""
+    actor = config.actor
     if actor.backend == "toy":
         return actor.toy
-    described = LanguageModelConfig(
-        path=str(model),
-        random=not has_weights(model),
-        activation_checkpointing=actor.activation_checkpointing,
-    )
+    described = _described(config, model)
     return LanguageTrainerConfig(
         fsdp=LanguageFSDPConfig(
             model=described,
@@ -219,6 +245,14 @@ def trainer_config(config: LanguageConfig, model: Path, device: str) -> Any:
         reference=config.needs_reference,
         publish_precision=actor.publish_precision,
         seed=config.seed,
+    )
+
+
+def _described(config: LanguageConfig, model: Path) -> LanguageModelConfig:
+    return LanguageModelConfig(
+        path=str(model),
+        random=not has_weights(model),
+        activation_checkpointing=config.actor.activation_checkpointing,
     )
 
 

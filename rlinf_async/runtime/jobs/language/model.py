@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from rlinf_async.algorithms.language.config import LanguageLossConfig
 from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
 from rlinf_async.backends.language_training.config import LanguageModelConfig, SupervisedConfig
+from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
 from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
 from rlinf_async.config import ConfigError, MissingExtra
 from rlinf_async.data import DataError, Prompts, load_tokenizer
@@ -338,6 +339,7 @@ async def warm_start(
                 SupervisedWorker,
                 _supervised_trainer(config, model, device),
                 supervised,
+                config.actor.backend,
                 count=config.actors,
                 name="WarmStart",
                 collective=plan.collective("actor"),
@@ -362,7 +364,9 @@ async def warm_start(
     return losses
 
 
-def _supervised_trainer(config: LanguageConfig, model: Path, device: str) -> LanguageTrainerConfig:
+def _supervised_trainer(
+    config: LanguageConfig, model: Path, device: str
+) -> LanguageTrainerConfig | MegatronTrainerConfig:
     """The trainer of a warm start."""
     phase, actor = config.warm_start, config.actor
     optimizer = OptimizerConfig(lr=phase.lr, eps=1e-8, max_grad_norm=1.0)
@@ -372,16 +376,33 @@ def _supervised_trainer(config: LanguageConfig, model: Path, device: str) -> Lan
         total_steps=phase.steps,
         min_factor=0.1,
     )
+    described = LanguageModelConfig(path=str(model), random=not has_weights(model))
+    loss = LanguageLossConfig(name="supervised")
+    if actor.backend == "megatron":
+        return MegatronTrainerConfig(
+            megatron=MegatronConfig(
+                model=described,
+                device=device,
+                precision=actor.precision,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                tp=actor.tp,
+                pp=actor.pp,
+                **msgspec.structs.asdict(actor.megatron),
+            ),
+            loss=loss,
+            seed=config.seed,
+        )
     return LanguageTrainerConfig(
         fsdp=LanguageFSDPConfig(
-            model=LanguageModelConfig(path=str(model), random=not has_weights(model)),
+            model=described,
             device=device,
             precision=actor.precision,
             strategy=actor.strategy,
             optimizer=optimizer,
             scheduler=scheduler,
         ),
-        loss=LanguageLossConfig(name="supervised"),
+        loss=loss,
         seed=config.seed,
     )
 

@@ -26,7 +26,11 @@ def plan_roles(config: LanguageConfig, devices: Sequence[Device]) -> Plan:
         MissingDevice: there are too few devices.
     """
     cluster, asked = config.cluster, config.placement
-    actors = cluster.critics or None if cluster.actors is None else cluster.actors
+    actors, together = cluster.actors, config.actor.model_ranks
+    if actors is None and cluster.critics:
+        actors = cluster.critics * together
+    if actors is None and all(one.kind == "cpu" for one in devices):
+        actors = together
     computes = config.actor.backend != "toy"
     roles = [
         Role(

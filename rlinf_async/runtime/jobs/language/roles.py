@@ -28,7 +28,12 @@ from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.language.channels import LanguageChannels
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.learners import Learners, Trained, trainer_config
+from rlinf_async.runtime.jobs.language.learners import (
+    Learners,
+    Trained,
+    inference_backend,
+    inference_config,
+)
 from rlinf_async.runtime.jobs.language.placement import plan_roles, takes_turns
 from rlinf_async.runtime.stall import WorkEvent
 from rlinf_async.runtime.supervise import Restart
@@ -222,9 +227,9 @@ class Roles:
             device = self._plan.device("inference", own_process=counts.processes)
             self._inference: WorkerGroup[InferenceWorker] = await self._cluster.launch(
                 InferenceWorker,
-                trainer_config(config, self._model, device),
+                inference_config(config, self._model, device),
                 InferenceConfig(reference=config.needs_reference),
-                backend=config.actor.backend,
+                backend=inference_backend(config),
                 count=counts.inference_workers,
                 name="Inference",
                 restart=Restart(max=counts.max_restarts),

@@ -146,7 +146,7 @@ class LanguageRun:
             self._ledger,
             channels.scored.receiver,
             channels.groups.sender,
-            ranks=self.config.actors,
+            ranks=self.config.data_ranks,
             version=self.progress.version,
         )
         kept = self.config.training.keep_checkpoints

@@ -36,7 +36,7 @@ class GroupRank(LanguageTrainingWorker):
     def make_trainer(self) -> LanguageTrainer:
         """Build the trainer, once all ranks agree where to begin."""
         from rlinf_async.algorithms.language.advantages import group_advantages
-        from rlinf_async.backends.fsdp.language.model import without_progress_bars
+        from rlinf_async.backends.language_training.hugging_face import without_progress_bars
 
         _ = group_advantages[self._config.advantage.name]  # is it known?
         start = start_of(self.args)

@@ -1,0 +1,184 @@
+"""Checkpoints of Megatron's ranks, in the format and under the names of the FSDP backend's.
+
+::
+
+    this rank's slices --boxes of Hugging Face tensors--> rank_R_of_N.safetensors
+    any rank's files --boxes--> this rank's slices, under whatever strategy
+
+So any strategy loads any other's, and either backend the other's.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlinf_async.backends.checkpoint.errors import CheckpointError
+from rlinf_async.backends.checkpoint.folders import (
+    being_read,
+    find_checkpoint,
+    fresh_staging,
+    staging_folder,
+)
+from rlinf_async.backends.checkpoint.part import Part
+from rlinf_async.backends.checkpoint.reading import Saved, read_checkpoint
+from rlinf_async.backends.checkpoint.tensor_file import Box, Entry, in_file_order
+from rlinf_async.backends.checkpoint.writer import CheckpointWriter, Content
+from rlinf_async.backends.megatron.manager import MegatronModelManager
+from rlinf_async.backends.megatron.state import MOMENTS, set_state, torch_optimizers, whole_state
+
+MODEL, OPTIMIZER = "model.language.", "optimizer.language."
+FOREIGN = "it was not written by save_checkpoint()"
+
+
+class Own(NamedTuple):
+    """What a rank saved besides its tensors."""
+
+    steps: int
+    skipped_steps: int
+    extra: dict[str, Any]
+
+
+def begin(
+    manager: MegatronModelManager, writer: CheckpointWriter, path: Path, extra: Mapping[str, object]
+) -> Future[Path]:
+    """Start writing a checkpoint folder. Collective. Everything is copied before this returns."""
+    writer.wait()
+    if manager.rank == 0:
+        fresh_staging(path)
+    if manager.world_size > 1:
+        dist.barrier()
+    part = _part(manager)
+    own = {
+        "progress": {
+            "steps": manager.steps,
+            "skipped_steps": manager.skipped_steps,
+            "scaler_factor": 1.0,
+            "scaler_good_steps": 0,
+        },
+        "rng": torch.get_rng_state(),
+        "extra": dict(extra),
+    }
+    buffer = io.BytesIO()
+    torch.save(own, buffer)
+    content = Content(
+        part=part,
+        at_once=part.live.keys(),
+        own=buffer.getvalue(),
+        model=manager.model_files if manager.rank == 0 else {},
+        aliases={},
+    )
+    stepped = next(torch_optimizers(manager.optimizer))
+    if not staging_folder(path).is_dir():
+        raise CheckpointError(
+            f"{path} cannot be written: not all ranks write to the same disk; give a path that "
+            "they share"
+        )
+    return writer.begin(path, content, manager.rank, manager.world_size, stepped)
+
+
+def load(manager: MegatronModelManager, writer: CheckpointWriter, path: Path) -> list[Own]:
+    """Load model and optimizer; return what every rank saved besides. Collective.
+
+    Where this raises `CheckpointError`, nothing was changed on this rank.
+    """
+    writer.settle()
+    writer.wait()
+    folder = find_checkpoint(path)
+    with being_read(folder):
+        saved = read_checkpoint(folder, lambda number: number % manager.world_size == manager.rank)
+        own = [_own(one, folder) for one in saved.own]
+        if not own:
+            raise CheckpointError(f"{folder} has no file with a rank's own state: {FOREIGN}")
+        _check(manager, saved)
+        manager.steps, manager.skipped_steps = own[0].steps, own[0].skipped_steps
+        for held in manager.held:
+            set_state(manager.optimizer, held.parameter, _assembled(held, saved), manager.steps)
+    return own
+
+
+def _part(manager: MegatronModelManager) -> Part:
+    """Return this rank's slices; of the data ranks the first writes."""
+    layout = {one.name: tuple(one.shape) for one in manager.tensors}
+    entries: list[Entry] = []
+    shapes: dict[str, tuple[int, ...]] = {}
+    live: dict[str, Tensor] = {}
+    moments = manager.steps > 0
+    for held in manager.held:
+        found = whole_state(manager.optimizer, held.parameter, manager.grid, moments=moments)
+        if manager.data_rank.rank:
+            continue
+
+        def add(name: str, data: Tensor, prefix: str, suffix: str, held: Any = held) -> None:
+            boxes = tuple(
+                Box(prefix + one.tensor + suffix, one.start, one.size, one.offset)
+                for one in held.pieces
+            )
+            shapes.update((prefix + one.tensor + suffix, layout[one.tensor]) for one in held.pieces)
+            entries.append(Entry(name, data.dtype, tuple(data.shape), boxes))
+            live[name] = data
+
+        add(f"model.{held.name}", found["param"], MODEL, "")
+        if not moments:
+            continue
+        for kind in MOMENTS:
+            add(f"optimizer.{held.name}.{kind}", found[kind], OPTIMIZER, f".{kind}")
+        for one in held.pieces:
+            name = f"{OPTIMIZER}{one.tensor}.step"
+            if name not in shapes:
+                shapes[name] = ()
+                entries.append(Entry(name, torch.float32, (), (Box(name, (), (), 0),)))
+                live[name] = torch.tensor(float(manager.steps))
+    return Part(in_file_order(entries), shapes, live)
+
+
+def _assembled(held: Any, saved: Saved) -> dict[str, Tensor]:
+    """Return a parameter, and its moments if they were saved, flat."""
+    first = held.pieces[0].tensor
+    kinds = {"param": (MODEL, "")}
+    if f"{OPTIMIZER}{first}.step" in saved.tensors:
+        kinds |= {kind: (OPTIMIZER, f".{kind}") for kind in MOMENTS}
+    found = {}
+    for kind, (prefix, suffix) in kinds.items():
+        whole = torch.zeros(held.parameter.numel(), dtype=torch.float32)
+        for one in held.pieces:
+            size = torch.Size(one.size).numel()
+            box = whole[one.offset : one.offset + size].view(one.size)
+            saved.tensors[prefix + one.tensor + suffix].fill(box, one.start)
+        found[kind] = whole.to(held.parameter.device)
+    return found
+
+
+def _check(manager: MegatronModelManager, saved: Saved) -> None:
+    """Raise `CheckpointError` unless names and shapes are those of the model."""
+    wanted = {MODEL + one.name: tuple(one.shape) for one in manager.tensors}
+    there = {name: one.shape for name, one in saved.tensors.items() if name.startswith("model.")}
+    faults = [f"missing {name!r}" for name in wanted if name not in there]
+    faults += [f"unexpected {name!r}" for name in there if name not in wanted]
+    faults += [
+        f"{name!r} is {list(there[name])}, {list(shape)} in the model"
+        for name, shape in wanted.items()
+        if name in there and there[name] != shape
+    ]
+    if faults:
+        raise CheckpointError(
+            f"the checkpoint is of another model: {'; '.join(faults[:8])}. Use the configuration "
+            "it was written with"
+        )
+
+
+def _own(content: Mapping[str, Any], folder: Path) -> Own:
+    try:
+        progress = content["progress"]
+        return Own(progress["steps"], progress["skipped_steps"], content["extra"])
+    except KeyError as error:
+        raise CheckpointError(
+            f"{folder} lacks a part of a rank's own state ({error}): {FOREIGN}"
+        ) from error

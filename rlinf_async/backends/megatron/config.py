@@ -1,0 +1,51 @@
+"""Settings of the Megatron backend. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from rlinf_async.backends.language_training.config import (
+    LanguageModelConfig,
+    LanguageTrainingConfig,
+)
+from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
+
+
+class MegatronConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A language model, how it is cut over ranks, and how it is optimised."""
+
+    model: LanguageModelConfig
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6, eps=1e-8, max_grad_norm=1.0)
+    scheduler: SchedulerConfig = SchedulerConfig()
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """of weights and arithmetic; gradients and the optimizer's own weights stay float32"""
+    device: str = "cpu"
+    """``"cpu"``, ``"cuda"`` or ``"cuda:1"``; several ranks take one of ``"cuda"`` each"""
+    tp: int = 1
+    """ranks that share each layer"""
+    pp: int = 1
+    """pipeline stages, which share the layers"""
+    sequence_parallel: bool = False
+    """tensor ranks share the tokens between layers, too"""
+    distributed_optimizer: bool = True
+    """data ranks share the optimizer's state (ZeRO 1), instead of having copies of it"""
+    overlap: bool = False
+    """reduce gradients while the backward pass goes on, gather parameters while the forward pass
+    does"""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.optimizer.value_lr is not None:
+            raise ValueError("value_lr is for policies with a value of their own: leave it out")
+
+
+class MegatronTrainerConfig(
+    LanguageTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """A language actor that Megatron trains: its model, its advantages, its loss."""
+
+    megatron: MegatronConfig

@@ -1,0 +1,96 @@
+"""Micro-batches go from the rank that reads them to the ranks that hold the rest of its model.
+
+Sending does not wait for the receivers: in a pipeline the first stage reads ahead of the others,
+which first wait for what it computes.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlinf_async.backends.language import MicroBatch
+
+
+class Feed:
+    """The ranks of one model, over a gloo group of theirs; None: there is one."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._ranks = [] if self._group is None else dist.get_process_group_ranks(self._group)
+        self._sending: list[tuple[dist.Work, Tensor]] = []
+
+    @property
+    def _reads(self) -> bool:
+        return self._group is None or dist.get_rank() == self._ranks[0]
+
+    def share(self, micro_batches: Iterable[MicroBatch], *, counted: bool) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of one global batch on every rank; only one rank's are read.
+
+        ``counted``: every one says how many there are, if need be once all were read.
+        """
+        if not self._reads:
+            yield from self._received()
+            return
+        if counted:
+            micro_batches = _counted(micro_batches)
+        for one in micro_batches:
+            if self._group is not None:
+                self._send(one)
+            yield one
+
+    def finish(self) -> None:
+        """Wait until the others have what was shared with them."""
+        sending, self._sending = self._sending, []
+        for work, _ in sending:
+            work.wait()
+
+    def broadcast(self, value: Any, source: int | None = None) -> Any:
+        """Return the value of one rank, of the reading one if not said. Collective."""
+        if self._group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(
+            box, self._ranks[0] if source is None else source, group=self._group
+        )
+        return box[0]
+
+    def _received(self) -> Iterator[MicroBatch]:
+        last = False
+        while not last:
+            one: MicroBatch = self._receive()
+            last = one.is_last
+            yield one
+
+    def _send(self, one: MicroBatch) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps(one)), dtype=torch.uint8)
+        size = torch.tensor([len(data)])
+        for rank in self._ranks[1:]:
+            for tensor in (size, data):
+                work = dist.isend(tensor, rank, group=self._group)
+                assert work is not None
+                self._sending.append((work, tensor))
+
+    def _receive(self) -> Any:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, self._ranks[0], group=self._group)
+        data = torch.zeros(int(size), dtype=torch.uint8)
+        dist.recv(data, self._ranks[0], group=self._group)
+        return pickle.loads(data.numpy().tobytes())
+
+
+def _counted(micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    arriving = iter(micro_batches)
+    first = next(arriving)
+    if first.of is not None:
+        yield first
+        yield from arriving
+        return
+    every = [first, *arriving]
+    for one in every:
+        yield one._replace(of=len(every))

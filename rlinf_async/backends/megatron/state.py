@@ -1,0 +1,101 @@
+"""Weights and moments of a rank's parameters, wherever Megatron's optimizer keeps them.
+
+With the distributed optimizer a data rank has a range of each parameter's elements, in float32;
+otherwise the moments of whole parameters, and with bfloat16 their float32 copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlinf_async.backends.megatron.grid import Grid
+
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
+
+class Kept(NamedTuple):
+    """What the optimizer of this rank has of a parameter."""
+
+    optimizer: torch.optim.Optimizer
+    main: Tensor
+    """the elements that it steps, float32"""
+    start: int
+    """of them in the flat parameter"""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The moments; empty before the first step."""
+        found: dict[str, Any] = self.optimizer.state[self.main]
+        return found
+
+
+def kept_of(optimizer: Any, parameter: nn.Parameter) -> Kept | None:
+    """Return what this rank's optimizer has of a parameter; None: other data ranks have all."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        places = getattr(one, "model_param_gbuf_map", None)
+        if places is not None:
+            if parameter in one.model_param_group_index_map:
+                main = one._get_main_param_and_optimizer_states(parameter)["param"]
+                start = one._get_model_param_range_map(parameter)["param"].start
+                return Kept(one.optimizer, main, start)
+            continue
+        main = getattr(parameter, "main_param", parameter)
+        if any(main is held for group in one.optimizer.param_groups for held in group["params"]):
+            return Kept(one.optimizer, main, 0)
+    return None
+
+
+def whole_state(
+    optimizer: Any, parameter: nn.Parameter, grid: Grid, *, moments: bool
+) -> dict[str, Tensor]:
+    """Return ``param`` (float32) and, if there are any, both moments, flat and whole. Collective
+    among the data ranks, which have the same parameters."""
+    kept = kept_of(optimizer, parameter)
+    found = {}
+    for name in ("param", *(MOMENTS if moments else ())):
+        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        if kept is not None:
+            part = kept.main.detach() if name == "param" else kept.state[name]
+            whole[kept.start : kept.start + part.numel()] = part.flatten()
+        if grid.strategy.dp > 1 and _is_cut(optimizer):
+            dist.all_reduce(whole, group=grid.data)
+        found[name] = whole
+    return found
+
+
+def set_state(
+    optimizer: Any, parameter: nn.Parameter, whole: Mapping[str, Tensor], steps: int
+) -> None:
+    """Take a whole flat parameter, and its moments if there are any, as this rank keeps them."""
+    with torch.no_grad():
+        parameter.view(-1).copy_(whole["param"])
+    kept = kept_of(optimizer, parameter)
+    if kept is None:
+        return
+    end = kept.start + kept.main.numel()
+    with torch.no_grad():
+        kept.main.view(-1).copy_(whole["param"][kept.start : end])
+    kept.state.clear()
+    if MOMENTS[0] not in whole:
+        return
+    kept.state["step"] = torch.tensor(float(steps))
+    for name in MOMENTS:
+        part = whole[name][kept.start : end].to(kept.main.device)
+        kept.state[name] = part.clone().view(kept.main.shape)
+
+
+def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """Yield PyTorch's optimizers inside of Megatron's."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        yield one.optimizer
+
+
+def _is_cut(optimizer: Any) -> bool:
+    """Whether data ranks have ranges of the parameters."""
+    every = getattr(optimizer, "chained_optimizers", [optimizer])
+    return any(hasattr(one, "model_param_gbuf_map") for one in every)

@@ -1,0 +1,287 @@
+"""`MegatronTrainer`: the `LanguageTrainer` of an actor, over Megatron.
+
+::
+
+    one rank of a model reads samples --Feed--> all of its ranks --Schedule--> losses, log-probs
+                                                                                  | (last stage)
+                               every rank <--totals over data ranks, broadcast----+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf_async.algorithms.language.advantages import (
+    AdvantageMoments,
+    advantage_moments,
+    compute_group_advantages,
+    whitened,
+)
+from rlinf_async.algorithms.language.config import LanguageLossConfig
+from rlinf_async.backends.checkpoint.writer import CheckpointWriter
+from rlinf_async.backends.language import MicroBatch
+from rlinf_async.backends.language_training.describing import add_missing_files
+from rlinf_async.backends.language_training.hugging_face import without_progress_bars
+from rlinf_async.backends.language_training.objective import (
+    SUPERVISED,
+    Forward,
+    PolicyObjective,
+)
+from rlinf_async.backends.language_training.packing import (
+    by_tokens,
+    pack_samples,
+    whole_response,
+)
+from rlinf_async.backends.language_training.token_statistics import TokenStatistics
+from rlinf_async.backends.language_training.totals import Part, Totals, check_finite
+from rlinf_async.backends.megatron import checkpoint
+from rlinf_async.backends.megatron.config import MegatronTrainerConfig
+from rlinf_async.backends.megatron.manager import MegatronModelManager
+from rlinf_async.backends.megatron.schedule import Work
+from rlinf_async.messages.embodied import Floats
+from rlinf_async.messages.language import TrainingSample
+from rlinf_async.messages.weights import Allocate, WeightUpdate
+from rlinf_async.parallel import DataRank
+from rlinf_async.weights import pack
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class MegatronTrainer:
+    """One rank of an actor. torch.distributed is up on several ranks."""
+
+    def __init__(self, config: MegatronTrainerConfig, world_size: int, rank: int) -> None:
+        self.config = config
+        self.objective = PolicyObjective(config)
+        self.manager = MegatronModelManager(config.megatron, world_size, rank, config.seed)
+        self._writer = CheckpointWriter()
+        self._version = 0
+        self._published: WeightUpdate | None = None
+        self._reference = self._copies() if config.reference else None
+
+    @property
+    def version(self) -> int:
+        """Number of iterations that were trained, or the version that `load` took."""
+        return self._version
+
+    @property
+    def data_rank(self) -> DataRank:
+        """The ranks of one model have the same."""
+        return self.manager.data_rank
+
+    # ---- advantages
+
+    def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """Return the samples of whole groups with advantages and returns, never normalised."""
+        return compute_group_advantages(samples, self.config.advantage)
+
+    @property
+    def normalizes(self) -> bool:
+        """Advantages are normalised over the global batch."""
+        return self.config.advantage.whitens
+
+    def normalize_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """Return this rank's part of a global batch, normalised over all of it. Collective among
+        the ranks that read."""
+        row = torch.tensor(
+            advantage_moments(samples), dtype=torch.float64, device=self.manager.device
+        )
+        self.manager.sum_over_data(row)
+        return whitened(samples, AdvantageMoments(*row.tolist()))
+
+    def agree(self, count: int, /) -> int:
+        """Return the largest count of the ranks that read. Collective among those."""
+        return self.manager.largest_over_data(count)
+
+    # ---- training
+
+    def training_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
+        """Make one optimizer step. Collective."""
+        return self._step(micro_batches, None)
+
+    def supervised_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
+        """Make one optimizer step on the cross-entropy of the responses. Collective."""
+        return self._step(micro_batches, SUPERVISED)
+
+    def end_iteration(self) -> None:
+        """Count the version up."""
+        self._version += 1
+
+    def _step(
+        self, micro_batches: Iterable[MicroBatch], loss: LanguageLossConfig | None
+    ) -> Mapping[str, float]:
+        manager = self.manager
+        pipelined = manager.strategy.pp > 1
+        manager.zero_grad()
+        shared = manager.feed.share(micro_batches, counted=pipelined)
+        totals = Totals()
+        for part in manager.training.train(self._work(one, loss) for one in shared):
+            totals.add(part)
+        manager.feed.finish()
+        if manager.grid.is_last_stage:
+            row = totals.row(manager.device)
+            manager.sum_over_data(row)
+            totals.take(row)
+        metrics: dict[str, float]
+        metrics, units = manager.from_last_stage((totals.metrics(), totals.units))
+        try:
+            check_finite(metrics, manager.steps)
+        except Exception:
+            manager.zero_grad()
+            raise
+        if units == 0:
+            manager.zero_grad()
+            return metrics | {"empty": 1.0, "skipped": 0.0, "grad_norm": 0.0, "lr": manager.lr}
+        before = manager.skipped_steps
+        grad_norm, lr = manager.optimizer_step(1.0 / units)
+        skipped = float(manager.skipped_steps - before)
+        return metrics | {"empty": 0.0, "skipped": skipped, "grad_norm": grad_norm, "lr": lr}
+
+    def _work(self, micro_batch: MicroBatch, loss: LanguageLossConfig | None) -> Work:
+        forward = self.objective.prepare(
+            micro_batch.samples, self.manager.device, loss=loss, always=True
+        )
+        assert isinstance(forward, Forward)
+
+        def answer(found: TokenStatistics) -> tuple[Tensor, Part]:
+            part = forward.answer(found)
+            return part.loss, part._replace(loss=part.loss.detach().clone())
+
+        return Work(forward.packed, answer, micro_batch.is_last, micro_batch.of)
+
+    # ---- inference
+
+    def log_probs(
+        self, samples: Sequence[TrainingSample], *, reference: bool = False
+    ) -> list[Floats]:
+        """Return log-probs ``[R]`` of each response of the rank that reads, on every rank of its
+        model. Collective.
+
+        Raises `ValueError` for the reference where none is kept.
+        """
+        if not reference:
+            return self._log_probs(samples)
+        if self._reference is None:
+            raise ValueError(
+                "reference log-probs were asked for, but no reference weights are kept: set "
+                "reference = true in the trainer's configuration"
+            )
+        with self._swapped_in(self._reference):
+            return self._log_probs(samples)
+
+    def _log_probs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+        manager = self.manager
+        samples = manager.feed.broadcast(list(samples))
+        if not samples:
+            return []
+        limit = self.config.max_tokens_per_forward
+        parts = by_tokens([sample.tokens for sample in samples], limit)
+
+        def answer(found: TokenStatistics) -> tuple[Tensor, Any]:
+            return found.log_prob.sum(), found.log_prob.float().cpu().numpy()
+
+        def work() -> Iterator[Work]:
+            for number, part in enumerate(parts, 1):
+                chosen = [samples[at] for at in part]
+                masks = [whole_response(one) for one in chosen]
+                packed = pack_samples(chosen, masks, manager.device)
+                yield Work(packed, answer, number == len(parts), len(parts))
+
+        answers = manager.from_last_stage(manager.inference.infer(work(), len(parts)))
+        found: dict[int, Floats] = {}
+        for part, numbers in zip(parts, answers, strict=True):
+            ends = np.cumsum([len(samples[at].response_ids) for at in part])[:-1]
+            found |= zip(part, np.split(numbers, ends), strict=True)
+        return [found[at] for at in range(len(samples))]
+
+    def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+        """Raise `ValueError`: a policy has no values."""
+        raise ValueError("a policy has no values: ask a critic")
+
+    # ---- weights
+
+    def publish(self, allocate: Allocate | None = None) -> WeightUpdate:
+        """Return the weights of the present version; no buckets but on rank 0. Collective."""
+        state = self.manager.whole_weights(DTYPES[self.config.publish_precision])
+        update = pack(
+            state,
+            self._version,
+            self.config.bucket_bytes,
+            allocate=allocate,
+            previous=self._published,
+        )
+        self._published = update
+        return update
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write config, weights and tokenizer as Hugging Face does, from rank 0. Collective."""
+        state = self.manager.whole_weights(torch.float32)
+        if self.manager.rank == 0:
+            model = cast(Any, self.manager.language_model())
+            with without_progress_bars():
+                model.save_pretrained(folder, state_dict=state, save_original_format=False)
+            add_missing_files(self.manager.model_files, folder)
+        if self.manager.world_size > 1:
+            torch.distributed.barrier()
+
+    def load(self, update: WeightUpdate) -> None:
+        """Raise `ValueError`: inference workers hold whole models, over FSDP."""
+        raise ValueError("published weights are loaded by inference workers (backend 'fsdp')")
+
+    def offload(self, *, keep_weights: bool = False) -> None:
+        """Move optimizer state and weights to the CPU, and drop the gradients."""
+        self.manager.offload(weights=not keep_weights)
+
+    def onload(self) -> None:
+        """Take weights and optimizer state back to the device."""
+        self.manager.onload()
+
+    # ---- checkpoints
+
+    def save_checkpoint(self, path: Path, extra: Mapping[str, object] | None = None) -> None:
+        """Write a checkpoint folder, atomically; ``extra`` is this rank's own. Collective."""
+        self.begin_checkpoint(path, extra)
+        self._writer.wait()
+        if self.manager.world_size > 1:
+            torch.distributed.barrier()
+
+    def begin_checkpoint(
+        self, path: Path, extra: Mapping[str, object] | None = None
+    ) -> Future[Path]:
+        """Start writing what `save_checkpoint` writes, and return. Collective."""
+        content = {"version": self._version, "extra": dict(extra or {})}
+        return checkpoint.begin(self.manager, self._writer, path, content)
+
+    def load_checkpoint(self, path: Path) -> list[dict[str, object]]:
+        """Continue where a checkpoint was written, under any strategy of this backend or the FSDP
+        backend's; return its ranks' extras. Collective."""
+        own = checkpoint.load(self.manager, self._writer, path)
+        self._version = own[0].extra["version"]
+        return [one.extra["extra"] for one in own]
+
+    def _copies(self) -> list[Tensor]:
+        self.manager.gather_parameters()
+        return [one.parameter.detach().cpu().clone() for one in self.manager.held]
+
+    @contextmanager
+    def _swapped_in(self, weights: Sequence[Tensor]) -> Iterator[None]:
+        """Compute with other weights in the block."""
+        own = self._copies()
+        self._put(weights)
+        try:
+            yield
+        finally:
+            self._put(own)
+
+    def _put(self, weights: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for one, tensor in zip(self.manager.held, weights, strict=True):
+                one.parameter.copy_(tensor)
