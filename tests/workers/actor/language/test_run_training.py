@@ -320,10 +320,10 @@ async def test_after_a_rescale_to_one_rank_inference_waits_for_no_whole_micro_ba
             LastRank.run_inference, channels.samples.receiver, channels.done.sender
         )
         sender, done = channels.samples.sender, channels.done.receiver
-        for index in range(8):  # each comes back before the next is sent
+        for index in range(16):  # each comes back before the next is sent
             await sender.put(as_sample(index // 4, index % 4))
             assert (await done.get()).request.index == index % 4
-        assert await running == [8, 0]
+        assert await running == [16, 0]
 
 
 def check_log_probs(sent: list[Sample], done: list[Sample]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import rlinf_async as ra
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.language import LanguageTrainer
-from rlinf_async.parallel import Strategy
+from rlinf_async.parallel import DataRank, Strategy
 from rlinf_async.workers.actor import FSDPActor, LanguageBatches
 from tests.workers.actor.toy import nothing_moved
 
@@ -20,6 +20,8 @@ UNEVEN = "dp=3 x group_size=4 does not divide a mini-batch of 16 samples; neares
 
 class Trainer:
     """Changes its ranks by doing nothing."""
+
+    data_rank = DataRank(0, 4)
 
     def check_ranks(self, world_size: int, /) -> None:
         pass
