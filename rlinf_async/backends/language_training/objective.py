@@ -43,10 +43,16 @@ class Forward(NamedTuple):
     masks: Sequence[NDArray[np.bool_]]
     """tokens in the loss, of each sample ``[R]``"""
     loss: LanguageLossConfig
+    counts: bool
+    """False: none of the samples has a gradient, and metrics are means over other samples"""
 
     def answer(self, found: Any) -> Part:
         """Return the loss; ``found``: what the model computes for ``packed``."""
-        return self.objective.part(self, found)
+        part = self.objective.part(self, found)
+        if self.counts:
+            return part
+        nothing = {name: torch.zeros_like(number) for name, number in part.metrics.items()}
+        return part._replace(tokens=0, metrics=nothing)
 
     def column(self, name: str, fallback: str | None = None) -> Tensor:
         """Return a field of the samples at the tokens in the loss, ``[N]``."""
@@ -88,12 +94,14 @@ class Objective(ABC):
             for sample, mask in zip(samples, masks, strict=True)
             if mask.any() and not self.silent(sample, loss)
         ]
-        if not forwarded:
+        counts = bool(forwarded)
+        if not counts:
             if not always:
                 return NothingToDo(units)
             forwarded = [samples[0]]
         masks = [trained_tokens(sample) for sample in forwarded]
-        return Forward(pack_samples(forwarded, masks, device), units, self, forwarded, masks, loss)
+        packed = pack_samples(forwarded, masks, device)
+        return Forward(packed, units, self, forwarded, masks, loss, counts)
 
     @abstractmethod
     def check_ready(self, samples: Sequence[TrainingSample]) -> None:

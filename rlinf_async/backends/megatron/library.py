@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 from rlinf_async.backends.megatron.cpu import install_cpu_shims, shim_random_states
@@ -30,6 +31,25 @@ def of_megatron(module: str = "") -> Any:
     return importlib.import_module(f"megatron.core.{module}")
 
 
+def check_installed() -> None:
+    """Raise `MegatronUnavailable` unless a supported version is installed. Nothing is imported."""
+    try:
+        found = version("megatron-core")
+    except PackageNotFoundError as error:
+        raise MegatronUnavailable(
+            "the backend 'megatron' needs megatron-core: pip install 'rlinf-async[megatron]'"
+        ) from error
+    _check_version(found)
+
+
+def _check_version(found: str) -> None:
+    if tuple(int(part) for part in found.split(".")[:2]) != SUPPORTED:
+        raise MegatronUnavailable(
+            f"megatron-core is installed in version {found}; this backend is made for "
+            f"{SUPPORTED[0]}.{SUPPORTED[1]}: pip install 'rlinf-async[megatron]'"
+        )
+
+
 @functools.lru_cache(maxsize=1)
 def _core() -> Any:
     install_cpu_shims()
@@ -47,10 +67,5 @@ def _core() -> Any:
             "'rlinf-async[megatron]'"
         ) from error
     shim_random_states(random)
-    version = str(core.__version__)
-    if tuple(int(part) for part in version.split(".")[:2]) != SUPPORTED:
-        raise MegatronUnavailable(
-            f"megatron-core is installed in version {version}; this backend is made for "
-            f"{SUPPORTED[0]}.{SUPPORTED[1]}: pip install 'rlinf-async[megatron]'"
-        )
+    _check_version(str(core.__version__))
     return core

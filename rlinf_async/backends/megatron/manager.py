@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from rlinf_async.backends.building import building
 from rlinf_async.backends.language_training.describing import describing_files
 from rlinf_async.backends.language_training.hugging_face import build_language_model
+from rlinf_async.backends.megatron.architecture import architecture_of, layout_of
 from rlinf_async.backends.megatron.config import MegatronConfig
 from rlinf_async.backends.megatron.feed import Feed
 from rlinf_async.backends.megatron.grid import Grid, make_grid
 from rlinf_async.backends.megatron.library import of_megatron
-from rlinf_async.backends.megatron.model import Options, architecture_of, build_stage
+from rlinf_async.backends.megatron.model import Options, build_stage
 from rlinf_async.backends.megatron.optimizer import Sharding, make_optimizer, with_gradients
 from rlinf_async.backends.megatron.schedule import Schedule
 from rlinf_async.backends.megatron.weights import (
     held_weights,
-    layout_of,
     load_weights,
     own_slices,
 )

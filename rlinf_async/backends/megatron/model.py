@@ -6,23 +6,19 @@ maps for, without experts and without attention in windows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import torch
 from torch import nn
 
+from rlinf_async.backends.megatron.architecture import VOCABULARY_MULTIPLE, Architecture
 from rlinf_async.backends.megatron.attention import PackedAttention
 from rlinf_async.backends.megatron.grid import Grid
 from rlinf_async.backends.megatron.library import of_megatron
 from rlinf_async.backends.megatron.norms import Norm
-from rlinf_async.parallel import ModelMismatch, Strategy
+from rlinf_async.parallel import Strategy
 from rlinf_async.parallel.decoders import Decoder
-
-FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
-VOCABULARY_MULTIPLE: Final = 1
-"""the vocabulary is padded to a multiple of this times the number of tensor ranks"""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,69 +28,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     sequence_parallel: bool = False
     recompute: bool = False
     """compute each layer again in the backward pass"""
-
-
-class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """What a Hugging Face configuration says of a model, as Megatron needs it."""
-
-    decoder: Decoder
-    norm_eps: float
-    rope_theta: float
-    rope_factor: float | None
-    """of Llama 3's scaling of rotary positions; None: not scaled"""
-    longest: int
-    """tokens of a sequence"""
-
-
-def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """Read a Hugging Face ``config.json``.
-
-    Raises:
-        ModelMismatch: Megatron's layers would compute something else.
-    """
-    kind = config.get("model_type")
-    if kind not in FAMILIES:
-        raise ModelMismatch(
-            f"the backend 'megatron' does not train model_type {kind!r}; it trains "
-            f"{', '.join(FAMILIES)}. Use the backend 'fsdp' for others"
-        )
-    faults = []
-    if config.get("hidden_act", "silu") != "silu":
-        faults.append(f"hidden_act={config['hidden_act']!r} (only 'silu')")
-    if config.get("use_sliding_window") or (kind == "mistral" and config.get("sliding_window")):
-        faults.append(f"sliding_window={config.get('sliding_window')}")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    scaling = rope.get("rope_type", rope.get("type", "default"))
-    factor = None
-    if scaling == "llama3":
-        factor = float(rope["factor"])
-        known = {
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-        faults += [
-            f"{name}={rope[name]} of the rotary positions (only {value})"
-            for name, value in known.items()
-            if rope.get(name, value) != value
-        ]
-    elif scaling != "default":
-        faults.append(f"rotary positions of type {scaling!r} (only 'default' and 'llama3')")
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        faults.append("partial_rotary_factor (only 1)")
-    if faults:
-        raise ModelMismatch(
-            f"the backend 'megatron' does not train a {kind} with {', '.join(faults)}. Use the "
-            "backend 'fsdp'"
-        )
-    theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
-    return Architecture(
-        decoder=Decoder.from_config(config),
-        norm_eps=float(config["rms_norm_eps"]),
-        rope_theta=float(theta),
-        rope_factor=factor,
-        longest=int(config["max_position_embeddings"]),
-    )
 
 
 def build_stage(

@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rlinf_async.backends.megatron.architecture import Architecture, layout_of
 from rlinf_async.backends.megatron.grid import Grid
-from rlinf_async.backends.megatron.model import VOCABULARY_MULTIPLE, Architecture
-from rlinf_async.parallel import Layout, ModelMismatch, Piece, Strategy, layout
-from rlinf_async.parallel.decoders import megatron
+from rlinf_async.parallel import ModelMismatch, Piece
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
@@ -28,12 +27,6 @@ class Held(NamedTuple):
     """in the whole model"""
     parameter: nn.Parameter
     pieces: tuple[Piece, ...]
-
-
-def layout_of(architecture: Architecture, strategy: Strategy) -> Layout:
-    """Return who holds which slices. Raises `StrategyError` for what does not divide."""
-    model = megatron(architecture.decoder, vocabulary_multiple=VOCABULARY_MULTIPLE)
-    return layout(model, strategy)
 
 
 def held_weights(model: nn.Module, architecture: Architecture, grid: Grid) -> list[Held]:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from rlinf_async.backends.language_training.packing import Packed
 from rlinf_async.backends.language_training.token_statistics import TokenStatistics
+from rlinf_async.backends.megatron.architecture import Architecture, architecture_of
 from rlinf_async.backends.megatron.grid import Grid, make_grid
 from rlinf_async.backends.megatron.library import of_megatron
-from rlinf_async.backends.megatron.model import Architecture, Options, architecture_of, build_stage
+from rlinf_async.backends.megatron.model import Options, build_stage
 from rlinf_async.backends.megatron.optimizer import Sharding, make_optimizer, with_gradients
 from rlinf_async.backends.megatron.schedule import Schedule, Work
 from rlinf_async.backends.megatron.weights import Held, held_weights, load_weights

@@ -20,6 +20,7 @@ import msgspec
 
 from rlinf_async.config import ConfigError, MissingExtra, UsageError
 from rlinf_async.data import DataError, Prompts, PromptTooLong, load_tokenizer
+from rlinf_async.parallel import ModelMismatch, Strategy, StrategyError
 from rlinf_async.rewards import UnknownVerifier, load_verifier
 from rlinf_async.runtime.jobs.config import refuse_unknown
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
@@ -63,6 +64,8 @@ def check_families(config: LanguageConfig) -> None:
         where = ("model", "path") if path else ("model", "config", "model_type")
         _check_family(described, config.rollout.backend, where)
         _check_heads(config, described)
+        if config.actor.backend == "megatron":
+            _check_megatron(config, described, where)
     if config.critic.path and (described := _read(config.critic.path)):
         _check_family(described, None, ("critic", "path"))
 
@@ -88,6 +91,38 @@ def _check_heads(config: LanguageConfig, described: Mapping[str, Any]) -> None:
             "cluster.placement.rollout)",
             path=("rollout", "vllm", "tensor_parallel"),
         )
+
+
+def _check_megatron(
+    config: LanguageConfig, described: dict[str, Any], where: tuple[str, ...]
+) -> None:
+    """Refuse what Megatron cannot train, or not cut so, and where it is not installed."""
+    from rlinf_async.backends.megatron.architecture import architecture_of, layout_of
+    from rlinf_async.backends.megatron.library import MegatronUnavailable, check_installed
+
+    actor, parts = config.actor, Strategy(tp=config.actor.tp, pp=config.actor.pp)
+    try:
+        check_installed()
+        layout_of(architecture_of(_complete(described)), parts)
+    except MegatronUnavailable as error:
+        raise ConfigError(str(error), path=("actor", "backend")) from error
+    except ModelMismatch as error:
+        raise ConfigError(str(error), path=where) from error
+    except StrategyError as error:
+        name = "tp" if actor.tp > 1 else "pp"
+        raise ConfigError(str(error).replace("\n", "; "), path=("actor", name)) from error
+
+
+def _complete(described: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with the architecture's defaults, as transformers has them."""
+    from transformers import AutoConfig
+
+    fields = {name: value for name, value in described.items() if name != "model_type"}
+    try:
+        complete: dict[str, Any] = AutoConfig.for_model(described["model_type"], **fields).to_dict()
+    except (KeyError, ValueError, TypeError):
+        return described  # whoever builds the model reports it
+    return complete
 
 
 def _check_family(described: dict[str, Any], engine: str | None, where: tuple[str, ...]) -> None:

@@ -20,6 +20,10 @@ from rlinf_async.workers.reward import RewardConfig
 from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
 
 MAY_DIFFER = (
+    "actor.backend",
+    "actor.tp",
+    "actor.pp",
+    "actor.megatron",
     "name",
     "model.path",
     "data.path",

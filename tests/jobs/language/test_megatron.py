@@ -1,0 +1,76 @@
+"""The language job with Megatron: by configuration alone, and the same run as with FSDP."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from tests.jobs.language.kit import LOSSES, TINY, Job
+
+pytest.importorskip("megatron.core")
+
+SETTINGS = (
+    *("--training.iterations", 3, "--actor.pipelined", "false", "--cluster.backend", "process"),
+    *("--data.verifier", "tests.jobs.language.verifiers:letters"),
+)
+STAGES = TINY.replace("num_hidden_layers = 1", "num_hidden_layers = 2").replace(
+    "num_key_value_heads = 1", "num_key_value_heads = 2"
+)
+
+
+def run(folder: pathlib.Path, capsys: pytest.CaptureFixture[str], *settings: object) -> Job:
+    folder.mkdir()
+    job = Job(folder, capsys, STAGES)
+    job.succeed(*SETTINGS, *settings)
+    return job
+
+
+def same(job: Job, expected: Job, iterations: int = 3) -> None:
+    assert len(job.iterations) == len(expected.iterations) == iterations
+    for mine, theirs in zip(job.iterations, expected.iterations, strict=True):
+        for name in LOSSES:
+            assert float(mine[name]) == pytest.approx(float(theirs[name]), abs=1e-4), name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [("--actor.tp", 2, "--cluster.actors", 4), ("--actor.pp", 2)],
+    ids=["tp2dp2", "pp2"],
+)
+def test_a_run_trains_as_with_fsdp_and_goes_on_from_its_checkpoint(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], settings: tuple[object, ...]
+) -> None:
+    megatron = ("--actor.backend", "megatron", *settings)
+    expected = run(tmp_path / "fsdp", capsys)
+    job = run(tmp_path / "megatron", capsys, *megatron)
+    same(job, expected)
+    longer = ("--training.iterations", 4)
+    expected.succeed(*SETTINGS, *longer, "--resume")
+    job.succeed(*SETTINGS, *megatron, *longer, "--resume")
+    same(job, expected, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("--actor.backend", "fsdp", "--actor.tp", 2), "tp is 2, but the backend 'fsdp' does not"),
+        (("--actor.tp", 3), "actor.tp"),
+        (("--actor.pp", 3), "actor.pp"),
+        (("--actor.tp", 2, "--cluster.actors", 3), "3 actors are no multiple of actor.tp x actor"),
+        (("--actor.tp", 2, "--cluster.backend", "local"), "several actors need a process each"),
+        (("--model.config.model_type", "gpt2"), "does not train model_type 'gpt2'; it trains ll"),
+    ],
+)
+@pytest.mark.usefixtures("no_cluster")
+def test_what_megatron_cannot_train_is_named_before_anything_starts(
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+    settings: tuple[object, ...],
+    message: str,
+) -> None:
+    job = Job(tmp_path, capsys, TINY)
+    ended = job.train(*SETTINGS, "--actor.backend", "megatron", *settings)
+    assert ended.code == 2, ended.err
+    assert message in ended.err
+    assert not job.out.exists()
