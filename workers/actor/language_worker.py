@@ -52,7 +52,7 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         super().__init__(trainer, backend=backend, resume=resume)
         self._max_staleness = max_staleness
         self._batches = batches
-        self._sizes = batches.of_rank(self.world_size)
+        self._sizes = batches.of_rank(1)  # until the trainer knows its data ranks
         self._offloaded = False
 
     def make_trainer(self) -> LanguageTrainer:

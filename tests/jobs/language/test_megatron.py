@@ -35,7 +35,7 @@ def same(job: Job, expected: Job, iterations: int = 3) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [("--actor.tp", 2, "--cluster.actors", 4), ("--actor.pp", 2)],
+    [("--actor.tp", 2, "--cluster.actors", 4, "--actor.micro_batch_size", 2), ("--actor.pp", 2)],
     ids=["tp2dp2", "pp2"],
 )
 def test_a_run_trains_as_with_fsdp_and_goes_on_from_its_checkpoint(
