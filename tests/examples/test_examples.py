@@ -84,7 +84,9 @@ def says_nothing_but_that_it_knows_nothing_yet(stderr: str) -> None:
     assert all("there was nothing to learn from" in line for line in said), stderr
 
 
-@pytest.mark.parametrize("example", ["grpo_arithmetic.toml", "ppo_arithmetic.toml"])
+@pytest.mark.parametrize(
+    "example", ["grpo_arithmetic.toml", "grpo_megatron.toml", "ppo_arithmetic.toml"]
+)
 def test_the_language_model_is_warmed_up_and_trained(tmp_path: pathlib.Path, example: str) -> None:
     done = run(
         *("-m", "rlinf_async.cli", "train", EXAMPLES / example),
