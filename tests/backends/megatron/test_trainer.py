@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlinf_async.algorithms.language.config import LanguageAdvantageConfig, LanguageLossConfig
+from rlinf_async.backends.fsdp.language.config import LanguageTrainerConfig
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
@@ -23,6 +24,7 @@ pytest.importorskip("megatron.core")
 
 LOSS = LanguageLossConfig(kl_coefficient=0.05, entropy_coefficient=0.01)
 WHITENED = LanguageAdvantageConfig(name="reinforce++")
+OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-6, weight_decay=0.1, max_grad_norm=0.5)
 STEPS = 4
 STRATEGIES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
@@ -66,11 +68,16 @@ def everything(trainer: Any) -> dict[str, Any]:
     return {"metrics": metrics, "state": unpack(trainer.publish()), "log_probs": log_probs}
 
 
+def fsdp_config(model: dict[str, Any]) -> LanguageTrainerConfig:
+    fsdp = {"optimizer": OPTIMIZER}
+    return trainer_config(model, loss=LOSS, advantage=WHITENED, reference=True, fsdp=fsdp)
+
+
 def megatron_config(model: dict[str, Any], **fields: Any) -> MegatronTrainerConfig:
     return MegatronTrainerConfig(
         megatron=MegatronConfig(
             model=LanguageModelConfig(config=model),
-            optimizer=OptimizerConfig(lr=1e-2, eps=1e-6, max_grad_norm=0.5),
+            optimizer=OPTIMIZER,
             **fields,
         ),
         loss=LOSS,
@@ -97,7 +104,7 @@ def test_every_strategy_learns_and_publishes_what_fsdp_does(
     tmp_path: Path, model: dict[str, Any], world_size: int
 ) -> None:
     results = in_processes(learn_everywhere, world_size, tmp_path, model)
-    config = trainer_config(model, loss=LOSS, advantage=WHITENED, reference=True)
+    config = fsdp_config(model)
     expected = everything(PolicyTrainer(config, 1, 0))
     for name in STRATEGIES[world_size]:
         ranks = [one[name] for one in results]
@@ -151,7 +158,7 @@ def go_on_from_each_other(rank: int, world_size: int, folder: Path, model: dict[
 def test_any_strategy_and_fsdp_go_on_from_the_checkpoints_of_any_other(
     tmp_path: Path, model: dict[str, Any]
 ) -> None:
-    config = trainer_config(model, loss=LOSS, advantage=WHITENED, reference=True)
+    config = fsdp_config(model)
     first = PolicyTrainer(config, 1, 0)
     expected = learn(first, 1)
     first.save_checkpoint(tmp_path / "fsdp")

@@ -19,6 +19,7 @@ import pytest
 import rlinf_async as ra
 from rlinf_async.runtime.placement import Packed, Ranks
 from rlinf_async.workers.errors import BuildError
+from tests.channels.wire.harness import until
 from tests.runtime.ray.kit import Adder, Broken, Doubler, Hosts, Teller
 from tests.runtime.scripts import running
 
@@ -129,7 +130,7 @@ async def test_a_killed_worker_is_started_again_and_its_items_flow(hosts: Hosts)
             os.kill(cluster.pid("Doubler[0]") or 0, signal.SIGKILL)
             while set(found) < {2 * number for number in range(40)}:
                 found.append(await doubles.receiver.get())
-        assert doublers.restarts == 1
+        await until(lambda: doublers.restarts == 1)  # the other rank may have been quicker
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
