@@ -9,7 +9,7 @@ import pytest
 
 from tests.architecture.sources import ROOT, Import, folders, imports, loose, modules
 
-LIGHT = {"config", "messages", "parallel", "deadlines"}
+LIGHT = {"config", "messages", "parallel", "scheduling", "deadlines"}
 
 ARROWS: dict[str, set[str]] = {
     "__main__": {"cli"},
@@ -18,6 +18,7 @@ ARROWS: dict[str, set[str]] = {
     "config": set(),
     "messages": set(),
     "parallel": set(),
+    "scheduling": {"config", "parallel"},
     "observe": LIGHT,
     "algorithms": LIGHT,
     "weights": LIGHT,
@@ -144,7 +145,10 @@ def test_importing_the_light_parts_loads_neither_torch_nor_ray() -> None:
         name
         for name in modules()
         if name.split(".")[1]
-        in {"channels", "cli", "config", "data", "messages", "parallel", "rewards", "runtime"}
+        in {
+            *("channels", "cli", "config", "data", "messages", "parallel", "rewards", "runtime"),
+            "scheduling",
+        }
         or name.startswith("rlinf_async.workers")
     ]
     assert not loaded_after("rlinf_async", *light) & HEAVY

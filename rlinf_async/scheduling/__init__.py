@@ -1,0 +1,64 @@
+"""Who gets which devices, and when: states, decisions, policies, and the ledger. Pure: no torch, no
+channels, no workers.
+
+::
+
+    ClusterState --> policy.decide() --> ScalingDecision --> validate() --> carried out elsewhere
+
+See ``docs/scheduling.md``.
+"""
+
+from rlinf_async.scheduling.decision import (
+    InvalidDecision,
+    Migration,
+    Resume,
+    ScalingDecision,
+    actor_after,
+    check,
+    holdings_after,
+    validate,
+)
+from rlinf_async.scheduling.ledger import DeviceLedger, DeviceTaken, Holding, Loan
+from rlinf_async.scheduling.policy import (
+    POLICIES,
+    SafePolicy,
+    ScalingPolicy,
+    load_policy,
+    safe,
+)
+from rlinf_async.scheduling.state import (
+    ACTOR,
+    ActorState,
+    ClusterState,
+    InstanceState,
+    Rates,
+    RequestState,
+    instance_name,
+)
+
+__all__ = [
+    "ACTOR",
+    "POLICIES",
+    "ActorState",
+    "ClusterState",
+    "DeviceLedger",
+    "DeviceTaken",
+    "Holding",
+    "InstanceState",
+    "InvalidDecision",
+    "Loan",
+    "Migration",
+    "Rates",
+    "RequestState",
+    "Resume",
+    "SafePolicy",
+    "ScalingDecision",
+    "ScalingPolicy",
+    "actor_after",
+    "check",
+    "holdings_after",
+    "instance_name",
+    "load_policy",
+    "safe",
+    "validate",
+]

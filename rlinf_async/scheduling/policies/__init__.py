@@ -1,0 +1,1 @@
+"""The built-in scaling policies, one in each file."""

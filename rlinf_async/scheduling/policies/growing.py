@@ -1,0 +1,108 @@
+"""What the policies that move devices share: lending, taking back, growing the actor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from rlinf_async.parallel import Strategy
+from rlinf_async.scheduling.decision import Migration, Resume, ScalingDecision
+from rlinf_async.scheduling.policies.home import servable
+from rlinf_async.scheduling.state import ClusterState, InstanceState
+
+
+def lend(state: ClusterState) -> ScalingDecision | None:
+    """The actor lends its devices to the instances that were launched there; None: it cannot."""
+    guests = [
+        one
+        for one in state.instances
+        if state.is_guest(one) and not one.serves and servable(state, one)
+    ]
+    if not guests or not state.actor.holds or not state.actor.ready:
+        return None
+    return ScalingDecision(
+        iteration=state.iteration,
+        actor_holds=False,
+        resume=tuple(Resume(instance=one.number, devices=one.home) for one in guests),
+        reason="rollout borrows the actor's devices",
+    )
+
+
+def take_back(state: ClusterState) -> ScalingDecision | None:
+    """The actor takes its devices again; None: it has them, or cannot have them now."""
+    actor = state.actor
+    if actor.holds or not actor.ready:
+        return None
+    own = set(actor.devices[: actor.home.world_size])
+    there = [one for one in state.serving if not own.isdisjoint(one.devices)]
+    if not all(one.answers for one in there) or not own.isdisjoint(state.lost):
+        return None
+    stop = tuple(one.number for one in there)
+    if not any(one.number not in stop for one in state.serving):
+        return None
+    return ScalingDecision(
+        iteration=state.iteration,
+        stop=stop,
+        actor=actor.home if actor.strategy != actor.home else None,
+        actor_holds=True,
+        migrations=migrations(there),
+        reason="the actor takes its devices again",
+    )
+
+
+def migrations(leaving: Sequence[InstanceState]) -> tuple[Migration, ...]:
+    """The requests of instances that stop go to whichever instance has room."""
+    return tuple(Migration(source=one.number, count=one.load) for one in leaving if one.load)
+
+
+def keep_order(state: ClusterState) -> list[InstanceState]:
+    """Serving instances, those first whose devices the actor would take last."""
+    position = {device: at for at, device in enumerate(state.actor.devices)}
+    beyond = len(position)
+
+    def first_needed(one: InstanceState) -> int:
+        return min(position.get(device, beyond) for device in one.devices)
+
+    return sorted(state.serving, key=lambda one: (-first_needed(one), one.number))
+
+
+def instances_needed(state: ClusterState, share: float = 1.0) -> int:
+    """Return how many instances can decode what is unfinished, with ``share`` of their slots."""
+    slots = max(1, round(share * min((one.slots for one in state.serving), default=1)))
+    waiting = sum(one.load for one in state.serving) + state.queued
+    return max(1, math.ceil(waiting / slots)) if waiting else 0
+
+
+def strategy_beside(state: ClusterState, kept: Collection[int]) -> Strategy:
+    """Return the largest strategy, not below the present one, that fits beside these instances."""
+    actor = state.actor
+    taken = {
+        device
+        for one in state.instances
+        if one.number in kept or not one.answers
+        for device in one.devices
+    } | set(state.lost)
+    fitting = [
+        one
+        for one in actor.strategies
+        if actor.strategy.world_size < one.world_size <= len(actor.devices)
+        and taken.isdisjoint(actor.devices[actor.strategy.world_size : one.world_size])
+    ]
+    return max(fitting, key=lambda one: one.world_size, default=actor.strategy)
+
+
+def grow(state: ClusterState, kept: Collection[int], reason: str) -> ScalingDecision | None:
+    """The actor grows as far as it can beside the instances that are kept; others stop where their
+    devices are needed for it. None: it cannot grow."""
+    strategy = strategy_beside(state, kept)
+    if strategy == state.actor.strategy:
+        return None
+    needed = set(state.actor.devices[: strategy.world_size])
+    leaving = [one for one in state.serving if not needed.isdisjoint(one.devices)]
+    return ScalingDecision(
+        iteration=state.iteration,
+        stop=tuple(one.number for one in leaving),
+        actor=strategy,
+        migrations=migrations(leaving),
+        reason=reason,
+    )

@@ -1,0 +1,88 @@
+"""`LongestFirst`: requests by predicted remaining length, and more devices for the tail.
+
+As `Greedy`, and besides:
+
+- requests that wait are served longest first, so that the long ones do not begin last;
+- devices that the actor cannot use go to the instances with the most to do for one request: an
+  instance on more devices makes the tokens of its tail faster.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rlinf_async.scheduling.decision import Resume, ScalingDecision, holdings_after
+from rlinf_async.scheduling.policies.greedy import Greedy
+from rlinf_async.scheduling.policies.growing import keep_order
+from rlinf_async.scheduling.state import ClusterState, InstanceState, RequestState
+
+THIN = 0.25
+"""share of its slots below which an instance's tail is worth more devices"""
+
+
+class LongestFirst:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._layout = Greedy()
+
+    def decide(self, state: ClusterState, /) -> ScalingDecision:
+        """Return what changes now."""
+        decision = self._layout.decide(state)
+        if state.phase == "end":
+            return decision
+        if state.phase == "step" and not decision.stop:
+            decision = msgspec.structs.replace(
+                decision, resume=(*decision.resume, *widened(decision, state))
+            )
+        return msgspec.structs.replace(decision, order=longest_first(state.queued_requests))
+
+
+def longest_first(requests: tuple[RequestState, ...]) -> tuple[str, ...]:
+    """Return the names of the requests, those with the most tokens to come first; none where they
+    all are expected to be equally long."""
+    if len({one.expected for one in requests}) < 2:
+        return ()
+    return tuple(one.name for one in sorted(requests, key=lambda one: (-one.expected, one.name)))
+
+
+def widened(decision: ScalingDecision, state: ClusterState) -> list[Resume]:
+    """Return instances that take free devices beside their own, once nothing waits to be served."""
+    if state.queued or not state.actor.holds:
+        return []
+    held = {one for devices in holdings_after(decision, state).values() for one in devices}
+    known = {device for one in state.instances for device in one.home}
+    free = sorted(known - held - set(state.lost) - wanted_by_actor(state))
+    found = []
+    taken = {one.instance for one in decision.resume}
+    for one in sorted(keep_order(state), key=lambda one: -_longest(one)):
+        more = [] if one.number in taken else _more(one, free, state)
+        if more:
+            found.append(Resume(instance=one.number, devices=(*one.devices, *more)))
+            free = [device for device in free if device not in more]
+    return found
+
+
+def wanted_by_actor(state: ClusterState) -> set[int]:
+    """Return the devices that the actor may still grow into before its last mini-batch, which
+    waits for the tail in any case."""
+    actor = state.actor
+    if actor.left <= 1:
+        return set()
+    return set(actor.devices[: max(one.world_size for one in actor.strategies)])
+
+
+def _more(one: InstanceState, free: list[int], state: ClusterState) -> list[int]:
+    """Return the free devices of its host that it would take: as many as it can serve on."""
+    if not one.answers or not one.load or one.load > THIN * one.slots:
+        return []
+    host = state.hosts.get(one.devices[0])
+    near = [device for device in free if state.hosts.get(device) == host]
+    sizes = [size for size in one.sizes if len(one.devices) < size <= len(one.devices) + len(near)]
+    return near[: max(sizes) - len(one.devices)] if sizes else []
+
+
+def _longest(one: InstanceState) -> float:
+    if one.requests:
+        return max(request.expected for request in one.requests)
+    return one.expected / max(one.load, 1)

@@ -1,0 +1,114 @@
+"""Scaling policies: pure functions of a `ClusterState`, by name.
+
+Packages add names by the entry point group ``rlinf_async.scaling_policies``; a setting may also
+name a class as ``"module:Class"`` or ``"file.py:Class"``. A policy keeps no memory of its own: what
+it has to know of the past is in the state, so a scheduler that was restarted goes on with it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from rlinf_async.config import ConfigError
+from rlinf_async.config.entry_point import load_entry_point
+from rlinf_async.scheduling.decision import ScalingDecision, check
+from rlinf_async.scheduling.state import ClusterState
+
+log = logging.getLogger(__name__)
+
+GROUP = "rlinf_async.scaling_policies"
+POLICIES = {
+    "static": "rlinf_async.scheduling.policies.static:Static",
+    "tail": "rlinf_async.scheduling.policies.tail:Tail",
+    "greedy": "rlinf_async.scheduling.policies.greedy:Greedy",
+    "longest_first": "rlinf_async.scheduling.policies.longest_first:LongestFirst",
+}
+"""name -> ``module:class``"""
+
+
+class ScalingPolicy(Protocol):
+    """Decides who gets which devices."""
+
+    def decide(self, state: ClusterState, /) -> ScalingDecision:
+        """Return what changes now. Pure: the same state gives the same decision."""
+        ...
+
+
+def load_policy(name: str, path: tuple[str, ...] = ()) -> ScalingPolicy:
+    """Return the policy of this name; ``path`` is the setting, for the error.
+
+    Raises `ConfigError`, which lists those there are.
+    """
+    if ":" in name:
+        return _made(load_entry_point(name, path), name, path)
+    if name in POLICIES:
+        module, _, kind = POLICIES[name].partition(":")
+        return _made(getattr(importlib.import_module(module), kind), name, path)
+    others = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name in others:
+        return _made(others[name].load(), name, path)
+    known = sorted([*POLICIES, *others])
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    raise ConfigError(f"no policy is called {name!r}{hint} (known: {', '.join(known)})", path=path)
+
+
+def _made(kind: Callable[[], Any], name: str, path: tuple[str, ...]) -> ScalingPolicy:
+    made: ScalingPolicy = kind()
+    if not callable(getattr(made, "decide", None)):
+        raise ConfigError(f"policy {name!r} has no method decide(state)", path=path)
+    return made
+
+
+class SafePolicy:
+    """A policy whose failure changes nothing: the run goes on as it is.
+
+    Once it has raised, or has returned what cannot be carried out, it is not asked again but to go
+    home: at the end of an iteration the actor takes its home strategy, and instances their devices.
+
+    Args:
+        policy: is asked.
+        name: of the policy, in the log.
+        report: gets the message, once; by default it is logged as a warning.
+    """
+
+    def __init__(
+        self, policy: ScalingPolicy, name: str, report: Callable[[str], None] | None = None
+    ) -> None:
+        self._policy = policy
+        self._name = name
+        self._report = report or log.warning
+        self.fault = ""
+        """why it is not asked any more"""
+
+    def decide(self, state: ClusterState, /) -> ScalingDecision:
+        """Return the policy's decision if it can be carried out; see the class."""
+        from rlinf_async.scheduling.policies.home import go_home
+
+        if not self.fault:
+            try:
+                decision = self._policy.decide(state)
+                if not isinstance(decision, ScalingDecision):
+                    raise TypeError(f"it returned {decision!r}, not a ScalingDecision")
+                check(decision, state)
+                return decision
+            except Exception as error:
+                self.fault = f"{type(error).__name__}: {error}"
+                self._report(
+                    f"policy {self._name!r} failed in iteration {state.iteration} ({self.fault}); "
+                    "the run goes on with its devices as they are (policy 'static')"
+                )
+        home = go_home(state)
+        return home if state.actor.ready else ScalingDecision()
+
+
+def safe(
+    policy: ScalingPolicy, name: str = "", report: Callable[[str], None] | None = None
+) -> SafePolicy:
+    """Return a policy that goes on static once this one fails, and says so once."""
+    return SafePolicy(policy, name or type(policy).__name__, report)

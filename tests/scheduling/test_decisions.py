@@ -1,0 +1,132 @@
+"""What is wrong with a decision is named; what is right travels."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from rlinf_async.parallel import Strategy
+from rlinf_async.scheduling import (
+    ClusterState,
+    InvalidDecision,
+    Migration,
+    Resume,
+    ScalingDecision,
+    check,
+    holdings_after,
+    validate,
+)
+from tests.scheduling.kit import cluster, with_load
+
+MIDDLE = with_load(cluster(), 20)
+
+
+@pytest.mark.parametrize(
+    ("decision", "text"),
+    [
+        (ScalingDecision(stop=(17,)), "stop names instance 17: there is none of this number"),
+        (ScalingDecision(stop=(6,)), "stop names instance 6, which is stopped already"),
+        (ScalingDecision(stop=(1, 1)), "stop names instance 1 more than once"),
+        (
+            ScalingDecision(stop=(1,), resume=(Resume(instance=1, devices=(3,)),)),
+            "instance 1 is to stop and to resume in one decision",
+        ),
+        (
+            ScalingDecision(resume=(Resume(instance=6, devices=(0,)),)),
+            "device 0 is given to both actor and rollout[6]",
+        ),
+        (
+            ScalingDecision(resume=(Resume(instance=0, devices=(2, 3, 4)),)),
+            "instance 0 cannot serve on 3 devices (it can on: [1, 2])",
+        ),
+        (
+            ScalingDecision(resume=(Resume(instance=6, devices=(99,)),)),
+            "rollout[6] is given device 99: there is none of this number",
+        ),
+        (
+            ScalingDecision(actor=Strategy(dp=3)),
+            (
+                "the actor's strategy dp=3 tp=1 pp=1 is not one that fits model and mini-batch "
+                "(data-parallel sizes that do: [1, 2, 4, 8])"
+            ),
+        ),
+        (ScalingDecision(actor=Strategy(dp=4)), "device 2 is given to both actor and rollout[0]"),
+        (
+            ScalingDecision(migrations=(Migration(source=6, count=1),)),
+            "a migration leaves instance 6, which does not serve",
+        ),
+        (
+            ScalingDecision(stop=(1,), migrations=(Migration(source=0, target=1, count=1),)),
+            "a migration goes to instance 1, which will not serve",
+        ),
+        (
+            ScalingDecision(migrations=(Migration(source=0),)),
+            "a migration of instance 0 names no requests",
+        ),
+        (ScalingDecision(order=("a", "a")), "order names a request more than once"),
+        (
+            ScalingDecision(stop=tuple(range(6))),
+            "no instance would serve, but 20 samples are unfinished",
+        ),
+    ],
+)
+def test_a_fault_is_named(decision: ScalingDecision, text: str) -> None:
+    assert text in validate(decision, MIDDLE)
+    with pytest.raises(InvalidDecision):
+        check(decision, MIDDLE)
+
+
+def test_the_actor_changes_only_between_two_mini_batches() -> None:
+    busy = msgspec.structs.replace(MIDDLE, actor=msgspec.structs.replace(MIDDLE.actor, ready=False))
+    decision = ScalingDecision(stop=(0, 1), actor=Strategy(dp=4))
+    assert validate(decision, MIDDLE) == []
+    [fault] = validate(decision, busy)
+    assert fault.startswith("the actor is not at a boundary")
+
+
+def test_an_instance_that_does_not_answer_is_left_alone() -> None:
+    instances = tuple(
+        msgspec.structs.replace(one, answers=one.number != 1) for one in MIDDLE.instances
+    )
+    state = msgspec.structs.replace(MIDDLE, instances=instances)
+    assert validate(ScalingDecision(stop=(1,)), state) == [
+        "stop names instance 1, which does not answer"
+    ]
+
+
+def test_a_lost_device_is_given_to_nobody() -> None:
+    state = msgspec.structs.replace(MIDDLE, lost=(0,))
+    decision = ScalingDecision(actor_holds=False, resume=(Resume(instance=6, devices=(0,)),))
+    # The actor still held it when it was lost, and releases it.
+    assert validate(decision, state) == []
+    gone = msgspec.structs.replace(state, actor=msgspec.structs.replace(state.actor, holds=False))
+    assert validate(ScalingDecision(resume=decision.resume), gone) == [
+        "rollout[6] is given device 0, which is lost"
+    ]
+
+
+def test_devices_follow_a_decision() -> None:
+    decision = ScalingDecision(stop=(0, 1), actor=Strategy(dp=4))
+    held = holdings_after(decision, MIDDLE)
+    assert held["actor"] == (0, 1, 2, 3)
+    assert held["rollout[0]"] == held["rollout[1]"] == ()
+    assert held["rollout[2]"] == (4,)
+
+
+def test_states_and_decisions_travel() -> None:
+    decision = ScalingDecision(
+        sequence=3,
+        actor=Strategy(dp=4),
+        resume=(Resume(instance=6, devices=(0,)),),
+        migrations=(Migration(source=0, target=1, names=("1/2",)),),
+    )
+    for value in (decision, MIDDLE):
+        data = msgspec.msgpack.encode(value)
+        assert msgspec.msgpack.decode(data, type=type(value)) == value
+
+
+def test_nothing_is_wrong_with_nothing() -> None:
+    empty = ScalingDecision()
+    assert empty.is_empty
+    assert validate(empty, MIDDLE) == []
+    assert isinstance(MIDDLE, ClusterState)
