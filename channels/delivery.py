@@ -8,7 +8,9 @@ that belong to the queue until the delivery is *settled*::
 
     outcome     of a get, a batch           of a lease                 of a prefetched item
     TAKEN       the caller has it           its block ended            a get took it
-    RETURNED    cancelled, connection lost  nobody entered the block   recalled, not wanted
+    RETURNED    cancelled, connection lost  nobody entered the block,  recalled, not wanted
+                                            or another item takes its
+                                            place
     FAILED      -                           its block raised, or its   -
                                             holder is gone
     REJECTED    it cannot be decoded        the same                   the same

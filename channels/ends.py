@@ -16,10 +16,10 @@ are taken.
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, overload
+from types import MappingProxyType, TracebackType
+from typing import Any, Final, Generic, Self, TypeVar, overload
 
 from rlinf_async.channels.errors import EndOfChannel
 from rlinf_async.channels.statistics import KeyState, Statistics
@@ -27,6 +27,8 @@ from rlinf_async.channels.versions import Fresh, TooStale, oldest_version
 
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
+
+NO_REPLACEMENTS: Final[Mapping[int, Any]] = MappingProxyType({})
 
 Key = str | int
 """Routes an item to one consumer."""
@@ -38,11 +40,35 @@ class Lease(Sequence[T_co]):
     ``deliveries[i]`` says how often item ``i`` has been handed out, this time included.
     """
 
-    __slots__ = ("_items", "deliveries")
+    __slots__ = ("_items", "_prepare", "deliveries", "replacements")
 
-    def __init__(self, items: Sequence[T_co], deliveries: Sequence[int]) -> None:
+    def __init__(
+        self,
+        items: Sequence[T_co],
+        deliveries: Sequence[int],
+        prepare: Callable[[object], object],
+    ) -> None:
         self._items = items
+        self._prepare = prepare
         self.deliveries = deliveries
+        self.replacements: dict[int, object] = {}
+        """by index: what goes back instead of being consumed, as the channel keeps it"""
+
+    def replace(self, index: int, item: object) -> None:
+        """Return ``item`` to the channel in the place of item ``index`` when the block ends.
+
+        For work that was begun and that somebody else is to finish: the replacement has the place
+        in the order, the weight and the count of deliveries that the item had before it was taken.
+        Both never exist at the same time: one message settles the lease, and if the block fails or
+        this process dies before, the item itself goes back.
+
+        Raises:
+            WrongItemType: ``item`` is not of the channel's type.
+            IndexError: there is no such item.
+        """
+        if not 0 <= index < len(self._items):
+            raise IndexError(f"a lease of {len(self._items)} items has none of index {index}")
+        self.replacements[index] = self._prepare(item)
 
     @overload
     def __getitem__(self, index: int) -> T_co: ...
@@ -196,8 +222,10 @@ class Receiver(End, Generic[T_co]):
         """Take items under a lease; its delivery, as the end knows it, and its items."""
 
     @abc.abstractmethod
-    async def _acknowledge(self, delivery: Any) -> None:
-        """Settle a lease's items as taken; return when the channel has.
+    async def _acknowledge(
+        self, delivery: Any, replacements: Mapping[int, Any] = NO_REPLACEMENTS
+    ) -> None:
+        """Settle a lease's items as taken, or by their replacements; return when the channel has.
 
         Raises:
             LeaseLost: they went back to the channel before, or it cannot be known.
@@ -223,7 +251,8 @@ class Receiver(End, Generic[T_co]):
 
         An exception, a cancellation, or the death of this process puts them back at the head, in
         order. An item that has failed ``max_deliveries`` times goes to the channel's dead letters
-        with the error instead. Leaving the block waits until a channel of another process has
+        with the error instead. What was replaced (`Lease.replace`) goes back, too, as its
+        replacement. Leaving the block waits until a channel of another process has
         confirmed that the items are consumed.
 
         Raises: as `get`, and at the end of the block:
@@ -242,7 +271,7 @@ class Receiver(End, Generic[T_co]):
         except BaseException as error:
             self._put_back(delivery, error)
             raise
-        await self._acknowledge(delivery)
+        await self._acknowledge(delivery, items.replacements)
 
     async def leases(
         self, *, weight: int = 1, at_least: int | None = None, key: Key | None = None
@@ -369,7 +398,7 @@ class _TakenLease(AbstractAsyncContextManager[Lease[T_co]]):
             self._put_back(error)
         elif not self._settled:
             self._settled = True
-            await self._receiver._acknowledge(self._delivery)
+            await self._receiver._acknowledge(self._delivery, self._items.replacements)
 
     def give_up(self) -> None:
         """The loop went on without the block: the items go back."""

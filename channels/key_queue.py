@@ -286,6 +286,13 @@ class KeyQueue:
             self.insert(back)
         self._settled(delivery)
 
+    def replace(self, delivery: Delivery, index: int, item: Any) -> None:
+        """Return this entry of a lease with another item, unless it was settled before."""
+        entry = delivery.entries[index] if index < len(delivery.entries) else None
+        if entry is not None:
+            entry.item, entry.ready = item, None
+            self.settle(delivery, Outcome.RETURNED, index, 1)
+
     def return_except(
         self, delivery: Delivery, indices: Iterable[int], outcome: Outcome,
         error: BaseException | str = "",

@@ -6,14 +6,21 @@ import asyncio
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 from rlinf_async.channels.delivery import Entry, Outcome
 from rlinf_async.channels.encoded import copies_of
-from rlinf_async.channels.ends import Key, Lease, Receiver, Sender, checked_least
+from rlinf_async.channels.ends import (
+    NO_REPLACEMENTS,
+    Key,
+    Lease,
+    Receiver,
+    Sender,
+    checked_least,
+)
 from rlinf_async.channels.errors import (
     ChannelClosed,
     ChannelEmpty,
@@ -22,7 +29,7 @@ from rlinf_async.channels.errors import (
     MalformedFrame,
 )
 from rlinf_async.channels.inspection import state_of, statistics_of, waits_of
-from rlinf_async.channels.key_queue import KeyQueue
+from rlinf_async.channels.key_queue import KeyQueue, paused
 from rlinf_async.channels.local_deliveries import LocalDelivery, LocalPut, load_ahead, load_payloads
 from rlinf_async.channels.queue import Queue
 from rlinf_async.channels.remote_payload import is_lost, remote_payload_of
@@ -415,7 +422,12 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
         delivery = await self._deliver(weight, least, key, lease=True)
         entries = delivery.held()
         items: list[T_co] = self._values(delivery, await self._copies(delivery))
-        return delivery, Lease(items, [entry.deliveries for entry in entries])
+        return delivery, Lease(items, [entry.deliveries for entry in entries], self._checked)
+
+    def _checked(self, item: object) -> object:
+        """An item that may take the place of another."""
+        self._queue.check_item(item)
+        return item
 
     async def _copies(self, delivery: LocalDelivery) -> list[Any]:
         """The items of a lease, with arrays of their own: what its holder does to them before it
@@ -429,13 +441,18 @@ class LocalReceiver(_LocalEnd, Receiver[T_co]):
             delivery.queue.cancel_get(delivery)
             raise
 
-    async def _acknowledge(self, delivery: LocalDelivery) -> None:
+    async def _acknowledge(
+        self, delivery: LocalDelivery, replacements: Mapping[int, Any] = NO_REPLACEMENTS
+    ) -> None:
         if not delivery.unsettled:
             raise LeaseLost(
                 f"a lease on channel {self._queue.name!r} was taken back before it was "
                 "acknowledged: somebody else will get its items"
             )
-        delivery.queue.settle(delivery, Outcome.TAKEN)
+        with paused([delivery.queue]):
+            for index, item in replacements.items():
+                delivery.queue.replace(delivery, index, item)
+            delivery.queue.settle(delivery, Outcome.TAKEN)
 
     def _consume(self, delivery: LocalDelivery) -> None:
         delivery.queue.settle(delivery, Outcome.TAKEN)

@@ -90,7 +90,10 @@ class ChannelServer(Published):
         self._peer(request.connection).deliveries.taken(request, request.meta.ranges)
 
     def _settle(self, request: Request[protocol.Settle]) -> None:
-        self._peer(request.connection).deliveries.settle(request)
+        try:
+            self._peer(request.connection).deliveries.settle(request)
+        except MalformedFrame as error:
+            _hang_up(request.connection, error)
 
     def _clone(self, request: Request[protocol.Clone]) -> None:
         clone = request.meta

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
 
-from rlinf_async.channels import Channel, Lease, LeaseLost, Receiver, Sender
+from rlinf_async.channels import Channel, Lease, LeaseLost, Receiver, Sender, WrongItemType
 from rlinf_async.channels.delivery import Outcome
 from tests.channels.transport import Transport
 
@@ -217,3 +217,60 @@ async def test_an_error_inside_a_lease_that_was_taken_back_is_the_one_that_is_ra
     with pytest.raises(Crash, match="the first cause"):
         await hold_while_it_is_taken_back(channel, Crash("the first cause"))
     assert channel.statistics().redelivered == 1
+
+
+async def test_a_replaced_item_goes_back_as_its_replacement_to_its_place(
+    transport: Transport,
+) -> None:
+    channel = Channel(int, name="numbers", capacity=4, max_deliveries=1)
+    sender, receiver = await transport.ends(channel)
+    await put_all(sender, 4)
+    async with receiver.lease(weight=3) as batch:
+        batch.replace(0, 100)
+        batch.replace(2, 102)
+        assert list(batch) == [0, 1, 2]
+    await transport.settle()
+    seen = channel.statistics()
+    assert (seen.leases_out, seen.depth, seen.dead_letters, seen.redelivered) == (0, 3, 0, 0)
+    async with receiver.lease(weight=3) as batch:
+        assert list(batch) == [100, 102, 3]
+        assert list(batch.deliveries) == [1, 1, 1]
+
+
+async def test_what_a_lease_replaced_is_as_it_was_if_its_block_fails(transport: Transport) -> None:
+    channel = Channel(int, name="numbers")
+    sender, receiver = await transport.ends(channel)
+    await put_all(sender, 2)
+    async with broken_lease(receiver) as batch:
+        batch.replace(0, 100)
+    assert [await receiver.get(), await receiver.get()] == [0, 1]
+
+
+async def test_a_replacement_of_another_type_is_refused_and_the_item_stays(
+    transport: Transport,
+) -> None:
+    channel = Channel(int, name="numbers")
+    sender, receiver = await transport.ends(channel)
+    await put_all(sender, 1)
+    with pytest.raises(WrongItemType, match="'numbers'"):
+        async with receiver.lease() as batch:
+            batch.replace(0, "a text")
+    with pytest.raises(IndexError, match="none of index 1"):
+        async with receiver.lease() as batch:
+            batch.replace(1, 5)
+    assert await receiver.get() == 0
+
+
+async def test_a_replacement_reaches_a_channel_whose_senders_have_closed(
+    transport: Transport,
+) -> None:
+    channel = Channel(int, name="numbers")
+    sender, receiver = await transport.ends(channel)
+    await put_all(sender, 1)
+    sender.close()
+    async for held in receiver.leases():
+        async with held as batch:
+            if batch[0] < 3:
+                batch.replace(0, batch[0] + 1)
+    await transport.settle()
+    assert channel.statistics().gets == 1

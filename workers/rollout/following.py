@@ -33,8 +33,8 @@ class FollowedWeights:
         self._ended = False
         self.loads = 0
         """weight updates that were applied"""
-        self.interrupted = False
-        """while it is set, `reach` does not wait"""
+        self.interrupted: frozenset[str] = frozenset()
+        """names of the requests for which `reach` does not wait"""
 
     def begin(self) -> None:
         """Expect updates again: `follow` is about to begin."""
@@ -67,13 +67,14 @@ class FollowedWeights:
         self.loads += 1
         self.wake()
 
-    async def reach(self, version: int) -> None:
-        """Wait until the weights are at least as new as this version, or until `interrupt`.
+    async def reach(self, version: int, name: str = "") -> None:
+        """Wait until the weights are at least as new as this version, or until `interrupt` names
+        this request.
 
         Raises:
             WeightsEnded: they never will be.
         """
-        while self._version() < version and not self.interrupted:
+        while self._version() < version and name not in self.interrupted:
             if self._ended:
                 raise WeightsEnded(
                     f"weights of version {version} are asked for, the newest are "
@@ -85,9 +86,9 @@ class FollowedWeights:
             self._waiting.append(waiting)
             await waiting
 
-    def interrupt(self) -> None:
-        """End every `reach`; its caller looks at ``interrupted``."""
-        self.interrupted = True
+    def interrupt(self, names: frozenset[str]) -> None:
+        """End every `reach` of these requests."""
+        self.interrupted = names
         self.wake()
 
     def wake(self) -> None:

@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, Final
 from rlinf_async.channels.delivery import Delivery, Entry, Outcome
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import Key, checked_least
-from rlinf_async.channels.errors import ChannelError, ItemTooLarge, LeaseLost
+from rlinf_async.channels.errors import ChannelError, ItemTooLarge, LeaseLost, MalformedFrame
 from rlinf_async.channels.key_queue import KeyQueue, paused
 from rlinf_async.channels.remote_payload import is_lost, remote_payload_of
 from rlinf_async.channels.wire.direct.producers import without_payloads
 from rlinf_async.channels.wire.frames import framing
-from rlinf_async.channels.wire.items.codec import join
+from rlinf_async.channels.wire.items.codec import join, split
 from rlinf_async.channels.wire.links.owner_ends import OpenEnd
 from rlinf_async.channels.wire.links.prepare_next import CANNOT_TRAVEL, encoded_entry, prepare_next
 from rlinf_async.channels.wire.links.protocol import (
@@ -314,11 +314,32 @@ class Deliveries:
         ]
         if not found and request.number:
             raise LeaseLost(f"the lease is not held by {self.connection.peer}")
+        replacements = _replacements(request)
         with paused([delivery.queue for delivery, _, _ in found]):
             for delivery, first, count in found:
+                for index, item in replacements:
+                    delivery.queue.replace(delivery, index, item)
                 outcome = _checked(settle, delivery, first, count)
                 delivery.queue.settle(delivery, outcome, first, count, settle.error)
         request.reply(NOTHING)
+
+
+def _replacements(request: Request[Settle]) -> list[tuple[int, Encoded]]:
+    """The items that go back in the place of entries, with the indices of those.
+
+    Raises:
+        MalformedFrame: they are not what the message says.
+    """
+    settle = request.meta
+    if not settle.replaced:
+        return []
+    if (
+        len(settle.ranges) != 1
+        or len(settle.replaced) != len(settle.sizes)
+        or min(settle.replaced) < 0
+    ):
+        raise MalformedFrame("the replacements of a lease do not match its entries")
+    return list(zip(settle.replaced, split(settle.sizes, request.body), strict=True))
 
 
 def _checked(settle: Settle, delivery: RemoteDelivery, first: int, count: int) -> Outcome:

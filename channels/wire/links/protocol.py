@@ -146,11 +146,16 @@ class Taken(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Settle(msgspec.Struct, array_like=True, frozen=True):
-    """client -> owner: these entries are settled, with this `Outcome`."""
+    """client -> owner: these entries are settled, with this `Outcome`; those that are replaced go
+    back as the items in the body."""
 
     ranges: list[Range]
     outcome: int
     error: str = ""
+    replaced: list[int] = []
+    """of a lease, which is then the only range: indices of its entries"""
+    sizes: list[tuple[int, int]] = []
+    """of each replacement, as of `Delivered`"""
 
 
 class Recall(msgspec.Struct, array_like=True, frozen=True):

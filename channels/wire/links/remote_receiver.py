@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from rlinf_async.channels.delivery import Outcome
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.ends import Key, Lease, Receiver, checked_least
+from rlinf_async.channels.ends import NO_REPLACEMENTS, Key, Lease, Receiver, checked_least
 from rlinf_async.channels.errors import ConnectionLost, LeaseLost, MalformedFrame, error_text
 from rlinf_async.channels.itemtypes import check_key_and_weight
 from rlinf_async.channels.remote_payload import RemotePayload
 from rlinf_async.channels.waitfor import current_party
 from rlinf_async.channels.wire.direct.fetching import attach, fetch_all
-from rlinf_async.channels.wire.items.codec import split
+from rlinf_async.channels.wire.items.codec import join, split
 from rlinf_async.channels.wire.links import protocol
 from rlinf_async.channels.wire.links.receiver_links import (
     TURN_ITEMS,
@@ -167,16 +168,21 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
         self, weight: int, at_least: int | None, key: Key | None
     ) -> tuple[protocol.Range, Lease[T_co]]:
         number, items, counts = await self._deliver(weight, at_least, key, lease=True)
-        return (number, 0, len(items)), Lease(items, counts)
+        return (number, 0, len(items)), Lease(items, counts, self._wire.encode)
 
-    async def _acknowledge(self, delivery: protocol.Range) -> None:
+    async def _acknowledge(
+        self, delivery: protocol.Range, replacements: Mapping[int, Encoded] = NO_REPLACEMENTS
+    ) -> None:
         connection = self._wire.connection
-        settle = protocol.Settle([delivery], Outcome.TAKEN)
+        sizes, body = join(list(replacements.values())) if replacements else ([], None)
+        settle = protocol.Settle(
+            [delivery], Outcome.TAKEN, replaced=list(replacements), sizes=sizes
+        )
         try:
-            await connection.request("delivery.settle", settle, reply=protocol.Nothing)
+            await connection.request("delivery.settle", settle, body, reply=protocol.Nothing)
         except (asyncio.CancelledError, GeneratorExit):
             if not connection.closed:  # the block has ended: it may have been heard, or not
-                connection.notify("delivery.settle", settle)
+                connection.notify("delivery.settle", settle, body)
             raise
         except ConnectionLost as error:
             raise LeaseLost(

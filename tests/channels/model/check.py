@@ -35,6 +35,7 @@ def check(history: History) -> list[str]:
     found += unexpected(history)
     found += lost_or_doubled(history)
     found += wrong_batches(history)
+    found += not_replaced(history)
     found += out_of_order(history)
     found += out_of_bounds(history)
     found += not_over(history)
@@ -77,7 +78,7 @@ class _Fates:
                 if event.outcome == "ok" and not event.died:
                     self.put.update(event.items)
             elif event.fate == "consumed" and event.outcome == "ok":
-                self.consumed.update(event.items)
+                self.consumed.update(event.kept)
             elif event.fate == "unknown":
                 self.unknown.update(event.items)
             if event.died and event.do not in SENDING and not event.items:
@@ -122,6 +123,25 @@ def wrong_batches(history: History) -> list[str]:
             found.append(f"{described(event)} weighs {weight}, more than {event.most}")
         if weight < event.least and not _may_have_ended(history, event, weights):
             found.append(f"{described(event)} weighs {weight}, less than {event.least}")
+    return found
+
+
+def not_replaced(history: History) -> list[str]:
+    """Items that came once more as they were before a lease had replaced them."""
+    handed = [event for event in history.events if event.do not in SENDING and event.replaced]
+    found: list[str] = []
+    for event in handed:
+        if event.outcome != "ok" or event.fate != "consumed":
+            continue
+        before = dict(zip(event.items, event.replaced, strict=False))
+        for later in handed:
+            times = dict(zip(later.items, later.replaced, strict=False))
+            found += [
+                f"{described(later)} was given {named([item])} as it was before {described(event)}"
+                for item in event.returned
+                if later.begun > event.finished
+                and times.get(item, before[item] + 1) <= before[item]
+            ]
     return found
 
 

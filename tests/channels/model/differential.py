@@ -18,7 +18,7 @@ import msgspec
 
 from rlinf_async.channels import Channel, ChannelError, TooStale, current_party
 from rlinf_async.testing import run, wait_all_blocked
-from tests.channels.model.items import VERSIONS, make_item, number_in
+from tests.channels.model.items import VERSIONS, make_item, number_in, replacement, times_replaced
 from tests.channels.model.party import LAG, Spoilt
 from tests.channels.model.program import (
     NOWAIT,
@@ -63,6 +63,7 @@ class _Doing(msgspec.Struct):
     outcome: str = ""
     items: list[int] = []
     deliveries: list[int] = []
+    replaced: list[int] = []
     gate: asyncio.Future[None] | None = None
 
     @property
@@ -196,6 +197,9 @@ class _Comparison:
         if doing.op.ending == "ack":
             gate.set_result(None)
             self.model.acknowledge(doing.model)
+        elif doing.op.ending == "replace":
+            gate.set_result(None)
+            self.model.replace(doing.model, range(0, len(doing.items), 2))
         else:
             gate.set_exception(Spoilt())
             self.model.give_back(doing.model)
@@ -246,6 +250,7 @@ class _Comparison:
         else:
             items = [await end.get(key=op.key)]
         doing.items = [number_in(item) for item in items]
+        doing.replaced = [times_replaced(item) for item in items]
 
     async def _hold(self, actor: _Actor, doing: _Doing) -> None:
         op = doing.op
@@ -253,8 +258,11 @@ class _Comparison:
             doing.items = [number_in(item) for item in items]
             doing.deliveries = [*items.deliveries]
             doing.outcome = "ok"
+            doing.replaced = [times_replaced(item) for item in items]
             doing.gate = gate = asyncio.get_running_loop().create_future()
             await gate
+            for index in range(0, len(items), 2) if op.ending == "replace" else ():
+                items.replace(index, replacement(items[index]))
 
     # ---- what is compared
 
@@ -269,6 +277,9 @@ class _Comparison:
             elif isinstance(doing.model, Take) and got == "ok":
                 if doing.items != doing.model.items:
                     yield f"task {actor.index} has {doing.items}, not {doing.model.items}"
+                held = doing.gate is not None or not doing.leasing
+                if held and doing.replaced != doing.model.replaced:
+                    yield f"replaced {doing.replaced} times, not {doing.model.replaced}"
                 if doing.gate is not None and doing.deliveries != doing.model.deliveries:
                     yield f"deliveries {doing.deliveries}, not {doing.model.deliveries}"
         seen = self.channel.statistics()

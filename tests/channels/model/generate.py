@@ -146,7 +146,9 @@ class _Maker:
         return Op(self.rng.choice(("get", "batch", "lease")), 1, self._key())
 
     def _ending(self, do: Do) -> Ending:
-        ending: Ending = self.rng.choices(("ack", "fail", "cancel", "skip"), (6, 2, 1, 1))[0]
+        ending: Ending = self.rng.choices(
+            ("ack", "fail", "cancel", "skip", "replace"), (6, 2, 1, 1, 2)
+        )[0]
         return "fail" if ending == "skip" and do == "lease" else ending
 
     def _cancel(self) -> tuple[int | None, int | None]:

@@ -43,12 +43,21 @@ class Event(msgspec.Struct):
     """those that it put, or was handed"""
     fate: Fate = "consumed"
     """of the items that it was handed"""
+    replaced: list[int] = []
+    """how often each of them was replaced"""
+    returned: list[int] = []
+    """those of them that it replaced, when it left its block"""
     settling: bool = False
     """a lease that has left its block, and waits until the channel knows"""
     most: int = 1
     """items that it may take"""
     died: bool = False
     """its process was killed while it went on"""
+
+    @property
+    def kept(self) -> list[int]:
+        """The items that it was handed and did not replace."""
+        return [item for item in self.items if item not in self.returned]
 
     @property
     def waits(self) -> bool:

@@ -55,10 +55,26 @@ def make_item(payload: Payload, number: int, size: int) -> Any:
     return tensors.make(number, version, size)
 
 
+REPLACED = 1 << 40
+"""How much larger the number of an item is for each time that it was replaced."""
+
+
+def replacement(item: Any) -> Any:
+    """What takes the place of an item: the same, one replacement older."""
+    if isinstance(item, int):
+        return item + REPLACED
+    return msgspec.structs.replace(item, number=item.number + REPLACED)
+
+
+def times_replaced(item: Any) -> int:
+    """How often an item was replaced."""
+    return int(getattr(item, "number", item)) // REPLACED
+
+
 def number_in(item: Any) -> int:
-    """The number of an item."""
+    """The number of an item, which its replacements share."""
     number: int = getattr(item, "number", item)
-    return number
+    return number % REPLACED
 
 
 def number_of(item: Any) -> int:
@@ -67,9 +83,9 @@ def number_of(item: Any) -> int:
     Raises:
         AssertionError: its payload is not what was put.
     """
+    number = number_in(item)
     if isinstance(item, int):
-        return item
-    number: int = item.number
+        return number
     data = item.data
     wanted = number % 251
     if isinstance(data, bytes):

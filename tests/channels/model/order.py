@@ -169,10 +169,11 @@ def gave_back(event: Event, killed: list[int]) -> bool:
     """Whether an operation may have been handed items that it did not consume."""
     if event.do in SENDING:
         return False
-    return (
+    return bool(
         event.died
         or event.end[1] in killed
         or event.fate != "consumed"
+        or event.returned
         or event.outcome not in ("ok", "EndOfChannel", "ChannelEmpty")
     )
 

@@ -21,7 +21,7 @@ from rlinf_async.channels import (
     current_party,
 )
 from tests.channels.model.history import Event, Recorder
-from tests.channels.model.items import make_item, number_of
+from tests.channels.model.items import make_item, number_of, replacement, times_replaced
 from tests.channels.model.program import (
     NOWAIT,
     SENDING,
@@ -214,6 +214,7 @@ class Party:
             else:
                 items = [await receiver.get(key=op.key)]
             event.items = [number_of(item) for item in items]
+            event.replaced = [times_replaced(item) for item in items]
 
         return await self._guard(event, take())
 
@@ -264,6 +265,7 @@ class Party:
     async def _hold(self, event: Event, items: Any, op: Op) -> None:
         event.fate = "returned"
         event.items = [number_of(item) for item in items]
+        event.replaced = [times_replaced(item) for item in items]
         assert all(count >= 1 for count in items.deliveries)
         self._recorder.hand(event)
         for _ in range(op.turns):
@@ -274,6 +276,10 @@ class Party:
             raise Spoilt
         if op.ending == "cancel":
             raise asyncio.CancelledError
+        if op.ending == "replace":
+            for index in range(0, len(items), 2):
+                items.replace(index, replacement(items[index]))
+            event.returned = event.items[::2]
         event.fate = "unknown"
         event.settling = True
         self._recorder.hand(event)

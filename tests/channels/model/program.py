@@ -18,7 +18,7 @@ Do = Literal[
     "leases", "lag", "clone", "close", "statistics", "turn",
 ]  # fmt: skip
 Side = Literal["send", "take"]
-Ending = Literal["ack", "fail", "cancel", "skip"]
+Ending = Literal["ack", "fail", "cancel", "skip", "replace"]
 Payload = Literal["int", "struct", "array", "tensor"]
 
 KEYS: Final[tuple[Key | None, ...]] = (None, "env", 7)
@@ -42,7 +42,8 @@ class Op(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     size: int = 0
     """bytes of the payload of each item put"""
     ending: Ending = "ack"
-    """how a lease ends; ``skip`` goes on with the loop over `leases` without entering it"""
+    """how a lease ends; ``skip`` goes on with the loop over `leases` without entering it,
+    ``replace`` puts something else in the place of every second item, from the first on"""
     turns: int = 0
     """of the loop: for which a lease is held, or that are waited"""
     cancel: int | None = None

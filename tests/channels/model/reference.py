@@ -14,7 +14,7 @@ has been.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -28,6 +28,7 @@ class Entry(msgspec.Struct, eq=False):
     weight: int
     seq: int
     deliveries: int = 0
+    replaced: int = 0
 
 
 class Put(msgspec.Struct, eq=False):
@@ -57,6 +58,10 @@ class Take(msgspec.Struct, eq=False):
     @property
     def items(self) -> list[int]:
         return [entry.item for entry in self.entries]
+
+    @property
+    def replaced(self) -> list[int]:
+        return [entry.replaced for entry in self.entries]
 
     @property
     def deliveries(self) -> list[int]:
@@ -200,6 +205,18 @@ class Reference:
 
     def acknowledge(self, lease: Take) -> None:
         self.leases.remove(lease)
+        self._settle()
+
+    def replace(self, lease: Take, indices: Collection[int]) -> None:
+        """Others take the place of these items, as if they had not been handed out; the rest is
+        consumed."""
+        self.leases.remove(lease)
+        for index in indices:
+            entry = lease.entries[index]
+            entry.replaced += 1
+            entry.deliveries -= 1
+            self.gets -= 1
+            self._return(self._lane(lease.key), [entry])
         self._settle()
 
     def give_back(self, lease: Take) -> None:

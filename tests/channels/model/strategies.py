@@ -14,7 +14,7 @@ QUICK: Final = st.one_of(st.integers(1, 3), st.integers(1, 120))
 _keys = st.sampled_from(KEYS[:2])
 _cancel = st.one_of(st.none(), st.none(), st.none(), st.integers(0, 12))
 _after = st.one_of(st.none(), st.none(), st.none(), st.none(), st.integers(1, 4))
-_endings: st.SearchStrategy[Ending] = st.sampled_from(("ack", "fail", "cancel"))
+_endings: st.SearchStrategy[Ending] = st.sampled_from(("ack", "fail", "cancel", "replace"))
 
 
 _skip: st.SearchStrategy[Ending] = st.just("skip")

@@ -118,8 +118,10 @@ def queued_now(
         if event.do in SENDING:
             if event.outcome in outcomes:
                 put[event.items[0]] = event.key
-        elif event.fate != "returned" or not event.finished:
+        elif not event.finished:
             taken.update(event.items)
+        elif event.fate != "returned":
+            taken.update(event.kept)
     queued: defaultdict[Key | None, list[int]] = defaultdict(list)
     for item, key in put.items():
         if item not in taken and item not in dead:

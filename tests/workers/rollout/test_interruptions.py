@@ -27,7 +27,7 @@ def test_interrupted_requests_go_on_elsewhere_after_the_tokens_they_have() -> No
                 first = channels.serve(rollout, [0])
                 await channels.ask(*(request(index) for index in range(6)))
                 await asyncio.sleep(5.5)
-                returned = await rollout[0].call(Rollout.interrupt, channels.requests.sender)
+                returned = await rollout[0].call(Rollout.interrupt)
                 assert returned == 4  # the other two wait in the channel
                 assert channels.requests.statistics().depth == 6
                 await channels.weights.sender.publish(update(1))
@@ -67,7 +67,7 @@ def test_an_interruption_at_any_moment_loses_and_doubles_nothing() -> None:
                     for _ in range(3):
                         await asyncio.sleep(chance.uniform(0.0, 8.0))
                         one = rollout[chance.randrange(2)]
-                        handing = one.call(Rollout.interrupt, channels.requests.sender)
+                        handing = one.call(Rollout.interrupt)
                         if chance.random() < 0.3:  # it is called off
                             await asyncio.sleep(chance.uniform(0.0, 1.0))
                             handing.cancel()
@@ -99,11 +99,6 @@ class BuiltSlowly(Rollout):
     def make_engine(self) -> ToyEngine:
         return SlowToStart(SLOW)
 
-    async def close_unfinished(self) -> None:
-        """What the end of a call does, if the call could not be told so."""
-        assert self._unfinished is not None
-        self._unfinished.close()
-
 
 def test_an_interruption_while_the_engine_is_built_again_hands_its_requests_back() -> None:
     async def body() -> None:
@@ -113,29 +108,67 @@ def test_an_interruption_while_the_engine_is_built_again_hands_its_requests_back
             await rollout[0].call(Rollout.kill_engine)
             await asyncio.sleep(1.0)
             began = asyncio.get_running_loop().time()
-            call = rollout[0].call(Rollout.interrupt, channels.requests.sender)
+            call = rollout[0].call(Rollout.interrupt)
             assert await call == 4
             assert asyncio.get_running_loop().time() - began == pytest.approx(6.5)
 
     explore(body, seeds=range(20))
 
 
-def test_an_interruption_whose_channel_is_closed_lets_the_requests_go_on() -> None:
+def test_some_requests_are_interrupted_by_name_or_by_share_and_the_others_go_on() -> None:
+    async def body() -> None:
+        async with served(Rollout, SLOW) as (channels, rollout, _):
+            await channels.ask(*(request(index) for index in range(4)))
+            await asyncio.sleep(3.5)
+            first = await rollout[0].call(Rollout.progress)
+            assert [one.made for one in first.requests] == [4, 4, 4, 4]
+            assert [one.most for one in first.requests] == [
+                request(index).sampling.max_tokens - 4 for index in range(4)
+            ]
+            names = [one.name for one in first.requests]
+            assert await rollout[0].call(Rollout.interrupt, [names[1], "no request"]) == 1
+            assert await rollout[0].call(Rollout.interrupt, share=0.5) == 2
+            assert channels.requests.statistics().depth == 3
+            left = await rollout[0].call(Rollout.progress)
+            assert len(left.requests) == 1
+            await channels.collect(1)  # it takes none meanwhile
+            assert channels.requests.statistics().depth == 3
+            await rollout[0].call(Rollout.resume)
+            for sample in (await channels.collect(3)).values():
+                right(sample, SLOW)
+            assert (await rollout[0].call(Rollout.progress)).samples == 4
+
+    explore(body, seeds=range(20))
+
+
+def test_what_is_handed_back_comes_before_what_was_not_taken() -> None:
+    async def body() -> None:
+        async with served(Rollout, SLOW) as (channels, rollout, _):
+            await channels.ask(*(request(index) for index in range(8)))
+            await asyncio.sleep(2.5)
+            assert await rollout[0].call(Rollout.interrupt) == 4
+            back = [await channels.requests.receiver.get() for _ in range(8)]
+            assert [one.index for one in back] == [request(index).index for index in range(8)]
+            assert [_made(one) > 0 for one in back] == [True] * 4 + [False] * 4
+
+    explore(body, seeds=range(20))
+
+
+def test_an_instance_that_is_offloaded_hands_over_what_it_has_where_that_is_asked() -> None:
     async def body() -> None:
         async with ra.Cluster.local() as cluster:
             channels = Channels(cluster)
-            unfinished = cluster.channel(Request, name="unfinished", capacity=1)
-            rollout = await cluster.launch(BuiltSlowly, SLOW)
-            channels.serve(rollout)
+            rollout = await cluster.launch(Rollout, SLOW, count=2)
             await channels.weights.sender.publish(update(0))
-            await channels.ask(*(request(index) for index in range(4)))
-            await asyncio.sleep(2.5)
-            interrupting = rollout[0].call(Rollout.interrupt, unfinished.sender)
-            await asyncio.sleep(2.0)  # one is in the channel, the others wait for room
-            await rollout[0].call(BuiltSlowly.close_unfinished)
-            for sample in (await channels.collect(3)).values():
-                right(sample, SLOW)
-            assert await interrupting == 1
+            with channels.requests.receiver, channels.samples.sender, channels.taken.sender:
+                channels.serve(rollout, [0, 1])
+                await channels.ask(*(request(index) for index in range(6)))
+                await asyncio.sleep(5.5)
+                await rollout[0].call(Rollout.offload, migrate=True)
+                samples = await channels.collect(6)
+                for sample in samples.values():
+                    right(sample, SLOW)
+                    assert sample.rollout_rank == 1
 
     explore(body, seeds=range(20))
 
@@ -174,10 +207,9 @@ async def test_a_request_carries_its_partial_between_processes() -> None:
             while len(begun) < 6:
                 under_way = await rollout[0].call(Rollout.partial_requests)
                 begun = [one for one in under_way if _made(one) == Stalled.MADE]
-            unfinished = cluster.channel(Request, name="unfinished", capacity=10)
-            count = await rollout[0].call(Rollout.interrupt, unfinished.sender)
+            count = await rollout[0].call(Rollout.interrupt)
             assert count == 6
-            back: list[Request] = [await unfinished.receiver.get() for _ in range(count)]
+            back = [await channels.requests.receiver.get() for _ in range(count)]
             assert [_made(one) for one in back] == [Stalled.MADE] * 6
             await channels.ask(*back)
             second = channels.serve(rollout, [1])

@@ -1,6 +1,17 @@
 """The rollout role of language models: requests in, samples out, under the newest weights."""
 
 from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
-from rlinf_async.workers.rollout.language.worker import LanguageRolloutReport, LanguageRolloutWorker
+from rlinf_async.workers.rollout.language.worker import (
+    LanguageRolloutReport,
+    LanguageRolloutWorker,
+    RequestProgress,
+    RolloutProgress,
+)
 
-__all__ = ["LanguageRolloutConfig", "LanguageRolloutReport", "LanguageRolloutWorker"]
+__all__ = [
+    "LanguageRolloutConfig",
+    "LanguageRolloutReport",
+    "LanguageRolloutWorker",
+    "RequestProgress",
+    "RolloutProgress",
+]

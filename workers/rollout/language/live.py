@@ -72,7 +72,7 @@ class LiveEngine:
                     return await engine.generate(request)
             except EngineDied as death:
                 await self._revive(engine, death)
-                if self.weights.interrupted:  # its successor was not interrupted
+                if request.name in self.weights.interrupted:  # its successor was not interrupted
                     return None
 
     async def log_probs(self, sequences: Sequence[tuple[Tokens, Tokens]]) -> list[Floats]:

@@ -22,6 +22,7 @@ Between the two lies a moment in which a death has it generated twice; ``Request
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ import msgspec
 import numpy as np
 
 from rlinf_async.backends.language import EngineDied, GenerationEngine, ModelOutputError
-from rlinf_async.channels import ChannelClosed, EndOfChannel, LatestReceiver, Receiver, Sender
+from rlinf_async.channels import EndOfChannel, LatestReceiver, Lease, Receiver, Sender
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Sample, Tokens, WeightsTaken
 from rlinf_async.messages.weights import WeightUpdate
@@ -56,11 +57,37 @@ class LanguageRolloutReport(msgspec.Struct, kw_only=True):
     waited: int = 0
     """requests that had to wait for weights"""
     handed_back: int = 0
-    """requests that were interrupted and put back, with their tokens"""
+    """requests that were interrupted and went back to their channel, with their tokens"""
     weight_updates: int = 0
     engine_restarts: int = 0
     version: int = -1
     """version of the weights at the end"""
+
+
+class RequestProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a request is that a rollout worker holds."""
+
+    name: str
+    made: int
+    """tokens of its response so far"""
+    most: int
+    """tokens that may still come: ``max_tokens`` less what is made"""
+
+
+class RolloutProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rollout worker is doing: counts, no tokens."""
+
+    rank: int
+    version: int
+    """of the weights that it serves"""
+    slots: int
+    """requests that its engine decodes together"""
+    samples: int
+    """samples that it has sent on, since it was started"""
+    tokens: int
+    """tokens of these samples, prompts left out"""
+    requests: tuple[RequestProgress, ...]
+    """the requests that are here, in the order in which they were taken"""
 
 
 class LanguageRolloutWorker(Worker):
@@ -84,8 +111,10 @@ class LanguageRolloutWorker(Worker):
         self._backend_name = backend
         self._taking = Taking()
         self._answering: dict[asyncio.Task[None], Request] = {}
-        self._unfinished: Sender[Request] | None = None
-        self._handed_back = 0
+        self._interrupting = asyncio.Lock()
+        self._interrupted: frozenset[str] = frozenset()
+        """names of the requests that are to be handed back"""
+        self._handed_back = self._samples = self._tokens = 0
 
     async def setup(self) -> None:
         """Start the engine; its weights come with the first update, unless it loads its own."""
@@ -142,31 +171,67 @@ class LanguageRolloutWorker(Worker):
         report.version = live.engine.version
         return report
 
-    async def interrupt(self, unfinished: Sender[Request]) -> int:
-        """Stop taking requests, and hand back all that are here, with the tokens they have.
+    async def interrupt(self, names: list[str] | None = None, share: float = 1.0) -> int:
+        """Stop taking requests, and hand back those that are here, with the tokens they have.
 
-        They are put into ``unfinished``, which may be the requests' own channel: whoever takes one
-        goes on after its tokens. None is lost if this worker dies meanwhile. Returns how many were
-        put. Goes on with `resume`.
+        Each goes back to its channel in its own place, at the head: whoever takes it goes on after
+        its tokens. That settles its lease, so it is never there twice, and not lost if this worker
+        dies meanwhile. Requests that are not handed back are answered here. Takes requests again
+        after `resume`.
+
+        Args:
+            names: of the requests (`Request.name`); None: all.
+            share: of those, rounded up: the ones that have made the fewest tokens.
+
+        Returns how many were handed back; one that is finished meanwhile is not.
         """
+        async with self._interrupting:
+            return await self._interrupt(names, share)
+
+    async def _interrupt(self, names: list[str] | None, share: float) -> int:
         await self._taking.close()
-        self._unfinished, before = unfinished, self._handed_back
+        here = {one.name: task for task, one in self._here()}
+        chosen = [name for name in here if names is None or name in names]
+        if share < 1.0:
+            made = {one.name: one.made for one in (await self.progress()).requests}
+            chosen.sort(key=lambda name: made.get(name, 0))
+            chosen = chosen[: math.ceil(share * len(chosen))]
+        before, self._interrupted = self._handed_back, frozenset(chosen)
         try:
-            self._live.weights.interrupt()
-            await self._live.engine.abort()
-            while self._answering:
-                await asyncio.wait(list(self._answering))
+            self._live.weights.interrupt(self._interrupted)
+            await self._live.engine.abort(chosen)
+            if ending := [here[name] for name in chosen if not here[name].done()]:
+                await asyncio.wait(ending)
             return self._handed_back - before
         finally:
-            self._unfinished = None
-            self._live.weights.interrupted = False
+            self._interrupted = frozenset()
+            self._live.weights.interrupted = frozenset()
 
     async def resume(self) -> None:
         """Take requests again, after `interrupt` or `offload`."""
         self._taking.open()
 
-    async def offload(self) -> None:
-        """Finish what is here, take no more, and give the device's memory back until `onload`."""
+    async def progress(self) -> RolloutProgress:
+        """How far each request is; counts, no tokens. Nothing is interrupted."""
+        found = await self._so_far()
+        return RolloutProgress(
+            rank=self.rank,
+            version=self._live.engine.version,
+            slots=self._live.engine.max_concurrent,
+            samples=self._samples,
+            tokens=self._tokens,
+            requests=tuple(
+                _progress(_continued(one, found.get(one.name))) for _, one in self._here()
+            ),
+        )
+
+    async def offload(self, migrate: bool = False) -> None:
+        """Take no more requests, and give the device's memory back until `onload`.
+
+        What is here is finished first; ``migrate``: it is handed back, as by `interrupt`.
+        """
+        if migrate:
+            await self.interrupt()
         await self._taking.close()
         while self._answering:
             await asyncio.wait(list(self._answering))
@@ -184,11 +249,18 @@ class LanguageRolloutWorker(Worker):
 
         For a checkpoint: nothing is interrupted, and they stay here.
         """
+        found = await self._so_far()
+        return [_continued(one, found.get(one.name)) for _, one in self._here()]
+
+    def _here(self) -> list[tuple[asyncio.Task[None], Request]]:
+        """The requests that are held, each with the task that answers it."""
+        return [(task, one) for task, one in self._answering.items() if not task.done()]
+
+    async def _so_far(self) -> dict[str, Generated]:
         try:
-            found = await self._live.engine.so_far()
+            return await self._live.engine.so_far()
         except EngineDied:  # its successor generates them from the start
-            found = {}
-        return [_continued(one, found.get(one.name)) for one in self._answering.values()]
+            return {}
 
     async def version(self) -> int:
         """The version of the weights that the engine serves; -1 before the first."""
@@ -213,10 +285,11 @@ class LanguageRolloutWorker(Worker):
         async with AsyncExitStack() as held:
             await held.enter_async_context(room)
             try:
-                [request] = await held.enter_async_context(requests.lease())
+                lease = await held.enter_async_context(requests.lease())
             except EndOfChannel:
                 return False
-            work = self._answer(request, held.pop_all(), samples, report)
+            [request] = lease
+            work = self._answer(lease, held.pop_all(), samples, report)
             task = answering.create_task(work, name=f"{self.name} {request.name}")
             self._answering[task] = request
             task.add_done_callback(self._answering.pop)
@@ -224,49 +297,49 @@ class LanguageRolloutWorker(Worker):
 
     async def _answer(
         self,
-        request: Request,
+        lease: Lease[Request],
         held: AsyncExitStack,
         samples: Sender[Sample],
         report: LanguageRolloutReport,
     ) -> None:
         """Generate and send on; its lease and its room are held until that is done."""
+        [request] = lease
         brought = 0 if request.partial is None else len(request.partial.token_ids)
         async with held:
-            while True:
-                generated = await self._generate(request, report)
-                if generated is not None and generated.finish != "abort":
-                    break
-                # If the interruption was cancelled, generation continues here.
-                request = _continued(request, generated)
-                if await self._hand_back(request):
-                    report.handed_back += 1
-                    return
-            _check(request, generated)
-            await samples.put(self._sample(request, generated))
-            report.samples += 1
-            report.tokens += len(generated.token_ids) - brought
+            generated = await self._generated(lease, report)
+            if generated is not None:
+                _check(request, generated)
+                await samples.put(self._sample(request, generated))
+        if generated is None:
+            report.handed_back += 1
+            self._handed_back += 1
+            return
+        made = len(generated.token_ids)
+        report.samples, report.tokens = report.samples + 1, report.tokens + made - brought
+        self._samples, self._tokens = self._samples + 1, self._tokens + made
+
+    async def _generated(
+        self, lease: Lease[Request], report: LanguageRolloutReport
+    ) -> Generated | None:
+        """Generate until the end; None: it is handed back, and has taken its place in the lease."""
+        [request] = lease
+        while True:
+            generated = await self._generate(request, report)
+            if generated is not None and generated.finish != "abort":
+                return generated
+            request = _continued(request, generated)
+            if request.name in self._interrupted:
+                lease.replace(0, request)
+                return None
+            # The interruption was cancelled: generation continues here.
 
     async def _generate(self, request: Request, report: LanguageRolloutReport) -> Generated | None:
         """Generate for the request; return None if that was interrupted before it began."""
         live = self._live
         if request.min_version > live.engine.version:
             report.waited += 1
-            await live.weights.reach(request.min_version)
-        return None if live.weights.interrupted else await live.generate(request)
-
-    async def _hand_back(self, request: Request) -> bool:
-        """Put the request into the channel of `interrupt`; False if there is none any more."""
-        unfinished = self._unfinished
-        if unfinished is None:
-            return False
-        try:
-            await unfinished.put(request)
-        except ChannelClosed:  # the interruption was cancelled, and has not noticed yet
-            if self._unfinished is unfinished:
-                self._unfinished, self._live.weights.interrupted = None, False
-            return False
-        self._handed_back += 1
-        return True
+            await live.weights.reach(request.min_version, request.name)
+        return None if request.name in self._interrupted else await live.generate(request)
 
     def _sample(self, request: Request, generated: Generated) -> Sample:
         return Sample(
@@ -287,6 +360,12 @@ def _continued(request: Request, generated: Generated | None) -> Request:
     if generated is None or not len(generated.token_ids):
         return request
     return msgspec.structs.replace(request, partial=generated)
+
+
+def _progress(request: Request) -> RequestProgress:
+    made = 0 if request.partial is None else len(request.partial.token_ids)
+    most = request.sampling.max_tokens - made
+    return RequestProgress(name=request.name, made=made, most=most)
 
 
 def _check(request: Request, generated: Generated) -> None:
