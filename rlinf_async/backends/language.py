@@ -10,10 +10,10 @@ Backends are loaded by name (`rlinf_async.backends.registry`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens, TrainingSample
@@ -105,6 +105,12 @@ class GenerationEngine(Protocol):
     async def close(self) -> None:
         """End the engine and all of its processes."""
         ...
+
+
+WEIGHTS: Final = "weights"
+OPTIMIZER: Final = "optimizer"
+PARTS: Final = frozenset({WEIGHTS, OPTIMIZER})
+"""what a device holds of a trainer: `SleepingTrainer`"""
 
 
 class MicroBatch(NamedTuple):
@@ -226,4 +232,21 @@ class LanguageTrainer(Protocol):
 
     def load_checkpoint(self, path: Path) -> list[dict[str, object]]:
         """Restore a checkpoint written under any world size; return the extras. Collective."""
+        ...
+
+
+class SleepingTrainer(LanguageTrainer, Protocol):
+    """A trainer whose `PARTS` are offloaded and onloaded one by one."""
+
+    def sleep(self, parts: Collection[str] = PARTS) -> None:
+        """Free the device's memory of these parts."""
+        ...
+
+    def wake_up(self, parts: Collection[str] = PARTS) -> None:
+        """Take these parts back to the device, where they slept."""
+        ...
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """The parts that sleep."""
         ...

@@ -35,7 +35,7 @@ from rlinf_async.backends.fsdp.groups import Groups
 from rlinf_async.backends.fsdp.meta_model import meta_copy
 from rlinf_async.backends.fsdp.optim import Counters, LossScaler, parameter_groups
 from rlinf_async.backends.fsdp.policy_model import build_policy
-from rlinf_async.backends.fsdp.sharding import Shards, shard
+from rlinf_async.backends.fsdp.sharding import Shards, local_shard, shard
 from rlinf_async.backends.fsdp.shards import (
     ShardMemory,
     add_first_moments,
@@ -375,6 +375,11 @@ class FSDPModelManager:
         return checkpoint.Source(
             self.model, self.optimizer, self.counters, extra or {}, self.model_files
         )
+
+    def live_weights(self) -> Shards:
+        """Return this rank's part of the weights in the model, by name: the memory itself."""
+        parameters = self.model.named_parameters()
+        return {name: local_shard(one).detach() for name, one in parameters}
 
     def settle_checkpoint(self) -> None:
         """Wait until parameters and moments are copied, if a checkpoint is being written."""

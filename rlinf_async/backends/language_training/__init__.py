@@ -10,4 +10,5 @@
     objective.py  losses of a policy and a critic     totals.py     sums of a global batch
     supervised.py a short warm start                  hugging_face.py  folder or config -> model
     attention.py  each sample sees only itself        describing.py    files of a model's folder
+    kept_weights.py  other weights, by tag
 """

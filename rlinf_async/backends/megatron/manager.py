@@ -70,6 +70,10 @@ class MegatronModelManager:
         """optimizer steps taken"""
         self.skipped_steps = 0
         """optimizer steps skipped because the gradient norm was not finite"""
+        self.weights_offloaded = False
+        self.optimizer_offloaded = False
+        self.kept: dict[str, dict[str, Tensor]] = {}
+        """other weights (the reference policy's), by tag: this rank's part, on the CPU"""
         with building(seed):
             whole, _ = build_language_model(cfg.model)
         self.model_files = describing_files(cfg.model, whole)
@@ -148,25 +152,43 @@ class MegatronModelManager:
 
     # ---- where weights and moments are
 
-    def offload(self, *, weights: bool) -> None:
-        """Free the device's memory of moments and gradients, and of weights, which the CPU keeps.
+    def offload_weights(self) -> None:
+        """Move the weights to the CPU. On a CPU there is nothing to free."""
+        if not self.weights_offloaded and self._on_device:
+            self.gather_parameters()
+            for buffer in self._buffers():
+                buffer.offload_to_cpu(move_params=True, move_grads=False)
+            torch.cuda.empty_cache()
+        self.weights_offloaded = True
 
-        On a CPU there is nothing to free."""
-        if self.device.type == "cpu":
-            return
-        self.gather_parameters()
-        self.optimizer.offload_to_cpu()
-        for buffer in self._buffers():
-            buffer.offload_to_cpu(move_params=weights, move_grads=True)
-        torch.cuda.empty_cache()
+    def load_weights(self) -> None:
+        """Take the weights back to the device."""
+        if self.weights_offloaded and self._on_device:
+            for buffer in self._buffers():
+                buffer.reload_from_cpu(move_params=True, move_grads=False)
+        self.weights_offloaded = False
 
-    def onload(self) -> None:
-        """Take weights and moments back to the device."""
-        if self.device.type == "cpu":
-            return
-        for buffer in self._buffers():
-            buffer.reload_from_cpu(move_params=True, move_grads=True)
-        self.optimizer.restore_from_cpu()
+    def offload_optimizer(self) -> None:
+        """Move the optimizer's state to the CPU, and free the memory of the gradients."""
+        if not self.optimizer_offloaded and self._on_device:
+            self.gather_parameters()
+            self.optimizer.offload_to_cpu()
+            for buffer in self._buffers():
+                buffer.offload_to_cpu(move_params=False, move_grads=True)
+            torch.cuda.empty_cache()
+        self.optimizer_offloaded = True
+
+    def load_optimizer(self) -> None:
+        """Take the optimizer's state back to the device, with gradients of 0."""
+        if self.optimizer_offloaded and self._on_device:
+            for buffer in self._buffers():
+                buffer.reload_from_cpu(move_params=False, move_grads=True)
+            self.optimizer.restore_from_cpu()
+        self.optimizer_offloaded = False
+
+    @property
+    def _on_device(self) -> bool:
+        return self.device.type != "cpu"
 
     def _buffers(self) -> list[Any]:
         return [*self.model.buffers, *self.model.expert_parallel_buffers]
@@ -197,6 +219,15 @@ class MegatronModelManager:
         forward pass needs them. Collective among the data ranks."""
         if self.cfg.overlap and self.cfg.distributed_optimizer:
             self.model.start_param_sync(force_sync=True)
+
+    def live_weights(self) -> dict[str, Tensor]:
+        """Return this rank's part of the weights in the model, by name: the memory itself.
+        Collective among the data ranks."""
+        self.gather_parameters()
+        return {one.name: one.parameter.detach() for one in self.held}
+
+    def settle_checkpoint(self) -> None:
+        """Return at once: a checkpoint is copied before it is written."""
 
     def whole_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the weights by their names in a checkpoint on rank 0, ``{}`` elsewhere.

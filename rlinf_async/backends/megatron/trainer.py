@@ -9,9 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,9 +26,10 @@ from rlinf_async.algorithms.language.advantages import (
 )
 from rlinf_async.algorithms.language.config import LanguageLossConfig
 from rlinf_async.backends.checkpoint.writer import CheckpointWriter
-from rlinf_async.backends.language import MicroBatch
+from rlinf_async.backends.language import OPTIMIZER, PARTS, WEIGHTS, MicroBatch
 from rlinf_async.backends.language_training.describing import add_missing_files
 from rlinf_async.backends.language_training.hugging_face import without_progress_bars
+from rlinf_async.backends.language_training.kept_weights import REFERENCE, KeptWeights
 from rlinf_async.backends.language_training.objective import (
     SUPERVISED,
     Forward,
@@ -65,7 +65,10 @@ class MegatronTrainer:
         self._writer = CheckpointWriter()
         self._version = 0
         self._published: WeightUpdate | None = None
-        self._reference = self._copies() if config.reference else None
+        self.kept_weights = KeptWeights(self.manager)
+        """copies of weights on the CPU, the reference's among them"""
+        if config.reference:
+            self.kept_weights.backup(REFERENCE)
 
     @property
     def version(self) -> int:
@@ -169,12 +172,12 @@ class MegatronTrainer:
         """
         if not reference:
             return self._log_probs(samples)
-        if self._reference is None:
+        if REFERENCE not in self.kept_weights.tags:
             raise ValueError(
                 "reference log-probs were asked for, but no reference weights are kept: set "
                 "reference = true in the trainer's configuration"
             )
-        with self._swapped_in(self._reference):
+        with self.kept_weights.swapped_in():
             return self._log_probs(samples)
 
     def _log_probs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
@@ -238,11 +241,34 @@ class MegatronTrainer:
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Move optimizer state and weights to the CPU, and drop the gradients."""
-        self.manager.offload(weights=not keep_weights)
+        self.sleep({OPTIMIZER} if keep_weights else PARTS)
 
     def onload(self) -> None:
         """Take weights and optimizer state back to the device."""
-        self.manager.onload()
+        self.wake_up()
+
+    def sleep(self, parts: Collection[str] = PARTS) -> None:
+        """Move these parts to the CPU; gradients are dropped with the optimizer's."""
+        if OPTIMIZER in parts:
+            self.manager.offload_optimizer()
+        if WEIGHTS in parts:
+            self.manager.offload_weights()
+
+    def wake_up(self, parts: Collection[str] = PARTS) -> None:
+        """Take these parts back to the device."""
+        if WEIGHTS in parts:
+            self.manager.load_weights()
+        if OPTIMIZER in parts:
+            self.manager.load_optimizer()
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """The parts that are on the CPU."""
+        sleeping = {
+            WEIGHTS: self.manager.weights_offloaded,
+            OPTIMIZER: self.manager.optimizer_offloaded,
+        }
+        return frozenset(part for part, one in sleeping.items() if one)
 
     # ---- checkpoints
 
@@ -266,22 +292,3 @@ class MegatronTrainer:
         own = checkpoint.load(self.manager, self._writer, path)
         self._version = own[0].extra["version"]
         return [one.extra["extra"] for one in own]
-
-    def _copies(self) -> list[Tensor]:
-        self.manager.gather_parameters()
-        return [one.parameter.detach().cpu().clone() for one in self.manager.held]
-
-    @contextmanager
-    def _swapped_in(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        """Compute with other weights in the block."""
-        own = self._copies()
-        self._put(weights)
-        try:
-            yield
-        finally:
-            self._put(own)
-
-    def _put(self, weights: Sequence[Tensor]) -> None:
-        with torch.no_grad():
-            for one, tensor in zip(self.manager.held, weights, strict=True):
-                one.parameter.copy_(tensor)

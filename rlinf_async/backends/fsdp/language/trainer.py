@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -35,18 +35,18 @@ from rlinf_async.backends.fsdp.language.publishing import (
     hugging_face_state,
     load_hugging_face_state,
 )
-from rlinf_async.backends.fsdp.language.reference import REFERENCE, KeptWeights
 from rlinf_async.backends.fsdp.language.sharded_publishing import publish_shards
 from rlinf_async.backends.fsdp.language.step import optimizer_step
 from rlinf_async.backends.fsdp.manager import DTYPES, FSDPModelManager
 from rlinf_async.backends.fsdp.rescale import rescale
 from rlinf_async.backends.fsdp.sharding import unwrapped
-from rlinf_async.backends.language import MicroBatch
+from rlinf_async.backends.language import OPTIMIZER, PARTS, WEIGHTS, MicroBatch
 from rlinf_async.backends.language_training.describing import add_missing_files, describing_files
 from rlinf_async.backends.language_training.hugging_face import (
     build_language_model,
     without_progress_bars,
 )
+from rlinf_async.backends.language_training.kept_weights import REFERENCE, KeptWeights
 from rlinf_async.backends.language_training.objective import (
     SUPERVISED,
     PolicyObjective,
@@ -175,15 +175,35 @@ class LanguageTrainerBase:
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Move optimizer state and weights to the CPU, and drop the gradients."""
-        self.manager.offload_optimizer()
-        if not keep_weights:
-            self.manager.offload_param_and_grad()
-        torch.cuda.empty_cache()  # torch keeps what is freed; nothing happens without CUDA
+        self.sleep({OPTIMIZER} if keep_weights else PARTS)
 
     def onload(self) -> None:
         """Take weights and optimizer state back to the device."""
-        self.manager.load_param_and_grad()
-        self.manager.load_optimizer()
+        self.wake_up()
+
+    def sleep(self, parts: Collection[str] = PARTS) -> None:
+        """Move these parts to the CPU; gradients are dropped with the weights."""
+        if OPTIMIZER in parts:
+            self.manager.offload_optimizer()
+        if WEIGHTS in parts:
+            self.manager.offload_param_and_grad()
+        torch.cuda.empty_cache()  # torch keeps what is freed; nothing happens without CUDA
+
+    def wake_up(self, parts: Collection[str] = PARTS) -> None:
+        """Take these parts back to the device."""
+        if WEIGHTS in parts:
+            self.manager.load_param_and_grad()
+        if OPTIMIZER in parts:
+            self.manager.load_optimizer()
+
+    @property
+    def asleep(self) -> frozenset[str]:
+        """The parts that are on the CPU; moments that there are not yet count as awake."""
+        sleeping = {
+            WEIGHTS: self.manager.param_offloaded,
+            OPTIMIZER: self.manager.optimizer_offloaded,
+        }
+        return frozenset(part for part, one in sleeping.items() if one)
 
     def save_checkpoint(self, path: Path, extra: Mapping[str, object] | None = None) -> None:
         """Write a checkpoint folder, atomically; ``extra`` is this rank's own. Collective."""

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rlinf_async.backends.fsdp.errors import FSDPError
+from rlinf_async.backends.language_training.kept_weights import KeptWeightsError
 from rlinf_async.channels import Latest
 from rlinf_async.messages.language import SampleGroup, TrainingSample
 from rlinf_async.messages.weights import WeightUpdate
@@ -77,7 +77,7 @@ async def test_the_model_is_switched_between_tagged_weights_and_trains_its_own()
         assert same(await log_probs(worker, groups), trained)
         await worker.switch("old_actor")
         assert same(await log_probs(worker, groups), first)
-        with pytest.raises(FSDPError, match="no weights are kept as 'mine'; there are: ref, old"):
+        with pytest.raises(KeptWeightsError, match="no weights are kept as 'mine'; there are: ref, old"):
             await worker.switch("mine")
 
 

@@ -10,17 +10,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rlinf_async.backends.fsdp.errors import FSDPError
-from rlinf_async.backends.fsdp.manager import FSDPModelManager
-from rlinf_async.backends.fsdp.sharding import local_shard
-
 REFERENCE = "ref"
 ACTOR = "actor"
 """the weights that are trained"""
+
+
+class KeptWeightsError(ValueError):
+    """There are no weights of that tag, or they are of another model."""
+
+
+class HoldsWeights(Protocol):
+    """A model manager, as far as other weights are concerned."""
+
+    kept: dict[str, dict[str, Tensor]]
+    """other weights, by tag and name: this rank's part, on the CPU"""
+
+    def live_weights(self) -> dict[str, Tensor]:
+        """Return this rank's part of the weights in the model, by name: the memory itself."""
+        ...
+
+    def settle_checkpoint(self) -> None:
+        """Return when no checkpoint reads the weights any more."""
+        ...
 
 
 class KeptWeights:
@@ -31,7 +47,7 @@ class KeptWeights:
     publishing have to switch back to `ACTOR` first.
     """
 
-    def __init__(self, manager: FSDPModelManager) -> None:
+    def __init__(self, manager: HoldsWeights) -> None:
         self._manager = manager
         self.active = ACTOR
         """tag of the weights in the model"""
@@ -46,8 +62,11 @@ class KeptWeights:
         self.copy(ACTOR, tag)
 
     def copy(self, source: str, target: str) -> None:
-        """Keep the weights of one tag under another, too. Raises `FSDPError` for an unknown tag."""
-        found = self._live() if source == self.active else self._kept(source)
+        """Keep the weights of one tag under another, too.
+
+        Raises `KeptWeightsError` for an unknown tag.
+        """
+        found = self._manager.live_weights() if source == self.active else self._kept(source)
         self._manager.kept[target] = _copies(found)
 
     def of(self, tag: str) -> Mapping[str, Tensor]:
@@ -55,32 +74,38 @@ class KeptWeights:
         return self._kept(tag)
 
     def put(self, tag: str, shards: Mapping[str, Tensor]) -> None:
-        """Keep what `of` returned on the same rank of as many."""
+        """Keep what `of` returned on the same rank of as many, under the same strategy.
+
+        Raises `KeptWeightsError` where names or shapes are not those of this rank's part.
+        """
+        self._check_same(tag, shards)
         self._manager.kept[tag] = dict(shards)
 
-    def keep(self, tag: str, other: FSDPModelManager) -> None:
+    def keep(self, tag: str, other: HoldsWeights) -> None:
         """Keep the weights of another model of the same shape and sharding."""
-        theirs = KeptWeights(other)._live()
-        mine = self._live()
-        shapes, wanted = _shapes(theirs), _shapes(mine)
+        theirs = other.live_weights()
+        self._check_same(tag, theirs)
+        self._manager.kept[tag] = _copies(theirs)
+
+    def _check_same(self, tag: str, theirs: Mapping[str, Tensor]) -> None:
+        shapes, wanted = _shapes(theirs), _shapes(self._manager.live_weights())
         differing = sorted(name for name, _ in shapes.items() ^ wanted.items())
         if differing:
             name = differing[0]
-            raise FSDPError(
+            raise KeptWeightsError(
                 f"the weights for {tag!r} are of another model: {name} is "
                 f"{shapes.get(name, 'not')} there and {wanted.get(name, 'not')} here"
             )
-        self._manager.kept[tag] = _copies(theirs)
 
     def switch(self, tag: str) -> None:
-        """Put the weights of a tag into the model. Raises `FSDPError` for an unknown tag."""
+        """Put the weights of a tag into the model. Raises `KeptWeightsError` for an unknown tag."""
         if tag == self.active:
             return
         found = self._kept(tag)
         self._manager.settle_checkpoint()
         if self.active == ACTOR:
             self.backup(ACTOR)
-        _copy(found, self._live())
+        _copy(found, self._manager.live_weights())
         self.active = tag
         if tag == ACTOR:
             del self._manager.kept[ACTOR]  # they are in the model again
@@ -95,16 +120,12 @@ class KeptWeights:
         finally:
             self.switch(before)
 
-    def _kept(self, tag: str) -> Mapping[str, Tensor]:
+    def _kept(self, tag: str) -> dict[str, Tensor]:
         if tag not in self._manager.kept:
-            raise FSDPError(
+            raise KeptWeightsError(
                 f"no weights are kept as {tag!r}; there are: {', '.join(self.tags) or 'none'}"
             )
         return self._manager.kept[tag]
-
-    def _live(self) -> dict[str, Tensor]:
-        parameters = self._manager.model.named_parameters()
-        return {name: local_shard(one).detach() for name, one in parameters}
 
 
 def _copies(shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
