@@ -1,9 +1,11 @@
 """PPO with a training group of plain Ray actors, as users of slime write it: on CPUs, in a minute.
 
     python examples/ray_train_group.py --out runs/group        # again: it goes on where it stopped
+    python examples/ray_train_group.py --out runs/megatron --train-backend megatron --ranks 2 --tp 2
 
 A tiny random model learns to answer with digits alone. Actor and critic share a placement group; a
 rollout manager (an actor of Ray, too) has an engine that is given new weights after each rollout.
+With Megatron there is no critic: GRPO.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def make_model(folder: Path) -> str:
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=64,
         eos_token_id=tokenizer.eos_token_id,
@@ -110,23 +112,30 @@ class RolloutManager:
 def train(args: TrainArgs, ranks: int, rollouts: int) -> None:
     pg = create_placement_group(ranks)
     actor = RayTrainGroup(args, 1, ranks, pg, num_gpus_per_actor=0.4)
-    critic = RayTrainGroup(args, 1, ranks, pg, num_gpus_per_actor=0.4, role="critic")
-    starting = [actor.async_init(args, "actor", with_ref=True), critic.async_init(args, "critic")]
+    starting = [actor.async_init(args, "actor", with_ref=True)]
+    critic: RayTrainGroup | None = None
+    if args.needs_values:
+        critic = RayTrainGroup(args, 1, ranks, pg, num_gpus_per_actor=0.4, role="critic")
+        starting.append(critic.async_init(args, "critic"))
     manager: Any = ray.remote(RolloutManager).options(num_cpus=0)
     manager = manager.remote(args)
-    start = ray.get(starting[0])[0]
-    ray.get(starting[1])
-    actor.connect(critic)
+    starts, *_ = [ray.get(one) for one in starting]
+    start = starts[0]
+    if critic is not None:
+        actor.connect(critic)
     actor.set_rollout_manager(manager)
     actor.update_weights()  # the engine has none yet
     for rollout_id in range(start, rollouts):
         data = ray.get(manager.generate.remote(rollout_id))
         actor.onload()
-        valuing = critic.async_train(rollout_id, [data])  # a list, as references in it stay such
-        report = ray.get(actor.async_train(rollout_id, [data]))[0]
-        ray.get(valuing)
+        training = [actor.async_train(rollout_id, [data])]  # a list, as references in it stay such
+        if critic is not None:
+            training.append(critic.async_train(rollout_id, [data]))
+        reports, *_ = [ray.get(one) for one in training]
+        report = reports[0]
         actor.offload()
-        critic.offload()
+        if critic is not None:
+            critic.offload()
         actor.update_weights()
         print(
             f"rollout {rollout_id}: reward {report.reward_mean:.3f}, "
@@ -134,7 +143,8 @@ def train(args: TrainArgs, ranks: int, rollouts: int) -> None:
         )
     if start < rollouts:
         actor.save_model(rollouts - 1)
-        critic.save_model(rollouts - 1)
+        if critic is not None:
+            critic.save_model(rollouts - 1)
     print(f"trained {rollouts - start} rollouts; {args.save} has the last")
 
 
@@ -142,12 +152,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/group"), help="folder of the run")
     parser.add_argument("--ranks", type=int, default=1, help="of the actor, and of the critic")
+    parser.add_argument(
+        "--train-backend", choices=["fsdp", "megatron"], default="fsdp", help="what trains"
+    )
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share a layer, with Megatron")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages, with Megatron")
     parser.add_argument("--rollouts", type=int, default=8, help="in all")
     parser.add_argument("--colocate", action="store_true", help="weights by shared memory")
     parser.add_argument("--address", default="local", help="of a Ray cluster")
     options = parser.parse_args()
     out = options.out.absolute()
     args = TrainArgs(
+        train_backend=options.train_backend,
+        tensor_model_parallel_size=options.tp,
+        pipeline_model_parallel_size=options.pp,
         hf_checkpoint=make_model(out / "model"),
         load=str(out / "actor"),
         save=str(out / "actor"),
@@ -155,7 +173,7 @@ def main() -> None:
         critic_save=str(out / "critic"),
         rollout_batch_size=PROMPTS,
         n_samples_per_prompt=SAMPLES,
-        advantage_estimator="ppo",
+        advantage_estimator="ppo" if options.train_backend == "fsdp" else "grpo",
         num_steps_per_rollout=4,
         lr=1e-2,
         critic_lr=1e-2,

@@ -20,12 +20,12 @@ from rlinf_async.channels import LatestSender, Receiver, Sender
 from rlinf_async.messages.language import LanguageTrainReport, SampleGroup, TrainingSample
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.runtime.ray.training.args import TrainArgs
-from rlinf_async.runtime.ray.training.settings import batches, trainer_config
+from rlinf_async.runtime.ray.training.settings import backend, batches, trainer_config
 from rlinf_async.runtime.ray.training.worker import GroupRank
 from rlinf_async.workers.actor import FSDPActor
 
 if TYPE_CHECKING:
-    from rlinf_async.backends.fsdp.language.reference import KeptWeights
+    from rlinf_async.backends.language_training.kept_weights import KeptWeights
 
 ACTOR, REF, OLD_ACTOR, ROLLOUT_ACTOR = "actor", "ref", "old_actor", "rollout_actor"
 
@@ -34,11 +34,16 @@ class GroupActor(GroupRank, FSDPActor):
     """One rank of an actor."""
 
     def __init__(self, args: TrainArgs, device: str, *, with_ref: bool) -> None:
-        self.args = args
+        self.args, self.torch_device = args, device
         self._with_ref = with_ref
         self._restored_reference = False
         config = trainer_config(args, critic=False, reference=with_ref, device=device)
-        super().__init__(config, batches(args), max_staleness=args.max_staleness)
+        super().__init__(
+            config,
+            batches(args),
+            backend=backend(args, critic=False),
+            max_staleness=args.max_staleness,
+        )
         path = args.rollout_data_postprocess_path
         self._hook = None if path is None else load_function(path)
 
@@ -59,15 +64,15 @@ class GroupActor(GroupRank, FSDPActor):
     def _load_reference(self, folder: str) -> None:
         """Keep the weights of another folder as the reference."""
         args = msgspec.structs.replace(self.args, hf_checkpoint=folder, model_config={})
-        device = str(self._fsdp.manager.device)
-        config = trainer_config(args, critic=False, reference=False, device=device)
-        other = type(self._fsdp)(config, self.world_size, self.rank)
+        config = trainer_config(args, critic=False, reference=False, device=self.torch_device)
+        trainer: Any = self._trainer
+        other = type(trainer)(config, self.world_size, self.rank)
         self.kept_weights.keep(REF, other.manager)
 
     @property
     def kept_weights(self) -> KeptWeights:
         """Copies of weights on the CPU, by tag."""
-        trainer: Any = self._fsdp
+        trainer: Any = self._trainer
         kept: KeptWeights = trainer.kept_weights
         return kept
 
@@ -84,7 +89,8 @@ class GroupActor(GroupRank, FSDPActor):
         if len(extras) != self.world_size:
             raise ValueError(
                 f"the checkpoint has the reference of {len(extras)} ranks (ref_update_interval), "
-                f"which {self.world_size} ranks cannot take: go on with as many"
+                f"which {self.world_size} ranks cannot take: go on with as many, which cut the "
+                "model in the same way"
             )
         self.kept_weights.put(REF, extras[self.rank][REF])
         self._restored_reference = True
@@ -160,7 +166,7 @@ class GroupActor(GroupRank, FSDPActor):
 
     def _any(self, answers: Iterable[bool]) -> bool:
         """Whether it is true of a sample of any rank: all of them compute, or none. Collective."""
-        return bool(self._trainer.agree(int(any(answers))))
+        return self.any_rank(any(answers))
 
     async def _add_values(
         self, groups: Sequence[SampleGroup], values: Receiver[SampleGroup], rollout_id: int

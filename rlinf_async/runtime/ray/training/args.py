@@ -12,6 +12,7 @@ import msgspec
 MISSING = object()
 
 ROLES = ("actor", "critic")
+BACKENDS = ("fsdp", "megatron")
 
 ESTIMATORS = {
     "grpo": "grpo",
@@ -31,8 +32,8 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     # -- the model --
-    train_backend: str = "fsdp"
-    """what trains: ``fsdp``"""
+    train_backend: Literal["fsdp", "megatron"] = "fsdp"
+    """what trains: ``fsdp`` or ``megatron``"""
     hf_checkpoint: str | None = None
     """folder of a Hugging Face model: config, weights, tokenizer. Nothing is downloaded"""
     model_config: dict[str, Any] = {}
@@ -56,8 +57,24 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     # -- how it is sharded --
     fsdp_strategy: Literal["fsdp1", "fsdp2"] = "fsdp2"
+    """fsdp"""
+    tensor_model_parallel_size: int = 1
+    """megatron: ranks that share each layer"""
+    pipeline_model_parallel_size: int = 1
+    """megatron: pipeline stages, which share the layers"""
+    context_parallel_size: int = 1
+    """megatron: only 1 so far"""
+    expert_model_parallel_size: int = 1
+    """megatron: only 1 so far"""
+    sequence_parallel: bool = False
+    """megatron: ranks that share layers share the tokens between them, too"""
+    use_distributed_optimizer: bool = True
+    """megatron: data ranks share the optimizer's state, instead of having copies of it"""
+    overlap_grad_reduce: bool = False
+    """megatron: reduce gradients, and gather parameters, while others are computed"""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """of the arithmetic; parameters and optimizer stay float32"""
+    """of the arithmetic (megatron: of the weights too, and not ``float16``); optimizer and
+    gradients, and parameters of fsdp, stay float32"""
     gradient_checkpointing: bool = False
     """compute each layer again in the backward pass instead of keeping what it computed"""
 
@@ -157,15 +174,15 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     train_env_vars: dict[str, str] = {}
     """of the actors' processes"""
     use_routing_replay: bool = False
-    """sets ENABLE_ROUTING_REPLAY=1 in actors (not in critics), for code that reads it; the FSDP
-    backend replays no routing"""
+    """sets ENABLE_ROUTING_REPLAY=1 in actors (not in critics), for code that reads it; neither
+    backend replays routing"""
     debug_train_only: bool = False
     """there are no engines: ``update_weights`` does nothing"""
     debug_rollout_only: bool = False
     """nothing is trained, and no model is built"""
 
     def __post_init__(self) -> None:
-        check_backend(self.train_backend)
+        self._check_backend()
         if (self.hf_checkpoint is None) == (not self.model_config):
             raise ValueError(
                 "give either hf_checkpoint (a folder) or model_config (a table with model_type), "
@@ -182,6 +199,27 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if not getattr(self, name) > 0.0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
         self._check_steps()
+
+    def _check_backend(self) -> None:
+        """Refuse what the backend does not have, instead of leaving it out."""
+        if self.train_backend not in BACKENDS:
+            raise ValueError(
+                f"train_backend is {self.train_backend!r}; it must be one of {', '.join(BACKENDS)}"
+            )
+        for name in ("context_parallel_size", "expert_model_parallel_size"):
+            if getattr(self, name) != 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; only 1 is possible so far")
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+            number = getattr(self, name)
+            if number < 1:
+                raise ValueError(f"{name} is {number}; it must be at least 1")
+            if number > 1 and self.train_backend != "megatron":
+                raise ValueError(
+                    f"{name} is {number}, but train_backend {self.train_backend!r} does not cut a "
+                    "model so: set train_backend to 'megatron', or leave it out"
+                )
+        if self.train_backend == "megatron" and self.precision == "float16":
+            raise ValueError("precision is 'float16'; megatron has 'float32' and 'bfloat16'")
 
     def _check_steps(self) -> None:
         samples, size = self.rollout_samples, self.global_batch_size
@@ -215,7 +253,6 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             for name in ("clip_grad", "value_clip")
             if getattr(args, name, MISSING) is None
         }
-        check_backend(given.get("train_backend", "fsdp"))
         try:
             return msgspec.convert(given, cls, strict=False)
         except msgspec.ValidationError as error:
@@ -243,6 +280,25 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Whether advantages are computed from the values of a critic."""
         return ESTIMATORS.get(self.advantage_estimator, self.advantage_estimator) == "gae"
 
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model between them, and train on the same samples."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    def data_ranks(self, world_size: int) -> int:
+        """Return between how many ranks a rollout is divided.
+
+        Raises `ValueError` where so many ranks do not hold whole copies of the model.
+        """
+        if world_size % self.model_ranks:
+            raise ValueError(
+                f"{world_size} ranks are no multiple of tensor_model_parallel_size "
+                f"{self.tensor_model_parallel_size} x pipeline_model_parallel_size "
+                f"{self.pipeline_model_parallel_size} = {self.model_ranks}, which hold one copy of "
+                "the model"
+            )
+        return world_size // self.model_ranks
+
     def for_role(self, role: str) -> TrainArgs:
         """Return the arguments of a role: a critic has its own load, save, lr and warm-up.
 
@@ -260,14 +316,3 @@ class TrainArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             lr=self.critic_lr or self.lr,
             lr_warmup_iters=self.critic_lr_warmup_iters,
         )
-
-
-def check_backend(name: str) -> None:
-    """Raise `ValueError` for a backend that does not train here."""
-    if name == "megatron":
-        raise ValueError(
-            "train_backend is 'megatron': it comes with the Megatron backend, which this version "
-            "does not have; use train_backend = 'fsdp'"
-        )
-    if name != "fsdp":
-        raise ValueError(f"train_backend is {name!r}; it must be 'fsdp'")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rlinf_async.channels import Channel, Receiver, Sender
 from rlinf_async.messages.language import LanguageTrainReport, SampleGroup
 from rlinf_async.runtime.ray.training.args import TrainArgs
-from rlinf_async.runtime.ray.training.settings import batches, trainer_config
+from rlinf_async.runtime.ray.training.settings import backend, batches, trainer_config
 from rlinf_async.runtime.ray.training.worker import GroupRank
 from rlinf_async.workers.critic import FSDPCritic
 
@@ -16,10 +16,12 @@ class GroupCritic(GroupRank, FSDPCritic):
     """One rank of a critic."""
 
     def __init__(self, args: TrainArgs, device: str) -> None:
-        self.args = args
+        self.args, self.torch_device = args, device
         config = trainer_config(args, critic=True, reference=False, device=device)
         # No limit of staleness: rollouts that a critic trains alone make no version of the actor.
-        super().__init__(config, batches(args), actor_ranks=self.world_size)
+        super().__init__(
+            config, batches(args), actor_ranks=self.world_size, backend=backend(args, critic=True)
+        )
 
     async def train_rollout(
         self,

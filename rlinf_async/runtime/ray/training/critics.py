@@ -13,6 +13,7 @@ import msgspec
 
 from rlinf_async.channels import Channel, Receiver, Sender
 from rlinf_async.messages.language import SampleGroup
+from rlinf_async.parallel import DataRank
 from rlinf_async.runtime.ray.session import own_address
 from rlinf_async.runtime.ray.training.args import TrainArgs
 from rlinf_async.runtime.ray.training.links import ChannelHost, Guest, Ticket
@@ -23,18 +24,18 @@ class CriticTickets(msgspec.Struct, frozen=True):
 
     prepared: Ticket
     values: Ticket
-    ranks: int
-    """number of ranks of the actor"""
+    data_rank: DataRank
+    """which share of a rollout the actor trains"""
 
 
 class ActorSide:
     """The channels of a pair, and the actor's ends."""
 
-    def __init__(self, args: TrainArgs, ranks: int) -> None:
-        prompts = -(-args.rollout_batch_size // ranks)
+    def __init__(self, args: TrainArgs, data_rank: DataRank) -> None:
+        prompts = -(-args.rollout_batch_size // data_rank.size)
         self._prepared = Channel(SampleGroup, name="prepared", capacity=prompts)
         self._values = Channel(SampleGroup, name="values", capacity=prompts)
-        self._ranks = ranks
+        self._data_rank = data_rank
         self.prepared: Sender[SampleGroup] | None = None
         if args.kl_coef > 0.0:
             self.prepared = self._prepared.new_sender()
@@ -45,7 +46,7 @@ class ActorSide:
         host = self._host = await ChannelHost.open(own_address(), name)
         prepared = host.ticket(self._prepared.receiver, "critic")
         values = host.ticket(self._values.sender, "critic")
-        return CriticTickets(prepared, values, self._ranks)
+        return CriticTickets(prepared, values, self._data_rank)
 
 
 class CriticSide:

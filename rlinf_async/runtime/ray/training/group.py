@@ -8,9 +8,15 @@ from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Final
 
 from rlinf_async.runtime.ray.library import of_ray
+from rlinf_async.runtime.ray.training.actor import TrainRayActor
 from rlinf_async.runtime.ray.training.args import TrainArgs
 from rlinf_async.runtime.ray.training.memory import saver_environment
-from rlinf_async.runtime.ray.training.settings import batches, trainer_config
+from rlinf_async.runtime.ray.training.settings import (
+    backend,
+    batches,
+    check_megatron,
+    trainer_config,
+)
 
 NOSET_VISIBLE_DEVICES: Final = tuple(
     f"RAY_EXPERIMENTAL_NOSET_{name}"
@@ -70,8 +76,11 @@ class RayTrainGroup:
         self.world_size = num_nodes * num_gpus_per_node
         typed = TrainArgs.of(args).for_role(role)
         # What is wrong with numbers is said before anything is started.
+        backend(typed, critic=role == "critic")
         trainer_config(typed, critic=role == "critic", reference=False, device="cpu")
-        batches(typed).of_rank(self.world_size)
+        batches(typed).of_rank(typed.data_ranks(self.world_size))
+        if typed.train_backend == "megatron":
+            check_megatron(typed)
         group, bundles, _ = pg
         if not 0 < self.world_size <= len(bundles):
             raise ValueError(
@@ -88,11 +97,10 @@ class RayTrainGroup:
 
     def _start(self, args: TrainArgs, group: Any, bundles: Sequence[int], num_gpus: float) -> None:
         """Start the actors: rank 0 first, at whose address the others meet."""
-        from rlinf_async.runtime.ray.training.fsdp_actor import FSDPTrainRayActor
-
+        actor_class = actor_class_of(args)
         ray = of_ray()
         in_bundle = of_ray("util.scheduling_strategies").PlacementGroupSchedulingStrategy
-        cls = ray.remote(FSDPTrainRayActor)
+        cls = ray.remote(actor_class)
         master: tuple[Any, Any] = (None, None)
         try:
             for rank in range(self.world_size):
@@ -178,6 +186,14 @@ class RayTrainGroup:
 
     def _wait(self, method: str, *given: Any) -> None:
         of_ray().get(self._call(method, *given))
+
+
+def actor_class_of(args: TrainArgs) -> type[TrainRayActor]:
+    """Return the class of the actors of Ray."""
+    from rlinf_async.runtime.ray.training.fsdp_actor import FSDPTrainRayActor
+    from rlinf_async.runtime.ray.training.megatron_actor import MegatronTrainRayActor
+
+    return MegatronTrainRayActor if args.train_backend == "megatron" else FSDPTrainRayActor
 
 
 def environment(args: TrainArgs, role: str, *, gpu: bool) -> dict[str, str]:

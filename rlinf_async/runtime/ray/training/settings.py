@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+from typing import Any
+
 from rlinf_async.algorithms.language.config import (
     Aggregation,
     LanguageAdvantageConfig,
@@ -9,49 +13,130 @@ from rlinf_async.algorithms.language.config import (
 )
 from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
 from rlinf_async.backends.language_training.config import LanguageModelConfig
+from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
 from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
+from rlinf_async.backends.registry import LANGUAGE_TRAINERS
+from rlinf_async.parallel import Strategy, StrategyError
 from rlinf_async.runtime.ray.training.args import ESTIMATORS, TrainArgs
 from rlinf_async.workers.actor.config import LanguageBatches
 
 
-def trainer_config(
-    args: TrainArgs, *, critic: bool, reference: bool, device: str
-) -> LanguageTrainerConfig:
-    """Return the settings of one rank's trainer; ``args`` are those of its role.
+def backend(args: TrainArgs, *, critic: bool) -> str:
+    """Return the registered name of what trains. Raises `ValueError` where there is none."""
+    name = f"{args.train_backend}_critic" if critic else args.train_backend
+    if name not in LANGUAGE_TRAINERS:
+        raise ValueError(
+            f"train_backend {args.train_backend!r} has no critic yet: give the group of role "
+            "'critic' args of its own, with train_backend = 'fsdp'"
+        )
+    return name
+
+
+def trainer_config(args: TrainArgs, *, critic: bool, reference: bool, device: str) -> Any:
+    """Return the settings of one rank's trainer, its backend's own Struct; ``args`` are those of
+    its role.
 
     Raises `ValueError` for numbers that make no sense.
     """
-    return LanguageTrainerConfig(
-        fsdp=LanguageFSDPConfig(
-            model=LanguageModelConfig(
-                path=args.hf_checkpoint,
-                config=args.model_config,
-                activation_checkpointing=args.gradient_checkpointing,
-            ),
-            strategy=args.fsdp_strategy,
-            precision=args.precision,
-            optimizer=OptimizerConfig(
-                lr=args.lr,
-                betas=(args.adam_beta1, args.adam_beta2),
-                eps=args.adam_eps,
-                weight_decay=args.weight_decay,
-                max_grad_norm=args.clip_grad,
-            ),
-            scheduler=SchedulerConfig(
-                kind=args.lr_decay_style,
-                warmup_steps=args.lr_warmup_iters,
-                total_steps=args.lr_decay_iters or 0,
-                min_factor=args.min_lr / args.lr,
-            ),
-            device=device,
-        ),
-        advantage=advantage_config(args),
-        loss=loss_config(args, critic=critic),
-        value_clip=args.value_clip if critic else None,
-        reference=reference,
-        bucket_bytes=args.update_weight_buffer_size,
-        publish_precision=args.publish_precision,
-        seed=args.seed,
+    shared: dict[str, Any] = {
+        "advantage": advantage_config(args),
+        "loss": loss_config(args, critic=critic),
+        "reference": reference,
+        "bucket_bytes": args.update_weight_buffer_size,
+        "publish_precision": args.publish_precision,
+        "seed": args.seed,
+    }
+    if args.train_backend == "megatron":
+        return MegatronTrainerConfig(megatron=_megatron(args, device), **shared)
+    value_clip = args.value_clip if critic else None
+    return LanguageTrainerConfig(fsdp=_fsdp(args, device), value_clip=value_clip, **shared)
+
+
+def check_megatron(args: TrainArgs) -> None:
+    """Refuse what Megatron cannot train, or not cut so, before a rank is started.
+
+    Raises:
+        ValueError: naming the model's part that does not fit.
+        MegatronUnavailable: megatron-core is not installed, or in another version.
+    """
+    from rlinf_async.backends.megatron.architecture import architecture_of, layout_of
+    from rlinf_async.backends.megatron.library import check_installed
+
+    check_installed()
+    folder = args.hf_checkpoint
+    if folder is not None and not (Path(folder) / "config.json").is_file():
+        return  # the ranks' hosts may have it
+    strategy = Strategy(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size)
+    architecture = architecture_of(hugging_face_config(args).to_dict())
+    try:
+        layout_of(architecture, strategy)
+    except StrategyError as error:
+        raise ValueError(
+            f"tensor_model_parallel_size {strategy.tp} and pipeline_model_parallel_size "
+            f"{strategy.pp} do not divide the model: {error}"
+        ) from error
+
+
+def hugging_face_config(args: TrainArgs) -> Any:
+    """Return the Hugging Face configuration of the model."""
+    automatic = importlib.import_module("transformers").AutoConfig
+    if args.hf_checkpoint is not None:
+        return automatic.from_pretrained(args.hf_checkpoint, local_files_only=True)
+    fields = {name: one for name, one in args.model_config.items() if name != "model_type"}
+    return automatic.for_model(args.model_config["model_type"], **fields)
+
+
+def _fsdp(args: TrainArgs, device: str) -> LanguageFSDPConfig:
+    return LanguageFSDPConfig(
+        model=_model(args),
+        strategy=args.fsdp_strategy,
+        precision=args.precision,
+        optimizer=_optimizer(args),
+        scheduler=_scheduler(args),
+        device=device,
+    )
+
+
+def _megatron(args: TrainArgs, device: str) -> MegatronConfig:
+    assert args.precision != "float16"  # refused before
+    return MegatronConfig(
+        model=_model(args),
+        precision=args.precision,
+        optimizer=_optimizer(args),
+        scheduler=_scheduler(args),
+        device=device,
+        tp=args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        distributed_optimizer=args.use_distributed_optimizer,
+        overlap=args.overlap_grad_reduce,
+    )
+
+
+def _model(args: TrainArgs) -> LanguageModelConfig:
+    return LanguageModelConfig(
+        path=args.hf_checkpoint,
+        config=args.model_config,
+        activation_checkpointing=args.gradient_checkpointing,
+    )
+
+
+def _optimizer(args: TrainArgs) -> OptimizerConfig:
+    return OptimizerConfig(
+        lr=args.lr,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_eps,
+        weight_decay=args.weight_decay,
+        max_grad_norm=args.clip_grad,
+    )
+
+
+def _scheduler(args: TrainArgs) -> SchedulerConfig:
+    return SchedulerConfig(
+        kind=args.lr_decay_style,
+        warmup_steps=args.lr_warmup_iters,
+        total_steps=args.lr_decay_iters or 0,
+        min_factor=args.min_lr / args.lr,
     )
 
 

@@ -3,35 +3,30 @@ begins, its checkpoints, its sleep in parts."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, cast
 
-from rlinf_async.backends.language import LanguageTrainer
+from rlinf_async.backends.language import PARTS, LanguageTrainer, SleepingTrainer
 from rlinf_async.channels import Channel
 from rlinf_async.messages.language import SampleGroup, TrainingSample
+from rlinf_async.parallel import DataRank
 from rlinf_async.runtime.ray.training.args import TrainArgs
 from rlinf_async.runtime.ray.training.checkpoints import checkpoint_folder, start_of, write_tracker
+from rlinf_async.runtime.ray.training.settings import hugging_face_config
 from rlinf_async.workers.actor.language_worker import LanguageTrainingWorker
-
-if TYPE_CHECKING:
-    from rlinf_async.backends.fsdp.language.trainer import LanguageTrainerBase
-
-WEIGHTS, OPTIMIZER = "weights", "optimizer"
-PARTS: Final = frozenset({WEIGHTS, OPTIMIZER})
-"""parts that sleep"""
 
 
 class GroupRank(LanguageTrainingWorker):
     """What ranks of an actor and of a critic have in common. ``args`` are those of its role."""
 
     args: TrainArgs
+    torch_device: str
+    """torch's name of this rank's device"""
     start_rollout_id: int = 0
     """the first rollout to train"""
     paused: bool = False
     """whether a memory saver has taken all of the device's memory"""
-    _fsdp: LanguageTrainerBase
 
     def make_trainer(self) -> LanguageTrainer:
         """Build the trainer, once all ranks agree where to begin."""
@@ -44,7 +39,7 @@ class GroupRank(LanguageTrainingWorker):
         self.start_rollout_id = start.rollout_id
         with without_progress_bars():
             made = super().make_trainer()
-        self._fsdp = cast("LanguageTrainerBase", made)
+        self._trainer = made  # `restore` uses it
         if start.checkpoint is not None:
             self.restore(made.load_checkpoint(start.checkpoint))
         return made
@@ -61,11 +56,22 @@ class GroupRank(LanguageTrainingWorker):
 
         So no rank goes on to compute with one that does not.
         """
-        failed = self._trainer.agree(0 if error is None else 1)
+        failed = self.any_rank(error is not None)
         if error is not None:
             raise error
         if failed:
             raise RuntimeError(f"{self.name} does not train: another rank failed, see its error")
+
+    def any_rank(self, answer: bool) -> bool:
+        """Whether it is true on any rank. Collective over all ranks, those of one model too."""
+        if self.world_size == 1:
+            return answer
+        import torch
+        from torch import distributed
+
+        found = torch.tensor([int(answer)], device=self.torch_device)
+        distributed.all_reduce(found, distributed.ReduceOp.MAX)
+        return bool(found)
 
     def _check_same_start(self, rollout_id: int) -> None:
         if self.world_size == 1:
@@ -73,8 +79,8 @@ class GroupRank(LanguageTrainingWorker):
         import torch
         from torch import distributed
 
-        if self._config.fsdp.device != "cpu":
-            torch.cuda.set_device(self._config.fsdp.device)
+        if self.torch_device != "cpu":
+            torch.cuda.set_device(self.torch_device)
         found: list[Any] = [None] * self.world_size
         distributed.all_gather_object(found, rollout_id)
         if len(set(found)) > 1:
@@ -87,42 +93,35 @@ class GroupRank(LanguageTrainingWorker):
     @property
     def trained_version(self) -> int:
         """Number of rollouts that the weights were trained on."""
-        return self._fsdp.version
+        return self._trainer.version
+
+    @property
+    def data_rank(self) -> DataRank:
+        """Which share of a rollout this rank trains."""
+        return self._trainer.data_rank
+
+    @property
+    def _sleeping(self) -> SleepingTrainer:
+        return cast(SleepingTrainer, self._trainer)
 
     async def barrier(self) -> None:
         """Wait for all ranks."""
-        await self.compute(self._trainer.agree, 0)
+        await self.compute(self.any_rank, False)
 
     async def sleep(self, parts: Collection[str] = PARTS) -> None:
         """Free the device's memory of these parts."""
-        await self.compute(self._sleep, parts)
-
-    def _sleep(self, parts: Collection[str]) -> None:
-        if WEIGHTS in parts and OPTIMIZER in parts:
-            self._fsdp.offload()
-        elif OPTIMIZER in parts:
-            self._fsdp.offload(keep_weights=True)
-        elif WEIGHTS in parts:
-            self._fsdp.manager.offload_param_and_grad()
+        await self.compute(self._sleeping.sleep, parts)
 
     async def wake_up(self, parts: Collection[str] = PARTS) -> None:
         """Take these parts back to the device, where they slept."""
-        await self.compute(self._wake_up, parts)
-
-    def _wake_up(self, parts: Collection[str]) -> None:
-        if WEIGHTS in parts:
-            self._fsdp.manager.load_param_and_grad()
-        if OPTIMIZER in parts:
-            self._fsdp.manager.load_optimizer()
+        await self.compute(self._sleeping.wake_up, parts)
 
     @property
     def asleep(self) -> frozenset[str]:
         """The parts that sleep."""
         if self.paused:
             return PARTS
-        manager = self._fsdp.manager
-        sleeping = {WEIGHTS: manager.param_offloaded, OPTIMIZER: manager.optimizer_offloaded}
-        return frozenset(part for part, one in sleeping.items() if one)
+        return self._sleeping.asleep
 
     async def offload(self) -> None:
         """Free the device's memory."""
@@ -156,10 +155,10 @@ class GroupRank(LanguageTrainingWorker):
         for rank in range(self.world_size):
             if rank == self.rank:
                 try:
-                    found = _model_files(self.args.hf_checkpoint, self._fsdp.language)
+                    found = _model_files(self.args)
                 except Exception as error:  # after the others had their turn, too
                     failed = error
-            self._fsdp.agree(0)
+            self.any_rank(False)
         if failed is not None:
             raise failed
         return found
@@ -189,24 +188,23 @@ class GroupRank(LanguageTrainingWorker):
             raise ValueError(
                 f"{self.name} was given {size} samples of {len(groups)} prompts, but its share of "
                 f"a rollout is {wanted} (rollout_batch_size {self.args.rollout_batch_size} x "
-                f"n_samples_per_prompt {self.args.n_samples_per_prompt}, over {self.world_size} "
-                "ranks)"
+                f"n_samples_per_prompt {self.args.n_samples_per_prompt}, over "
+                f"{self.data_rank.size} data ranks)"
             )
 
     def _fed(self, groups: Sequence[SampleGroup]) -> Channel[SampleGroup]:
-        """Return a channel of this process with these groups for this rank."""
+        """Return a channel of this process with these groups, for this rank's share."""
         channel = Channel(SampleGroup, name=f"{self.name} rollout", capacity=max(len(groups), 1))
         for group in groups:
-            channel.sender.put_nowait(group, key=self.rank, weight=len(group.samples))
+            channel.sender.put_nowait(group, key=self.data_rank.rank, weight=len(group.samples))
         return channel
 
 
-def _model_files(folder: str | None, language: Any) -> tuple[Any, Any]:
+def _model_files(args: TrainArgs) -> tuple[Any, Any]:
+    config, folder = hugging_face_config(args), args.hf_checkpoint
     if folder is None:
-        return language.config, None
+        return config, None
     from rlinf_async.data.tokenizer import FILES, load_tokenizer
 
-    transformers = importlib.import_module("transformers")
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     has_tokenizer = any((Path(folder) / name).is_file() for name in FILES)
     return config, load_tokenizer(folder) if has_tokenizer else None

@@ -24,9 +24,7 @@ def namespace(**fields: Any) -> argparse.Namespace:
 
 
 def test_a_namespace_may_have_more_names_and_leave_some_out_by_none() -> None:
-    found = TrainArgs.of(
-        namespace(lr=1, load=None, clip_grad=None, tensor_model_parallel_size=8, save="there")
-    )
+    found = TrainArgs.of(namespace(lr=1, load=None, clip_grad=None, num_gpus=8, save="there"))
     assert (found.lr, found.load, found.clip_grad, found.save) == (1.0, None, None, "there")
     assert TrainArgs.of(found) is found
 
@@ -34,8 +32,23 @@ def test_a_namespace_may_have_more_names_and_leave_some_out_by_none() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"train_backend": "megatron"}, "it comes with the Megatron backend"),
-        ({"train_backend": "jax"}, "train_backend is 'jax'; it must be 'fsdp'"),
+        ({"train_backend": "jax"}, r"Invalid enum value 'jax' - at `\$.train_backend`"),
+        (
+            {"tensor_model_parallel_size": 2},
+            "tensor_model_parallel_size is 2, but train_backend 'fsdp' does not cut a model so",
+        ),
+        (
+            {"train_backend": "megatron", "pipeline_model_parallel_size": 0},
+            "pipeline_model_parallel_size is 0; it must be at least 1",
+        ),
+        (
+            {"train_backend": "megatron", "context_parallel_size": 2},
+            "context_parallel_size is 2; only 1 is possible so far",
+        ),
+        (
+            {"train_backend": "megatron", "precision": "float16"},
+            "precision is 'float16'; megatron has 'float32' and 'bfloat16'",
+        ),
         ({"lr": "fast"}, r"args of the training group: Expected `float`, got `str` - at `\$.lr`"),
         ({"hf_checkpoint": "folder"}, "either hf_checkpoint .* and not both of them"),
         ({"model_config": {}}, "either hf_checkpoint .* and not none of them"),

@@ -1,0 +1,321 @@
+"""`LanguageTrainRayActor`: a language model as one rank of a training group, whatever trains it.
+
+::
+
+    method of Ray (blocks)  -->  event loop of this process  -->  GroupActor or GroupCritic
+                                                                  (our FSDPActor, FSDPCritic)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from rlinf_async.backends.language import PARTS, WEIGHTS
+from rlinf_async.channels import Latest
+from rlinf_async.messages.language import LanguageTrainReport, SampleGroup
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.runtime.ray.library import of_ray
+from rlinf_async.runtime.ray.training import memory
+from rlinf_async.runtime.ray.training.actor import TrainRayActor
+from rlinf_async.runtime.ray.training.actor_worker import GroupActor
+from rlinf_async.runtime.ray.training.args import TrainArgs
+from rlinf_async.runtime.ray.training.critic_worker import GroupCritic
+from rlinf_async.runtime.ray.training.critics import ActorSide, CriticSide, CriticTickets
+from rlinf_async.runtime.ray.training.data import RolloutData, fetched
+from rlinf_async.runtime.ray.training.loop import LoopThread
+from rlinf_async.runtime.ray.training.weights import make_updater
+from rlinf_async.runtime.ray.training.worker import GroupRank
+from rlinf_async.workers.base import make
+from rlinf_async.workers.context import WorkerContext, WorkerInfo
+
+
+class LanguageTrainRayActor(TrainRayActor):
+    """One rank of a training group; see `TrainRayActor` for the arguments.
+
+    Ranks that hold parts of one model take the same share of a rollout; one of them feeds the rest.
+    """
+
+    train_backend: ClassVar[str]
+    """``train_backend`` of the arguments that it takes"""
+    args: TrainArgs
+    """of its role"""
+    role: str = ""
+    hf_config: Any = None
+    """the Hugging Face configuration of the model"""
+    tokenizer: Any = None
+    """that of ``hf_checkpoint``; None where it has none"""
+    _worker: GroupRank | None = None
+    _without_model: bool = False
+    _critic: ActorSide | None = None
+    _actor: CriticSide | None = None
+
+    def init(self, args: Any, role: str, with_ref: bool = False) -> int:
+        """Build the model, and load the checkpoint to go on from. Collective.
+
+        Args:
+            args: `TrainArgs`, or a namespace with some of its names.
+            role: ``"actor"`` or ``"critic"``.
+            with_ref: keep the reference weights.
+
+        Returns:
+            The next rollout: the last loaded + 1; 0 without one, and with ``debug_rollout_only``.
+
+        Raises:
+            ValueError: ``args`` make no sense, or the ranks would begin at different rollouts.
+        """
+        if self._worker is not None:
+            raise RuntimeError(f"init() of {self._worker.name} was called before: once is enough")
+        given = TrainArgs.of(args)
+        if given.train_backend != self.train_backend:
+            raise ValueError(
+                f"{type(self).__name__} trains with {self.train_backend!r}, but train_backend is "
+                f"{given.train_backend!r}: RayTrainGroup chooses the class by its own args"
+            )
+        self.args, self.role = given.for_role(role), role
+        self.train_parallel_config = self._get_parallel_config()
+        self._without_model = self.args.debug_rollout_only
+        if self._without_model:
+            return 0
+        self._loop = LoopThread(f"{role}[{self.rank}]")
+        worker = self._make_worker(with_ref)
+        self._loop.run(worker.setup())
+        self._worker = worker
+        self.hf_config, self.tokenizer = self._loop.run(worker.compute(worker.read_model_files))
+        self._published = Latest(WeightUpdate, name="weights")
+        self._updater = make_updater(self._published, self._loop, colocate=self.args.colocate)
+        if self.args.offload_train:
+            self.sleep()
+        return worker.start_rollout_id
+
+    def _make_worker(self, with_ref: bool) -> GroupRank:
+        local = self.local_device()
+        device = "cpu" if local is None else f"cuda:{local}"
+        info = WorkerInfo(
+            group=self.role,
+            rank=self.rank,
+            world_size=self.world_size,
+            collective="gloo" if local is None else "nccl",
+            rendezvous=self.rendezvous,
+        )
+        context = WorkerContext(info, ThreadPoolExecutor(1, thread_name_prefix="compute"))
+        if self.role == "critic":
+            return make(GroupCritic, context, (self.args, device), {})
+        return make(GroupActor, context, (self.args, device), {"with_ref": with_ref})
+
+    def _get_parallel_config(self) -> dict[str, int]:
+        return {"dp_size": self.args.data_ranks(self.world_size)}
+
+    # -- training -----------------------------------------------------------------------------
+
+    def train(self, rollout_id: int, rollout_data_ref: Any) -> LanguageTrainReport | None:
+        """Train on one rollout; a rank that sleeps is woken up before. Collective.
+
+        Args:
+            rollout_id: its number.
+            rollout_data_ref: columns or samples (`RolloutData`), a reference to them, or a list of
+                references to the share of each rank.
+
+        Returns:
+            The report; None with ``debug_rollout_only``.
+
+        Raises:
+            RolloutDataError: the data cannot be trained on.
+        """
+        if self._without_model:
+            return None
+        worker = self._built("train")
+        if worker.asleep:
+            self.wake_up()
+        groups = self._share(worker, rollout_id, rollout_data_ref)
+        if isinstance(worker, GroupCritic):
+            return self._train_critic(worker, rollout_id, groups)
+        assert isinstance(worker, GroupActor)
+        return self._train_actor(worker, rollout_id, groups)
+
+    def _share(self, worker: GroupRank, rollout_id: int, given: Any) -> list[SampleGroup]:
+        """Return this rank's share of a rollout, if all ranks have theirs."""
+        groups: list[SampleGroup] = []
+        failed: Exception | None = None
+        try:
+            at = worker.data_rank
+            data, own = fetched(given, at.rank, at.size)
+            groups = RolloutData.of(data).groups(
+                self.args,
+                rollout_id=rollout_id,
+                version=worker.trained_version,
+                rank=0 if own else at.rank,
+                ranks=1 if own else at.size,
+            )
+            worker.check_size(groups)
+        except Exception as error:
+            failed = error
+        self._loop.run(worker.compute(worker.vote, failed))
+        return groups
+
+    def _train_actor(
+        self, worker: GroupActor, rollout_id: int, groups: Sequence[SampleGroup]
+    ) -> LanguageTrainReport:
+        if self._alone(rollout_id):
+            raise ValueError(
+                f"rollout {rollout_id} is trained by the critic alone (num_critic_only_steps is "
+                f"{self.args.num_critic_only_steps}): call async_train of the actor from rollout "
+                f"{self.args.num_critic_only_steps} on"
+            )
+        critic = self._critic
+        return self._loop.run(
+            worker.train_rollout(
+                groups,
+                rollout_id=rollout_id,
+                to_critic=None if critic is None else critic.prepared,
+                values=None if critic is None else critic.values,
+            )
+        )
+
+    def _train_critic(
+        self, worker: GroupCritic, rollout_id: int, groups: Sequence[SampleGroup]
+    ) -> LanguageTrainReport:
+        actor = self._actor
+        if actor is None or self._alone(rollout_id):
+            return self._loop.run(worker.train_rollout(groups))
+        return self._loop.run(worker.train_rollout(groups, actor.values, actor.prepared))
+
+    def _alone(self, rollout_id: int) -> bool:
+        return rollout_id < self.args.num_critic_only_steps
+
+    # -- the device's memory ------------------------------------------------------------------
+
+    def sleep(self, tags: Sequence[str] | None = None) -> None:
+        """Free the device's memory of ``"weights"``, ``"optimizer"``, or both (None)."""
+        worker, parts = self._built("sleep"), _parts(tags)
+        saver = memory.saver()
+        if saver is None or parts != PARTS:
+            self._loop.run(worker.sleep(parts))
+        elif not worker.paused:
+            self._loop.run(worker.compute(saver.pause))
+            worker.paused = True
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take them back to the device."""
+        worker = self._built("wake_up")
+        if worker.paused:
+            saver: Any = memory.saver()
+            self._loop.run(worker.compute(saver.resume))
+            worker.paused = False
+        self._loop.run(worker.wake_up(_parts(tags)))
+
+    @contextmanager
+    def _with_weights(self, worker: GroupRank) -> Iterator[None]:
+        """Have the weights on the device for the block."""
+        asleep = worker.asleep
+        self.wake_up(sorted(asleep & {WEIGHTS}))
+        try:
+            yield
+        finally:
+            if asleep:
+                self.sleep(sorted(asleep))
+
+    def clear_memory(self) -> None:
+        """Collect garbage, and give what is not in use back to the device."""
+        if self._worker is not None:
+            self._loop.run(self._worker.compute(memory.clear))
+
+    # -- weights ------------------------------------------------------------------------------
+
+    def update_weights(self) -> int | None:
+        """Give the engines of the rollout manager the present weights; return their version.
+
+        None where there are no engines: ``debug_train_only``, ``debug_rollout_only``. Collective.
+        """
+        if self.role == "critic":
+            raise RuntimeError("update_weights() of a critic: engines take the weights of an actor")
+        if self._without_model:
+            return None
+        worker = self._built("update_weights")
+        if self.args.debug_train_only:
+            return None
+        assert isinstance(worker, GroupActor)
+        if self.rollout_manager is None:
+            raise RuntimeError(
+                "update_weights() needs a rollout manager: call set_rollout_manager() before, or "
+                "set debug_train_only = True to train without engines"
+            )
+        with self._with_weights(worker):
+            version = self._loop.run(worker.sync_model_to_rollout(self._published.sender))
+        if self.rank == 0:
+            ray = of_ray()
+            engines = ray.get(self.rollout_manager.get_rollout_engines.remote())
+            self._updater.deliver(engines, version)
+        self._loop.run(worker.shift_weights())
+        return version
+
+    def switch_weights(self, tag: str) -> None:
+        """Put tagged weights into the model: ``actor``, ``ref``, ``old_actor``, ``rollout_actor``.
+
+        Training, checkpoints and updates of the engines switch back to ``actor`` first.
+        """
+        worker = self._built("switch_weights")
+        if not isinstance(worker, GroupActor):
+            raise RuntimeError("switch_weights() of a critic: it keeps no other weights")
+        self._loop.run(worker.switch(tag))
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def save_model(self, step_id: int) -> str | None:
+        """Write the checkpoint after a rollout, and ``save_hf``; return its folder. Collective."""
+        if self._without_model:
+            return None
+        worker = self._built("save_model")
+        with self._with_weights(worker):
+            folder = self._loop.run(worker.save(step_id))
+            if isinstance(worker, GroupActor) and self.args.save_hf is not None:
+                path = self.args.save_hf.format(rollout_id=step_id)
+                self._loop.run(worker.save_pretrained(path))
+        return folder
+
+    # -- actor and critic ---------------------------------------------------------------------
+
+    def connect_actor_critic(self, critic: Any) -> None:
+        """Pair this rank of an actor with the critic of the same rank.
+
+        Raises `ValueError`: the critic would begin at another rollout, or has other ranks.
+        """
+        worker = self._built("connect_actor_critic")
+        self._critic = ActorSide(self.args, worker.data_rank)
+        tickets = self._loop.run(self._critic.tickets(worker.name))
+        theirs, mine = of_ray().get(critic.link_actor.remote(tickets)), worker.start_rollout_id
+        if theirs != mine:
+            raise ValueError(
+                f"the actor begins at rollout {mine}, but the critic at {theirs}: load and "
+                "critic_load must be of the same rollout"
+            )
+
+    def link_actor(self, tickets: CriticTickets) -> int:
+        """On a critic: take the ends of its pair; return the rollout that it begins at."""
+        worker = self._built("link_actor")
+        if self.role != "critic":
+            raise ValueError(f"{worker.name} is a rank of a {self.role}; an actor needs a critic")
+        theirs, mine = tickets.data_rank, worker.data_rank
+        if theirs != mine:
+            raise ValueError(
+                f"{worker.name} trains share {mine.rank} of {mine.size} of a rollout, but the "
+                f"actor of the same rank share {theirs.rank} of {theirs.size}: give both groups "
+                "the same backend, tensor_model_parallel_size and pipeline_model_parallel_size"
+            )
+        self._actor = self._loop.run(CriticSide.open(tickets, self.args, worker.name))
+        return worker.start_rollout_id
+
+    def _built(self, doing: str) -> GroupRank:
+        if self._worker is None:
+            raise RuntimeError(f"{doing}() before init(), or with debug_rollout_only")
+        return self._worker
+
+
+def _parts(tags: Sequence[str] | None) -> frozenset[str]:
+    parts = PARTS if tags is None else frozenset(tags)
+    unknown = sorted(parts - PARTS)
+    if unknown:
+        raise ValueError(f"tags has {unknown[0]!r}; it may hold {', '.join(sorted(PARTS))}")
+    return parts
