@@ -15,7 +15,6 @@ from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, Langua
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
 from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
-from rlinf_async.backends.registry import LANGUAGE_TRAINERS
 from rlinf_async.parallel import Strategy, StrategyError
 from rlinf_async.runtime.ray.training.args import ESTIMATORS, TrainArgs
 from rlinf_async.workers.actor.config import LanguageBatches
@@ -23,6 +22,8 @@ from rlinf_async.workers.actor.config import LanguageBatches
 
 def backend(args: TrainArgs, *, critic: bool) -> str:
     """Return the registered name of what trains. Raises `ValueError` where there is none."""
+    from rlinf_async.backends.registry import LANGUAGE_TRAINERS
+
     name = f"{args.train_backend}_critic" if critic else args.train_backend
     if name not in LANGUAGE_TRAINERS:
         raise ValueError(
