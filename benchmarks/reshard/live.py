@@ -22,6 +22,7 @@ from torch.multiprocessing.spawn import ProcessContext
 
 from rlinf_async.backends.fsdp.rescale import rescale as rescale_model
 from rlinf_async.backends.reshard.executor import DEFAULT_BUCKET_BYTES
+from rlinf_async.parallel import Strategy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.reshard.ranks import (
@@ -46,7 +47,7 @@ def rescale(rank: int, ranks: int, parameters: float, watched: Path | None) -> d
     ``watched``: the folder in which `Watcher` says what it has seen.
     """
     manager = BlocksManager(parameters, ranks, rank)
-    rescale_model(manager, 2)
+    rescale_model(manager, Strategy(dp=2))
     if manager.active:
         manager.take_a_step()
     before = manager.fingerprint() if manager.active else ""
@@ -59,7 +60,7 @@ def rescale(rank: int, ranks: int, parameters: float, watched: Path | None) -> d
                 ctypes.CDLL(None).malloc_trim(0)  # what was freed is not to pay for what comes
                 _meet(rank, watched, f"still_{turn}_{size}", f"seen_{turn}_{size}")
             with timed_together() as seconds:
-                report = rescale_model(manager, size)
+                report = rescale_model(manager, Strategy(dp=size))
             found[f"to_{size}"] = seconds[0]
             found["bytes"] += report.sent_bytes
             new = manager.held_bytes() if manager.active else 0

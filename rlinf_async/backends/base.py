@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from rlinf_async.messages.embodied import Floats, Ints, Trajectory
 from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.parallel import Strategy
 
 
 class PolicyAnswer(NamedTuple):
@@ -102,10 +103,10 @@ class TrainerBackend(Trainer, Protocol):
 
 
 class RescaleReport(NamedTuple):
-    """Result of a change of the number of ranks, on one rank."""
+    """Result of a change of strategy, on one rank."""
 
-    old_world_size: int
-    new_world_size: int
+    old_strategy: Strategy
+    new_strategy: Strategy
     active: bool
     """whether this rank trains now"""
     seconds: float
@@ -122,16 +123,26 @@ class RescaleReport(NamedTuple):
 
 @runtime_checkable
 class Rescalable(Protocol):
-    """A trainer whose number of training ranks can change while it trains."""
+    """A trainer whose strategy can change while it trains.
 
-    def check_ranks(self, world_size: int, /) -> None:
-        """Raise `StrategyError` unless the trainer's own sizes divide over so many ranks."""
+    Of a strategy only the sizes count: how a backend spreads a parameter over data ranks is its
+    own choice. The first ``strategy.world_size`` of the launched ranks train.
+    """
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that is in force."""
+        ...
+
+    def check_strategy(self, strategy: Strategy, /) -> None:
+        """Raise `StrategyError`, with the nearest sizes that fit, unless this trainer could train
+        under the strategy. Nothing is started or changed."""
         ...
 
     def rescale(
-        self, world_size: int, *, timeout: float, bucket_bytes: int, objection: str = ""
+        self, strategy: Strategy, *, timeout: float, bucket_bytes: int, objection: str = ""
     ) -> RescaleReport:
-        """Let the first ``world_size`` ranks train from now on. Collective over launched ranks.
+        """Train under another strategy from now on. Collective over launched ranks.
 
         Args:
             timeout: seconds, waiting for other ranks included.

@@ -67,6 +67,13 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise StrategyError(faults)
 
     @property
+    def sizes(self) -> str:
+        """The sizes as text: ``"tp=2 x dp=4"``; those of 1 are left out, but for dp."""
+        names = ("tp", "pp", "cp", "ep", "virtual_stages")
+        above = [f"{one}={getattr(self, one)}" for one in names if getattr(self, one) > 1]
+        return " x ".join([*above, f"dp={self.dp}"])
+
+    @property
     def world_size(self) -> int:
         """The number of ranks."""
         return self.dp * self.tp * self.pp * self.cp

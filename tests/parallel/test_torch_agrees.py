@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 
 import pytest
 import torch
@@ -82,7 +81,7 @@ def test_active_ranks_have_their_rows_in_the_order_of_their_group(
         with pretended(rank, launched):
             groups = Groups(launched)
             groups.launch()
-            groups.prepare(active, timedelta(seconds=1), known=active == launched)
+            groups.prepare(active, known=active == launched)
             group = groups.active(active)
             assert group is not None
             assert_dealt(DeviceMesh.from_group(group, "cpu"), expected[rank])

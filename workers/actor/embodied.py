@@ -144,8 +144,7 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
     # -- the number of ranks that train -------------------------------------------------------
 
     def check_share(self, dp: int) -> None:
-        """Raise `StrategyError` unless ``dp`` ranks can share minibatches and trajectories."""
-        self.rescalable().check_ranks(dp)
+        """Raise `StrategyError` unless ``dp`` ranks can share the trajectories."""
         self._check_trajectories(dp)
 
     def _check_trajectories(self, dp: int) -> None:

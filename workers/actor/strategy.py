@@ -1,4 +1,4 @@
-"""`StrategyChanges`: the number of ranks that train changes while the run goes on.
+"""`StrategyChanges`: the strategy changes while the run goes on.
 
 ::
 
@@ -27,7 +27,7 @@ from typing import Protocol
 import msgspec
 
 from rlinf_async.backends.base import Rescalable, StrategyUnknown
-from rlinf_async.parallel import FSDP2, Replicated, Strategy, StrategyError
+from rlinf_async.parallel import Strategy, StrategyError
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.collective import GroupStore
 
@@ -41,7 +41,7 @@ class AppliedStrategy(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a strategy on one rank."""
 
     strategy: Strategy
-    old_dp: int
+    old_strategy: Strategy
     active: bool
     """this rank trains now; else it is an idle member without memory of the model"""
     seconds: float
@@ -56,12 +56,16 @@ class Sharing(Protocol):
         """Return the trainer; raises `StrategyError` where its backend cannot change its ranks."""
         ...
 
+    def parallel(self) -> Strategy:
+        """Return the strategy of the trainer."""
+        ...
+
     def check_share(self, dp: int) -> None:
-        """Raise `ValueError` or `StrategyError` unless ``dp`` ranks can share an iteration."""
+        """Raise `ValueError` or `StrategyError` unless ``dp`` data ranks can share an iteration."""
         ...
 
     def take_share(self, dp: int) -> None:
-        """Use the batch sizes of one of ``dp`` ranks from the next iteration on."""
+        """Use the batch sizes of one of ``dp`` data ranks from the next iteration on."""
         ...
 
     async def make_ready(self) -> None:
@@ -78,10 +82,10 @@ class StrategyChanges:
 
     def __init__(self, worker: Worker, sharing: Sharing) -> None:
         self._worker, self._sharing = worker, sharing
-        self._dp = 0
-        """number of ranks that train; 0 until it changes: all"""
+        self._strategy: Strategy | None = None
+        """in force; None until it changes: the trainer's own"""
         self._prepared = False
-        self._asked: list[int] = []
+        self._asked: list[Strategy] = []
         self._outcomes: list[AppliedStrategy | Exception] = []
         """of the first of them"""
         self._changed, self._applying = asyncio.Condition(), asyncio.Lock()
@@ -101,12 +105,12 @@ class StrategyChanges:
     @property
     def active_ranks(self) -> int:
         """Number of ranks that train."""
-        return self._dp or self._worker.world_size
+        return self._strategy.world_size if self._strategy else self._worker.world_size
 
     @property
     def strategy(self) -> Strategy:
         """The strategy that is in force."""
-        return Strategy(dp=self.active_ranks, sharding=FSDP2())
+        return self._strategy or self._sharing.parallel()
 
     async def prepare(self, first: int, timeout: float, bucket_bytes: int) -> list[int]:
         """See `TrainingWorker.init_trainer_resharding`."""
@@ -115,15 +119,23 @@ class StrategyChanges:
             fault = "trains or changes its ranks: init_trainer_resharding() must wait"
             raise StrategyError([f"{self._worker.name} {fault}"])
         self._timeout, self._bucket_bytes = timeout, bucket_bytes
-        launched = self._worker.world_size
-        valid = [dp for dp in range(1, launched + 1) if self._can_share(dp)]
+        present = self.strategy
+        part = present.world_size // present.dp  # ranks of one model
+        sizes = [_with_dp(present, dp) for dp in range(1, self._worker.world_size // part + 1)]
+        valid = [one.dp for one in sizes if self._fits(one)]
         if not valid:
-            self._sharing.check_share(launched)
+            self._check_fits(sizes[-1])
         self._prepared = True
-        first = valid[-1] if first == -1 else first
-        self._check(Strategy(dp=first))
+        if first == -1:
+            first = valid[-1] * part
+        elif first % part:
+            raise StrategyError(
+                [f"{first} ranks are not whole models of {part} ranks ({present.sizes})"]
+            )
+        strategy = _with_dp(present, first // part)
+        self._check(strategy)
         if first != self.active_ranks:
-            await self.apply(Strategy(dp=first))
+            await self.apply(strategy)
         return valid
 
     async def apply(self, strategy: Strategy) -> AppliedStrategy:
@@ -131,7 +143,7 @@ class StrategyChanges:
         self._check_known()
         self._check(strategy)
         number = len(self._asked)
-        self._asked.append(strategy.dp)
+        self._asked.append(strategy)
         self._apply_if_due()
         async with self._changed:
             await self._changed.wait_for(lambda: number < len(self._outcomes))
@@ -154,9 +166,9 @@ class StrategyChanges:
                 due = self._asked[len(self._outcomes) :]
                 await self._worker.compute(store.set, key, msgspec.msgpack.encode(due))
             else:
-                due = msgspec.msgpack.decode(await self._read(store, key), type=list[int])
-            for dp in due:
-                await self._apply(dp)
+                due = msgspec.msgpack.decode(await self._read(store, key), type=list[Strategy])
+            for strategy in due:
+                await self._apply(strategy)
         self._check_known()
 
     @asynccontextmanager
@@ -203,12 +215,13 @@ class StrategyChanges:
             seconds = min(seconds * 1.5, LONGEST_POLL)
         return found
 
-    async def _apply(self, dp: int) -> None:
+    async def _apply(self, strategy: Strategy) -> None:
         """Change, and record the outcome."""
         try:
-            outcome: AppliedStrategy | Exception = await self._rescale(dp)
+            outcome: AppliedStrategy | Exception = await self._rescale(strategy)
         except Exception as error:  # raised where the strategy was asked for
-            self._worker.log.warning("the strategy dp=%d was not applied: %s", dp, error)
+            said = (strategy.sizes, error)
+            self._worker.log.warning("the strategy %s was not applied: %s", *said)
             outcome = error
             if isinstance(error, StrategyUnknown):
                 self._unknown = error
@@ -216,23 +229,22 @@ class StrategyChanges:
             self._outcomes.append(outcome)
             self._changed.notify_all()
 
-    async def _rescale(self, dp: int) -> AppliedStrategy:
-        old = self.active_ranks
+    async def _rescale(self, strategy: Strategy) -> AppliedStrategy:
         objection = await self._objection()
-        with self._worker.span("rescale", dp=dp):
+        with self._worker.span("rescale", tp=strategy.tp, pp=strategy.pp, dp=strategy.dp):
             report = await self._worker.compute(
                 self._sharing.rescalable().rescale,
-                dp,
+                strategy,
                 timeout=self._timeout,
                 bucket_bytes=self._bucket_bytes,
                 objection=objection,
             )
-        self._dp = dp
-        if self._worker.rank < dp:
-            self._sharing.take_share(dp)
+        self._strategy = report.new_strategy
+        if report.active:
+            self._sharing.take_share(strategy.dp)
         return AppliedStrategy(
-            strategy=self.strategy,
-            old_dp=old,
+            strategy=report.new_strategy,
+            old_strategy=report.old_strategy,
             active=report.active,
             seconds=report.seconds,
             sent_bytes=report.sent_bytes,
@@ -259,27 +271,28 @@ class StrategyChanges:
             raise self._unknown
 
     def _check(self, strategy: Strategy) -> None:
-        name, launched = self._worker.name, self._worker.world_size
+        name = self._worker.name
         if not self._prepared:
             raise StrategyError(
                 [f"{name} is not prepared: call init_trainer_resharding() on all ranks first"]
             )
-        faults = [
-            f"{field}={size}: FSDP shards over dp alone, so {field} must be 1"
-            for field in ("tp", "pp", "cp", "ep", "virtual_stages")
-            if (size := getattr(strategy, field)) != 1
-        ]
-        if strategy.sharding not in (Replicated(), FSDP2()):
-            faults.append(f"sharding={strategy.sharding}: only FSDP2() can change while it trains")
-        if strategy.dp > launched:
-            faults.append(f"dp={strategy.dp}: only {launched} ranks were launched")
-        if faults:
-            raise StrategyError(faults)
-        self._sharing.check_share(strategy.dp)  # it may be stricter since the sizes were computed
+        self._check_fits(strategy)  # it may be stricter since the sizes were computed
 
-    def _can_share(self, dp: int) -> bool:
+    def _check_fits(self, strategy: Strategy) -> None:
+        """Raise `StrategyError` or `ValueError` for what model, ranks or batches do not fit."""
+        self._sharing.rescalable().check_strategy(strategy)
+        launched = self._worker.world_size
+        if strategy.world_size > launched:
+            raise StrategyError([f"{strategy.sizes}: only {launched} ranks were launched"])
+        self._sharing.check_share(strategy.dp)
+
+    def _fits(self, strategy: Strategy) -> bool:
         try:
-            self._sharing.check_share(dp)
+            self._check_fits(strategy)
         except ValueError:
             return False
         return True
+
+
+def _with_dp(strategy: Strategy, dp: int) -> Strategy:
+    return msgspec.structs.replace(strategy, dp=dp)

@@ -93,11 +93,11 @@ class TrainingWorker(Worker, ABC, Generic[TrainerT]):
         """
         await self._checkpoint.wait()
 
-    # -- the number of ranks that train -------------------------------------------------------
+    # -- the strategy -------------------------------------------------------------------------
 
     @property
     def active_world_size(self) -> int:
-        """Number of ranks that train: 0 .. active_world_size - 1 share an iteration's data."""
+        """Number of ranks that train: 0 .. active_world_size - 1."""
         return self._changes.active_ranks
 
     @property
@@ -118,8 +118,9 @@ class TrainingWorker(Worker, ABC, Generic[TrainerT]):
     ) -> list[int]:
         """Prepare for other strategies, on all launched ranks; return the valid DP sizes.
 
-        Called again, between two calls that train, it changes ``timeout``, ``bucket_bytes`` and the
-        number of ranks.
+        Those are sizes of the strategy in force: with the same ``tp`` and ``pp``. Called again,
+        between two calls that train, it changes ``timeout``, ``bucket_bytes`` and the number of
+        ranks.
 
         Args:
             first_world_size: number of ranks that train at first; -1: as many as can.
@@ -132,14 +133,15 @@ class TrainingWorker(Worker, ABC, Generic[TrainerT]):
         return await self._changes.prepare(first_world_size, timeout, bucket_bytes)
 
     async def apply_parallel_strategy(self, parallel_strategy: Strategy) -> AppliedStrategy:
-        """Let the first ``dp`` ranks train from the next iteration on. On all launched ranks.
+        """Train under another strategy from the next iteration on. On all launched ranks.
 
-        While an iteration is trained, this waits for its end. The data of the next one must go to
-        the ranks of the new size: see ``ranks`` of a train report.
+        Its first ranks train; the others are idle. While an iteration is trained, this waits for
+        its end. The data of the next one must go to the new data ranks: see ``ranks`` of a train
+        report.
 
         Raises:
-            StrategyError: sizes other than ``dp`` are not 1, or ``dp`` ranks cannot share an
-                iteration.
+            StrategyError: the model or the launched ranks do not fit the strategy, or ``dp`` data
+                ranks cannot share an iteration.
             RescaleError: it failed on a rank; all train on as before.
             PeerLost: a rank died, or was not there in time.
             StrategyUnknown: this rank cannot know what the others did, and has to be ended; what it
@@ -166,12 +168,17 @@ class TrainingWorker(Worker, ABC, Generic[TrainerT]):
             )
         return self._trainer
 
+    def parallel(self) -> Strategy:
+        """Return the strategy of the trainer; one that cannot change is data parallel."""
+        trainer: object = self._trainer
+        return trainer.strategy if isinstance(trainer, Rescalable) else Strategy(dp=self.world_size)
+
     @abstractmethod
     def check_share(self, dp: int) -> None:
-        """Raise `ValueError` or `StrategyError` unless ``dp`` ranks can share an iteration."""
+        """Raise `ValueError` or `StrategyError` unless ``dp`` data ranks can share an iteration."""
 
     def take_share(self, dp: int) -> None:
-        """Use the batch sizes of one of ``dp`` ranks from the next iteration on."""
+        """Use the batch sizes of one of ``dp`` data ranks from the next iteration on."""
 
     async def make_ready(self) -> None:
         """Do what this rank has to do before it changes."""

@@ -30,13 +30,13 @@ from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, PPOConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.minibatch import FlatBatch
 from rlinf_async.backends.fsdp.ppo_update import ppo_epochs
-from rlinf_async.backends.fsdp.rescale import rescale
+from rlinf_async.backends.fsdp.rescale import check_strategy, rescale
 from rlinf_async.backends.fsdp.sharding import unwrapped
 from rlinf_async.backends.policies.base import Policy
 from rlinf_async.backends.policies.moments import batch_moments, discounted_returns
 from rlinf_async.messages.embodied import Floats, Trajectory, stage_key
 from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.parallel import check_batch
+from rlinf_async.parallel import Strategy, check_batch
 from rlinf_async.weights import pack
 
 
@@ -112,26 +112,33 @@ class EmbodiedTrainer:
         """
         return rank_share_of(self.config.ppo, self.manager.groups.launched, self.manager.world_size)
 
-    def check_ranks(self, world_size: int) -> None:
-        """Raise `StrategyError` unless so many ranks can share a minibatch."""
-        rank_share_of(self.config.ppo, self.manager.groups.launched, world_size)
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that is in force."""
+        return self.manager.strategy
+
+    def check_strategy(self, strategy: Strategy) -> None:
+        """Raise `StrategyError` for other sizes than dp, and unless so many ranks can share a
+        minibatch."""
+        check_strategy(strategy, self.manager.groups.launched)
+        rank_share_of(self.config.ppo, self.manager.groups.launched, strategy.dp)
 
     def skip_iteration(self) -> None:
         """Count an iteration that the active ranks train, on an idle one."""
         self._version += 1
 
     def rescale(
-        self, world_size: int, *, timeout: float, bucket_bytes: int, objection: str = ""
+        self, strategy: Strategy, *, timeout: float, bucket_bytes: int, objection: str = ""
     ) -> RescaleReport:
-        """Let the first ``world_size`` ranks train from now on; see `fsdp.rescale`.
+        """Let the first ``strategy.dp`` ranks train from now on; see `fsdp.rescale`.
 
         Raises `StrategyError` for a size that does not divide the minibatches.
         """
-        self.check_ranks(world_size)
+        self.check_strategy(strategy)
         extra = _RescaleExtra(self._version, self._running_returns)
         report = rescale(
             self.manager,
-            world_size,
+            strategy,
             timeout=timeout,
             bucket_bytes=bucket_bytes,
             extra=msgspec.msgpack.encode(extra),

@@ -4,16 +4,14 @@
 
     FSDPError
     ├── OffloadedError      computation with a model that is offloaded
-    ├── IdleRank            training on a rank outside the active world size
-    ├── RescaleError        another number of ranks was refused or failed; nothing has changed
-    └── RescaleUndecided    what the other ranks decided cannot be known: end this one
+    └── IdleRank            training on a rank outside the active world size
 
-`CheckpointError` is that of `rlinf_async.backends.checkpoint`.
+`CheckpointError` is that of `rlinf_async.backends.checkpoint`, `RescaleError` that of
+`rlinf_async.backends.rescale`.
 """
 
 from __future__ import annotations
 
-from rlinf_async.backends.base import StrategyUnknown
 from rlinf_async.backends.checkpoint.errors import CheckpointError as CheckpointError
 
 
@@ -27,17 +25,3 @@ class OffloadedError(FSDPError):
 
 class IdleRank(FSDPError):
     """The rank holds no part of the model: only the active ranks train."""
-
-
-class RescaleError(FSDPError):
-    """The message names the stage, the rank, and the cause; every rank trains on as before.
-
-    A rank that was lost is a `reshard.PeerLost` instead.
-    """
-
-
-class RescaleUndecided(FSDPError, StrategyUnknown):
-    """This rank was ready, so the others may have changed, and the store with the decision is gone.
-
-    Its model may be the old or the new one: end the process, and go on from a checkpoint.
-    """

@@ -8,8 +8,7 @@ would cost its connections (with NCCL, memory) and could break alone; of the col
 Every rank makes every group, at the same place of the program, also those it is not in: torch
 counts them. They are kept, because making one costs connections.
 
-State is moved in a group of its own, in which no model computes. A timeout while waiting for a rank
-breaks the connections of the group in which that happened: training must not depend on it.
+State is moved in a group of its own: `TransferGroup`.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
+from rlinf_async.backends.rescale import TransferGroup
 from rlinf_async.parallel import nested_order
 
 TRAINING_LIMIT = timedelta(minutes=5)
@@ -37,13 +37,15 @@ def order_of(ranks: int) -> tuple[int, ...]:
 
 
 class Groups:
-    """Groups of the first n of ``launched`` ranks. None stands for torch's default group."""
+    """Groups of the first n of ``launched`` ranks. None stands for torch's default group.
+
+    They are never replaced: torch remembers the group of a mesh by its ranks.
+    """
 
     def __init__(self, launched: int) -> None:
         self.launched = launched
         self._active: dict[int, dist.ProcessGroup | None] = {1: None, launched: None}
-        self._transfer: dist.ProcessGroup | None = None
-        self._limit = timedelta(0)
+        self.transfer = TransferGroup()
 
     def launch(self) -> dist.ProcessGroup | None:
         """Return the group in which all launched ranks train a model that can be rescaled.
@@ -63,42 +65,22 @@ class Groups:
         """Numbers of active ranks for which there is a group."""
         return list(self._active)
 
-    def prepare(self, size: int, limit: timedelta, *, known: bool) -> None:
-        """Make the groups that a change to ``size`` ranks needs, if they are missing. Collective.
+    def prepare(self, size: int, *, known: bool) -> None:
+        """Make the group of the first ``size`` ranks, if it is missing. Collective.
 
         ``known``: all ranks have that size in `sizes`. Raises the `RuntimeError` of torch when a
         rank cannot be reached; another attempt may be made.
         """
-        failed: RuntimeError | None = None
-        if not known:
-            self._active[size], failed = _made(order_of(size), TRAINING_LIMIT)
-        if self._transfer is None or self._limit != limit:
-            self.forget_transfer()
-            self._transfer, second = _made(range(self.launched), limit)
-            self._limit, failed = limit, failed or second
+        if known:
+            return
+        self._active[size], failed = _made(order_of(size), TRAINING_LIMIT)
         if failed is not None:
-            if not known:
-                del self._active[size]
+            del self._active[size]
             raise failed
 
     def active(self, size: int) -> dist.ProcessGroup | None:
         """Return the group of the first ``size`` ranks, which was prepared."""
         return self._active[size]
-
-    @property
-    def transfer(self) -> dist.ProcessGroup | None:
-        """The group of all launched ranks in which state is moved."""
-        return self._transfer
-
-    def forget_transfer(self) -> None:
-        """Destroy the transfer's group, which may be broken; `prepare` makes another. On all ranks.
-
-        Groups in which models compute are never replaced: torch remembers the group of a mesh by
-        its ranks.
-        """
-        broken, self._transfer = self._transfer, None
-        if broken is not None:
-            dist.destroy_process_group(broken)
 
 
 def _made(

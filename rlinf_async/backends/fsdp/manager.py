@@ -44,6 +44,7 @@ from rlinf_async.backends.fsdp.shards import (
 )
 from rlinf_async.backends.fsdp.state import full_model_state
 from rlinf_async.backends.optimizer_config import lr_factor
+from rlinf_async.parallel import FSDP2, Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,11 @@ class FSDPModelManager:
     def active(self) -> bool:
         """Whether this rank holds a part of the model, and trains."""
         return self.rank < self.world_size
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that is in force."""
+        return Strategy(dp=self.world_size, sharding=FSDP2())
 
     @property
     def can_rescale(self) -> bool:

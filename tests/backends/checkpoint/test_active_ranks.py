@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from rlinf_async.backends.fsdp.rescale import rescale
+from rlinf_async.parallel import Strategy
 from tests.backends.checkpoint.kit import noted
 from tests.backends.fsdp_helpers import in_processes, load_result, save_result, set_up, train_steps
 from tests.backends.test_fsdp_sharded import config
@@ -16,7 +17,7 @@ def save_and_shrink(rank: int, world_size: int, folder: Path) -> None:
     manager = set_up(config("fsdp2"), world_size, rank)
     train_steps(manager, range(2))
     first = manager.begin_checkpoint(folder / "two")
-    rescale(manager, 1)  # the first one may still be written
+    rescale(manager, Strategy(dp=1))  # the first one may still be written
     if manager.active:
         train_steps(manager, range(2, 3))
     second = manager.begin_checkpoint(folder / "one")

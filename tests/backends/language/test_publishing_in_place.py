@@ -19,6 +19,7 @@ from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.fsdp.manager import DTYPES
 from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.parallel import Strategy
 from rlinf_async.weights import pack, verify
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.language.kit import QWEN3, UNTIED, micro_batches, samples, trainer_config
@@ -148,7 +149,7 @@ def after_rescaling(rank: int, world_size: int, folder: Path) -> None:
     before = check_equal(trainer, rank)
     kept = []
     for size in (2, 3, 1, 3):
-        trainer.rescale(size, timeout=LIMIT, bucket_bytes=1 << 13)
+        trainer.rescale(Strategy(dp=size), timeout=LIMIT, bucket_bytes=1 << 13)
         if trainer.manager.active:
             after = check_equal(trainer, rank)
             kept.append(all(a is b for a, b in zip(after.buckets, before.buckets, strict=True)))

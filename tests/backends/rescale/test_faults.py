@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from rlinf_async.backends.fsdp import transaction
-from rlinf_async.backends.fsdp.errors import RescaleError, RescaleUndecided
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
-from rlinf_async.backends.fsdp.rescale import Rescale
-from rlinf_async.backends.fsdp.transaction import StageResult, Transaction
+from rlinf_async.backends.rescale import Rescale, RescaleError, RescaleUndecided, transaction
+from rlinf_async.backends.rescale.transaction import StageResult, Transaction
 from rlinf_async.backends.reshard import PeerLost, buckets
+from rlinf_async.parallel import Strategy
 from tests.backends.fsdp_helpers import exit_codes, in_processes, save_result
 from tests.backends.rescale.kit import (
     BUCKET,
@@ -71,7 +70,7 @@ def break_it(how: str, stage: str) -> Callable[[], None]:
     def impatient(attempt: Rescale) -> Any:
         attempt._timeout, attempt._transaction._deadline = SHORT, time.monotonic() + SHORT
         if stage == "move":  # torch's own threads wait for what was begun there
-            _set_pg_timeout(timedelta(seconds=SHORT), attempt._manager.groups.transfer)
+            _set_pg_timeout(timedelta(seconds=SHORT), attempt.change.transfer.group)
         return whole(attempt)
 
     def damages(bucket: torch.Tensor, *checksum_and_round: int) -> None:
@@ -103,7 +102,7 @@ def faults(rank: int, world_size: int, folder: Path) -> None:
     numbers: list[Numbers] = []
     for how, stage, culprit, old, new in FAULTS:
         if trainer.manager.world_size != old:
-            trainer.rescale(old, timeout=LIMIT, bucket_bytes=BUCKET)
+            trainer.rescale(Strategy(dp=old), timeout=LIMIT, bucket_bytes=BUCKET)
         mend = nothing_to_mend
         if rank == culprit:
             mend = break_it(how, stage)
@@ -115,7 +114,7 @@ def faults(rank: int, world_size: int, folder: Path) -> None:
         outcomes.append(attempt(trainer, new))
         mend()
         numbers.append(step(trainer, len(numbers)))
-    trainer.rescale(3, timeout=LIMIT, bucket_bytes=BUCKET)
+    trainer.rescale(Strategy(dp=3), timeout=LIMIT, bucket_bytes=BUCKET)
     numbers.append(step(trainer, len(numbers)))
     save_result(folder, rank, {"outcomes": outcomes, "numbers": numbers})
 
@@ -123,7 +122,7 @@ def faults(rank: int, world_size: int, folder: Path) -> None:
 def attempt(trainer: PolicyTrainer, size: int) -> tuple[str, str, int]:
     """What a rescale raises, and how many ranks train after it."""
     try:
-        trainer.rescale(size, timeout=LIMIT, bucket_bytes=BUCKET)
+        trainer.rescale(Strategy(dp=size), timeout=LIMIT, bucket_bytes=BUCKET)
     except (RescaleError, PeerLost) as error:
         return type(error).__name__, str(error), trainer.manager.world_size
     return "", "", trainer.manager.world_size
@@ -223,7 +222,7 @@ def without_store(rank: int, world_size: int, folder: Path) -> None:
         elif stage == "move":
             setattr(Rescale, stage, waits_in_vain)
         try:
-            trainer.rescale(1, timeout=LIMIT, bucket_bytes=BUCKET)
+            trainer.rescale(Strategy(dp=1), timeout=LIMIT, bucket_bytes=BUCKET)
             said[stage] = ["", "", str(trainer.manager.world_size)]
         except (RescaleError, PeerLost, RescaleUndecided) as error:
             said[stage] = [type(error).__name__, str(error), str(trainer.manager.world_size)]
@@ -244,9 +243,9 @@ def test_a_rank_that_was_ready_and_lost_the_store_does_not_take_the_old_strategy
 
 def test_a_rank_that_fails_says_why_before_it_hangs_up() -> None:
     order: list[str] = []
-    groups = SimpleNamespace(forget_transfer=lambda: order.append("hung up"))
+    transfer = SimpleNamespace(forget=lambda: order.append("hung up"))
     attempt = Rescale.__new__(Rescale)
-    attempt._manager = cast(Any, SimpleNamespace(rank=1, groups=groups))
+    attempt._rank, attempt.change = 1, cast(Any, SimpleNamespace(transfer=transfer))
     attempt._transaction = cast(
         Any, SimpleNamespace(decisions=1, report=lambda _, result: order.append(result.reason))
     )

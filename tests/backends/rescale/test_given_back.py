@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.reshard.ranks import BlocksManager
 from rlinf_async.backends.fsdp.rescale import rescale
+from rlinf_async.parallel import Strategy
 from tests.backends.fsdp_helpers import in_processes, save_result
 
 PARAMETERS = 67e6
@@ -19,7 +20,7 @@ def go_idle(rank: int, world_size: int, folder: Path) -> None:
     manager = BlocksManager(PARAMETERS, world_size, rank)
     manager.take_a_step()
     held = own_bytes() - empty
-    rescale(manager, 1)
+    rescale(manager, Strategy(dp=1))
     save_result(folder, rank, {"held": held, "left": own_bytes() - empty})
 
 

@@ -11,7 +11,7 @@ from benchmarks.reshard.ranks import STATES, BlocksManager
 from rlinf_async.backends.fsdp.rescale import rescale
 from rlinf_async.backends.fsdp.sharding import local_shard
 from rlinf_async.backends.fsdp.shards import sharded_over
-from rlinf_async.parallel import plan
+from rlinf_async.parallel import Strategy, plan
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.rescale.kit import LIMIT
 
@@ -36,7 +36,7 @@ def reports(manager: BlocksManager, size: int) -> tuple[int, int]:
     assert manager.shard_memory is not None
     whole, old = manager.shard_memory.description, manager.world_size
     moves = plan(sharded_over(whole, old), sharded_over(whole, size)).of_rank(manager.rank)
-    kept = rescale(manager, size, timeout=LIMIT).kept_bytes
+    kept = rescale(manager, Strategy(dp=size), timeout=LIMIT).kept_bytes
     return kept, STATES * sum(4 * run.elements for run in moves.copies)
 
 
@@ -44,9 +44,9 @@ def looked_at(manager: BlocksManager) -> dict[str, bool]:
     """Two ranks train, four take a step, and two train again, while somebody looks at the first."""
     look = [local_shard(one).detach() for one in manager.model.parameters() if manager.active]
     seen = [one.clone() for one in look]
-    rescale(manager, 4, timeout=LIMIT)
+    rescale(manager, Strategy(dp=4), timeout=LIMIT)
     manager.take_a_step()
-    rescale(manager, 2, timeout=LIMIT)
+    rescale(manager, Strategy(dp=2), timeout=LIMIT)
     new = [local_shard(one).detach() for one in manager.model.parameters() if manager.active]
     halves = [slice(len(one) // 2, None) for one in look]  # went to another rank, and came back
     return {

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rlinf_async.backends.fsdp.rescale import rescale
+from rlinf_async.parallel import Strategy
 from tests.backends.fsdp_helpers import (
     config,
     copied,
@@ -26,13 +27,13 @@ def meanwhile(rank: int, world_size: int, folder: Path) -> None:
     """Two of four ranks train in float16; a checkpoint of theirs is written while all join."""
     small_shards_too()
     manager = set_up(config(precision="float16"), world_size, rank)
-    rescale(manager, 2, timeout=LIMIT, bucket_bytes=BUCKET)
+    rescale(manager, Strategy(dp=2), timeout=LIMIT, bucket_bytes=BUCKET)
     if manager.active:
         train_steps(manager, range(2))
         manager.grad_scaler.factor, manager.grad_scaler.good_steps = SCALER
     weights, steps = copied(manager), manager.steps  # a step that overflows is skipped
     first = manager.begin_checkpoint(folder / "of two", {"rank": rank})
-    rescale(manager, 4, timeout=LIMIT, bucket_bytes=BUCKET)
+    rescale(manager, Strategy(dp=4), timeout=LIMIT, bucket_bytes=BUCKET)
     scaler = (manager.grad_scaler.factor, manager.grad_scaler.good_steps)
     train_steps(manager, range(2, 4))
     later = copied(manager)

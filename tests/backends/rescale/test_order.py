@@ -19,6 +19,7 @@ from rlinf_async.backends.fsdp.groups import order_of
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.rescale import rescale
 from rlinf_async.backends.fsdp.sharding import first_row, local_shard
+from rlinf_async.parallel import Strategy
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.rescale.kit import BUCKET, LIMIT
 
@@ -67,7 +68,7 @@ class Manager(FSDPModelManager):
 
     def go_to(self, size: int) -> int:
         """Rescale; how many bytes this rank has sent."""
-        return rescale(self, size, timeout=LIMIT, bucket_bytes=BUCKET).sent_bytes
+        return rescale(self, Strategy(dp=size), timeout=LIMIT, bucket_bytes=BUCKET).sent_bytes
 
     def whole(self) -> dict[str, Tensor]:
         """Weights and moments, gathered. Collective."""

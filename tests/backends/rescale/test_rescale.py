@@ -17,6 +17,8 @@ from rlinf_async.backends.fsdp.language.critic import CriticTrainer
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.rescale import rescale
+from rlinf_async.backends.rescale import RescaleError
+from rlinf_async.parallel import Strategy
 from rlinf_async.weights import unpack
 from tests.backends.fsdp_helpers import config as policy_config
 from tests.backends.fsdp_helpers import in_processes, save_result, set_up
@@ -49,7 +51,7 @@ def round_the_ring(trainer: Trainer, rank: int) -> list[dict[str, Any]]:
     rows, at = [], 0
     for size in RING:
         with collections() as collected:
-            report = trainer.rescale(size, timeout=LIMIT, bucket_bytes=BUCKET)
+            report = trainer.rescale(Strategy(dp=size), timeout=LIMIT, bucket_bytes=BUCKET)
         count = EACH // EPOCHS if isinstance(trainer, EmbodiedTrainer) else EACH
         numbers = [_step(trainer, at + more) for more in range(count)] if report.active else []
         at += count
@@ -121,29 +123,29 @@ def refused(trainer: PolicyTrainer, rank: int) -> dict[str, str]:
     """What is said to wrong calls, and to calls on idle ranks; one rank trains now."""
     manager = trainer.manager
     said = {
-        "too many": _said(lambda: rescale(manager, 5, timeout=LIMIT)),
-        "different": _said(lambda: rescale(manager, 2 + rank % 2, timeout=LIMIT)),
+        "too many": _said(lambda: rescale(manager, Strategy(dp=5), timeout=LIMIT)),
+        "different": _said(lambda: rescale(manager, Strategy(dp=2 + rank % 2), timeout=LIMIT)),
         "idle": _said(manager.optimizer_step) if rank else "",
         "idle publishes": str(len(trainer.publish().buckets)) if rank else "0",
     }
-    rescale(manager, 2, timeout=LIMIT)
+    rescale(manager, Strategy(dp=2), timeout=LIMIT)
     if rank == 1:
         next(manager.model.parameters()).grad = torch.zeros_like(next(manager.model.parameters()))
-    said["gradients"] = _said(lambda: rescale(manager, 4, timeout=LIMIT))
+    said["gradients"] = _said(lambda: rescale(manager, Strategy(dp=4), timeout=LIMIT))
     manager.zero_grad()
     manager.param_offloaded = rank == 0  # as on an accelerator; on the CPU it makes no difference
-    said["offloaded"] = _said(lambda: rescale(manager, 4, timeout=LIMIT))
+    said["offloaded"] = _said(lambda: rescale(manager, Strategy(dp=4), timeout=LIMIT))
     manager.param_offloaded = False
-    rescale(manager, 4, timeout=LIMIT)
+    rescale(manager, Strategy(dp=4), timeout=LIMIT)
     fsdp1 = set_up(policy_config(strategy="fsdp1"), 4, rank)
-    said["fsdp1"] = _said(lambda: rescale(fsdp1, 2, timeout=LIMIT))
+    said["fsdp1"] = _said(lambda: rescale(fsdp1, Strategy(dp=2), timeout=LIMIT))
     return said
 
 
 def _said(call: Any) -> str:
     try:
         call()
-    except (FSDPError, ValueError) as error:
+    except (FSDPError, RescaleError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
@@ -246,11 +248,12 @@ def test_wrong_calls_are_refused_by_all_ranks_and_change_nothing(
 ) -> None:
     said = [result["refused"] for result in ranks]
     for one in said:
-        assert one["too many"] == (
-            "ValueError: world_size is 5; 4 ranks were launched, so it must lie between 1 and 4"
-        )
+        assert one["too many"] == "StrategyError: dp=5: only 4 ranks were launched"
         assert one["different"].startswith("RescaleError: ")
-        assert "the ranks were asked for different world_size: [2, 3, 2, 3]" in one["different"]
+        assert (
+            "the ranks were asked for different strategy: dp=2, dp=3, dp=2, dp=3"
+            in one["different"]
+        )
         assert one["idle publishes"] == "0"
     idle = "IdleRank: optimizer_step() on rank {rank}, which is idle: 1 of 4 ranks are active"
     assert [one["idle"] for one in said[1:]] == [idle.format(rank=rank) for rank in (1, 2, 3)]

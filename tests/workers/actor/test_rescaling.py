@@ -45,12 +45,12 @@ class BrokenOnce(FSDPActor):
     """Its first move to 3 ranks fails on rank 1."""
 
     def make_trainer(self) -> LanguageTrainer:
-        from rlinf_async.backends.fsdp.rescale import Rescale
+        from rlinf_async.backends.rescale import Rescale
 
         whole = Rescale.move
 
         def move(attempt: Rescale) -> None:
-            if attempt._new == 3 and self.rank == 1:
+            if attempt.new.dp == 3 and self.rank == 1:
                 setattr(Rescale, "move", whole)  # noqa: B010
                 raise OSError("as the test wants it")
             whole(attempt)

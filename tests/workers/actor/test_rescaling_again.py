@@ -37,7 +37,7 @@ class Failing(FSDPActor):
         await super().make_ready()
 
     def make_trainer(self) -> LanguageTrainer:
-        from rlinf_async.backends.fsdp.rescale import Rescale
+        from rlinf_async.backends.rescale import Rescale
 
         whole = Rescale.decide
 
@@ -101,7 +101,7 @@ async def a_rank_is_not_ready_and_then_prepared_again(
     reports = await actors.call(FSDPActor.run_training, channels.groups.receiver)
     assert sorted(one.samples for one in reports) == [0, BATCHES.samples]
     assert await actors.call(FSDPActor.version) == [3, 3]
-    assert [one.old_dp for one in await asked] == [2, 2]
+    assert [one.old_strategy.dp for one in await asked] == [2, 2]
 
 
 async def a_rank_cannot_know_the_strategy(

@@ -18,13 +18,15 @@ THREE = Plan(1, trajectories=3)
 class RescalableToy(ToyTrainer):
     """Changes its ranks by doing nothing; any number of them shares a minibatch."""
 
-    def check_ranks(self, world_size: int, /) -> None:
+    strategy = Strategy(dp=2)
+
+    def check_strategy(self, strategy: Strategy, /) -> None:
         pass
 
     def rescale(
-        self, world_size: int, *, timeout: float, bucket_bytes: int, objection: str = ""
+        self, strategy: Strategy, *, timeout: float, bucket_bytes: int, objection: str = ""
     ) -> RescaleReport:
-        return nothing_moved(2, world_size, active=self.rank < world_size)
+        return nothing_moved(2, strategy.dp, active=self.rank < strategy.dp)
 
     def skip_iteration(self) -> None:
         self.version += 1

@@ -14,6 +14,7 @@ from rlinf_async.backends.base import RescaleReport
 from rlinf_async.channels import LatestReceiver
 from rlinf_async.messages.embodied import TrainReport, Trajectory
 from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.parallel import Strategy
 from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
 
 Place = tuple[int, int, int]
@@ -58,8 +59,8 @@ class ToyTrainer:
 def nothing_moved(old: int, new: int, *, active: bool = True) -> RescaleReport:
     """What a toy says that changes its ranks by doing nothing."""
     return RescaleReport(
-        old_world_size=old,
-        new_world_size=new,
+        old_strategy=Strategy(dp=old),
+        new_strategy=Strategy(dp=new),
         active=active,
         seconds=0.0,
         sent_bytes=0,

@@ -38,7 +38,7 @@ from rlinf_async.backends.fsdp.language.publishing import (
 from rlinf_async.backends.fsdp.language.sharded_publishing import publish_shards
 from rlinf_async.backends.fsdp.language.step import optimizer_step
 from rlinf_async.backends.fsdp.manager import DTYPES, FSDPModelManager
-from rlinf_async.backends.fsdp.rescale import rescale
+from rlinf_async.backends.fsdp.rescale import check_strategy, rescale
 from rlinf_async.backends.fsdp.sharding import unwrapped
 from rlinf_async.backends.language import OPTIMIZER, PARTS, WEIGHTS, MicroBatch
 from rlinf_async.backends.language_training.describing import add_missing_files, describing_files
@@ -58,7 +58,7 @@ from rlinf_async.backends.language_training.totals import NothingToDo, Part
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.messages.weights import Allocate, WeightUpdate
-from rlinf_async.parallel import DataRank
+from rlinf_async.parallel import DataRank, Strategy
 from rlinf_async.weights import pack
 
 
@@ -148,23 +148,29 @@ class LanguageTrainerBase:
         """Count the version up."""
         self._version += 1
 
-    def check_ranks(self, world_size: int) -> None:  # no limit
-        """Accept any number of ranks: `LanguageBatches` has the sizes that must divide."""
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that is in force."""
+        return self.manager.strategy
+
+    def check_strategy(self, strategy: Strategy) -> None:
+        """Raise `StrategyError` for other sizes than dp; `LanguageBatches` has what must divide."""
+        check_strategy(strategy, self.manager.groups.launched)
 
     def skip_iteration(self) -> None:
         """Count an iteration that the active ranks train, on an idle one."""
         self.end_iteration()
 
     def rescale(
-        self, world_size: int, *, timeout: float, bucket_bytes: int, objection: str = ""
+        self, strategy: Strategy, *, timeout: float, bucket_bytes: int, objection: str = ""
     ) -> RescaleReport:
-        """Let the first ``world_size`` ranks train from now on; see `fsdp.rescale`.
+        """Let the first ``strategy.dp`` ranks train from now on; see `fsdp.rescale`.
 
         Reference weights move too. Collective over all launched ranks.
         """
         report = rescale(
             self.manager,
-            world_size,
+            strategy,
             timeout=timeout,
             bucket_bytes=bucket_bytes,
             extra=msgspec.msgpack.encode(self._version),

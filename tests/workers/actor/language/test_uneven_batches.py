@@ -23,11 +23,13 @@ class Trainer:
 
     data_rank = DataRank(0, 4)
 
-    def check_ranks(self, world_size: int, /) -> None:
+    strategy = Strategy(dp=4)
+
+    def check_strategy(self, strategy: Strategy, /) -> None:
         pass
 
-    def rescale(self, world_size: int, **_: Any) -> RescaleReport:
-        return nothing_moved(4, world_size)
+    def rescale(self, strategy: Strategy, **_: Any) -> RescaleReport:
+        return nothing_moved(4, strategy.dp)
 
     def skip_iteration(self) -> None:
         pass

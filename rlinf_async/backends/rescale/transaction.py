@@ -24,7 +24,7 @@ from typing import Any, Literal
 import msgspec
 from torch.distributed.distributed_c10d import Store
 
-from rlinf_async.backends.fsdp.errors import RescaleError
+from rlinf_async.backends.rescale.errors import RescaleError
 from rlinf_async.backends.reshard import PeerLost
 
 GO_ON = b"go on"

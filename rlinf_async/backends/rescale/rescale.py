@@ -1,0 +1,246 @@
+"""Another strategy while the run goes on: weights, optimizer and progress move.
+
+::
+
+    propose   all ranks were asked for the same, and may change   -- all agree --> process groups
+    connect   process groups of the new strategy                                   will be made
+    drain     no gradient is pending
+    build     memory for the new shards, beside the old ones but for what stays in place
+    move      old shards --buckets--> new shards                  (`backends.reshard`)
+    verify    model, optimizer and progress of the new strategy are ready
+              -- all agree, one decides for all --> commit: they become the trainer's
+
+Every stage ends in an exchange of results (`transaction`). Until the commit nothing of the old
+model, its optimizer or its groups is touched, so a failure or a timeout at any place on any rank
+leaves all of them as they were; the commit itself does nothing that could fail. What a stage does
+is the backend's: `Change`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from rlinf_async.backends.base import RescaleReport
+from rlinf_async.backends.rescale.change import Change
+from rlinf_async.backends.rescale.errors import RescaleError, RescaleUndecided
+from rlinf_async.backends.rescale.transaction import StageResult, Transaction
+from rlinf_async.backends.reshard import NotAgreed, PeerLost, Report
+from rlinf_async.parallel import Strategy
+
+_attempts = itertools.count()
+"""Of this process, like torch's groups: models share one store, and all ranks rescale them in the
+same order."""
+
+
+class Proposal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one rank was asked for, and what it contributes."""
+
+    strategy: Strategy
+    bucket_bytes: int
+    content: bytes
+    """of the backend: `Change.propose`"""
+    extra: bytes
+
+
+class Rescale:
+    """One attempt, on one rank. `run` goes through the stages.
+
+    Args:
+        change: what the backend does.
+        old: strategy in force.
+        new: strategy that this rank was asked for.
+        timeout: seconds, waiting for other ranks included.
+        bucket_bytes: memory for buckets.
+        extra: of the old active ranks, comes to all in the report.
+        objection: why this rank cannot change; no rank changes then.
+    """
+
+    def __init__(
+        self,
+        change: Change,
+        old: Strategy,
+        new: Strategy,
+        *,
+        timeout: float,
+        bucket_bytes: int,
+        extra: bytes = b"",
+        objection: str = "",
+    ) -> None:
+        self.change = change
+        self.old, self.new = old, new
+        self._objection = objection
+        self._timeout, self._bucket_bytes, self._extra = timeout, bucket_bytes, extra
+        self._began = time.monotonic()
+        self._rank = dist.get_rank()
+        store = PrefixStore(f"rescale/{next(_attempts)}", _get_default_store())
+        self._transaction = Transaction(
+            store, self._rank, dist.get_world_size(), self._began + timeout
+        )
+        self._proposals: list[Proposal] = []
+        self._moved: Report | None = None
+        self._ready = False
+
+    def run(self) -> RescaleReport:
+        """Go through all stages. Called by all launched ranks, between two optimizer steps.
+
+        Raises `RescaleError` when a rank failed, and `reshard.PeerLost` when one died or needed
+        more than ``timeout`` seconds. Whatever it is, every rank that lives is as it was. Raises
+        `RescaleUndecided` when that cannot be known any more.
+        """
+        stages: tuple[tuple[str, Callable[[], bytes | None]], ...] = (
+            ("connect", self.connect),
+            ("drain", self.drain),
+            ("build", self.build),
+            ("move", self.move),
+            ("verify", self.verify),
+        )
+        try:
+            self._agree_on_proposal()
+            for name, stage in stages:
+                self._through(name, stage)
+            self.decide()
+        except BaseException as error:
+            if self._abort(error):
+                self._disconnect(error)
+                self.change.roll_back()
+                if isinstance(error, RescaleError | PeerLost) or not isinstance(error, Exception):
+                    raise
+                raise RescaleError(f"on this rank ({self._rank}): {error!r}") from error
+        self.change.commit()
+        return self._report()
+
+    # -- the stages ---------------------------------------------------------------------------
+
+    def propose(self) -> bytes:
+        """Return this rank's `Proposal`; raises where it cannot change."""
+        if self._objection:
+            raise RescaleError(self._objection)
+        content = self.change.propose()
+        return msgspec.msgpack.encode(Proposal(self.new, self._bucket_bytes, content, self._extra))
+
+    def connect(self) -> None:
+        """Make the process groups. If any rank comes here, all do: torch counts groups."""
+        limit = timedelta(seconds=self._timeout)
+        failed = self.change.transfer.prepare(limit)
+        self.change.connect([one.content for one in self._proposals], limit)
+        if failed is not None:
+            raise failed
+
+    def drain(self) -> None:
+        """Leave nothing in flight."""
+        self.change.drain()
+
+    def build(self) -> None:
+        """Plan, and allocate the new shards."""
+        self.change.build()
+
+    def move(self) -> None:
+        """Fill the new shards."""
+        limit = timedelta(seconds=self._transaction.seconds_left)
+        self._moved = self.change.move(self._bucket_bytes, limit)
+
+    def verify(self) -> None:
+        """Have model and optimizer of the new strategy ready to train."""
+        self.change.verify()
+        self._ready = True
+
+    def decide(self) -> None:
+        """Commit, unless a rank has given up."""
+        self._transaction.decide()
+
+    # -- around them --------------------------------------------------------------------------
+
+    def _agree_on_proposal(self) -> None:
+        """After this every rank comes to `connect`."""
+        self._take_proposals(self._through("propose", self.propose))
+        _check_same(self._proposals)
+        self._transaction.decide()
+
+    def _take_proposals(self, contents: list[bytes]) -> None:
+        self._proposals = [msgspec.msgpack.decode(one, type=Proposal) for one in contents]
+
+    def _through(self, name: str, stage: Callable[[], bytes | None]) -> list[bytes]:
+        """Run a stage, and exchange its result; return the content of every rank's."""
+        try:
+            result = StageResult(content=stage() or b"")
+        except (PeerLost, NotAgreed) as error:
+            self._disconnect(error)
+            self._transaction.exchange(name, StageResult("peer failed", str(error)))
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            try:
+                self._transaction.report(name, StageResult("failed", reason))
+            finally:  # only then: a rank that finds this one gone waits little for its result
+                self._disconnect(error)
+            what = f"stage {name!r} failed on this rank ({self._rank}): {reason}"
+            raise RescaleError(what) from error
+        return self._transaction.exchange(name, result)
+
+    def _disconnect(self, error: BaseException) -> None:
+        """Close this rank's connections of the transfer, so that no rank waits for it there.
+
+        They are open as long as a frame of the error refers to the group.
+        """
+        failed: BaseException | None = error
+        while failed is not None:
+            traceback.clear_frames(failed.__traceback__)
+            failed = failed.__cause__ or failed.__context__
+        if self._transaction.decisions:
+            self.change.transfer.forget()
+
+    def _abort(self, error: BaseException) -> bool:
+        """Return whether this attempt is over; False where the others have committed."""
+        transaction = self._transaction
+        try:
+            if transaction.decisions > 1:
+                return False
+            if transaction.abort(error):
+                return True
+            if transaction.decisions == 1:
+                return False
+            # The others go on to make process groups, and will read there that this rank aborts.
+            transaction.decide()
+            self._take_proposals(transaction.contents("propose"))
+            self.connect()
+            return transaction.abort(error)
+        except RuntimeError as gone:  # the store, or a rank
+            if not self._ready:  # no rank can commit without this rank's result of `verify`
+                return True
+            raise RescaleUndecided(
+                f"rank {self._rank} was ready for {self.new.sizes} when it lost the store "
+                f"of the process group ({gone}), after {error!r}: whether the others changed is "
+                "not known. End this rank and go on from a checkpoint"
+            ) from gone
+
+    def _report(self) -> RescaleReport:
+        moved = self._moved
+        assert moved is not None
+        return RescaleReport(
+            old_strategy=self.old,
+            new_strategy=self.new,
+            active=self.change.active,
+            seconds=time.monotonic() - self._began,
+            sent_bytes=moved.sent_bytes,
+            received_bytes=moved.received_bytes,
+            peak_bytes=moved.peak_bytes,
+            kept_bytes=moved.kept_bytes,
+            extras=tuple(one.extra for one in self._proposals[: self.old.world_size]),
+        )
+
+
+def _check_same(proposals: Sequence[Proposal]) -> None:
+    """Raise `RescaleError` unless all ranks were asked for the same."""
+    for field in ("strategy", "bucket_bytes"):
+        asked = [getattr(one, field) for one in proposals]
+        if any(one != asked[0] for one in asked):
+            told = [one.sizes if isinstance(one, Strategy) else str(one) for one in asked]
+            raise RescaleError(f"the ranks were asked for different {field}: {', '.join(told)}")
