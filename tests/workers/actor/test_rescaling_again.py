@@ -118,4 +118,4 @@ async def a_rank_cannot_know_the_strategy(
     for one, method in zip(said, ("run_training", "apply_parallel_strategy"), strict=True):
         assert isinstance(one, ra.WorkerError)
         assert f"Failing[1] failed in {method} " in str(one)
-        assert "RescaleUndecided: rank 1 was ready for 1 ranks" in str(one)
+        assert "RescaleUndecided: rank 1 was ready for dp=1" in str(one)
