@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from rlinf_async.messages.embodied import Floats, Ints, Trajectory
+from rlinf_async.messages.spaces import Seen
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.parallel import Strategy
 
@@ -25,7 +26,7 @@ class PolicyAnswer(NamedTuple):
     """Output of the policy for ``N`` observations."""
 
     action: Floats | Ints
-    """``[N, A]``, or int64 ``[N]``"""
+    """``[N, A]``, or int64 ``[N, A]``, or int64 ``[N]``"""
     log_prob: Floats
     """``[N]``, of the distribution that was sampled from"""
     value: Floats
@@ -56,15 +57,15 @@ class PolicyBackend(Protocol):
         """Load the weights of ``update``. Raises, before anything changed, if they do not fit."""
         ...
 
-    def act(self, observation: Floats) -> PolicyAnswer:
+    def act(self, observation: Seen) -> PolicyAnswer:
         """Sample actions for ``[N, D]`` observations."""
         ...
 
-    def mode(self, observation: Floats) -> Floats | Ints:
+    def mode(self, observation: Seen) -> Floats | Ints:
         """Return the most likely actions for ``[N, D]`` observations."""
         ...
 
-    def value(self, observation: Floats) -> Floats:
+    def value(self, observation: Seen) -> Floats:
         """Return values ``[N]`` of ``[N, D]`` observations."""
         ...
 

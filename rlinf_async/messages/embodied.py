@@ -9,7 +9,9 @@
     rank
 
 Shapes are written with ``E`` envs of one stage, ``T`` steps, ``D`` observation values and ``A``
-action values. Arrays are float32 unless said otherwise. Discrete actions are int64 ``[T, E]``.
+columns of actions. Arrays are float32 unless said otherwise. Observations with images or texts are
+structured, without the last dimension: see `rlinf_async.messages.spaces`. Discrete actions are
+int64 ``[T, E]``.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rlinf_async.messages.spaces import Seen
+
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 Choice = NDArray[np.float32 | np.int64]
-"""Actions: float32 ``[..., A]`` of continuous ones, int64 ``[...]`` of discrete ones."""
+"""Actions: float32 ``[..., A]``, int64 ``[..., A]`` of choices, int64 ``[...]`` of one choice."""
 
 
 def stage_key(env_rank: int, stage: int) -> str:
@@ -50,12 +54,12 @@ class Observations(msgspec.Struct, kw_only=True):
     """Number of restarts of this env worker; an answer to an earlier life is dropped."""
     sequence: int
     """Number of the question in this stage; the answer has the same."""
-    observation: Floats
+    observation: Seen
     """``[E, D]``"""
     min_version: int
     value_only: bool = False
     """The trajectory ends here: only values are asked for, for the bootstrap."""
-    final_observation: Floats | None = None
+    final_observation: Seen | None = None
     """``[K, D]``: the last observations of the K episodes that were truncated in the last step."""
     deterministic: bool = False
     """The most likely actions are asked for, not sampled ones: evaluation."""
@@ -84,7 +88,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     iteration: int
     env_rank: int
     stage: int
-    observation: Floats
+    observation: Seen
     """``[T, E, D]``, as the env gave it (not normalised)"""
     action: Choice
     """``[T, E, A]`` or int64 ``[T, E]``"""

@@ -108,12 +108,10 @@ def train_steps(
     history: list[list[float]] = []
     for step in steps:
         share = slice(manager.rank, None, manager.world_size)
-        mine = FlatBatch(*(column[share].contiguous() for column in samples(step)))
+        whole = samples(step)
+        mine = whole.take(torch.arange(len(whole.action))[share])
         size = len(mine.action) // micro_batches
-        pieces = [
-            FlatBatch(*(column[at : at + size] for column in mine))
-            for at in range(0, len(mine.action), size)
-        ]
+        pieces = list(mine.split(size))
         metrics = torch.zeros(5)
         for index, piece in enumerate(pieces):
             with manager.before_micro_batch(manager.model, index == len(pieces) - 1):

@@ -140,7 +140,7 @@ def _poisoned_step(manager: Any) -> float:
     # Only one rank sees the NaN; both must skip.
     batch = samples(0)
     if manager.rank == 1:
-        batch.observation.fill_(float("nan"))
+        batch.vectors.fill_(float("nan"))
     evaluation = manager.model(batch.observation, batch.action)
     manager.backward(evaluation.value.mean())
     norm, _ = manager.optimizer_step()

@@ -117,6 +117,6 @@ def test_offloading_moves_the_memory() -> None:
 
 def train_steps_on_gpu(manager: FSDPModelManager) -> None:
     batch = samples(0)
-    evaluation = manager.model(batch.observation.cuda(), batch.action.cuda())
+    evaluation = manager.model(batch.vectors.cuda(), batch.action.cuda())
     manager.backward(evaluation.value.mean())
     assert math.isfinite(manager.optimizer_step()[0])

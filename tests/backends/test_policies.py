@@ -17,7 +17,7 @@ from rlinf_async.backends.policies.mlp import MlpCategoricalPolicy, MlpGaussianP
 NAMES = ["mlp_gaussian", "mlp_categorical"]
 
 
-def build(name: str, hidden: tuple[int, ...] = (8, 8)) -> Policy:
+def build(name: str, hidden: tuple[int, ...] = (8, 8)) -> Policy[torch.Tensor]:
     torch.manual_seed(0)
     config = PolicyConfig(
         name=name, observation_size=5, action_size=3, hidden_sizes=hidden, initial_log_std=-0.5

@@ -155,7 +155,7 @@ def test_every_sample_is_used_once_an_epoch() -> None:
 
 def test_training_makes_good_actions_likelier_and_values_right() -> None:
     manager = set_up(CONFIG)
-    observation, action = samples(0, 64).observation, samples(0, 64).action
+    observation, action = samples(0, 64).vectors, samples(0, 64).action
     with torch.no_grad():
         before = manager.model(observation, action)
     good = action[:, 0] > 0
@@ -189,7 +189,7 @@ def test_the_target_kl_stops_after_the_epoch_that_passed_it() -> None:
 def test_an_iteration_without_any_finite_update_is_an_error(fused: bool) -> None:
     manager = set_up(CONFIG)
     batch = samples(0)
-    batch.observation.fill_(math.nan)
+    batch.vectors.fill_(math.nan)
     with pytest.raises(TrainingDiverged, match="all 2 updates of this iteration"):
         ppo_epochs(manager, batch, PPOConfig(epochs=1, minibatch_size=6, fused=fused))
 

@@ -8,7 +8,8 @@ leaves one to a question that is not open any more: both are dropped, and counte
 from __future__ import annotations
 
 from rlinf_async.channels import EndOfChannel, Receiver, Sender
-from rlinf_async.messages.embodied import Actions, Floats, Observations, stage_key
+from rlinf_async.messages.embodied import Actions, Observations, stage_key
+from rlinf_async.messages.spaces import Seen
 from rlinf_async.workers.env.errors import RolloutGone
 
 
@@ -28,10 +29,10 @@ class Conversation:
         self,
         observations: Sender[Observations],
         actions: Receiver[Actions],
-        observation: Floats,
+        observation: Seen,
         *,
         min_version: int,
-        final_observation: Floats | None = None,
+        final_observation: Seen | None = None,
         value_only: bool = False,
         deterministic: bool = False,
     ) -> Actions:

@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from rlinf_async.messages.embodied import Choice, Floats
+from rlinf_async.messages.embodied import Choice
+from rlinf_async.messages.spaces import ObservationSpec, Seen
+from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.seeds import episode_seed
 from rlinf_async.workers.env.slot import Episode, Slot
-from rlinf_async.workers.env.spaces import ActionReader
 
 
 class EvaluatedEpisode(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +41,7 @@ class Evaluation:
     def __init__(
         self,
         slots: Sequence[Slot],
-        observation_size: int,
+        spec: ObservationSpec,
         actions: ActionReader,
         episodes: Iterator[int],
         seed: int,
@@ -49,13 +50,13 @@ class Evaluation:
         self._waiting = episodes
         self._actions = actions
         self._seed = seed
-        self._size = observation_size
+        self._spec = spec
         self._running: list[tuple[Slot, int, int | None]] = []
-        self._rows: list[Floats] = []
+        self._rows: list[Seen] = []
         self.done: list[EvaluatedEpisode] = []
 
     @property
-    def observation(self) -> Floats:
+    def observation(self) -> Seen:
         """``[E, D]`` of the running episodes, which become fewer towards the end."""
         return np.stack(self._rows)
 
@@ -63,7 +64,7 @@ class Evaluation:
         """Begin episodes in free environments; return whether any run."""
         while self._idle and (episode := next(self._waiting, None)) is not None:
             slot = self._idle.pop()
-            row = np.empty(self._size, np.float32)
+            row = self._spec.empty()
             slot.reset(row, episode_seed(self._seed, episode))
             slot.check(row)
             self._rows.append(row)
@@ -75,7 +76,7 @@ class Evaluation:
         actions = self._actions.read(answer, len(self._running))
         running, self._running, self._rows = self._running, [], []
         for (slot, episode, oldest), action in zip(running, actions, strict=True):
-            row = np.empty(self._size, np.float32)
+            row = self._spec.empty()
             _, _, _, ended = slot.step(action, row)
             slot.check(row)
             acted = version if oldest is None else min(version, oldest)

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from rlinf_async.config import ConfigError, MissingExtra
 from rlinf_async.config.entry_point import load_entry_point
+from rlinf_async.messages.spaces import EnvSpec
+from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.errors import EnvError
-from rlinf_async.workers.env.spaces import ActionReader, EnvSpec, ObservationWriter
+from rlinf_async.workers.env.observations import ObservationWriter
 
 if TYPE_CHECKING:
     import gymnasium
@@ -51,17 +53,15 @@ def make_env(config: EnvConfig, *, render_mode: str | None = None) -> Env:
 
 
 def describe_env(config: EnvConfig) -> EnvSpec:
-    """The sizes of an environment's spaces, read from one that is made and closed here.
+    """What a policy needs to know about an environment, read from one that is made and closed here.
 
     Raises: as `make_env`, and `EnvError` for spaces that are not supported.
     """
     env = make_env(config)
     try:
-        reader = ActionReader(env.action_space, config.name, config.actions)
         return EnvSpec(
-            observation_size=ObservationWriter(env.observation_space, config.name).size,
-            action_size=reader.size,
-            discrete=reader.discrete,
+            observation=ObservationWriter(env.observation_space, config.name).spec,
+            action=ActionReader(env.action_space, config.name, config.actions).spec,
             max_episode_steps=env.spec.max_episode_steps if env.spec is not None else None,
         )
     finally:

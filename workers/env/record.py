@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlinf_async.messages.embodied import Actions, Choice, Collect, Floats, Trajectory
+from rlinf_async.messages.embodied import Actions, Choice, Collect, Trajectory
+from rlinf_async.messages.spaces import Seen
 from rlinf_async.workers.env.errors import EnvError
 from rlinf_async.workers.env.stage import Outcome
 
@@ -21,18 +22,18 @@ class Record:
         ticket: Collect,
         env_rank: int,
         stage: int,
-        shape: tuple[int, ...],
+        like: Seen,
         incarnation: int = 0,
     ) -> None:
-        """``shape`` is that of the stage's observations, ``[E, D]``."""
-        steps, envs = ticket.steps, shape[0]
+        """``like`` is an array of the stage's observations, ``[E, D]``."""
+        steps, envs = ticket.steps, len(like)
         self._step = 0
         self._cut: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] | None = None
         self._made = Trajectory(
             iteration=ticket.iteration,
             env_rank=env_rank,
             stage=stage,
-            observation=np.empty((steps, *shape), np.float32),
+            observation=np.empty((steps, *like.shape), like.dtype),
             action=np.empty(0, np.float32),  # its shape comes with the first answer
             log_prob=np.empty((steps, envs), np.float32),
             value=np.empty((steps + 1, envs), np.float32),
@@ -47,7 +48,7 @@ class Record:
             episode_success=[],
         )
 
-    def acted(self, observation: Floats, answer: Actions) -> None:
+    def acted(self, observation: Seen, answer: Actions) -> None:
         """Record the answer to ``observation``."""
         self._values(answer)
         made, step = self._made, self._step

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from rlinf_async.messages.embodied import Floats
+from rlinf_async.messages.spaces import numbers_of
 from rlinf_async.workers.env.errors import EnvFailed
-from rlinf_async.workers.env.spaces import Write
 
 if TYPE_CHECKING:
     import gymnasium
+
+Write = Callable[[Any, Any], None]
+"""``(observation, row)``: fills the row, or raises"""
 
 SUCCESS = ("is_success", "success")
 """Where an environment's info says whether the episode succeeded; the first there is counts."""
@@ -31,7 +34,7 @@ class Episode(msgspec.Struct, frozen=True):
 
 
 class Slot:
-    """Steps one environment, writing its observations into rows ``[D]`` that it is given."""
+    """Steps one environment, writing its observations into rows that it is given."""
 
     def __init__(
         self, env: gymnasium.Env[Any, Any], write: Write, *, label: str, seed: int
@@ -46,7 +49,7 @@ class Slot:
         self._return = 0.0
         self._length = 0
 
-    def reset(self, row: Floats, seed: int | None = None) -> None:
+    def reset(self, row: Any, seed: int | None = None) -> None:
         """Begin an episode; with a seed, seed the environment's random numbers too.
 
         Raises:
@@ -61,7 +64,7 @@ class Slot:
         except Exception as error:
             raise self.failed("reset", error) from error
 
-    def step(self, action: Any, row: Floats) -> tuple[float, bool, bool, Episode | None]:
+    def step(self, action: Any, row: Any) -> tuple[float, bool, bool, Episode | None]:
         """Take one step: reward, terminated, truncated, and the episode if it ended with this step.
 
         Raises:
@@ -83,13 +86,16 @@ class Slot:
         ended = Episode(self._return, self._length, _success(info))
         return gained, bool(terminated), bool(truncated), ended
 
-    def check(self, row: Floats) -> None:
+    def check(self, row: Any) -> None:
         """Raise `EnvFailed` if the observation has NaN or infinity."""
-        bad = np.flatnonzero(~np.isfinite(row))
+        numbers = numbers_of(row)
+        if numbers is None:
+            return
+        bad = np.flatnonzero(~np.isfinite(numbers))
         if bad.size:
             raise EnvFailed(
                 f"{self._where('step')} returned an observation with {bad.size} values that are "
-                f"NaN or infinite as float32, the first at index {bad[0]} of {row.size}"
+                f"NaN or infinite as float32, the first at index {bad[0]} of {numbers.size}"
             )
 
     def failed(self, doing: str, error: Exception) -> EnvFailed:

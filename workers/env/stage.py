@@ -18,8 +18,9 @@ import msgspec
 import numpy as np
 
 from rlinf_async.messages.embodied import Bools, Choice, Floats
+from rlinf_async.messages.spaces import Seen, numbers_of
+from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.slot import Episode, Slot
-from rlinf_async.workers.env.spaces import ActionReader
 
 
 class Outcome(msgspec.Struct):
@@ -31,20 +32,20 @@ class Outcome(msgspec.Struct):
     """``[E]``: episodes that ended; none of them is in ``truncated``"""
     truncated: Bools
     """``[E]``: episodes that were cut"""
-    final_observation: Floats | None
+    final_observation: Seen | None
     """``[K, D]``: last observations of the cut episodes, in the order of their environments"""
     episodes: list[Episode]
 
 
 class Stage:
-    """``E`` environments with observations of ``D`` values."""
+    """``E`` environments; ``observation`` is an array for theirs, not filled."""
 
-    def __init__(self, slots: Sequence[Slot], observation_size: int, actions: ActionReader) -> None:
+    def __init__(self, slots: Sequence[Slot], observation: Seen, actions: ActionReader) -> None:
         self._slots = slots
         self._actions = actions
         self._to_reset = list(range(len(slots)))
         self._fresh = True
-        self.observation: Floats = np.zeros((len(slots), observation_size), np.float32)
+        self.observation = observation
         """``[E, D]``: present observations; a step makes a new array, the old stays as it is"""
 
     @property
@@ -96,8 +97,9 @@ class Stage:
         for slot in self._slots:
             slot.env.close()
 
-    def _check(self, observation: Floats) -> None:
-        if math.isfinite(float(observation.sum())):  # one sum is the cheapest check
+    def _check(self, observation: Seen) -> None:
+        numbers = numbers_of(observation)
+        if numbers is None or math.isfinite(float(numbers.sum())):  # one sum is the cheapest check
             return
         for slot, row in zip(self._slots, observation, strict=True):
             slot.check(row)

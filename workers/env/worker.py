@@ -28,15 +28,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rlinf_async.channels import EndOfChannel, Receiver, Sender
-from rlinf_async.messages.embodied import Actions, Collect, Floats, Observations, Trajectory
+from rlinf_async.messages.embodied import Actions, Collect, Observations, Trajectory
+from rlinf_async.messages.spaces import EnvSpec, Seen
 from rlinf_async.workers.base import Worker
+from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.conversation import Conversation
 from rlinf_async.workers.env.evaluation import EvaluatedEpisode, Evaluation
+from rlinf_async.workers.env.observations import ObservationWriter
 from rlinf_async.workers.env.record import Record
 from rlinf_async.workers.env.seeds import env_seed
 from rlinf_async.workers.env.slot import Slot
-from rlinf_async.workers.env.spaces import ActionReader, EnvSpec, ObservationWriter
 from rlinf_async.workers.env.stage import Outcome, Stage
 from rlinf_async.workers.pace import SHORT, Pace
 from rlinf_async.workers.tasks import task_group
@@ -95,12 +97,11 @@ class EnvWorker(Worker):
         await self._pace.run("close envs", self._close)
 
     async def describe(self) -> EnvSpec:
-        """The sizes of the environment's spaces."""
+        """What a policy needs to know about the environment."""
         limit = self._any_env.spec.max_episode_steps if self._any_env.spec else None
         return EnvSpec(
-            observation_size=self._writer.size,
-            action_size=self._reader.size,
-            discrete=self._reader.discrete,
+            observation=self._writer.spec,
+            action=self._reader.spec,
             max_episode_steps=limit,
         )
 
@@ -143,7 +144,7 @@ class EnvWorker(Worker):
         mine = range(self.rank, plan.episodes, self.world_size)
         await self._pace.run("make envs", self._make_evaluation_slots, len(mine))
         slots = self._evaluation_slots[: len(mine)]
-        run = Evaluation(slots, self._writer.size, self._reader, iter(mine), plan.seed)
+        run = Evaluation(slots, self._writer.spec, self._reader, iter(mine), plan.seed)
         ask = partial(self._evaluating.ask, observations, actions)
         while await self._pace.run("reset", run.begin):
             answer = await ask(run.observation, min_version=plan.min_version, deterministic=True)
@@ -193,10 +194,10 @@ class EnvWorker(Worker):
         ask = partial(
             self._conversations[number].ask, observations, actions, min_version=ticket.min_version
         )
-        record = Record(ticket, self.rank, number, stage.observation.shape, self.incarnation)
+        record = Record(ticket, self.rank, number, stage.observation, self.incarnation)
         if stage.needs_reset:  # the first ticket, or one was given up between a step and its reset
             await self._pace.run("reset", stage.reset)
-        final: Floats | None = None
+        final: Seen | None = None
         for _ in range(ticket.steps):
             answer = await ask(stage.observation, final_observation=final)
             record.acted(stage.observation, answer)
@@ -230,7 +231,8 @@ class EnvWorker(Worker):
                 self._slot(first if (number, env) == (0, 0) else self._make_env(), number, env)
                 for env in range(per_stage)
             ]
-            self._stages.append(Stage(slots, self._writer.size, self._reader))
+            empty = self._writer.spec.empty(per_stage)
+            self._stages.append(Stage(slots, empty, self._reader))
 
     def _make_evaluation_slots(self, episodes: int) -> None:
         wanted = min(episodes, self.config.envs)

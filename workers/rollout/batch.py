@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from rlinf_async.backends.base import PolicyAnswer, PolicyBackend, PolicyOutputError
-from rlinf_async.messages.embodied import Actions, Floats, Observations
+from rlinf_async.messages.embodied import Actions, Observations
+from rlinf_async.messages.spaces import Seen
 
 Answered = list[tuple[Observations, Actions]]
 """Each question with its answer."""
@@ -96,7 +97,7 @@ def _most_likely(policy: PolicyBackend, questions: Sequence[Observations]) -> An
     return answered
 
 
-def _rows(parts: Sequence[Floats]) -> Floats:
+def _rows(parts: Sequence[Seen]) -> Seen:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 

@@ -278,8 +278,13 @@ def _dtypes(expected: Any) -> tuple[type, ...]:
         return ()
     scalar = get_args(arguments[1])[0]
     parts = get_args(scalar) or (scalar,)
-    # An abstract type, as in NDArray[np.floating], stands for many.
-    return tuple(part for part in parts if isinstance(part, type) and not part.__subclasses__())
+    return tuple(part for part in parts if isinstance(part, type) and _concrete(part))
+
+
+def _concrete(scalar: type) -> bool:
+    # An abstract type, as in NDArray[np.floating], stands for many. Arrays with fields are np.void,
+    # of which np.record is only another way to look at them.
+    return not scalar.__subclasses__() or scalar.__name__ == "void"
 
 
 def _explain_type(item_type: Any, error: TypeError) -> str:

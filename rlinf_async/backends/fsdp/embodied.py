@@ -34,7 +34,9 @@ from rlinf_async.backends.fsdp.rescale import check_strategy, rescale
 from rlinf_async.backends.fsdp.sharding import unwrapped
 from rlinf_async.backends.policies.base import Policy
 from rlinf_async.backends.policies.moments import batch_moments, discounted_returns
+from rlinf_async.backends.policies.tensors import to_tensors
 from rlinf_async.messages.embodied import Floats, Trajectory, stage_key
+from rlinf_async.messages.spaces import numbers_of
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.parallel import Strategy, check_batch
 from rlinf_async.weights import pack
@@ -82,7 +84,7 @@ class EmbodiedTrainer:
         return self._version
 
     @property
-    def _policy(self) -> Policy:
+    def _policy(self) -> Policy[Any]:
         return _policy_of(self.manager.model)
 
     def train(self, trajectories: Sequence[Trajectory]) -> Mapping[str, float]:
@@ -194,14 +196,12 @@ class EmbodiedTrainer:
             final_value=_side_by_side(ordered, "final_value"),
         )
         advantages = compute_advantages(inputs, self.config.advantage)
-        with torch.no_grad():
-            observation = self._flat(_side_by_side(ordered, "observation"))
-            normalized = self._policy.observation_normalizer(observation)
+        seen = to_tensors(_rows(_side_by_side(ordered, "observation")), self.manager.device)
         advantage = self._flat(advantages.advantage)
         if self.config.ppo.normalize_advantage == "batch":
             advantage = self._normalized_over_ranks(advantage)
         return FlatBatch(
-            observation=normalized,
+            observation=self._policy.normalized(seen),
             action=self._flat(_side_by_side(ordered, "action")),
             log_prob=self._flat(_side_by_side(ordered, "log_prob")),
             value=self._flat(inputs.value[:-1]),
@@ -210,9 +210,7 @@ class EmbodiedTrainer:
         )
 
     def _flat(self, array: NDArray[Any]) -> Tensor:
-        # [T, E, ...] -> [T * E, ...]
-        flat = np.ascontiguousarray(array.reshape(-1, *array.shape[2:]))
-        return torch.from_numpy(flat).to(self.manager.device)
+        return torch.from_numpy(_rows(array)).to(self.manager.device)
 
     def _normalized_over_ranks(self, advantage: Tensor) -> Tensor:
         moments = ranks.merged_moments(self.manager, batch_moments(advantage))
@@ -221,9 +219,10 @@ class EmbodiedTrainer:
 
     def _update_normalizers(self, ordered: Sequence[Trajectory]) -> None:
         if self.config.normalize_observation:
-            seen = batch_moments(self._flat(_side_by_side(ordered, "observation")))
-            moments = ranks.merged_moments(self.manager, seen)
-            self._policy.observation_normalizer.merge(moments)
+            numbers = numbers_of(_side_by_side(ordered, "observation"))
+            if numbers is not None:
+                moments = ranks.merged_moments(self.manager, batch_moments(self._flat(numbers)))
+                self._policy.observation_normalizer.merge(moments)
         if self.config.normalize_reward:
             returns = np.concatenate([self._discounted_returns(one).ravel() for one in ordered])
             scales = batch_moments(torch.from_numpy(returns).to(self.manager.device))
@@ -256,7 +255,7 @@ def rank_share_of(config: PPOConfig, configured: int, ranks: int) -> PPOConfig:
     return msgspec.structs.replace(config, minibatch_size=whole // ranks)
 
 
-def _policy_of(model: nn.Module) -> Policy:
+def _policy_of(model: nn.Module) -> Policy[Any]:
     policy = unwrapped(model)
     if not isinstance(policy, Policy):
         raise ValueError(
@@ -264,6 +263,11 @@ def _policy_of(model: nn.Module) -> Policy:
             "leave `pretrained` out of its configuration"
         )
     return policy
+
+
+def _rows(array: NDArray[Any]) -> NDArray[Any]:
+    # [T, E, ...] -> [T * E, ...]
+    return np.ascontiguousarray(array.reshape(-1, *array.shape[2:]))
 
 
 def _side_by_side(ordered: Sequence[Trajectory], field: str) -> NDArray[Any]:

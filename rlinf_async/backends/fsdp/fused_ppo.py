@@ -20,7 +20,8 @@ from rlinf_async.algorithms.config import LossConfig
 from rlinf_async.algorithms.losses import loss_functions, ppo_loss
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.minibatch import FlatBatch
-from rlinf_async.backends.policies.mlp import HALF_LOG_TWO_PI, MlpGaussianPolicy
+from rlinf_async.backends.policies.distribution import HALF_LOG_TWO_PI
+from rlinf_async.backends.policies.mlp import MlpGaussianPolicy
 from rlinf_async.messages.embodied import Floats
 
 
@@ -106,7 +107,7 @@ class FusedPpo:
     ) -> tuple[_PolicyTerm, float]:
         log_std = self._model.log_std.detach().numpy()
         inverse = np.exp(-log_std)
-        standard = (batch.action.numpy() - actor.forward(batch.observation).numpy()) * inverse
+        standard = (batch.action.numpy() - actor.forward(batch.vectors).numpy()) * inverse
         squares = standard * standard
         log_scale = float(log_std.sum()) + HALF_LOG_TWO_PI * log_std.size
         log_prob = np.float32(-0.5) * squares.sum(1) - np.float32(log_scale)
@@ -141,7 +142,7 @@ class FusedPpo:
         return _PolicyTerm(-objective, flow, divergence, ratio != held)
 
     def _value_gradient(self, critic: FusedMlp, batch: FlatBatch, share: float) -> Floats:
-        value = critic.forward(batch.observation).numpy()[:, 0]
+        value = critic.forward(batch.vectors).numpy()[:, 0]
         returns = batch.returns.numpy()
         error = value - returns
         loss: Floats = np.float32(0.5) * error * error

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
+
+from rlinf_async.backends.policies.tensors import Observed, each
 
 METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 """names of what a `Gradient` returns, in this order"""
@@ -13,8 +17,8 @@ METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 class FlatBatch(NamedTuple):
     """Samples in any order: ``[N]`` but for the first two. float32, discrete actions int64."""
 
-    observation: Tensor
-    """``[N, D]``, normalised already, once an iteration"""
+    observation: Observed
+    """``[N, D]`` or fields by name; numbers are normalised already, once an iteration"""
     action: Tensor
     """``[N, A]``, or ``[N]``"""
     log_prob: Tensor
@@ -24,9 +28,35 @@ class FlatBatch(NamedTuple):
     advantage: Tensor
     returns: Tensor
 
+    @property
+    def vectors(self) -> Tensor:
+        """Observations ``[N, D]``; raises `TypeError` where they have fields."""
+        if not isinstance(self.observation, Tensor):
+            raise TypeError(f"observations have the fields {list(self.observation)}")
+        return self.observation
+
     def take(self, order: Tensor) -> FlatBatch:
         """Return the samples in another order."""
-        return FlatBatch(*(column.index_select(0, order) for column in self))
+
+        def taken(column: Tensor) -> Tensor:
+            return column.index_select(0, order)
+
+        return FlatBatch(each(self.observation, taken), *map(taken, self._others()))
+
+    def split(self, size: int) -> Iterator[FlatBatch]:
+        """Cut into batches of ``size`` samples; the last may be smaller."""
+        others = [torch.split(column, size) for column in self._others()]
+        seen = self.observation
+        if isinstance(seen, Tensor):
+            observations: Iterable[Observed] = torch.split(seen, size)
+        else:
+            fields = zip(*(torch.split(field, size) for field in seen.values()), strict=True)
+            observations = (dict(zip(seen, cut, strict=True)) for cut in fields)
+        for observation, *rest in zip(observations, *others, strict=True):
+            yield FlatBatch(observation, *rest)
+
+    def _others(self) -> tuple[Tensor, ...]:
+        return self[1:]
 
 
 class Gradient(Protocol):

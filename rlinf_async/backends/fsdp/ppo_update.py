@@ -6,7 +6,6 @@ one optimizer step; micro-batches split it to save memory, and do not change the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -54,7 +53,7 @@ def ppo_epochs(
     for _ in range(config.epochs):
         order = torch.randperm(samples, generator=generator).to(batch.action.device)
         before = len(totals.metrics)
-        for minibatch in _split(batch.take(order), config.minibatch_size):
+        for minibatch in batch.take(order).split(config.minibatch_size):
             if config.normalize_advantage == "minibatch":
                 minibatch = minibatch._replace(advantage=standardized(minibatch.advantage))
             totals.metrics.append(_accumulate(manager, gradient, minibatch, config))
@@ -115,17 +114,12 @@ def _accumulate(
         with manager.before_micro_batch(manager.model, is_last_micro_batch=True):
             return gradient(minibatch, 1.0)
     total = torch.zeros(len(METRICS))
-    for start, micro in zip(range(0, samples, size), _split(minibatch, size), strict=True):
+    for start, micro in zip(range(0, samples, size), minibatch.split(size), strict=True):
         share = len(micro.action) / samples
         last = start + size >= samples
         with manager.before_micro_batch(manager.model, is_last_micro_batch=last):
             total += share * gradient(micro, share).to(total.device)
     return total
-
-
-def _split(batch: FlatBatch, size: int) -> Iterator[FlatBatch]:
-    columns = [torch.split(column, size) for column in batch]
-    return (FlatBatch(*parts) for parts in zip(*columns, strict=True))
 
 
 def _kl_exceeded(manager: FSDPModelManager, metrics: list[Tensor], target: float | None) -> bool:

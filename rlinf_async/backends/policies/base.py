@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,17 @@ from rlinf_async.algorithms.registry import Registry
 from rlinf_async.backends.base import PolicyOutputError
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.moments import ObservationNormalizer, ReturnNormalizer
+from rlinf_async.messages.spaces import STATE
+
+ObservedT = TypeVar("ObservedT", bound=Tensor | Mapping[str, Tensor])
+"""Observations ``[N, ...]`` as a policy sees them: a vector, or the fields by name."""
 
 
 class Step(NamedTuple):
     """Sampled actions for ``N`` observations."""
 
     action: Tensor
-    """``[N, A]``, or int64 ``[N]``; the other two are ``[N]``"""
+    """``[N, A]``, or int64 ``[N, A]`` or ``[N]``; the other two are ``[N]``"""
     log_prob: Tensor
     value: Tensor
 
@@ -33,8 +37,12 @@ class Evaluation(NamedTuple):
     value: Tensor
 
 
-class Policy(nn.Module, ABC):
-    """Actor, critic and normalisers in one module.
+class Policy(nn.Module, ABC, Generic[ObservedT]):
+    """Actor, critic and normalisers in one module, for observations of type ``ObservedT``.
+
+    Where an observation is one vector, that is a tensor ``[N, D]``; else it is a mapping of names
+    to tensors: ``state [N, D]``, images uint8 ``[N, height, width, channels]``, and texts as bytes
+    ``[N, size]``. The configuration has the specs of both spaces.
 
     `act`, `mode`, `value` and `evaluate` take observations as the environment gave them,
     ``forward`` those that are normalised already. ``version``, which is set when weights are
@@ -43,7 +51,10 @@ class Policy(nn.Module, ABC):
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__()
-        if config.observation_size < 1 or config.action_size < 1:
+        problem = self.misfit(config)
+        if problem:
+            raise ValueError(f"policy {config.name!r}: {problem}")
+        if config.observation_size < 1 > len(config.observation.parts) or config.action_size < 1:
             raise ValueError(
                 f"policy {config.name!r}: observation_size is {config.observation_size}, "
                 f"action_size is {config.action_size}; fill in the environment's sizes first"
@@ -54,31 +65,47 @@ class Policy(nn.Module, ABC):
         )
         self.return_normalizer = ReturnNormalizer()
 
+    @classmethod
+    def misfit(cls, config: PolicyConfig) -> str:
+        """Why this policy cannot have the observations or actions of ``config``; empty if it can.
+
+        Asked before anything starts.
+        """
+        return ""
+
     @abstractmethod
-    def act(self, observation: Tensor, generator: torch.Generator | None = None) -> Step:
+    def act(self, observation: ObservedT, generator: torch.Generator | None = None) -> Step:
         """Sample actions for ``[N, D]``, without gradients.
 
         Raises `PolicyOutputError` when an output is not finite.
         """
 
     @abstractmethod
-    def mode(self, observation: Tensor) -> Tensor:
+    def mode(self, observation: ObservedT) -> Tensor:
         """Return the most likely actions for ``[N, D]``, without gradients."""
 
     @abstractmethod
-    def value(self, observation: Tensor) -> Tensor:
+    def value(self, observation: ObservedT) -> Tensor:
         """Return the values ``[N]`` of ``[N, D]``, without gradients."""
 
     @abstractmethod
-    def forward(self, normalized: Tensor, action: Tensor) -> Evaluation:
+    def forward(self, normalized: ObservedT, action: Tensor) -> Evaluation:
         """Evaluate ``action`` at observations that are normalised already."""
 
-    def evaluate(self, observation: Tensor, action: Tensor) -> Evaluation:
+    def evaluate(self, observation: ObservedT, action: Tensor) -> Evaluation:
         """Return log-probs and entropy of ``action``, and values, with gradients; all ``[N]``."""
-        with torch.no_grad():
-            normalized = self.observation_normalizer(observation)
-        evaluation: Evaluation = self(normalized, action)
+        evaluation: Evaluation = self(self.normalized(observation), action)
         return evaluation
+
+    @torch.no_grad()
+    def normalized(self, observation: ObservedT) -> ObservedT:
+        """Normalise the numbers of observations; images and texts stay as they are."""
+        if isinstance(observation, Tensor):
+            return cast(ObservedT, self.observation_normalizer.forward(observation))
+        if STATE not in observation:
+            return observation
+        state = self.observation_normalizer.forward(observation[STATE])
+        return cast(ObservedT, {**observation, STATE: state})
 
     def value_parameter_names(self) -> set[str]:
         """Return the names of the parameters that only the value uses."""
@@ -102,11 +129,12 @@ class Policy(nn.Module, ABC):
 class PolicyBuilder(Protocol):
     """The signature of a registered policy: a class, or a function that returns one."""
 
-    def __call__(self, config: PolicyConfig, /) -> Policy: ...
+    def __call__(self, config: PolicyConfig, /) -> Policy[Any]: ...
 
 
 policies: Registry[PolicyBuilder] = Registry(
-    "policy", built_in=("rlinf_async.backends.policies.mlp",)
+    "policy",
+    built_in=("rlinf_async.backends.policies.mlp", "rlinf_async.backends.policies.factored"),
 )
 
 Builder = TypeVar("Builder", bound=PolicyBuilder)

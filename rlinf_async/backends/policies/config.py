@@ -1,12 +1,16 @@
-"""The configuration of a policy."""
+"""The configuration of a policy, and which built-in one fits an environment. Needs no torch."""
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
+
+from rlinf_async.messages.spaces import ActionSpec, ObservationSpec, continuous, flat_spec
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A registered policy. The sizes are 0 until the environment has been asked for them."""
+    """A registered policy. Sizes and specs are empty until the environment has been asked."""
 
     name: str = "mlp_gaussian"
     observation_size: int = 0
@@ -16,6 +20,10 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     initial_log_std: float = 0.0
     observation_clip: float = 10.0
     """bound of normalised observations, in both directions"""
+    observation: ObservationSpec = ObservationSpec()
+    """the parts of an observation; taken from the environment"""
+    action: ActionSpec = ActionSpec()
+    """the factors of an action; taken from the environment"""
 
     def __post_init__(self) -> None:
         if self.observation_size < 0 or self.action_size < 0:
@@ -31,3 +39,35 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if not self.observation_clip > 0.0:
             raise ValueError(f"observation_clip is {self.observation_clip}; it must be above 0")
+
+    @property
+    def sees(self) -> ObservationSpec:
+        """The parts of an observation; where only its size was given, it is one vector."""
+        return self.observation if self.observation.parts else flat_spec(self.observation_size)
+
+    @property
+    def acts(self) -> ActionSpec:
+        """The factors of an action; where only its size was given, it is continuous."""
+        return self.action if self.action.factors else continuous(self.action_size)
+
+
+MLPS: Final = ("mlp_gaussian", "mlp_categorical", "mlp_factored")
+"""The built-in policies of one vector: the action space chooses among them."""
+
+
+def mlp_for(action: ActionSpec) -> str:
+    """The MLP whose distribution is that of the action space."""
+    if action.continuous:
+        return "mlp_gaussian"
+    return "mlp_categorical" if action.discrete else "mlp_factored"
+
+
+def mlp_misfit(config: PolicyConfig) -> str:
+    """Why an MLP cannot have these observations; empty if it can."""
+    if config.sees.flat:
+        return ""
+    return (
+        f"an MLP takes one vector of numbers, but the environment shows {config.sees}: choose a "
+        "policy that takes images or texts (actor.fsdp.policy.name), or let the environment show "
+        "numbers (gymnasium.wrappers.FilterObservation, FlattenObservation)"
+    )

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rlinf_async.backends.policies.base import Evaluation, Policy, Step, register_policy
-from rlinf_async.backends.policies.config import PolicyConfig
-
-HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
+from rlinf_async.backends.policies.config import PolicyConfig, mlp_misfit
+from rlinf_async.backends.policies.distribution import HALF_LOG_TWO_PI
 
 
 def tanh_mlp(sizes: tuple[int, ...], output_gain: float) -> nn.Sequential:
@@ -49,8 +48,12 @@ def run_values(network: nn.Sequential, inputs: Tensor) -> Tensor:
     return run_mlp(network, inputs).sum(-1)
 
 
-class _MlpPolicy(Policy):
-    """The common part of the continuous and the discrete policy."""
+class MlpPolicy(Policy[Tensor]):
+    """The common part of the MLPs: observations of one vector, and ``outputs`` of the actor."""
+
+    @classmethod
+    def misfit(cls, config: PolicyConfig) -> str:
+        return mlp_misfit(config)
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__(config)
@@ -66,7 +69,7 @@ class _MlpPolicy(Policy):
 
 
 @register_policy("mlp_gaussian")
-class MlpGaussianPolicy(_MlpPolicy):
+class MlpGaussianPolicy(MlpPolicy):
     """Continuous actions: a normal distribution whose deviation does not depend on the state.
 
     Actions ``[N, A]`` are not squashed; the environment's wrapper clips them to its bounds.
@@ -109,7 +112,7 @@ class MlpGaussianPolicy(_MlpPolicy):
 
 
 @register_policy("mlp_categorical")
-class MlpCategoricalPolicy(_MlpPolicy):
+class MlpCategoricalPolicy(MlpPolicy):
     """Discrete actions, int64 ``[N]``."""
 
     @torch.no_grad()

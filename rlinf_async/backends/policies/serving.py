@@ -7,7 +7,9 @@ import torch
 from rlinf_async.backends.base import PolicyAnswer
 from rlinf_async.backends.policies.base import policies
 from rlinf_async.backends.policies.config import PolicyConfig
+from rlinf_async.backends.policies.tensors import to_tensors
 from rlinf_async.messages.embodied import Floats, Ints
+from rlinf_async.messages.spaces import Seen
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights import load
 
@@ -33,22 +35,19 @@ class PolicyServer:
         load(update, self._policy)
         self._policy.version = update.version
 
-    def act(self, observation: Floats) -> PolicyAnswer:
+    def act(self, observation: Seen) -> PolicyAnswer:
         """Sample actions for ``[N, D]``; raises `PolicyOutputError` for NaN or infinity."""
-        step = self._policy.act(self._tensor(observation), self._generator)
+        step = self._policy.act(to_tensors(observation, self._device), self._generator)
         return PolicyAnswer(*(tensor.cpu().numpy() for tensor in step))
 
-    def mode(self, observation: Floats) -> Floats | Ints:
+    def mode(self, observation: Seen) -> Floats | Ints:
         """Return the most likely actions for ``[N, D]``."""
-        action: Floats | Ints = self._policy.mode(self._tensor(observation)).cpu().numpy()
+        action: Floats | Ints = (
+            self._policy.mode(to_tensors(observation, self._device)).cpu().numpy()
+        )
         return action
 
-    def value(self, observation: Floats) -> Floats:
+    def value(self, observation: Seen) -> Floats:
         """Return values ``[N]`` of ``[N, D]``."""
-        value: Floats = self._policy.value(self._tensor(observation)).cpu().numpy()
+        value: Floats = self._policy.value(to_tensors(observation, self._device)).cpu().numpy()
         return value
-
-    def _tensor(self, observation: Floats) -> torch.Tensor:
-        # Arrays off the wire are read-only, which torch does not know how to respect.
-        array = observation if observation.flags.writeable else observation.copy()
-        return torch.from_numpy(array).to(self._device)

@@ -47,7 +47,38 @@ def broken() -> Walk:
 
 
 def rooms() -> gymnasium.Env[Any, Any]:
-    """An environment whose observations are text."""
+    """An environment whose observations are a graph."""
     env = Walk()
-    env.observation_space = gymnasium.spaces.Text(5)  # type: ignore[assignment]
+    env.observation_space = gymnasium.spaces.Graph(gymnasium.spaces.Box(-1, 1), None)  # type: ignore[assignment]
     return env
+
+
+class Kitchen(gymnasium.Env[Any, Any]):
+    """Shows a camera, an instruction and an arm; takes a push and a grip. Episodes of 5 steps."""
+
+    observation_space = gymnasium.spaces.Dict(
+        {
+            "camera": gymnasium.spaces.Box(0, 255, (6, 6, 3), np.uint8),
+            "instruction": gymnasium.spaces.Text(16),
+            "arm": gymnasium.spaces.Box(-np.inf, np.inf, (2,)),
+        }
+    )
+    action_space = gymnasium.spaces.Dict(
+        {"push": gymnasium.spaces.Box(-1.0, 1.0, (2,)), "grip": gymnasium.spaces.Discrete(2)}
+    )
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.at = 0
+        return self._shown(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert self.action_space.contains(action)
+        self.at += 1
+        return self._shown(), float(action["grip"]), False, self.at == 5, {}
+
+    def _shown(self) -> Any:
+        camera = self.np_random.integers(0, 255, (6, 6, 3), np.uint8)
+        return {"camera": camera, "instruction": "grip it", "arm": self.np_random.random(2)}

@@ -42,7 +42,7 @@ def said(job: Job, *arguments: object) -> str:
             "tests.jobs.embodied.envs:broken",
             "RuntimeError: no licence for the simul",
         ),
-        ("env.entry_point", "tests.jobs.embodied.envs:rooms", "the observation space Text(1, 5, "),
+        ("env.entry_point", "tests.jobs.embodied.envs:rooms", "the observation space Graph("),
         ("training.total_steps", "0", "total_steps is 0; it must be at least 1"),
         ("training.max_staleness", "-1", "max_staleness is -1"),
         ("actor.ppo.minibatch_size", "100000", TOO_MANY),

@@ -13,8 +13,10 @@ import pytest
 from gymnasium import spaces
 
 from rlinf_async.config import ConfigError, MissingExtra, load
+from rlinf_async.messages.spaces import choices, continuous, flat_spec
 from rlinf_async.workers.env import EnvConfig, EnvError, EnvSpec, describe_env, make_env
-from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
+from rlinf_async.workers.env.actions import ActionReader
+from rlinf_async.workers.env.observations import ObservationWriter
 from tests.workers.env.toy import counting
 
 
@@ -74,18 +76,18 @@ def test_an_entry_point_may_be_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("from tests.workers.env.toy import make\n")
     spec = describe_env(EnvConfig(entry_point=f"{file}:make"))
-    assert spec == EnvSpec(observation_size=2, action_size=1, discrete=False)
+    assert spec == EnvSpec(observation=flat_spec(2), action=continuous(1))
 
 
 def test_the_example_of_a_custom_env_is_found_by_its_file() -> None:
     place = Path(__file__).parents[3] / "examples" / "custom_env.py"
     config = EnvConfig(entry_point=f"{place}:PushDisc", kwargs={"goal_radius": 0.2})
-    assert describe_env(config) == EnvSpec(observation_size=6, action_size=2, discrete=False)
+    assert describe_env(config) == EnvSpec(observation=flat_spec(6), action=continuous(2))
 
 
 def test_a_description_has_what_a_policy_must_know() -> None:
     assert describe_env(EnvConfig(id="CartPole-v1")) == EnvSpec(
-        observation_size=4, action_size=2, discrete=True, max_episode_steps=500
+        observation=flat_spec(4), action=choices(2), max_episode_steps=500
     )
 
 
@@ -142,7 +144,7 @@ def test_choices_begin_where_the_space_begins_and_end_where_it_ends() -> None:
     ("make", "said"),
     [
         (lambda: ActionReader(spaces.Text(3), "E", "clip"), "action space"),
-        (lambda: ObservationWriter(spaces.Text(3), "E"), "observation space"),
+        (lambda: ObservationWriter(spaces.Graph(spaces.Box(-1, 1), None), "E"), "observation"),
         (lambda: ActionReader(spaces.Box(-np.inf, 1), "E", "rescale"), "needs finite bounds"),
     ],
 )

@@ -9,12 +9,13 @@ import msgspec
 import numpy as np
 
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
+from rlinf_async.backends.policies.config import MLPS, mlp_for, mlp_misfit
 from rlinf_async.config import ConfigError
+from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.runtime.jobs.config import HostConfig, check_counts
 from rlinf_async.runtime.jobs.placement import SETTING, Plan, Preset, Role, RolePlacement, make_plan
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.env.config import EnvConfig
-from rlinf_async.workers.env.spaces import EnvSpec
 from rlinf_async.workers.rollout.config import RolloutConfig
 
 MAY_DIFFER = (
@@ -219,8 +220,8 @@ def fitted(config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
     """
     policy = config.actor.fsdp.policy
     name = policy.name
-    if name in ("mlp_gaussian", "mlp_categorical"):
-        name = "mlp_categorical" if spec.discrete else "mlp_gaussian"
+    if name in MLPS:
+        name = mlp_for(spec.action)
     for size in ("observation_size", "action_size"):
         given, found = getattr(policy, size), getattr(spec, size)
         if given not in (0, found):
@@ -234,7 +235,11 @@ def fitted(config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
         name=name,
         observation_size=spec.observation_size,
         action_size=spec.action_size,
+        observation=spec.observation,
+        action=spec.action,
     )
+    if name in MLPS and (problem := mlp_misfit(policy)):
+        raise ConfigError(problem, path=("actor", "fsdp", "policy", "name"))
     fsdp = replace(config.actor.fsdp, policy=policy)
     return replace(
         config,

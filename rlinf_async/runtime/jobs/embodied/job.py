@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
+from rlinf_async.backends.policies.config import MLPS, PolicyConfig
 from rlinf_async.config import ConfigError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
@@ -62,7 +63,7 @@ class EmbodiedPPO:
 
     def _fitted(self, config: EmbodiedConfig) -> EmbodiedConfig:
         try:
-            return fitted(config, describe_env(config.env))
+            full = fitted(config, describe_env(config.env))
         except ConfigError as error:
             if error.path[:1] in (("actor",), ("env",)):
                 raise
@@ -70,6 +71,22 @@ class EmbodiedPPO:
         except EnvError as error:
             setting = "entry_point" if config.env.entry_point else "id"
             raise ConfigError(str(error), path=("env", setting)) from error
+        _check_fit(full.actor.fsdp.policy)
+        return full
+
+
+def _check_fit(policy: PolicyConfig) -> None:
+    """Raise `ConfigError` where a policy that is not built in does not fit the environment.
+
+    Any callable can be registered; a subclass of `Policy` says what it takes.
+    """
+    if policy.name in MLPS:
+        return
+    from rlinf_async.backends.policies.base import policies
+
+    misfit = getattr(policies[policy.name], "misfit", None)
+    if misfit is not None and (problem := misfit(policy)):
+        raise ConfigError(f"policy {policy.name!r}: {problem}", path=(*FSDP, "policy", "name"))
 
 
 def _check_names(config: EmbodiedConfig) -> None:
@@ -91,7 +108,7 @@ def _check_names(config: EmbodiedConfig) -> None:
         )
     known = EmbodiedTrainerConfig()
     policy, advantage, loss = actor.fsdp.policy.name, actor.advantage.name, actor.ppo.loss.name
-    if policy not in ("mlp_gaussian", "mlp_categorical"):
+    if policy not in MLPS:
         from rlinf_async.backends.policies.base import policies
 
         refuse_unknown(policies, policy, (*FSDP, "policy", "name"))

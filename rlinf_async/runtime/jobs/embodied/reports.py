@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-import numpy as np
 
 from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.observe.errors import ObserveError, VideoError
@@ -22,11 +21,12 @@ from rlinf_async.runtime.jobs.checkpoints import RunProgress, load_progress
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
 from rlinf_async.runtime.jobs.run import Draw
 from rlinf_async.runtime.jobs.view import Headline
-from rlinf_async.workers.env import EnvError, EvaluatedEpisode, describe_env, make_env
-from rlinf_async.workers.env.spaces import ActionReader, ObservationWriter
+from rlinf_async.workers.env import EnvError, EvaluatedEpisode, make_env
+from rlinf_async.workers.env.actions import ActionReader
+from rlinf_async.workers.env.observations import ObservationWriter
 
 if TYPE_CHECKING:
-    from rlinf_async.messages.embodied import Floats
+    from rlinf_async.messages.spaces import Seen
 
 
 class EmbodiedProgress(RunProgress, kw_only=True):
@@ -201,7 +201,7 @@ def _record(config: EmbodiedConfig, folder: RunFolder, headline: Headline) -> No
         reader = ActionReader(env.action_space, config.env.name, config.env.actions)
     finally:
         env.close()
-    row = np.zeros((1, describe_env(config.env).observation_size), np.float32)
+    row = writer.spec.empty(1)
 
     def act(observation: Any) -> Any:
         writer.write(observation, row[0])
@@ -231,7 +231,7 @@ def _record(config: EmbodiedConfig, folder: RunFolder, headline: Headline) -> No
         )
 
 
-def _trained_policy(config: EmbodiedConfig, checkpoints: Path) -> Callable[[Floats], Any]:
+def _trained_policy(config: EmbodiedConfig, checkpoints: Path) -> Callable[[Seen], Any]:
     """The deterministic policy of the newest checkpoint."""
     from rlinf_async.backends.registry import load_policy_backend, load_trainer_backend
 

@@ -1,0 +1,169 @@
+"""Conversion of a policy's actions to those of an environment.
+
+A policy's actions are one array: see `rlinf_async.messages.spaces`. Box, Discrete, MultiDiscrete
+and MultiBinary are read column by column, Dict (in the sorted order of its keys) and Tuple part by
+part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlinf_async.messages.embodied import Choice
+from rlinf_async.messages.spaces import ActionSpec, Factor
+from rlinf_async.workers.env.errors import EnvError
+
+if TYPE_CHECKING:
+    from gymnasium import Space, spaces
+
+Actions = Sequence[Any] | NDArray[Any]
+Read = Callable[[NDArray[Any]], Actions]
+"""columns ``[E, columns]`` -> ``E`` actions"""
+
+Bounds = Literal["clip", "rescale"]
+
+
+class ActionReader:
+    """Turns answers ``[E, columns]`` (or int64 ``[E]``) into ``E`` actions of one space."""
+
+    def __init__(self, space: Space[Any], env: str, actions: Bounds) -> None:
+        self._env = env
+        factors, self._read = _reader(space, env, actions)
+        self.spec = ActionSpec(tuple(factors))
+        self.discrete = self.spec.discrete
+        self.size = self.spec.outputs
+
+    def read(self, answer: Choice | None, count: int) -> Actions:
+        """The actions of ``count`` environments.
+
+        Raises:
+            EnvError: the answer's shape or values do not fit the action space.
+        """
+        expected = (count, *self.spec.shape)
+        if answer is None or answer.shape != expected:
+            raise EnvError(
+                f"env {self._env}: the policy answered "
+                f"{'no actions' if answer is None else f'actions of shape {list(answer.shape)}'}, "
+                f"but {count} environments take {list(expected)}; the policy needs action_size = "
+                f"{self.size}, {self._kind}"
+            )
+        return self._read(answer[:, None] if self.discrete else answer)
+
+    @property
+    def _kind(self) -> str:
+        if self.discrete:
+            return "discrete"
+        return "continuous" if self.spec.continuous else "in several factors"
+
+
+def _reader(space: Space[Any], env: str, actions: Bounds) -> tuple[list[Factor], Read]:
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Discrete):
+        read = _choices([int(space.n)], env)
+        first = int(space.start)
+        return [Factor("choice", int(space.n))], lambda columns: [
+            int(row[0]) + first for row in read(columns)
+        ]
+    if isinstance(space, spaces.MultiDiscrete):
+        counts = [int(count) for count in space.nvec.reshape(-1)]
+        return [Factor("choice", count) for count in counts], _integers(space, counts, env)
+    if isinstance(space, spaces.MultiBinary):
+        counts = [2] * int(np.prod(space.shape))
+        return [Factor("choice", 2) for _ in counts], _integers(space, counts, env)
+    if isinstance(space, spaces.Box):
+        return [Factor("continuous", int(np.prod(space.shape)))], _box(space, env, actions)
+    if isinstance(space, spaces.Dict):
+        keys: list[Any] = sorted(space.keys())
+        return _composite(
+            [space[key] for key in keys], env, actions, lambda p: dict(zip(keys, p, strict=True))
+        )
+    if isinstance(space, spaces.Tuple):
+        return _composite(list(space), env, actions, tuple)
+    raise EnvError(
+        f"env {env}: the action space {space} is not supported; Box, Discrete, "
+        "MultiDiscrete, MultiBinary, and Dict and Tuple of them are: wrap the environment "
+        "(gymnasium.ActionWrapper)"
+    )
+
+
+def _composite(
+    parts: list[Space[Any]], env: str, actions: Bounds, join: Callable[[tuple[Any, ...]], Any]
+) -> tuple[list[Factor], Read]:
+    factors: list[Factor] = []
+    placed: list[tuple[slice, Read]] = []
+    start = 0
+    for part in parts:
+        own, read = _reader(part, env, actions)
+        end = start + sum(factor.columns for factor in own)
+        placed.append((slice(start, end), read))
+        factors += own
+        start = end
+
+    def read_all(columns: NDArray[Any]) -> Actions:
+        each = [read(columns[:, place]) for place, read in placed]
+        return [join(values) for values in zip(*each, strict=True)]
+
+    return factors, read_all
+
+
+def _choices(counts: list[int], env: str) -> Callable[[NDArray[Any]], NDArray[Any]]:
+    limits = np.array(counts)
+
+    def read(columns: NDArray[Any]) -> NDArray[Any]:
+        chosen = columns.astype(np.int64)
+        if ((chosen < 0) | (chosen >= limits)).any():
+            until = " and ".join(str(limit - 1) for limit in sorted(set(counts)))
+            raise EnvError(
+                f"env {env}: the policy chose {_listed(chosen)}; choices are 0 to {until}"
+            )
+        return chosen
+
+    return read
+
+
+def _listed(chosen: NDArray[Any]) -> list[Any]:
+    listed: list[Any] = (chosen[:, 0] if chosen.shape[1] == 1 else chosen).tolist()
+    return listed
+
+
+def _integers(
+    space: spaces.MultiDiscrete | spaces.MultiBinary, counts: list[int], env: str
+) -> Read:
+    read, shape, dtype = _choices(counts, env), space.shape or (), space.dtype
+    first = np.asarray(getattr(space, "start", 0)).reshape(-1)
+
+    def integers(columns: NDArray[Any]) -> Actions:
+        chosen = (read(columns) + first).astype(dtype)
+        actions: NDArray[Any] = chosen.reshape(len(chosen), *shape)
+        return actions
+
+    return integers
+
+
+def _box(space: spaces.Box, env: str, actions: Bounds) -> Read:
+    low = space.low.reshape(-1).astype(np.float32)
+    high = space.high.reshape(-1).astype(np.float32)
+    shape, dtype = space.shape, space.dtype
+    if actions == "rescale" and not np.isfinite(high - low).all():
+        raise EnvError(
+            f"env {env}: actions = 'rescale' needs finite bounds, the action space has "
+            f"low {low.tolist()}, high {high.tolist()}: use actions = 'clip'"
+        )
+
+    def shaped(bounded: NDArray[Any]) -> Actions:
+        vectors = bounded.astype(dtype, copy=False)
+        return vectors if len(shape) == 1 else vectors.reshape(len(vectors), *shape)
+
+    def clip(columns: NDArray[Any]) -> Actions:
+        return shaped(np.minimum(np.maximum(columns, low), high))
+
+    def rescale(columns: NDArray[Any]) -> Actions:
+        share = (np.clip(columns, -1.0, 1.0).astype(np.float32) + 1.0) * 0.5
+        return shaped(low + share * (high - low))
+
+    return rescale if actions == "rescale" else clip
