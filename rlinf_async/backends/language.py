@@ -10,10 +10,10 @@ Backends are loaded by name (`rlinf_async.backends.registry`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens, TrainingSample
@@ -180,12 +180,13 @@ class LanguageTrainer(Protocol):
     ) -> list[Floats]:
         """Log-probs ``[R]`` of each sample's response, by this model or the reference weights.
 
-        Input order; micro-batched by tokens inside. Collective.
+        Input order; micro-batched by tokens inside. Collective. Ranks that do not read
+        (`DataRank.is_io`) return those of the samples of the rank that does.
         """
         ...
 
     def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
-        """Values ``[R]`` before each response token, of a critic. Collective."""
+        """Values ``[R]`` before each response token, of a critic. As `log_probs`. Collective."""
         ...
 
     def publish(self, allocate: Allocate | None = None) -> WeightUpdate:
@@ -249,4 +250,19 @@ class SleepingTrainer(LanguageTrainer, Protocol):
     @property
     def asleep(self) -> frozenset[str]:
         """The parts that sleep."""
+        ...
+
+
+class StagedTrainer(LanguageTrainer, Protocol):
+    """A trainer whose optimizer step is made of a schedule's passes, which can be run alone."""
+
+    def get_forward_step_func(self) -> Callable[..., Any]:
+        """Return what the schedule calls for each micro-batch."""
+        ...
+
+    def forward_backward(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
+        """Add the gradients of one global batch, undivided, to those that are there. Collective.
+
+        Returns the metrics of the global batch; raises what `training_step` does.
+        """
         ...

@@ -44,6 +44,7 @@ LANGUAGE_TRAINERS = {
     "toy": "rlinf_async.backends.toy.trainer:ToyTrainer",
     "fsdp": "rlinf_async.backends.fsdp.language.trainer:PolicyTrainer",
     "megatron": "rlinf_async.backends.megatron.trainer:MegatronTrainer",
+    "megatron_critic": "rlinf_async.backends.megatron.critic:MegatronCriticTrainer",
     "fsdp_critic": "rlinf_async.backends.fsdp.language.critic:CriticTrainer",
 }
 

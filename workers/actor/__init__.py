@@ -3,7 +3,9 @@
 from rlinf_async.workers.actor.config import LanguageBatches
 from rlinf_async.workers.actor.embodied import EmbodiedFSDPActor, TrainingPlan
 from rlinf_async.workers.actor.errors import IncompleteShare, WeightsDisagree
-from rlinf_async.workers.actor.language import FSDPActor
+from rlinf_async.workers.actor.fsdp import FSDPActor
+from rlinf_async.workers.actor.language import LanguageActor
+from rlinf_async.workers.actor.megatron import MegatronActor
 from rlinf_async.workers.actor.strategy import AppliedStrategy
 
 __all__ = [
@@ -11,7 +13,9 @@ __all__ = [
     "EmbodiedFSDPActor",
     "FSDPActor",
     "IncompleteShare",
+    "LanguageActor",
     "LanguageBatches",
+    "MegatronActor",
     "TrainingPlan",
     "WeightsDisagree",
 ]

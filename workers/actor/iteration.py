@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import msgspec
@@ -41,6 +41,8 @@ from rlinf_async.workers.base import Worker
 from rlinf_async.workers.spans import MergedSpan
 
 Batches = BatchResizingIterator[SampleGroup]
+Step = Callable[[Iterable[MicroBatch]], Mapping[str, float]]
+"""what is done with the micro-batches of a global batch"""
 Waiting = Callable[[], AbstractContextManager[None]]
 """around each wait for a micro-batch"""
 
@@ -57,6 +59,7 @@ class Iteration:
         epochs: how often the share is gone through.
         max_staleness: versions that a token's weights may be behind those that are trained; None:
             any number.
+        step: makes an optimizer step; the trainer's own when left out.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class Iteration:
         *,
         epochs: int,
         max_staleness: int | None,
+        step: Step | None = None,
     ) -> None:
         self._worker, self._trainer = worker, trainer
+        self._step = step or trainer.training_step
         self._sizes, self._epochs = sizes, epochs
         self._number = trainer.version
         self._data = trainer.data_rank
@@ -104,6 +109,11 @@ class Iteration:
         """Train on this rank's share while it arrives."""
         batches = self._batches(groups, key=self._data.rank) if self._data.is_io else None
         return await self._train(batches, arriving=True)
+
+    async def compute_arriving(self, groups: Receiver[SampleGroup]) -> list[Mapping[str, float]]:
+        """Give each global batch to ``step`` while it arrives; count no version."""
+        batches = self._batches(groups, key=self._data.rank) if self._data.is_io else None
+        return await self._epoch(batches, nullcontext)
 
     async def skip(self, collected: Sequence[SampleGroup]) -> LanguageTrainReport:
         """Count the version up, without training."""
@@ -156,7 +166,7 @@ class Iteration:
         steps = []
         for _ in range(self._sizes.num_global_batches):
             arriving = _micro_batches(batches, view, waiting, self._sizes)
-            steps.append(self._trainer.training_step(arriving))
+            steps.append(self._step(arriving))
         if batches.queued_samples:
             raise RuntimeError(
                 f"{batches.queued_samples} samples are left after an iteration of "
@@ -167,7 +177,7 @@ class Iteration:
 
     def _steps_of_others(self) -> list[Mapping[str, float]]:
         """Take part in the optimizer steps of one epoch, whose samples another rank reads."""
-        return [self._trainer.training_step(()) for _ in range(self._sizes.num_global_batches)]
+        return [self._step(()) for _ in range(self._sizes.num_global_batches)]
 
     def _batches(self, receiver: Receiver[SampleGroup], key: int | None = None) -> Batches:
         trainer = self._trainer

@@ -1,4 +1,4 @@
-"""`FSDPActor`: trains a language model on sample groups and publishes every version of it.
+"""`LanguageActor`: trains a language model on sample groups and publishes every version of it.
 
 ::
 
@@ -27,8 +27,11 @@ from rlinf_async.workers.actor.language_worker import LanguageTrainingWorker
 from rlinf_async.workers.inference.answers import bare_sample, with_log_probs
 
 
-class FSDPActor(LanguageTrainingWorker):
-    """One rank of the actor group; see `LanguageTrainingWorker`."""
+class LanguageActor(LanguageTrainingWorker):
+    """One rank of the actor group, over any `LanguageTrainer`; see `LanguageTrainingWorker`.
+
+    `FSDPActor` and `MegatronActor` are this one with a backend of their own.
+    """
 
     async def run_inference(
         self,

@@ -16,7 +16,7 @@ One call trains one iteration: `Iteration`.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from rlinf_async.backends.language import LanguageTrainer
 from rlinf_async.channels import EndOfChannel, Receiver, Sender
@@ -34,22 +34,25 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
     Args:
         trainer: configuration of the trainer backend, as its own Struct.
         batches: sizes of an iteration, over all ranks.
-        backend: its registered name.
+        backend: its registered name; that of the class when left out.
         resume: folder of the checkpoint to go on from.
         max_staleness: versions that a token's weights may be behind those that are trained; None:
             any number.
     """
+
+    backend: ClassVar[str] = "fsdp"
+    """registered name of the trainer"""
 
     def __init__(
         self,
         trainer: Any,
         batches: LanguageBatches,
         *,
-        backend: str = "fsdp",
+        backend: str | None = None,
         resume: str | None = None,
         max_staleness: int | None = None,
     ) -> None:
-        super().__init__(trainer, backend=backend, resume=resume)
+        super().__init__(trainer, backend=backend or self.backend, resume=resume)
         self._max_staleness = max_staleness
         self._batches = batches
         self._sizes = batches.of_rank(1)  # until the trainer knows its data ranks
@@ -147,13 +150,18 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         """Send this rank's share of one iteration on, with answers; return its number of samples.
 
         One rank alone takes the samples that are ready. The ranks of a sharded model compute
-        together: each takes equally many, and waits for the others. Samples are leased until they
-        are sent on. Raises `IncompleteShare` when the channel ends before.
+        together: each takes equally many, and waits for the others; of the ranks with the same
+        samples one takes them. Samples are leased until they are sent on. Raises `IncompleteShare`
+        when the channel ends before.
         """
         await self.onload()
         left = self._sizes.total_batch_size
         size = self._sizes.micro_batch_size or self._sizes.global_batch_size
         least = 1 if self.active_world_size == 1 else None
+        if not self._trainer.data_rank.is_io:
+            for _ in range(0, left, size):
+                await self.compute(answer, [])
+            return left
         try:
             while left > 0:
                 async with input_channel.lease(weight=min(size, left), at_least=least) as batch:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Sample, Tokens, TrainingSample
 
 if TYPE_CHECKING:
@@ -17,30 +18,30 @@ if TYPE_CHECKING:
 def with_log_probs(
     trainer: LanguageTrainer, samples: list[Sample], *, reference: bool, previous: bool = True
 ) -> list[Sample]:
-    """The samples with previous and, where asked for, reference log-probs."""
+    """The samples with previous and, where asked for, reference log-probs.
+
+    A rank that does not read computes those of the rank that does, and returns none.
+    """
     bare = [as_bare(sample) for sample in samples]
     done = samples
     if previous:
-        found = trainer.log_probs(bare)
-        done = [
-            msgspec.structs.replace(sample, prev_log_prob=log_prob)
-            for sample, log_prob in zip(done, found, strict=True)
-        ]
+        done = _with(done, "prev_log_prob", trainer.log_probs(bare))
     if reference:
-        found = trainer.log_probs(bare, reference=True)
-        done = [
-            msgspec.structs.replace(sample, ref_log_prob=log_prob)
-            for sample, log_prob in zip(done, found, strict=True)
-        ]
+        done = _with(done, "ref_log_prob", trainer.log_probs(bare, reference=True))
     return done
 
 
 def with_values(trainer: LanguageTrainer, samples: list[Sample]) -> list[Sample]:
-    """The samples with a critic's values."""
-    found = trainer.values([as_bare(sample) for sample in samples])
+    """The samples with a critic's values; none on a rank that does not read."""
+    return _with(samples, "value", trainer.values([as_bare(sample) for sample in samples]))
+
+
+def _with(samples: list[Sample], field: str, found: list[Floats]) -> list[Sample]:
+    if not samples:
+        return []
     return [
-        msgspec.structs.replace(sample, value=value)
-        for sample, value in zip(samples, found, strict=True)
+        msgspec.structs.replace(sample, **{field: one})
+        for sample, one in zip(samples, found, strict=True)
     ]
 
 

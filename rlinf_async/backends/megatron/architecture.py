@@ -7,12 +7,25 @@ from typing import Any, Final
 
 import msgspec
 
-from rlinf_async.parallel import Layout, ModelMismatch, Strategy, layout
+from rlinf_async.parallel import (
+    GlobalTensor,
+    Layout,
+    Model,
+    ModelMismatch,
+    Parameter,
+    Strategy,
+    Whole,
+    layout,
+)
 from rlinf_async.parallel.decoders import Decoder, megatron
 
 FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
 VOCABULARY_MULTIPLE: Final = 1
 """the vocabulary is padded to a multiple of this times the number of tensor ranks"""
+
+OUTPUT_LAYER: Final = "output_layer."
+VALUE_HEAD: Final = "value_head."
+"""of a critic's tensors in a checkpoint"""
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +38,8 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     """of Llama 3's scaling of rotary positions; None: not scaled"""
     longest: int
     """tokens of a sequence"""
+    values: bool = False
+    """a critic: a value head in place of the output layer"""
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
@@ -80,5 +95,24 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 
 def layout_of(architecture: Architecture, strategy: Strategy) -> Layout:
     """Return who holds which slices. Raises `StrategyError` for what does not divide."""
-    model = megatron(architecture.decoder, vocabulary_multiple=VOCABULARY_MULTIPLE)
+    decoder = architecture.decoder
+    model = megatron(decoder, vocabulary_multiple=VOCABULARY_MULTIPLE)
+    if architecture.values:
+        model = _with_value_head(model, decoder)
     return layout(model, strategy)
+
+
+def _with_value_head(model: Model, decoder: Decoder) -> Model:
+    """Return the parameters of a critic: every tensor rank has the whole head."""
+    kept = [one for one in model.parameters if one.name != OUTPUT_LAYER + "weight"]
+    head = {"weight": (1, decoder.hidden), "bias": (1,)}
+    kept += [
+        Parameter(
+            name=OUTPUT_LAYER + kind,
+            tensors=(GlobalTensor(VALUE_HEAD + kind, shape, decoder.dtype),),
+            split=Whole(),
+            stage="last",
+        )
+        for kind, shape in head.items()
+    ]
+    return Model(tuple(kept), model.layers)

@@ -31,10 +31,11 @@ from rlinf_async.backends.checkpoint.part import Part
 from rlinf_async.backends.checkpoint.reading import Saved, read_checkpoint
 from rlinf_async.backends.checkpoint.tensor_file import Box, Entry, in_file_order
 from rlinf_async.backends.checkpoint.writer import CheckpointWriter, Content
+from rlinf_async.backends.megatron.architecture import VALUE_HEAD
 from rlinf_async.backends.megatron.manager import MegatronModelManager
 from rlinf_async.backends.megatron.state import MOMENTS, set_state, torch_optimizers, whole_state
 
-MODEL, OPTIMIZER = "model.language.", "optimizer.language."
+MODEL, OPTIMIZER = "model.", "optimizer."
 FOREIGN = "it was not written by save_checkpoint()"
 
 
@@ -104,6 +105,12 @@ def load(manager: MegatronModelManager, writer: CheckpointWriter, path: Path) ->
     return own
 
 
+def saved_name(tensor: str) -> str:
+    """Return the name of a tensor in the FSDP backend's networks: the model of transformers is a
+    part of them, as the head of a critic is."""
+    return tensor if tensor.startswith(VALUE_HEAD) else f"language.{tensor}"
+
+
 def _part(manager: MegatronModelManager) -> Part:
     """Return this rank's slices; of the data ranks the first writes."""
     layout = {one.name: tuple(one.shape) for one in manager.tensors}
@@ -118,10 +125,13 @@ def _part(manager: MegatronModelManager) -> Part:
 
         def add(name: str, data: Tensor, prefix: str, suffix: str, held: Any = held) -> None:
             boxes = tuple(
-                Box(prefix + one.tensor + suffix, one.start, one.size, one.offset)
+                Box(prefix + saved_name(one.tensor) + suffix, one.start, one.size, one.offset)
                 for one in held.pieces
             )
-            shapes.update((prefix + one.tensor + suffix, layout[one.tensor]) for one in held.pieces)
+            shapes.update(
+                (prefix + saved_name(one.tensor) + suffix, layout[one.tensor])
+                for one in held.pieces
+            )
             entries.append(Entry(name, data.dtype, tuple(data.shape), boxes))
             live[name] = data
 
@@ -131,7 +141,7 @@ def _part(manager: MegatronModelManager) -> Part:
         for kind in MOMENTS:
             add(f"optimizer.{held.name}.{kind}", found[kind], OPTIMIZER, f".{kind}")
         for one in held.pieces:
-            name = f"{OPTIMIZER}{one.tensor}.step"
+            name = f"{OPTIMIZER}{saved_name(one.tensor)}.step"
             if name not in shapes:
                 shapes[name] = ()
                 entries.append(Entry(name, torch.float32, (), (Box(name, (), (), 0),)))
@@ -141,7 +151,7 @@ def _part(manager: MegatronModelManager) -> Part:
 
 def _assembled(held: Any, saved: Saved) -> dict[str, Tensor]:
     """Return a parameter, and its moments if they were saved, flat."""
-    first = held.pieces[0].tensor
+    first = saved_name(held.pieces[0].tensor)
     kinds = {"param": (MODEL, "")}
     if f"{OPTIMIZER}{first}.step" in saved.tensors:
         kinds |= {kind: (OPTIMIZER, f".{kind}") for kind in MOMENTS}
@@ -151,14 +161,14 @@ def _assembled(held: Any, saved: Saved) -> dict[str, Tensor]:
         for one in held.pieces:
             size = torch.Size(one.size).numel()
             box = whole[one.offset : one.offset + size].view(one.size)
-            saved.tensors[prefix + one.tensor + suffix].fill(box, one.start)
+            saved.tensors[prefix + saved_name(one.tensor) + suffix].fill(box, one.start)
         found[kind] = whole.to(held.parameter.device)
     return found
 
 
 def _check(manager: MegatronModelManager, saved: Saved) -> None:
     """Raise `CheckpointError` unless names and shapes are those of the model."""
-    wanted = {MODEL + one.name: tuple(one.shape) for one in manager.tensors}
+    wanted = {MODEL + saved_name(one.name): tuple(one.shape) for one in manager.tensors}
     there = {name: one.shape for name, one in saved.tensors.items() if name.startswith("model.")}
     faults = [f"missing {name!r}" for name in wanted if name not in there]
     faults += [f"unexpected {name!r}" for name in there if name not in wanted]

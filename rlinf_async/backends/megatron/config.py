@@ -27,6 +27,12 @@ class MegatronConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """ranks that share each layer"""
     pp: int = 1
     """pipeline stages, which share the layers"""
+    virtual_stages: int = 1
+    """model chunks of each stage, whose passes are interleaved (``vpp_size``)"""
+    cp: int = 1
+    """ranks that share the tokens of each sample: not offered, see `offered`"""
+    ep: int = 1
+    """ranks that share the experts of each layer: not offered, see `offered`"""
     sequence_parallel: bool = False
     """tensor ranks share the tokens between layers, too"""
     distributed_optimizer: bool = True
@@ -36,9 +42,14 @@ class MegatronConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     does"""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp"):
+        for name in ("tp", "pp", "virtual_stages", "cp", "ep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.virtual_stages > 1 and self.pp == 1:
+            raise ValueError(
+                f"virtual_stages is {self.virtual_stages}, but pp is 1: one stage has nothing to "
+                "interleave; leave it out, or set pp"
+            )
         if self.optimizer.value_lr is not None:
             raise ValueError("value_lr is for policies with a value of their own: leave it out")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,11 +74,24 @@ def run_stage(
     return output
 
 
-def statistics_of(logits: Tensor, packed: Packed, vocabulary: int, grid: Grid) -> TokenStatistics:
-    """Return log-probs and entropies ``[N]`` from the logits of the last stage."""
-    return vocabulary_statistics(
-        logits[0], packed.targets, packed.inverse_temperature, vocabulary, grid.groups.tp
-    )
+Read = Callable[[Tensor, Packed], Any]
+"""takes what a model says of the tokens of a micro-batch from the output of its last stage"""
+
+
+def read_statistics(vocabulary: int, grid: Grid) -> Read:
+    """Read log-probs and entropies ``[N]`` from logits."""
+
+    def read(logits: Tensor, packed: Packed) -> TokenStatistics:
+        return vocabulary_statistics(
+            logits[0], packed.targets, packed.inverse_temperature, vocabulary, grid.groups.tp
+        )
+
+    return read
+
+
+def read_values(output: Tensor, packed: Packed) -> Tensor:
+    """Read values ``[N]``, float32."""
+    return output[0, :, 0].float().clone()
 
 
 def padded(packed: Packed, multiple: int) -> Packed:

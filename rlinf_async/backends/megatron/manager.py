@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import logging
 import math
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,14 +22,21 @@ from torch import Tensor, nn
 from rlinf_async.backends.building import building
 from rlinf_async.backends.language_training.describing import describing_files
 from rlinf_async.backends.language_training.hugging_face import build_language_model
-from rlinf_async.backends.megatron.architecture import architecture_of, layout_of
+from rlinf_async.backends.megatron.architecture import VALUE_HEAD, architecture_of, layout_of
 from rlinf_async.backends.megatron.config import MegatronConfig
+from rlinf_async.backends.megatron.custom_forward import (
+    LogitsProcessor,
+    PaddedBatch,
+    custom_forward,
+)
 from rlinf_async.backends.megatron.feed import Feed
+from rlinf_async.backends.megatron.forward import read_statistics, read_values
 from rlinf_async.backends.megatron.grid import Grid, make_grid
-from rlinf_async.backends.megatron.library import of_megatron
-from rlinf_async.backends.megatron.model import Options, build_stage
+from rlinf_async.backends.megatron.memory import StageMemory
+from rlinf_async.backends.megatron.model import Options, build_chunk, build_stage
+from rlinf_async.backends.megatron.offered import check_offered
 from rlinf_async.backends.megatron.optimizer import Sharding, make_optimizer, with_gradients
-from rlinf_async.backends.megatron.schedule import Schedule
+from rlinf_async.backends.megatron.schedule import Schedule, Work, make_data_iterator_list
 from rlinf_async.backends.megatron.weights import (
     held_weights,
     load_weights,
@@ -49,6 +57,7 @@ class MegatronModelManager:
         world_size: of the launched ranks, all of which train.
         rank: of this one.
         seed: of random weights.
+        values: a critic, with a value head in place of the output layer.
 
     Raises:
         StrategyError: the ranks do not make up the strategy, or it does not divide the model.
@@ -56,7 +65,9 @@ class MegatronModelManager:
         MegatronUnavailable: megatron-core is not installed, or in another version.
     """
 
-    def __init__(self, cfg: MegatronConfig, world_size: int, rank: int, seed: int) -> None:
+    def __init__(
+        self, cfg: MegatronConfig, world_size: int, rank: int, seed: int, *, values: bool = False
+    ) -> None:
         self.cfg = cfg
         self.rank, self.world_size = rank, world_size
         self.strategy = strategy_of(cfg, world_size)
@@ -78,29 +89,41 @@ class MegatronModelManager:
             whole, _ = build_language_model(cfg.model)
         self.model_files = describing_files(cfg.model, whole)
         config: Any = whole.config
-        self.architecture = architecture_of(config.to_dict())
+        self.architecture = msgspec.structs.replace(
+            architecture_of(config.to_dict()), values=values
+        )
+        check_offered(self.architecture, self.strategy, cp=cfg.cp, ep=cfg.ep)
         layout_of(self.architecture, self.strategy)  # refuses what does not divide, first of all
         self.grid: Grid = make_grid(self.strategy)
         self.feed = Feed(self.grid.feed)
-        options = Options(
+        self.options = Options(
             dtype=DTYPES[cfg.precision],
             sequence_parallel=cfg.sequence_parallel,
             recompute=cfg.model.activation_checkpointing,
         )
-        self.stage: nn.Module = build_stage(self.architecture, self.grid, options).to(self.device)
-        self.held = held_weights(self.stage, self.architecture, self.grid)
-        load_weights(self.held, whole.state_dict().__getitem__)
         self._language_class, self._language_config = type(whole), config
-        del whole
         self._sharding = Sharding(distributed=cfg.distributed_optimizer, overlap=cfg.overlap)
-        self.model: Any = with_gradients(self.stage, self.grid, self._sharding)
-        self.optimizer = make_optimizer(self.model, self.grid, cfg.optimizer, self._sharding)
-        vocabulary = self.architecture.decoder.vocabulary
-        self.training = Schedule(self.model, self.stage, self.grid, vocabulary)
-        self.inference = Schedule(self.stage, self.stage, self.grid, vocabulary)
-        finalize = of_megatron("distributed").finalize_model_grads
-        stage_config: Any = self.stage.config
-        stage_config.finalize_model_grads_func = partial(_finalize, finalize)
+        self.setup_model_and_optimizer(first_weights(whole))
+
+    def setup_model_and_optimizer(self, tensor: Callable[[str], Tensor]) -> None:
+        """Build this rank's stage, fill it, and make its optimizer. Collective.
+
+        ``tensor`` returns a whole tensor of the checkpoint by its name.
+        """
+        self.chunks: list[nn.Module] = [
+            chunk.to(self.device)
+            for chunk in build_stage(self.architecture, self.grid, self.options)
+        ]
+        self.held = held_weights(self.chunks, self.architecture, self.grid)
+        load_weights(self.held, tensor)
+        self.models: list[Any] = with_gradients(self.chunks, self.grid, self._sharding)
+        self.optimizer = make_optimizer(self.models, self.grid, self.cfg.optimizer, self._sharding)
+        self.memory = StageMemory(self.models, self.optimizer)
+        decoder = self.architecture.decoder
+        values = self.architecture.values
+        read = read_values if values else read_statistics(decoder.vocabulary, self.grid)
+        self.training = Schedule(self.models, self.chunks, self.grid, read)
+        self.inference = Schedule(self.chunks, self.chunks, self.grid, read)
 
     @property
     def tensors(self) -> tuple[GlobalTensor, ...]:
@@ -114,11 +137,68 @@ class MegatronModelManager:
         assert place is not None
         return DataRank(place.dp, self.strategy.dp, self.grid.is_io)
 
+    # ---- what Megatron's schedules are given
+
+    def model_provider_func(self, pre_process: bool, post_process: bool) -> nn.Module:
+        """Build the first model chunk of a stage, with weights that are to be replaced.
+
+        Args:
+            pre_process: it has the embedding.
+            post_process: it has the output layer, or the value head of a critic.
+        """
+        return build_chunk(
+            self.architecture,
+            self.grid,
+            self.options,
+            number=0,
+            pre_process=pre_process,
+            post_process=post_process,
+        ).to(self.device)
+
+    def make_data_iterator_list(
+        self, data_iterator: Iterator[Work], padding: bool = False, vpp_size: int = 1
+    ) -> list[Iterator[Work]]:
+        """Return an iterator for each model chunk of a stage; see `schedule`.
+
+        ``padding``: rows of tokens become as long as tensor ranks can divide.
+        """
+        return make_data_iterator_list(data_iterator, padding, vpp_size, self.strategy.tp)
+
+    def custom_forward(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        sequence_parallel: bool,
+        value_model: bool = False,
+        pack_seqs: bool = True,
+        logits_processor: LogitsProcessor | None = None,
+        logits_processor_args: Mapping[str, Any] | None = None,
+        temperature: float = 1.0,
+        max_batch_seqlen: int = 4096,
+    ) -> Tensor | dict[str, Tensor]:
+        """Compute a padded batch with one model chunk; see `custom_forward.custom_forward`."""
+        batch = PaddedBatch(input_ids, attention_mask.bool(), position_ids)
+        return custom_forward(
+            model,
+            self.grid,
+            batch,
+            sequence_parallel=sequence_parallel,
+            value_model=value_model,
+            pack_seqs=pack_seqs,
+            logits_processor=logits_processor,
+            logits_processor_args=logits_processor_args or {},
+            temperature=temperature,
+            max_batch_seqlen=max_batch_seqlen,
+        )
+
     # ---- one optimizer step
 
     def zero_grad(self) -> None:
         """Zero all gradients."""
-        self.model.zero_grad_buffer()
+        for one in self.models:
+            one.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def optimizer_step(self, gradient_factor: float) -> tuple[float, float]:
@@ -127,7 +207,8 @@ class MegatronModelManager:
 
         A norm that is not finite skips the step.
         """
-        self.model.scale_gradients(gradient_factor)
+        for one in self.models:
+            one.scale_gradients(gradient_factor)
         lr = self.lr
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -156,42 +237,47 @@ class MegatronModelManager:
         """Move the weights to the CPU. On a CPU there is nothing to free."""
         if not self.weights_offloaded and self._on_device:
             self.gather_parameters()
-            for buffer in self._buffers():
-                buffer.offload_to_cpu(move_params=True, move_grads=False)
+            self.memory.offload_weights()
             torch.cuda.empty_cache()
         self.weights_offloaded = True
 
     def load_weights(self) -> None:
         """Take the weights back to the device."""
         if self.weights_offloaded and self._on_device:
-            for buffer in self._buffers():
-                buffer.reload_from_cpu(move_params=True, move_grads=False)
+            self.memory.load_weights()
         self.weights_offloaded = False
 
     def offload_optimizer(self) -> None:
-        """Move the optimizer's state to the CPU, and free the memory of the gradients."""
+        """Move moments and float32 copies of weights to the CPU, and free the memory of the
+        gradients."""
         if not self.optimizer_offloaded and self._on_device:
             self.gather_parameters()
-            self.optimizer.offload_to_cpu()
-            for buffer in self._buffers():
-                buffer.offload_to_cpu(move_params=False, move_grads=True)
+            self.memory.offload_optimizer()
             torch.cuda.empty_cache()
         self.optimizer_offloaded = True
 
     def load_optimizer(self) -> None:
         """Take the optimizer's state back to the device, with gradients of 0."""
         if self.optimizer_offloaded and self._on_device:
-            for buffer in self._buffers():
-                buffer.reload_from_cpu(move_params=False, move_grads=True)
-            self.optimizer.restore_from_cpu()
+            self.memory.load_optimizer()
         self.optimizer_offloaded = False
 
     @property
     def _on_device(self) -> bool:
         return self.device.type != "cpu"
 
-    def _buffers(self) -> list[Any]:
-        return [*self.model.buffers, *self.model.expert_parallel_buffers]
+    def offload_megatron_copy_params(self, optimizers: Any) -> None:
+        """Give back the memory of the float32 copies of weights that optimizers keep.
+
+        Args:
+            optimizers: one of Megatron's, several, or a chained one. With float32 models there are
+                no copies. The tensors stay the same objects; calling this twice does no harm.
+        """
+        self.memory.offload_copies(optimizers)
+
+    def load_megatron_copy_params(self, optimizers: Any) -> None:
+        """Take the float32 copies of weights back; calling this twice does no harm."""
+        self.memory.load_copies(optimizers)
 
     # ---- among ranks
 
@@ -218,7 +304,8 @@ class MegatronModelManager:
         """Have the last step's parameters of all data ranks, where they are gathered as the next
         forward pass needs them. Collective among the data ranks."""
         if self.cfg.overlap and self.cfg.distributed_optimizer:
-            self.model.start_param_sync(force_sync=True)
+            for one in self.models:
+                one.start_param_sync(force_sync=True)
 
     def live_weights(self) -> dict[str, Tensor]:
         """Return this rank's part of the weights in the model, by name: the memory itself.
@@ -273,6 +360,20 @@ class MegatronModelManager:
         return model
 
 
+def first_weights(whole: nn.Module) -> Callable[[str], Tensor]:
+    """Return the weights of a model of transformers by name; those of a value head are 0."""
+    state, hidden = whole.state_dict(), cast(Any, whole).config.hidden_size
+    head = {"weight": torch.zeros(1, hidden), "bias": torch.zeros(1)}
+
+    def tensor(name: str) -> Tensor:
+        if name.startswith(VALUE_HEAD):
+            return head[name.removeprefix(VALUE_HEAD)]
+        found: Tensor = state[name]
+        return found
+
+    return tensor
+
+
 def strategy_of(cfg: MegatronConfig, world_size: int) -> Strategy:
     """Return the strategy of so many ranks. Raises `StrategyError` where they do not make it up."""
     part = cfg.tp * cfg.pp
@@ -281,8 +382,4 @@ def strategy_of(cfg: MegatronConfig, world_size: int) -> Strategy:
         nearest = ", ".join(map(str, near))
         fault = f"tp={cfg.tp} x pp={cfg.pp} does not divide {world_size} ranks; nearest: {nearest}"
         raise StrategyError([fault])
-    return Strategy(tp=cfg.tp, pp=cfg.pp, dp=world_size // part)
-
-
-def _finalize(finalize: Any, model: Any, tokens: Any, **groups: Any) -> None:
-    finalize(model, None, **groups)
+    return Strategy(tp=cfg.tp, pp=cfg.pp, dp=world_size // part, virtual_stages=cfg.virtual_stages)

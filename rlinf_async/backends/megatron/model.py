@@ -17,6 +17,7 @@ from rlinf_async.backends.megatron.attention import PackedAttention
 from rlinf_async.backends.megatron.grid import Grid
 from rlinf_async.backends.megatron.library import of_megatron
 from rlinf_async.backends.megatron.norms import Norm
+from rlinf_async.backends.megatron.values import ValueHead
 from rlinf_async.parallel import Strategy
 from rlinf_async.parallel.decoders import Decoder
 
@@ -30,39 +31,68 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """compute each layer again in the backward pass"""
 
 
-def build_stage(
-    architecture: Architecture, grid: Grid, options: Options, *, value_model: bool = False
-) -> nn.Module:
-    """Build this rank's stage, on the CPU, with weights that are to be replaced.
+def build_stage(architecture: Architecture, grid: Grid, options: Options) -> list[nn.Module]:
+    """Build this rank's stage, on the CPU, with weights that are to be replaced: one model chunk,
+    or several with interleaved stages.
 
     Raises:
         StrategyError: the strategy does not divide the model; `parallel.layout` says so before.
     """
     assert grid.place is not None
-    one, strategy = architecture.decoder, grid.strategy
     _track_random_states(grid.place.tp)
     _make_global_buffer()
+    last = grid.strategy.virtual_stages - 1
+    return [
+        build_chunk(
+            architecture,
+            grid,
+            options,
+            number=number,
+            pre_process=grid.place.stage == 0 and number == 0,
+            post_process=grid.is_last_stage and number == last,
+        )
+        for number in range(last + 1)
+    ]
+
+
+def build_chunk(
+    architecture: Architecture,
+    grid: Grid,
+    options: Options,
+    *,
+    number: int,
+    pre_process: bool,
+    post_process: bool,
+) -> nn.Module:
+    """Build one model chunk of a stage, with the embedding (``pre_process``) and the output layer
+    or value head (``post_process``)."""
+    assert grid.place is not None
+    one, strategy = architecture.decoder, grid.strategy
     config = _transformer_config(architecture, strategy, options)
     specs = of_megatron("models.gpt.gpt_layer_specs")
     spec = specs.get_gpt_layer_local_spec(qk_layernorm=one.qk_norm, normalization="RMSNorm")
     _use_own_parts(spec, one)
     block = of_megatron("transformer.transformer_block")
-    counts = block.get_num_layers_to_build(config, pp_rank=grid.place.stage)
+    vp_stage = number if strategy.virtual_stages > 1 else None
+    counts = block.get_num_layers_to_build(config, vp_stage, pp_rank=grid.place.stage)
     layers = block.TransformerBlockSubmodules(layer_specs=[spec] * counts, layer_norm=Norm)
     model: nn.Module = of_megatron("models.gpt").GPTModel(
         config,
         layers,
         padded_vocabulary(one.vocabulary, strategy.tp),
         architecture.longest,
-        pre_process=grid.place.stage == 0,
-        post_process=grid.is_last_stage,
-        share_embeddings_and_output_weights=one.tied and not value_model,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=one.tied and not architecture.values,
         position_embedding_type="rope",
         rotary_base=architecture.rope_theta,
         rope_scaling=architecture.rope_factor is not None,
         rope_scaling_factor=architecture.rope_factor or 8.0,
         pg_collection=grid.groups,
+        vp_stage=vp_stage,
     )
+    if architecture.values and post_process:
+        model.output_layer = ValueHead(config)
     _mark_cut_parameters(model)
     return model
 
@@ -133,6 +163,7 @@ def _transformer_config(architecture: Architecture, strategy: Strategy, options:
         attention_dropout=0.0,
         tensor_model_parallel_size=strategy.tp,
         pipeline_model_parallel_size=strategy.pp,
+        **_interleaving(strategy),
         sequence_parallel=options.sequence_parallel and strategy.tp > 1,
         pipeline_dtype=options.dtype,
         params_dtype=options.dtype,
@@ -149,6 +180,18 @@ def _transformer_config(architecture: Architecture, strategy: Strategy, options:
         gradient_accumulation_fusion=False,
         **recompute,
     )
+
+
+def _interleaving(strategy: Strategy) -> dict[str, Any]:
+    """Both neighbours of one of two stages are the same rank: activations and gradients must not
+    travel in one batch then, whose messages would be mixed up."""
+    if strategy.virtual_stages == 1:
+        return {}
+    return {
+        "virtual_pipeline_model_parallel_size": strategy.virtual_stages,
+        "overlap_p2p_comm": True,
+        "batch_p2p_comm": False,
+    }
 
 
 def _use_own_parts(spec: Any, one: Decoder) -> None:

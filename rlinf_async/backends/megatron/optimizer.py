@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,8 +26,9 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
     does"""
 
 
-def with_gradients(stage: nn.Module, grid: Grid, sharding: Sharding) -> nn.Module:
-    """Wrap a stage in Megatron's data parallelism, which holds its gradients in float32."""
+def with_gradients(chunks: Sequence[nn.Module], grid: Grid, sharding: Sharding) -> list[Any]:
+    """Wrap each chunk of a stage in Megatron's data parallelism, which holds its gradients in
+    float32."""
     distributed = of_megatron("distributed")
     config = distributed.DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -34,19 +37,34 @@ def with_gradients(stage: nn.Module, grid: Grid, sharding: Sharding) -> nn.Modul
         use_distributed_optimizer=sharding.distributed,
         average_in_collective=False,
     )
-    wrapped: nn.Module = distributed.DistributedDataParallel(
-        stage.config, config, stage, pg_collection=grid.groups
-    )
+    wrapped = [
+        distributed.DistributedDataParallel(
+            chunk.config, config, chunk, pg_collection=grid.groups, disable_bucketing=number > 0
+        )
+        for number, chunk in enumerate(chunks)
+    ]
+    finalize = partial(_finalize, distributed.finalize_model_grads)
+    for chunk in chunks:
+        of_chunk: Any = chunk.config
+        of_chunk.finalize_model_grads_func = finalize
+        if sharding.overlap:  # reduced in the backward pass of the last micro-batch
+            no_sync = [one.no_sync for one in wrapped]
+            of_chunk.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
 
 
+def _finalize(finalize: Any, model: Any, tokens: Any, **groups: Any) -> None:
+    """Reduce the gradients, without dividing them by a number of tokens."""
+    finalize(model, None, **groups)
+
+
 def make_optimizer(
-    wrapped: nn.Module, grid: Grid, config: OptimizerConfig, sharding: Sharding
+    wrapped: Sequence[Any], grid: Grid, config: OptimizerConfig, sharding: Sharding
 ) -> Any:
-    """Return Megatron's optimizer (AdamW) for a wrapped stage. Collective over all launched ranks:
+    """Return Megatron's optimizer (AdamW) for wrapped chunks. Collective over all launched ranks:
     idle ones call `sit_out_optimizer`."""
     optimizer = of_megatron("optimizer")
-    params: Any = next(wrapped.parameters())
+    params: Any = next(wrapped[0].parameters())
     settings = optimizer.OptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -61,7 +79,7 @@ def make_optimizer(
         overlap_param_gather=sharding.overlap and sharding.distributed,
     )
     return optimizer.get_megatron_optimizer(
-        settings, [wrapped], use_gloo_process_groups=False, pg_collection=grid.groups
+        settings, list(wrapped), use_gloo_process_groups=False, pg_collection=grid.groups
     )
 
 

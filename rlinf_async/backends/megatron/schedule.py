@@ -7,23 +7,23 @@
 
 A micro-batch is pulled when the schedule comes to it, so it may still be on its way when the first
 one is computed. With several stages their number must be known before: how many forward passes a
-stage runs ahead depends on it.
+stage runs ahead depends on it. With interleaving (``virtual_stages`` model chunks on each stage)
+it is made a multiple of the number of stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat, tee
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from rlinf_async.backends.language_training.packing import Packed
-from rlinf_async.backends.language_training.token_statistics import TokenStatistics
-from rlinf_async.backends.megatron.forward import SelectRows, run_stage, statistics_of
+from rlinf_async.backends.megatron.forward import Read, SelectRows, padded, run_stage
 from rlinf_async.backends.megatron.grid import Grid
 from rlinf_async.backends.megatron.library import of_megatron
 
@@ -32,8 +32,9 @@ class Work(NamedTuple):
     """One micro-batch, on every rank of a model-parallel group."""
 
     packed: Packed
-    answer: Callable[[TokenStatistics], tuple[Tensor, Any]]
-    """loss to differentiate, and what is to be returned; called on the last stage"""
+    answer: Callable[[Any], tuple[Tensor, Any]]
+    """of what was read from the output: loss to differentiate, and what is to be returned; called
+    on the last stage"""
     is_last: bool
     of: int | None
     """micro-batches of the global batch; stages of a pipeline have to know"""
@@ -42,14 +43,18 @@ class Work(NamedTuple):
 class Schedule:
     """Runs the stage of this rank."""
 
-    def __init__(self, model: nn.Module, stage: nn.Module, grid: Grid, vocabulary: int) -> None:
-        """``model`` is ``stage``, or wraps it (for gradients)."""
-        self._model = model
-        self._stage = stage
+    def __init__(
+        self, models: Sequence[nn.Module], chunks: Sequence[nn.Module], grid: Grid, read: Read
+    ) -> None:
+        """``models`` are the chunks of the stage, or wrap them (for gradients); ``read`` takes log-
+        probs or values from what the last one computes."""
+        self._models = list(models)
+        self._chunks = list(chunks)
         self._grid = grid
-        self._vocabulary = vocabulary
-        last: Any = stage
+        self._read = read
+        last: Any = chunks[-1]
         self._select = SelectRows.of(last.output_layer, grid) if grid.is_last_stage else None
+        self._config: Any = last.config
 
     def train(self, work: Iterable[Work]) -> list[Any]:
         """Run the micro-batches of a global batch; return the answers, on the last stage.
@@ -73,48 +78,93 @@ class Schedule:
                 return [self._compute(one)[1] for one in work]
         return self._pipeline(work, count, backward=False)
 
+    @property
+    def _device(self) -> torch.device:
+        return next(self._chunks[0].parameters()).device
+
     def _train_one_stage(self, work: Iterable[Work]) -> list[Any]:
         """One after the other as they arrive, however many there are."""
-        answers, model, config = [], self._model, cast(Any, self._stage.config)
+        answers, model = [], self._models[0]
         for one in work:
             waits = nullcontext() if one.is_last else cast(Any, model).no_sync()
             with waits:
                 loss, answer = self._compute(one)
                 torch.autograd.backward(loss)
             answers.append(answer)
-        config.finalize_model_grads_func([model], None, pg_collection=self._grid.groups)
+        self._config.finalize_model_grads_func([model], None, pg_collection=self._grid.groups)
         return answers
 
     def _compute(self, one: Work) -> tuple[Tensor, Any]:
-        logits = run_stage(self._model, self._stage, one.packed, self._grid, self._select)
-        return one.answer(statistics_of(logits, one.packed, self._vocabulary, self._grid))
+        model, chunk = self._models[0], self._chunks[0]
+        output = run_stage(model, chunk, one.packed, self._grid, self._select)
+        return one.answer(self._read(output, one.packed))
 
     def _pipeline(self, work: Iterable[Work], count: int, *, backward: bool) -> list[Any]:
         schedules = of_megatron("pipeline_parallel.schedules")
-        run = schedules.forward_backward_pipelining_without_interleaving
-        config: Any = self._stage.config
         p2p = of_megatron("pipeline_parallel.p2p_communication")
-        communicator = p2p.P2PCommunicator(self._grid.groups.pp, config)
+        size = len(self._models)
+        if size == 1:
+            run = schedules.forward_backward_pipelining_without_interleaving
+        else:
+            run = schedules.forward_backward_pipelining_with_interleaving
+        # Interleaved stages take the micro-batches in groups of as many as there are stages.
+        missing = -count % self._grid.strategy.pp if size > 1 else 0
+        work = chain(work, repeat(_idle(self._device), missing))
+        iterators = make_data_iterator_list(iter(work), vpp_size=size)
         with torch.set_grad_enabled(backward):
             found: list[Any] = run(
-                forward_step_func=self._step,
-                data_iterator=iter(work),
-                model=self._model,
-                num_microbatches=count,
+                forward_step_func=self.step,
+                data_iterator=iterators if size > 1 else iterators[0],
+                model=self._models if size > 1 else self._models[0],
+                num_microbatches=count + missing,
                 seq_length=1,  # the real ones are exchanged between the stages
                 micro_batch_size=1,
                 forward_only=not backward,
-                p2p_communicator=communicator,
+                p2p_communicator=p2p.P2PCommunicator(self._grid.groups.pp, self._config),
                 pg_collection=self._grid.groups,
             )
-        return found
+        return found[:count]
 
-    def _step(self, work: Iterator[Work], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+    def step(self, work: Iterator[Work], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        """Compute the next micro-batch; return the output of this model chunk, and what makes loss
+        and answer of it on the last stage. What Megatron's schedule calls."""
         one = next(work)
-        output = run_stage(model, self._stage, one.packed, self._grid, self._select)
+        at = next(at for at, known in enumerate(self._models) if known is model)
+        select = self._select if at == len(self._models) - 1 else None
+        output = run_stage(model, self._chunks[at], one.packed, self._grid, select)
         return output, partial(self._answer, one)
 
-    def _answer(self, work: Work, logits: Tensor) -> tuple[Tensor, Tensor, Any]:
-        found = statistics_of(logits, work.packed, self._vocabulary, self._grid)
-        loss, answer = work.answer(found)
+    def _answer(self, work: Work, output: Tensor) -> tuple[Tensor, Tensor, Any]:
+        loss, answer = work.answer(self._read(output, work.packed))
         return loss, torch.zeros([], dtype=torch.int), answer
+
+
+def make_data_iterator_list(
+    data_iterator: Iterator[Work], padding: bool = False, vpp_size: int = 1, multiple: int = 1
+) -> list[Iterator[Work]]:
+    """Return an iterator for each model chunk: all of them yield every micro-batch.
+
+    A micro-batch is pulled when the first chunk comes to it, and kept until the last one has it, so
+    the iterator may be a live channel's.
+
+    Args:
+        data_iterator: micro-batches, possibly still arriving.
+        padding: pad each row of tokens to a multiple of ``multiple``.
+        vpp_size: number of model chunks of this stage.
+        multiple: number of tensor ranks, which share the tokens with sequence parallelism.
+    """
+    if padding:
+        data_iterator = (one._replace(packed=padded(one.packed, multiple)) for one in data_iterator)
+    return list(tee(data_iterator, vpp_size))
+
+
+def _idle(device: torch.device) -> Work:
+    """A micro-batch of one token, without a gradient, whose answer nobody takes."""
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    packed = Packed(token[None], token[None], [1], token, token, torch.ones(1, device=device))
+    return Work(packed, _nothing, True, None)
+
+
+def _nothing(found: Any) -> tuple[Tensor, Any]:
+    first: Tensor = found if isinstance(found, Tensor) else found[0]
+    return first.sum() * 0.0, None

@@ -1,4 +1,4 @@
-"""`MegatronTrainer`: the `LanguageTrainer` of an actor, over Megatron.
+"""`MegatronTrainer`: the `LanguageTrainer` of an actor, over Megatron; and what a critic shares.
 
 ::
 
@@ -9,10 +9,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from rlinf_async.backends.language_training.objective import (
     SUPERVISED,
     Forward,
     PolicyObjective,
+    ValueObjective,
 )
 from rlinf_async.backends.language_training.packing import (
     by_tokens,
@@ -55,20 +56,29 @@ from rlinf_async.weights import pack
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class MegatronTrainer:
-    """One rank of an actor. torch.distributed is up on several ranks."""
+class Accumulated(NamedTuple):
+    """What the gradients of a global batch are of, on every rank."""
+
+    metrics: dict[str, float]
+    units: float
+    """what the gradients are to be divided by"""
+
+
+class MegatronTrainerBase:
+    """What a policy and a critic have in common. torch.distributed is up on several ranks."""
+
+    critic = False
 
     def __init__(self, config: MegatronTrainerConfig, world_size: int, rank: int) -> None:
         self.config = config
-        self.objective = PolicyObjective(config)
-        self.manager = MegatronModelManager(config.megatron, world_size, rank, config.seed)
+        self.objective = (ValueObjective if self.critic else PolicyObjective)(config)
+        self.manager = MegatronModelManager(
+            config.megatron, world_size, rank, config.seed, values=self.critic
+        )
         self._writer = CheckpointWriter()
         self._version = 0
-        self._published: WeightUpdate | None = None
         self.kept_weights = KeptWeights(self.manager)
         """copies of weights on the CPU, the reference's among them"""
-        if config.reference:
-            self.kept_weights.backup(REFERENCE)
 
     @property
     def version(self) -> int:
@@ -89,7 +99,7 @@ class MegatronTrainer:
     @property
     def normalizes(self) -> bool:
         """Advantages are normalised over the global batch."""
-        return self.config.advantage.whitens
+        return self.config.advantage.whitens and not self.critic
 
     def normalize_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return this rank's part of a global batch, normalised over all of it. Collective among
@@ -110,9 +120,13 @@ class MegatronTrainer:
         """Make one optimizer step. Collective."""
         return self._step(micro_batches, None)
 
-    def supervised_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
-        """Make one optimizer step on the cross-entropy of the responses. Collective."""
-        return self._step(micro_batches, SUPERVISED)
+    def forward_backward(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
+        """Add the gradients of one global batch, undivided, to those that are there. Collective."""
+        return self._accumulate(micro_batches, None).metrics
+
+    def get_forward_step_func(self) -> Callable[..., Any]:
+        """Return what Megatron's schedule calls for each micro-batch: see `Schedule.step`."""
+        return self.manager.training.step
 
     def end_iteration(self) -> None:
         """Count the version up."""
@@ -122,9 +136,32 @@ class MegatronTrainer:
         self, micro_batches: Iterable[MicroBatch], loss: LanguageLossConfig | None
     ) -> Mapping[str, float]:
         manager = self.manager
-        pipelined = manager.strategy.pp > 1
         manager.zero_grad()
-        shared = manager.feed.share(micro_batches, counted=pipelined)
+        try:
+            found = self._accumulate(micro_batches, loss)
+        except Exception:
+            manager.zero_grad()
+            raise
+        if found.units == 0:
+            manager.zero_grad()
+            nothing = {"empty": 1.0, "skipped": 0.0, "grad_norm": 0.0, "lr": manager.lr}
+            return found.metrics | nothing
+        before = manager.skipped_steps
+        grad_norm, lr = manager.optimizer_step(1.0 / found.units)
+        skipped = float(manager.skipped_steps - before)
+        return found.metrics | {
+            "empty": 0.0,
+            "skipped": skipped,
+            "grad_norm": grad_norm,
+            "lr": lr,
+        }
+
+    def _accumulate(
+        self, micro_batches: Iterable[MicroBatch], loss: LanguageLossConfig | None
+    ) -> Accumulated:
+        """Raises `TrainingDiverged` for a loss that is not finite."""
+        manager = self.manager
+        shared = manager.feed.share(micro_batches, counted=manager.strategy.pp > 1)
         totals = Totals()
         for part in manager.training.train(self._work(one, loss) for one in shared):
             totals.add(part)
@@ -133,20 +170,9 @@ class MegatronTrainer:
             row = totals.row(manager.device)
             manager.sum_over_data(row)
             totals.take(row)
-        metrics: dict[str, float]
-        metrics, units = manager.from_last_stage((totals.metrics(), totals.units))
-        try:
-            check_finite(metrics, manager.steps)
-        except Exception:
-            manager.zero_grad()
-            raise
-        if units == 0:
-            manager.zero_grad()
-            return metrics | {"empty": 1.0, "skipped": 0.0, "grad_norm": 0.0, "lr": manager.lr}
-        before = manager.skipped_steps
-        grad_norm, lr = manager.optimizer_step(1.0 / units)
-        skipped = float(manager.skipped_steps - before)
-        return metrics | {"empty": 0.0, "skipped": skipped, "grad_norm": grad_norm, "lr": lr}
+        found = Accumulated(*manager.from_last_stage((totals.metrics(), totals.units)))
+        check_finite(found.metrics, manager.steps)
+        return found
 
     def _work(self, micro_batch: MicroBatch, loss: LanguageLossConfig | None) -> Work:
         forward = self.objective.prepare(
@@ -154,7 +180,7 @@ class MegatronTrainer:
         )
         assert isinstance(forward, Forward)
 
-        def answer(found: TokenStatistics) -> tuple[Tensor, Part]:
+        def answer(found: Any) -> tuple[Tensor, Part]:
             part = forward.answer(found)
             return part.loss, part._replace(loss=part.loss.detach().clone())
 
@@ -162,25 +188,11 @@ class MegatronTrainer:
 
     # ---- inference
 
-    def log_probs(
-        self, samples: Sequence[TrainingSample], *, reference: bool = False
+    def _answers(
+        self, samples: Sequence[TrainingSample], read: Callable[[Any], Tensor]
     ) -> list[Floats]:
-        """Return log-probs ``[R]`` of each response of the rank that reads, on every rank of its
-        model. Collective.
-
-        Raises `ValueError` for the reference where none is kept.
-        """
-        if not reference:
-            return self._log_probs(samples)
-        if REFERENCE not in self.kept_weights.tags:
-            raise ValueError(
-                "reference log-probs were asked for, but no reference weights are kept: set "
-                "reference = true in the trainer's configuration"
-            )
-        with self.kept_weights.swapped_in():
-            return self._log_probs(samples)
-
-    def _log_probs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+        """Return ``[R]`` of each response of the rank that reads, on every rank of its model;
+        ``read`` takes them from what is found in a micro-batch. Collective."""
         manager = self.manager
         samples = manager.feed.broadcast(list(samples))
         if not samples:
@@ -188,8 +200,9 @@ class MegatronTrainer:
         limit = self.config.max_tokens_per_forward
         parts = by_tokens([sample.tokens for sample in samples], limit)
 
-        def answer(found: TokenStatistics) -> tuple[Tensor, Any]:
-            return found.log_prob.sum(), found.log_prob.float().cpu().numpy()
+        def answer(found: Any) -> tuple[Tensor, Any]:
+            numbers = read(found)
+            return numbers.sum(), numbers.float().cpu().numpy()
 
         def work() -> Iterator[Work]:
             for number, part in enumerate(parts, 1):
@@ -205,39 +218,7 @@ class MegatronTrainer:
             found |= zip(part, np.split(numbers, ends), strict=True)
         return [found[at] for at in range(len(samples))]
 
-    def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
-        """Raise `ValueError`: a policy has no values."""
-        raise ValueError("a policy has no values: ask a critic")
-
-    # ---- weights
-
-    def publish(self, allocate: Allocate | None = None) -> WeightUpdate:
-        """Return the weights of the present version; no buckets but on rank 0. Collective."""
-        state = self.manager.whole_weights(DTYPES[self.config.publish_precision])
-        update = pack(
-            state,
-            self._version,
-            self.config.bucket_bytes,
-            allocate=allocate,
-            previous=self._published,
-        )
-        self._published = update
-        return update
-
-    def save_pretrained(self, folder: Path) -> None:
-        """Write config, weights and tokenizer as Hugging Face does, from rank 0. Collective."""
-        state = self.manager.whole_weights(torch.float32)
-        if self.manager.rank == 0:
-            model = cast(Any, self.manager.language_model())
-            with without_progress_bars():
-                model.save_pretrained(folder, state_dict=state, save_original_format=False)
-            add_missing_files(self.manager.model_files, folder)
-        if self.manager.world_size > 1:
-            torch.distributed.barrier()
-
-    def load(self, update: WeightUpdate) -> None:
-        """Raise `ValueError`: inference workers hold whole models, over FSDP."""
-        raise ValueError("published weights are loaded by inference workers (backend 'fsdp')")
+    # ---- where weights and moments are
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Move optimizer state and weights to the CPU, and drop the gradients."""
@@ -292,3 +273,71 @@ class MegatronTrainer:
         own = checkpoint.load(self.manager, self._writer, path)
         self._version = own[0].extra["version"]
         return [one.extra["extra"] for one in own]
+
+
+class MegatronTrainer(MegatronTrainerBase):
+    """A `LanguageTrainer`: policy-gradient losses over packed samples, for one rank of an actor."""
+
+    def __init__(self, config: MegatronTrainerConfig, world_size: int, rank: int) -> None:
+        super().__init__(config, world_size, rank)
+        self._published: WeightUpdate | None = None
+        if config.reference:
+            self.kept_weights.backup(REFERENCE)
+
+    def supervised_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
+        """Make one optimizer step on the cross-entropy of the responses. Collective."""
+        return self._step(micro_batches, SUPERVISED)
+
+    def log_probs(
+        self, samples: Sequence[TrainingSample], *, reference: bool = False
+    ) -> list[Floats]:
+        """Return log-probs ``[R]`` of each response of the rank that reads, on every rank of its
+        model. Collective.
+
+        Raises `ValueError` for the reference where none is kept.
+        """
+        if not reference:
+            return self._answers(samples, _log_probs)
+        if REFERENCE not in self.kept_weights.tags:
+            raise ValueError(
+                "reference log-probs were asked for, but no reference weights are kept: set "
+                "reference = true in the trainer's configuration"
+            )
+        with self.kept_weights.swapped_in():
+            return self._answers(samples, _log_probs)
+
+    def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+        """Raise `ValueError`: a policy has no values."""
+        raise ValueError("a policy has no values: ask a critic (backend 'megatron_critic')")
+
+    def publish(self, allocate: Allocate | None = None) -> WeightUpdate:
+        """Return the weights of the present version; no buckets but on rank 0. Collective."""
+        state = self.manager.whole_weights(DTYPES[self.config.publish_precision])
+        update = pack(
+            state,
+            self._version,
+            self.config.bucket_bytes,
+            allocate=allocate,
+            previous=self._published,
+        )
+        self._published = update
+        return update
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write config, weights and tokenizer as Hugging Face does, from rank 0. Collective."""
+        state = self.manager.whole_weights(torch.float32)
+        if self.manager.rank == 0:
+            model = cast(Any, self.manager.language_model())
+            with without_progress_bars():
+                model.save_pretrained(folder, state_dict=state, save_original_format=False)
+            add_missing_files(self.manager.model_files, folder)
+        if self.manager.world_size > 1:
+            torch.distributed.barrier()
+
+    def load(self, update: WeightUpdate) -> None:
+        """Raise `ValueError`: inference workers hold whole models, over FSDP."""
+        raise ValueError("published weights are loaded by inference workers (backend 'fsdp')")
+
+
+def _log_probs(found: TokenStatistics) -> Tensor:
+    return found.log_prob

@@ -7,7 +7,7 @@ the numbers of the whole model.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,16 +29,21 @@ class Held(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-def held_weights(model: nn.Module, architecture: Architecture, grid: Grid) -> list[Held]:
+def held_weights(chunks: Sequence[nn.Module], architecture: Architecture, grid: Grid) -> list[Held]:
     """Return the parameters of this rank in the order of the layout.
 
     Raises:
         ModelMismatch: model and layout have different parameters: a defect of the name map.
     """
     assert grid.place is not None
-    first = grid.strategy.stage_of_layers(architecture.decoder.layers).index(grid.place.stage)
-    live = {_global_name(name, first): one for name, one in model.named_parameters()}
-    place, strategy = grid.place, grid.strategy
+    strategy = grid.strategy
+    per_chunk = architecture.decoder.layers // (strategy.pp * strategy.virtual_stages)
+    live = {
+        _global_name(name, per_chunk * (number * strategy.pp + grid.place.stage)): one
+        for number, chunk in enumerate(chunks)
+        for name, one in chunk.named_parameters()
+    }
+    place = grid.place
     rank = place.tp + strategy.tp * (place.dp + strategy.dp * place.stage)
     buffers = {one.name: one for one in layout_of(architecture, strategy).of_rank(rank)}
     differing = sorted(

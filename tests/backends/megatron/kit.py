@@ -13,8 +13,8 @@ from torch import Tensor
 from rlinf_async.backends.language_training.packing import Packed
 from rlinf_async.backends.language_training.token_statistics import TokenStatistics
 from rlinf_async.backends.megatron.architecture import Architecture, architecture_of
+from rlinf_async.backends.megatron.forward import read_statistics
 from rlinf_async.backends.megatron.grid import Grid, make_grid
-from rlinf_async.backends.megatron.library import of_megatron
 from rlinf_async.backends.megatron.model import Options, build_stage
 from rlinf_async.backends.megatron.optimizer import Sharding, make_optimizer, with_gradients
 from rlinf_async.backends.megatron.schedule import Schedule, Work
@@ -61,7 +61,7 @@ class Stage(NamedTuple):
 
     architecture: Architecture
     grid: Grid
-    module: Any
+    chunks: list[Any]
     held: list[Held]
 
 
@@ -71,10 +71,10 @@ def stage_of(model: Any, strategy: Strategy, options: Options | None = None) -> 
     if grid.place is None:
         return None
     architecture = architecture_of(model.config.to_dict())
-    module = build_stage(architecture, grid, options or Options())
-    held = held_weights(module, architecture, grid)
+    chunks = build_stage(architecture, grid, options or Options())
+    held = held_weights(chunks, architecture, grid)
     load_weights(held, model.state_dict().__getitem__)
-    return Stage(architecture, grid, module, held)
+    return Stage(architecture, grid, chunks, held)
 
 
 def samples(step: int, count: int = 8) -> list[Tensor]:
@@ -100,7 +100,8 @@ def packed(ids: list[Tensor]) -> Packed:
 
 def statistics(stage: Stage, ids: list[Tensor]) -> list[Tensor]:
     """Log-probs and entropies of a micro-batch; empty but on the last stage. Collective."""
-    schedule = Schedule(stage.module, stage.module, stage.grid, VOCABULARY)
+    read = read_statistics(VOCABULARY, stage.grid)
+    schedule = Schedule(stage.chunks, stage.chunks, stage.grid, read)
 
     def answer(found: TokenStatistics) -> tuple[Tensor, Any]:
         return found.log_prob.sum(), [found.log_prob, found.entropy]
@@ -111,14 +112,10 @@ def statistics(stage: Stage, ids: list[Tensor]) -> list[Tensor]:
 
 def train(stage: Stage, sharding: Sharding, steps: int) -> list[list[float]]:
     """Train; return loss and norm of the gradients of each step. Collective over active ranks."""
-    model = with_gradients(stage.module, stage.grid, sharding)
+    models = with_gradients(stage.chunks, stage.grid, sharding)
     config = OptimizerConfig(lr=1e-3, eps=1e-8, max_grad_norm=1.0)
-    optimizer = make_optimizer(model, stage.grid, config, sharding)
-    finalize = of_megatron("distributed").finalize_model_grads
-    stage.module.config.finalize_model_grads_func = lambda model, _, **groups: finalize(
-        model, None, **groups
-    )
-    schedule = Schedule(model, stage.module, stage.grid, VOCABULARY)
+    optimizer = make_optimizer(models, stage.grid, config, sharding)
+    schedule = Schedule(models, stage.chunks, stage.grid, read_statistics(VOCABULARY, stage.grid))
     place, strategy = stage.grid.place, stage.grid.strategy
     assert place is not None
     history = []
@@ -127,10 +124,12 @@ def train(stage: Stage, sharding: Sharding, steps: int) -> list[list[float]]:
         units = sum(len(one) - 1 for one in everything)
         mine = everything[place.dp :: strategy.dp]
         micro_batches = [mine[at : at + 2] for at in range(0, len(mine), 2)]
-        model.zero_grad_buffer()  # type: ignore[operator]
+        for model in models:
+            model.zero_grad_buffer()
         optimizer.zero_grad()
         found = schedule.train(_work(micro_batches))
-        model.scale_gradients(1.0 / units)  # type: ignore[operator]
+        for model in models:
+            model.scale_gradients(1.0 / units)
         _, norm, _ = optimizer.step()
         history.append([_sum(stage.grid, found) / units, float(norm)])
     return history

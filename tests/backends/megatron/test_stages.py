@@ -19,6 +19,9 @@ STRATEGIES = {
     "dp2": Strategy(dp=2),
     "tp2pp2": Strategy(tp=2, pp=2),
     "tp2dp2": Strategy(tp=2, dp=2),
+    "pp2 interleaved": Strategy(pp=2, virtual_stages=2),
+    "pp2dp2 interleaved": Strategy(pp=2, dp=2, virtual_stages=2),
+    "tp2pp2 interleaved": Strategy(tp=2, pp=2, virtual_stages=2),
 }
 STEPS = 20
 

@@ -18,7 +18,8 @@ from rlinf_async.backends.optimizer_config import OptimizerConfig
 from rlinf_async.parallel import StrategyError
 from rlinf_async.weights import unpack
 from tests.backends.fsdp_helpers import in_processes, save_result
-from tests.backends.language.kit import QWEN3, UNTIED, micro_batches, samples, trainer_config
+from tests.backends.language import kit as language
+from tests.backends.language.kit import micro_batches, samples, trainer_config
 
 pytest.importorskip("megatron.core")
 
@@ -26,14 +27,16 @@ LOSS = LanguageLossConfig(kl_coefficient=0.05, entropy_coefficient=0.01)
 WHITENED = LanguageAdvantageConfig(name="reinforce++")
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-6, weight_decay=0.1, max_grad_norm=0.5)
 STEPS = 4
+TIED, UNTIED = (one | {"num_hidden_layers": 4} for one in (language.QWEN3, language.UNTIED))
 STRATEGIES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "tp2": {"tp": 2, "sequence_parallel": True},
         "pp2": {"pp": 2},
+        "pp2, interleaved": {"pp": 2, "virtual_stages": 2},
         "dp2": {"overlap": True},
         "dp2, copies of the optimizer": {"distributed_optimizer": False},
     },
-    4: {"tp2pp2": {"tp": 2, "pp": 2}, "tp2dp2": {"tp": 2}, "pp2dp2": {"pp": 2}},
+    4: {"tp2pp2": {"tp": 2, "pp": 2}, "tp2dp2": {"tp": 2}, "pp2dp2": {"pp": 2, "overlap": True}},
 }
 
 
@@ -99,7 +102,7 @@ def learn_everywhere(rank: int, world_size: int, folder: Path, model: dict[str, 
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("model", [QWEN3, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("model", [TIED, UNTIED], ids=["tied", "untied"])
 def test_every_strategy_learns_and_publishes_what_fsdp_does(
     tmp_path: Path, model: dict[str, Any], world_size: int
 ) -> None:
@@ -135,6 +138,7 @@ def check_folder(folder: Path, published: dict[str, torch.Tensor]) -> None:
 CHANGES: dict[str, dict[str, Any]] = {
     "tp2pp2": {"tp": 2, "pp": 2},
     "tp2dp2": {"tp": 2, "overlap": True},
+    "interleaved": {"pp": 2, "virtual_stages": 2},
     "pp2dp2": {"pp": 2, "distributed_optimizer": False},
 }
 
@@ -154,7 +158,7 @@ def go_on_from_each_other(rank: int, world_size: int, folder: Path, model: dict[
     save_result(folder, rank, metrics)
 
 
-@pytest.mark.parametrize("model", [QWEN3, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("model", [TIED, UNTIED], ids=["tied", "untied"])
 def test_any_strategy_and_fsdp_go_on_from_the_checkpoints_of_any_other(
     tmp_path: Path, model: dict[str, Any]
 ) -> None:
@@ -162,12 +166,12 @@ def test_any_strategy_and_fsdp_go_on_from_the_checkpoints_of_any_other(
     first = PolicyTrainer(config, 1, 0)
     expected = learn(first, 1)
     first.save_checkpoint(tmp_path / "fsdp")
-    expected += learn(first, 3)
+    expected += learn(first, 4)
     for metrics in in_processes(go_on_from_each_other, 4, tmp_path, model):
         assert_same(metrics, expected[1:])
     last = PolicyTrainer(config, 1, 0)
     last.load_checkpoint(tmp_path / "pp2dp2")
-    assert (last.version, last.manager.steps) == (4, 4)
+    assert (last.version, last.manager.steps) == (5, 5)
     assert_same(learn(last, 2), learn(first, 2))
 
 
@@ -182,6 +186,6 @@ def assert_same(metrics: list[dict[str, float]], expected: list[dict[str, float]
 def test_ranks_that_do_not_make_up_the_strategy_are_refused() -> None:
     from rlinf_async.backends.megatron.manager import strategy_of
 
-    config = megatron_config(QWEN3, tp=2, pp=2).megatron
+    config = megatron_config(TIED, tp=2, pp=2).megatron
     with pytest.raises(StrategyError, match=r"tp=2 x pp=2 does not divide 6 ranks; nearest: 4, 8"):
         strategy_of(config, 6)

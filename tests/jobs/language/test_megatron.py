@@ -14,6 +14,7 @@ SETTINGS = (
     *("--training.iterations", 3, "--actor.pipelined", "false", "--cluster.backend", "process"),
     *("--data.verifier", "tests.jobs.language.verifiers:letters"),
 )
+PPO = ("--actor.advantage.name", "gae", "--critic.optimizer.lr", 1e-2)
 STAGES = TINY.replace("num_hidden_layers = 1", "num_hidden_layers = 2").replace(
     "num_key_value_heads = 1", "num_key_value_heads = 2"
 )
@@ -51,6 +52,24 @@ def test_a_run_trains_as_with_fsdp_and_goes_on_from_its_checkpoint(
     same(job, expected, 4)
 
 
+def test_actor_and_critic_of_megatron_learn_by_ppo_as_those_of_fsdp(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = ("critic_loss", "critic_value", "critic_grad_norm", *LOSSES)
+    expected = run(tmp_path / "fsdp", capsys, *PPO, "--cluster.critics", 1)
+    settings = (*PPO, "--actor.backend", "megatron")
+    cut = ("--critic.tp", 2, "--cluster.critics", 2)
+    job = run(tmp_path / "megatron", capsys, *settings, *cut)
+    longer = ("--training.iterations", 4)
+    expected.succeed(*SETTINGS, *PPO, "--cluster.critics", 1, *longer, "--resume")
+    other = ("--critic.tp", 1, "--critic.pp", 2, "--cluster.critics", 2)
+    job.succeed(*SETTINGS, *settings, *other, *longer, "--resume")
+    assert float(job.iterations[-1]["critic_value"]) > 0.0  # every reward is above 0
+    for mine, theirs in zip(job.iterations, expected.iterations, strict=True):
+        for name in figures:
+            assert float(mine[name]) == pytest.approx(float(theirs[name]), abs=1e-4), name
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -59,6 +78,22 @@ def test_a_run_trains_as_with_fsdp_and_goes_on_from_its_checkpoint(
         (("--actor.pp", 3), "actor.pp"),
         (("--actor.tp", 2, "--cluster.actors", 3), "3 actors are no multiple of actor.tp x actor"),
         (("--actor.tp", 2, "--cluster.backend", "local"), "several actors need a process each"),
+        (("--actor.megatron.virtual_stages", 2), "virtual_stages is 2, but pp is 1: one stage has"),
+        (
+            ("--actor.pp", 2, "--actor.megatron.virtual_stages", 2),
+            "pp=2 x virtual_stages=2 does not divide",
+        ),
+        (
+            ("--actor.megatron.cp", 2),
+            "nearest that fit the model: tp=1, pp=1 with 2 x the data ranks",
+        ),
+        (("--actor.megatron.ep", 2), "ep=2: expert parallelism spreads experts, and this backend"),
+        (
+            ("--critic.backend", "fsdp", "--critic.tp", 2),
+            "tp is 2, but the backend 'fsdp' does not",
+        ),
+        ((*PPO, "--cluster.critics", 2), "2 critics cannot be paired with 1 actors, each with"),
+        ((*PPO, "--cluster.critics", 2, "--critic.pp", 2), "critic.pp"),
         (("--model.config.model_type", "gpt2"), "does not train model_type 'gpt2'; it trains ll"),
     ],
 )

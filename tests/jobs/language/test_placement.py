@@ -12,9 +12,9 @@ from rlinf_async.backends.vllm.library import _arguments
 from rlinf_async.config import ConfigError, Document
 from rlinf_async.runtime.devices import device_environment, stated_devices
 from rlinf_async.runtime.jobs.language import placement
+from rlinf_async.runtime.jobs.language.backends import actor_config
 from rlinf_async.runtime.jobs.language.checks import check_families
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.learners import trainer_config
 from rlinf_async.runtime.jobs.language.placement import placed, plan_roles
 from tests.jobs.language.kit import TINY, Job
 
@@ -103,7 +103,7 @@ def test_engines_and_trainers_get_what_follows_from_their_devices(
     assert arguments["enable_sleep_mode"] is sleep
     assert found.rollout_workers == rollouts
     device, collective, count = actors
-    trainer = trainer_config(found, tmp_path, plan.device("actor", own_process=True))
+    trainer = actor_config(found, tmp_path, plan.device("actor", own_process=True))
     assert trainer.fsdp.device == device
     assert plan.collective("actor") == collective
     assert found.actors == count

@@ -6,6 +6,7 @@
     run.py          the flow, from the first prompt to the evaluation
     channels.py     the channels, and how much each may hold
     roles.py        rollout, inference and reward workers     learners.py  actors and critics
+    backends.py     what trains: actor, critic, configuration of each backend
     samples.py      admission, the ledger, collection into groups
     checkpoints.py  what a checkpoint holds beside the weights; how it is written
     reports.py      metrics, the live view, evaluation, warnings, the summary

@@ -23,8 +23,9 @@ from rlinf_async.data import DataError, Prompts, PromptTooLong, load_tokenizer
 from rlinf_async.parallel import ModelMismatch, Strategy, StrategyError
 from rlinf_async.rewards import UnknownVerifier, load_verifier
 from rlinf_async.runtime.jobs.config import refuse_unknown
-from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.model import check_weights, has_weights
+from rlinf_async.runtime.jobs.language.config import LanguageConfig, MegatronOptions
+from rlinf_async.runtime.jobs.language.folder import has_weights
+from rlinf_async.runtime.jobs.language.model import check_weights
 
 WITHOUT_VALUES = frozenset({"grpo", "rloo", "reinforce++", "reinforce++_baseline"})
 """built-in advantages that use no values; a user's own may"""
@@ -60,14 +61,19 @@ def check_families(config: LanguageConfig) -> None:
         return
     path = config.model.path
     described = _read(path) if path else config.model.config
+    where = ("model", "path") if path else ("model", "config", "model_type")
     if described:
-        where = ("model", "path") if path else ("model", "config", "model_type")
         _check_family(described, config.rollout.backend, where)
         _check_heads(config, described)
         if config.actor.backend == "megatron":
-            _check_megatron(config, described, where)
-    if config.critic.path and (described := _read(config.critic.path)):
-        _check_family(described, None, ("critic", "path"))
+            _check_megatron(described, where, "actor", config.actor_parts, config.actor.megatron)
+    if not config.has_critic:
+        return
+    if config.critic.path and (read := _read(config.critic.path)):
+        described, where = read, ("critic", "path")
+        _check_family(described, None, where)
+    if config.critic_backend == "megatron" and described:
+        _check_megatron(described, where, "critic", config.critic_parts, config.critic_megatron)
 
 
 def _read(folder: str) -> dict[str, Any]:
@@ -94,23 +100,31 @@ def _check_heads(config: LanguageConfig, described: Mapping[str, Any]) -> None:
 
 
 def _check_megatron(
-    config: LanguageConfig, described: dict[str, Any], where: tuple[str, ...]
+    described: dict[str, Any],
+    where: tuple[str, ...],
+    role: str,
+    parts: Strategy,
+    options: MegatronOptions,
 ) -> None:
     """Refuse what Megatron cannot train, or not cut so, and where it is not installed."""
     from rlinf_async.backends.megatron.architecture import architecture_of, layout_of
     from rlinf_async.backends.megatron.library import MegatronUnavailable, check_installed
+    from rlinf_async.backends.megatron.offered import check_offered
 
-    actor, parts = config.actor, Strategy(tp=config.actor.tp, pp=config.actor.pp)
     try:
         check_installed()
-        layout_of(architecture_of(_complete(described)), parts)
+        architecture = architecture_of(_complete(described))
+        check_offered(architecture, parts, cp=options.cp, ep=options.ep)
+        layout_of(architecture, parts)
     except MegatronUnavailable as error:
-        raise ConfigError(str(error), path=("actor", "backend")) from error
+        raise ConfigError(str(error), path=(role, "backend")) from error
     except ModelMismatch as error:
         raise ConfigError(str(error), path=where) from error
     except StrategyError as error:
-        name = "tp" if actor.tp > 1 else "pp"
-        raise ConfigError(str(error).replace("\n", "; "), path=("actor", name)) from error
+        name: tuple[str, ...] = ("tp",) if parts.tp > 1 else ("pp",)
+        if options.cp > 1 or options.ep > 1:
+            name = ("megatron", "cp" if options.cp > 1 else "ep")
+        raise ConfigError(str(error).replace("\n", "; "), path=(role, *name)) from error
 
 
 def _complete(described: dict[str, Any]) -> dict[str, Any]:
@@ -196,6 +210,11 @@ def _check_places(config: LanguageConfig) -> None:
             "several actors need a process each: use backend = 'process', or actors = 1",
             path=("cluster", "backend"),
         )
+    if config.cluster.backend == "local" and config.cluster.critics > 1:
+        raise ConfigError(
+            "several critics need a process each: use backend = 'process', or one critic",
+            path=("cluster", "backend"),
+        )
 
 
 def _check_evaluation(config: LanguageConfig) -> None:
@@ -246,10 +265,11 @@ def _check_micro_batches(whose: str, samples: int, size: int | None) -> None:
 
 def _check_critics(config: LanguageConfig) -> None:
     critics, actors = config.cluster.critics, config.data_ranks
+    needed, together = config.critics_needed, config.critic_parts.world_size
     advantage = config.actor.advantage.name
     if advantage == "gae" and not critics:
         raise ConfigError(
-            f"gae needs the values of a critic: set cluster.critics to {actors}, or use an "
+            f"gae needs the values of a critic: set cluster.critics to {needed}, or use an "
             "advantage without one (grpo, rloo, reinforce++, reinforce++_baseline)",
             path=("actor", "advantage", "name"),
         )
@@ -259,10 +279,11 @@ def _check_critics(config: LanguageConfig) -> None:
             "actor.advantage.name to 'gae'",
             path=("cluster", "critics"),
         )
-    if critics not in (0, actors):
+    if critics not in (0, needed):
+        each = "the one of its rank" if together == 1 else f"{together} that hold one model"
         raise ConfigError(
-            f"{critics} critics cannot be paired with {actors} actors, each with the one of its "
-            f"rank: set it to {actors}",
+            f"{critics} critics cannot be paired with {actors} actors, each with {each}: set it to "
+            f"{needed}",
             path=("cluster", "critics"),
         )
     if config.critic.warmup_iterations and not critics:

@@ -14,6 +14,7 @@ from rlinf_async.backends.vllm.config import VllmEngineConfig
 from rlinf_async.config import ConfigError
 from rlinf_async.data import DataConfig
 from rlinf_async.messages.language import Sampling
+from rlinf_async.parallel import Strategy
 from rlinf_async.runtime.jobs.config import HostConfig, check_counts
 from rlinf_async.runtime.jobs.placement import Preset, RolePlacement
 from rlinf_async.workers.reward import RewardConfig
@@ -49,6 +50,9 @@ MAY_DIFFER = (
     "actor.publish_precision",
     "actor.toy",
     "critic.path",
+    "critic.backend",
+    "critic.tp",
+    "critic.pp",
     "critic.micro_batch_size",
     "warm_start",
     "evaluation",
@@ -107,12 +111,21 @@ class LanguageOptimizerConfig(
 class MegatronOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How Megatron trains, beside ``tp`` and ``pp``; see docs/megatron.md."""
 
+    virtual_stages: int = 1
+    """model chunks of each pipeline stage, whose passes are interleaved"""
+    cp: int = 1
+    """context parallel actors: refused where Transformer Engine's attention is not there"""
+    ep: int = 1
+    """expert parallel actors: refused for models without experts"""
     sequence_parallel: bool = False
     """actors that share layers share the tokens between them, too"""
     distributed_optimizer: bool = True
     """actors that train on other samples share the optimizer's state, instead of having copies"""
     overlap: bool = False
     """reduce gradients and gather parameters while others are computed"""
+
+    def __post_init__(self) -> None:
+        check_counts(self, least=1, names=("virtual_stages", "cp", "ep"))
 
 
 class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -156,6 +169,12 @@ class ActorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "model so: set actor.backend to 'megatron', or leave it out",
                 path=(name,),
             )
+        if self.megatron.virtual_stages > 1 and self.pp == 1:
+            raise ConfigError(
+                f"virtual_stages is {self.megatron.virtual_stages}, but pp is 1: one stage has "
+                "nothing to interleave; leave it out, or set actor.pp",
+                path=("megatron", "virtual_stages"),
+            )
 
     @property
     def model_ranks(self) -> int:
@@ -176,6 +195,12 @@ class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     path: str = ""
     """folder of the model that it begins with; the actor's when left out"""
+    backend: Literal["fsdp", "megatron"] | None = None
+    """the actor's when left out"""
+    tp: int | None = None
+    """critics that share each layer, with Megatron; the actor's when left out"""
+    pp: int | None = None
+    """pipeline stages, which share the layers, with Megatron; the actor's when left out"""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     warmup_iterations: int = 0
@@ -190,6 +215,8 @@ class CriticConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         check_counts(self, least=0, names=("warmup_iterations",))
+        given = [name for name in ("tp", "pp") if getattr(self, name) is not None]
+        check_counts(self, least=1, names=tuple(given))
         if self.micro_batch_size is not None:
             check_counts(self, least=1, names=("micro_batch_size",))
         if self.value_clip is not None and not self.value_clip > 0.0:
@@ -305,7 +332,8 @@ class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields
     actors: int | None = None
     """as many as their devices and the batch sizes allow when left out; 1 without accelerators"""
     critics: int = 0
-    """workers that compute values, for ``gae``: as many as actors, or 0"""
+    """workers that compute values, for ``gae``: as many as actors, or 0; with Megatron as many as
+    hold a model together for each actor that reads samples"""
     deadlock_after: float | None = 60.0
     """seconds"""
 
@@ -347,6 +375,14 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ConfigError(f"{self.seed} is below 0: seeds count from 0", path=("seed",))
+        for name in ("tp", "pp"):
+            size = getattr(self.critic, name)
+            if size is not None and size > 1 and self.critic_backend != "megatron":
+                raise ConfigError(
+                    f"{name} is {size}, but the backend {self.critic_backend!r} does not cut a "
+                    "critic so: set critic.backend to 'megatron', or leave it out",
+                    path=("critic", name),
+                )
 
     @property
     def iteration_samples(self) -> int:
@@ -377,6 +413,50 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def data_ranks(self) -> int:
         """Number of actors, or of groups of actors, that train on samples of their own."""
         return self.actors // self.actor.model_ranks
+
+    @property
+    def actor_parts(self) -> Strategy:
+        """How each copy of the policy is cut."""
+        actor = self.actor
+        stages = actor.megatron.virtual_stages
+        return Strategy(tp=actor.tp, pp=actor.pp, virtual_stages=stages)
+
+    @property
+    def critic_backend(self) -> str:
+        """What trains the critics."""
+        toy = self.actor.backend == "toy"
+        return "toy" if toy else self.critic.backend or self.actor.backend
+
+    @property
+    def critic_parts(self) -> Strategy:
+        """How each copy of the critic is cut."""
+        if self.critic_backend != "megatron":
+            return Strategy()
+        stages = self.critic_megatron.virtual_stages
+        return Strategy(tp=self.critic_tp, pp=self.critic_pp, virtual_stages=stages)
+
+    @property
+    def critic_tp(self) -> int:
+        """Critics that share each layer, with Megatron."""
+        return self.critic.tp or self.actor.tp
+
+    @property
+    def critic_pp(self) -> int:
+        """Pipeline stages of a critic, with Megatron."""
+        return self.critic.pp or self.actor.pp
+
+    @property
+    def critic_megatron(self) -> MegatronOptions:
+        """How Megatron trains critics: as actors, interleaved where both have as many stages."""
+        options = self.actor.megatron
+        if self.critic_pp == self.actor.pp:
+            return options
+        return msgspec.structs.replace(options, virtual_stages=1)
+
+    @property
+    def critics_needed(self) -> int:
+        """Number of critics that can be paired with the actors."""
+        return self.data_ranks * self.critic_parts.world_size
 
     @property
     def rollout_workers(self) -> int:

@@ -22,11 +22,11 @@ from rlinf_async.runtime.jobs.language.checks import (
     open_prompts,
 )
 from rlinf_async.runtime.jobs.language.config import MAY_DIFFER, LanguageConfig
+from rlinf_async.runtime.jobs.language.folder import has_weights
 from rlinf_async.runtime.jobs.language.model import (
     check_weights,
     checkpoint_folder,
     examples,
-    has_weights,
     make_model_folder,
     warm_start,
 )

@@ -2,19 +2,21 @@
 
 ::
 
-    groups --> [ critic of rank r --groups with values--> ] actor of rank r
+    groups --> [ critic of data rank r --with values--> ] actor of data rank r
                                                               |
                                                version + 1 ---+--> rollout, inference
 
                 waits for                                unblocked by
     critic      the groups of its share; all of them     the collector
                 before it learns
-    actor       the groups of its share                  the critic of its rank, or the collector
+    actor       the groups of its share                  the critic of its data rank, or the
+                                                         collector
 
 A checkpoint holds both: the critic's shards lie in ``critic/`` inside the actor's folder. The
 death of either ends the run, which can be resumed.
 
-How their trainers and batches follow from the run's configuration stands at the end.
+How their batches follow from the run's configuration stands at the end; their trainers:
+`backends`.
 """
 
 from __future__ import annotations
@@ -22,26 +24,22 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from rlinf_async.algorithms.language.config import LanguageLossConfig
-from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
-from rlinf_async.backends.language_training.config import LanguageModelConfig
-from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import LanguageTrainReport, Tokens
 from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.checkpoints import sibling
+from rlinf_async.runtime.jobs.language.backends import BACKENDS, actor_config, critic_config
 from rlinf_async.runtime.jobs.language.channels import LanguageChannels
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.model import has_weights
 from rlinf_async.runtime.jobs.placement import Plan
-from rlinf_async.workers.actor import FSDPActor, LanguageBatches
-from rlinf_async.workers.critic import FSDPCritic
+from rlinf_async.workers.actor import LanguageActor, LanguageBatches
+from rlinf_async.workers.critic import LanguageCritic
 
 CRITIC = "critic"
 """folder of the critic inside a checkpoint"""
@@ -83,11 +81,12 @@ class Learners:
     async def launch_actors(self, resume: Path | None) -> None:
         """Start the actors."""
         config = self._config
-        self._actors: WorkerGroup[FSDPActor] = await self._cluster.launch(
-            FSDPActor,
-            trainer_config(config, self._model, self._device("actor")),
+        backend = BACKENDS[config.actor.backend]
+        self._actors: WorkerGroup[LanguageActor] = await self._cluster.launch(
+            backend.actor,
+            actor_config(config, self._model, self._device("actor")),
             batches(config),
-            backend=config.actor.backend,
+            backend=backend.actor_trainer,
             resume=None if resume is None else str(resume),
             max_staleness=config.training.max_staleness,
             count=config.actors,
@@ -101,13 +100,13 @@ class Learners:
         config = self._config
         if not config.has_critic:
             return
-        toy = config.actor.backend == "toy"
-        self._critics: WorkerGroup[FSDPCritic] = await self._cluster.launch(
-            FSDPCritic,
+        backend = BACKENDS[config.critic_backend]
+        self._critics: WorkerGroup[LanguageCritic] = await self._cluster.launch(
+            backend.critic,
             critic_config(config, self._model, self._device("critic")),
             critic_batches(config),
             actor_ranks=config.data_ranks,
-            backend="toy" if toy else "fsdp_critic",
+            backend=backend.critic_trainer,
             resume=None if resume is None else str(resume / CRITIC),
             max_staleness=config.training.max_staleness,
             count=config.cluster.critics,
@@ -128,15 +127,15 @@ class Learners:
         """
         in_turns = self._in_turns
         if in_turns:
-            await self._actors.call(FSDPActor.offload)
+            await self._actors.call(LanguageActor.offload)
         learning = self._start_critics()
         critics: Sequence[LanguageTrainReport] = ()
         if in_turns and learning is not None:
             critics = await learning
-            await self._critics.call(FSDPCritic.offload)
-        method = FSDPActor.run_training_pipeline if pipelined else FSDPActor.run_training
+            await self._critics.call(LanguageCritic.offload)
+        method = LanguageActor.run_training_pipeline if pipelined else LanguageActor.run_training
         if iteration < self._config.critic.warmup_iterations:
-            method = FSDPActor.skip_training
+            method = LanguageActor.skip_training
         actors = await self._actors.call(method, self._channels.to_train.receiver)
         if learning is not None and not in_turns:
             critics = await learning
@@ -147,39 +146,39 @@ class Learners:
             return None
         channels = self._channels
         return self._critics.call(
-            FSDPCritic.value_and_train, channels.groups.receiver, channels.to_train.sender
+            LanguageCritic.value_and_train, channels.groups.receiver, channels.to_train.sender
         )
 
     async def publish(self) -> int:
         """Publish the actors' weights; the version."""
         versions = await self._actors.call(
-            FSDPActor.sync_model_to_rollout, self._channels.weights.sender
+            LanguageActor.sync_model_to_rollout, self._channels.weights.sender
         )
         return versions[0]
 
     async def offload(self) -> None:
         """Give the devices' memory back."""
-        await self._actors.call(FSDPActor.offload)
+        await self._actors.call(LanguageActor.offload)
         if self._config.has_critic:
-            await self._critics.call(FSDPCritic.offload)
+            await self._critics.call(LanguageCritic.offload)
 
     async def begin_save(self, path: Path) -> None:
         """Start writing a checkpoint; training may go on."""
-        await self._actors.call(FSDPActor.begin_checkpoint, str(path))
+        await self._actors.call(LanguageActor.begin_checkpoint, str(path))
         if self._config.has_critic:
-            await self._critics.call(FSDPCritic.begin_checkpoint, str(sibling(path)))
+            await self._critics.call(LanguageCritic.begin_checkpoint, str(sibling(path)))
 
     async def saved(self, path: Path) -> None:
         """Wait until the checkpoint that was begun is complete."""
-        await self._actors.call(FSDPActor.checkpoint_written)
+        await self._actors.call(LanguageActor.checkpoint_written)
         if self._config.has_critic:
-            await self._critics.call(FSDPCritic.checkpoint_written)
+            await self._critics.call(LanguageCritic.checkpoint_written)
             # In its own place only now: the actor's folder is put together before it has a name.
             os.replace(sibling(path), path / CRITIC)
 
     async def export(self, path: Path) -> None:
         """Write the model as a Hugging Face folder, without its tokenizer."""
-        await self._actors.call(FSDPActor.save_pretrained, str(path))
+        await self._actors.call(LanguageActor.save_pretrained, str(path))
 
     async def compare(
         self, sequences: list[tuple[Tokens, Tokens]], log_probs: list[Floats]
@@ -191,96 +190,9 @@ class Learners:
         """
         tolerance = self._config.training.check_weights_tolerance
         found = await self._actors.call(
-            FSDPActor.check_weight_update_equal, sequences, log_probs, tolerance
+            LanguageActor.check_weight_update_equal, sequences, log_probs, tolerance
         )
         return max(found)
-
-
-def trainer_config(config: LanguageConfig, model: Path, device: str) -> Any:
-    """The actors' trainer's own configuration; ``device`` is that of each, in its process."""
-    actor = config.actor
-    if actor.backend != "megatron":
-        return inference_config(config, model, device)
-    return MegatronTrainerConfig(
-        megatron=MegatronConfig(
-            model=_described(config, model),
-            device=device,
-            precision=actor.precision,
-            optimizer=actor.optimizer,
-            scheduler=actor.scheduler,
-            tp=actor.tp,
-            pp=actor.pp,
-            **msgspec.structs.asdict(actor.megatron),
-        ),
-        advantage=actor.advantage,
-        loss=actor.loss,
-        reference=config.needs_reference,
-        publish_precision=actor.publish_precision,
-        seed=config.seed,
-    )
-
-
-def inference_backend(config: LanguageConfig) -> str:
-    """The trainer that inference workers compute log-probs with: one device has the whole model."""
-    return "toy" if config.actor.backend == "toy" else "fsdp"
-
-
-def inference_config(config: LanguageConfig, model: Path, device: str) -> Any:
-    """The inference workers' trainer's own configuration."""
-    actor = config.actor
-    if actor.backend == "toy":
-        return actor.toy
-    described = _described(config, model)
-    return LanguageTrainerConfig(
-        fsdp=LanguageFSDPConfig(
-            model=described,
-            device=device,
-            precision=actor.precision,
-            strategy=actor.strategy,
-            optimizer=actor.optimizer,
-            scheduler=actor.scheduler,
-        ),
-        advantage=actor.advantage,
-        loss=actor.loss,
-        reference=config.needs_reference,
-        publish_precision=actor.publish_precision,
-        seed=config.seed,
-    )
-
-
-def _described(config: LanguageConfig, model: Path) -> LanguageModelConfig:
-    return LanguageModelConfig(
-        path=str(model),
-        random=not has_weights(model),
-        activation_checkpointing=config.actor.activation_checkpointing,
-    )
-
-
-def critic_config(config: LanguageConfig, model: Path, device: str) -> Any:
-    """The critics' trainer's own configuration: the actor's, but for what ``[critic]`` says."""
-    actor, critic = config.actor, config.critic
-    if actor.backend == "toy":
-        return actor.toy
-    folder = Path(critic.path).expanduser() if critic.path else model
-    described = LanguageModelConfig(
-        path=str(folder),
-        random=not has_weights(folder),
-        activation_checkpointing=actor.activation_checkpointing,
-    )
-    return LanguageTrainerConfig(
-        fsdp=LanguageFSDPConfig(
-            model=described,
-            device=device,
-            precision=critic.precision or actor.precision,
-            strategy=actor.strategy,
-            optimizer=critic.optimizer,
-            scheduler=critic.scheduler,
-        ),
-        advantage=actor.advantage,
-        loss=LanguageLossConfig(aggregation=actor.loss.aggregation),
-        value_clip=critic.value_clip,
-        seed=config.seed,
-    )
 
 
 def batches(config: LanguageConfig) -> LanguageBatches:

@@ -20,11 +20,7 @@ import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from rlinf_async.algorithms.language.config import LanguageLossConfig
-from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, LanguageTrainerConfig
-from rlinf_async.backends.language_training.config import LanguageModelConfig, SupervisedConfig
-from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
-from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
+from rlinf_async.backends.language_training.config import SupervisedConfig
 from rlinf_async.config import ConfigError, MissingExtra
 from rlinf_async.data import DataError, Prompts, load_tokenizer
 from rlinf_async.data.arithmetic import save_arithmetic_tokenizer
@@ -32,6 +28,7 @@ from rlinf_async.data.tokenizer import FILES as TOKENIZER_FILES
 from rlinf_async.messages.language import Tokens
 from rlinf_async.observe.files import atomic_write, explaining
 from rlinf_async.observe.progress import ProgressState, ProgressView
+from rlinf_async.runtime.jobs.language.backends import supervised_config
 from rlinf_async.runtime.jobs.language.config import LanguageConfig, ModelConfig
 from rlinf_async.runtime.jobs.language.placement import plan_roles
 from rlinf_async.workers.actor.supervised import SupervisedWorker
@@ -210,11 +207,6 @@ def _architecture(config: Any) -> str | None:
     return name
 
 
-def has_weights(folder: Path) -> bool:
-    """Whether a model folder has weights."""
-    return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
-
-
 class _Found(NamedTuple):
     """A tensor whose size is not that of the configuration."""
 
@@ -337,7 +329,7 @@ async def warm_start(
             device = plan.device("actor", own_process=config.cluster.processes)
             workers = await cluster.launch(
                 SupervisedWorker,
-                _supervised_trainer(config, model, device),
+                supervised_config(config, model, device),
                 supervised,
                 config.actor.backend,
                 count=config.actors,
@@ -362,49 +354,6 @@ async def warm_start(
 
     await export(train_and_write, model, model)
     return losses
-
-
-def _supervised_trainer(
-    config: LanguageConfig, model: Path, device: str
-) -> LanguageTrainerConfig | MegatronTrainerConfig:
-    """The trainer of a warm start."""
-    phase, actor = config.warm_start, config.actor
-    optimizer = OptimizerConfig(lr=phase.lr, eps=1e-8, max_grad_norm=1.0)
-    scheduler = SchedulerConfig(
-        kind="cosine",
-        warmup_steps=min(phase.warmup_steps, phase.steps - 1),
-        total_steps=phase.steps,
-        min_factor=0.1,
-    )
-    described = LanguageModelConfig(path=str(model), random=not has_weights(model))
-    loss = LanguageLossConfig(name="supervised")
-    if actor.backend == "megatron":
-        return MegatronTrainerConfig(
-            megatron=MegatronConfig(
-                model=described,
-                device=device,
-                precision=actor.precision,
-                optimizer=optimizer,
-                scheduler=scheduler,
-                tp=actor.tp,
-                pp=actor.pp,
-                **msgspec.structs.asdict(actor.megatron),
-            ),
-            loss=loss,
-            seed=config.seed,
-        )
-    return LanguageTrainerConfig(
-        fsdp=LanguageFSDPConfig(
-            model=described,
-            device=device,
-            precision=actor.precision,
-            strategy=actor.strategy,
-            optimizer=optimizer,
-            scheduler=scheduler,
-        ),
-        loss=loss,
-        seed=config.seed,
-    )
 
 
 async def export(write: Callable[[Path], Awaitable[None]], model: Path, into: Path) -> None:

@@ -28,7 +28,7 @@ def plan_roles(config: LanguageConfig, devices: Sequence[Device]) -> Plan:
     cluster, asked = config.cluster, config.placement
     actors, together = cluster.actors, config.actor.model_ranks
     if actors is None and cluster.critics:
-        actors = cluster.critics * together
+        actors = cluster.critics // config.critic_parts.world_size * together or together
     if actors is None and all(one.kind == "cpu" for one in devices):
         actors = together
     computes = config.actor.backend != "toy"

@@ -26,14 +26,10 @@ from rlinf_async.messages.language import Prompt, Request, Tokens
 from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
+from rlinf_async.runtime.jobs.language.backends import inference_backend, inference_config
 from rlinf_async.runtime.jobs.language.channels import LanguageChannels
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.language.learners import (
-    Learners,
-    Trained,
-    inference_backend,
-    inference_config,
-)
+from rlinf_async.runtime.jobs.language.learners import Learners, Trained
 from rlinf_async.runtime.jobs.language.placement import plan_roles, takes_turns
 from rlinf_async.runtime.stall import WorkEvent
 from rlinf_async.runtime.supervise import Restart

@@ -1,0 +1,123 @@
+"""A padded batch ``[B, S]`` through one stage, packed on the way: for code that brings its own
+batches and its own use of logits.
+
+::
+
+    [B, S] --pack--> one row of tokens --stage--> hidden states --> the next stage
+                                             \\--> (last stage) logits [T, V / tp] or values [T]
+                                                    --processor--> [T, ...] --unpack--> [B, S, ...]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from rlinf_async.backends.language_training.packing import Packed
+from rlinf_async.backends.megatron.forward import SelectRows, run_stage
+from rlinf_async.backends.megatron.grid import Grid
+
+LogitsProcessor = Callable[..., Mapping[str, Tensor]]
+"""called with logits ``[T, V / tp]`` and, by name, its packed arguments; returns ``[T, ...]`` by
+name"""
+
+
+class PaddedBatch(NamedTuple):
+    """Samples of different lengths."""
+
+    input_ids: Tensor
+    """``[B, S]``, int64"""
+    attention_mask: Tensor
+    """``[B, S]``, bool: the tokens that are there, of each sample one behind another"""
+    position_ids: Tensor
+    """``[B, S]``, int64"""
+
+
+def custom_forward(
+    model: nn.Module,
+    grid: Grid,
+    batch: PaddedBatch,
+    *,
+    sequence_parallel: bool,
+    value_model: bool,
+    pack_seqs: bool,
+    logits_processor: LogitsProcessor | None,
+    logits_processor_args: Mapping[str, Any],
+    temperature: float,
+    max_batch_seqlen: int,
+) -> Tensor | dict[str, Tensor]:
+    """Return hidden states of a stage, and on the last one what is made of logits. Collective.
+
+    Args:
+        model: a chunk, as Megatron's schedule gives it; may be wrapped.
+        grid: its process groups.
+        batch: padded samples; without ``pack_seqs`` padding is computed, too.
+        sequence_parallel: as the model was built; another value is an error.
+        value_model: the model is a critic: values ``[B, S]`` are returned.
+        pack_seqs: leave padding out of the computation.
+        logits_processor: what becomes of logits; they are returned as they are when left out.
+        logits_processor_args: by name: tensors ``[B, S, ...]`` are packed as the tokens are, and
+            others passed as they are.
+        temperature: divides logits, once, on the last stage.
+        max_batch_seqlen: largest number of tokens of a sample.
+
+    Returns:
+        On the last stage logits ``[B, S, V / tp]``, or ``[B, S, ...]`` by name, 0 at padding; on
+        others the hidden states ``[T, 1, D]`` that the next stage takes.
+
+    Raises:
+        ValueError: a sample is longer, or the model was built for something else.
+    """
+    stage = _unwrapped(model)
+    config = cast(Any, stage).config
+    if sequence_parallel != bool(config.sequence_parallel):
+        raise ValueError(
+            f"sequence_parallel is {sequence_parallel}, but the model was built with "
+            f"{bool(config.sequence_parallel)}"
+        )
+    mask = batch.attention_mask if pack_seqs else torch.ones_like(batch.attention_mask)
+    lengths: list[int] = mask.sum(1).tolist()
+    if max(lengths) > max_batch_seqlen:
+        raise ValueError(
+            f"a sample has {max(lengths)} tokens, more than max_batch_seqlen = {max_batch_seqlen}"
+        )
+    ids = batch.input_ids[mask]
+    rows = torch.arange(len(ids), device=ids.device)
+    inverse = torch.full((len(ids),), 1.0 / temperature, device=ids.device)
+    packed = Packed(ids[None], batch.position_ids[mask][None], lengths, rows, ids, inverse)
+    last = bool(cast(Any, stage).post_process)
+    select = SelectRows.of(cast(Any, stage).output_layer, grid) if last else None
+    output = run_stage(model, stage, packed, grid, select)
+    if not last:
+        return output
+    if value_model:
+        return _unpacked(output[0, :, 0].float(), mask)
+    logits = output[0] / temperature
+    if logits_processor is None:
+        return _unpacked(logits, mask)
+    arguments = {
+        name: one[mask] if _is_of_tokens(one, mask) else one
+        for name, one in logits_processor_args.items()
+    }
+    found = logits_processor(logits, **arguments)
+    return {name: _unpacked(one, mask) for name, one in found.items()}
+
+
+def _is_of_tokens(value: Any, mask: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape[:2] == mask.shape
+
+
+def _unpacked(packed: Tensor, mask: Tensor) -> Tensor:
+    """Return ``[B, S, ...]`` of ``[T, ...]``, with its gradient."""
+    padded = packed.new_zeros(*mask.shape, *packed.shape[1:])
+    return padded.masked_scatter(
+        mask.view(*mask.shape, *[1] * (packed.dim() - 1)).expand_as(padded), packed
+    )
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    inner = getattr(model, "module", None)
+    return _unwrapped(inner) if isinstance(inner, nn.Module) else model

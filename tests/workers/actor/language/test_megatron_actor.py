@@ -1,0 +1,202 @@
+"""`MegatronActor` over two stages: its steps by name, and training while samples arrive."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlinf_async as ra
+from rlinf_async.algorithms.language.config import LanguageAdvantageConfig
+from rlinf_async.channels import Receiver, Sender
+from rlinf_async.messages.embodied import Floats
+from rlinf_async.messages.language import Sample, SampleGroup
+from rlinf_async.workers.actor import FSDPActor, LanguageBatches, MegatronActor
+from rlinf_async.workers.errors import WorkerError
+from tests.backends.language.kit import QWEN3
+from tests.workers.actor.language.kit import KEEPING, OPTIMIZER, Channels, as_sample, groups
+
+pytest.importorskip("megatron.core")
+
+BATCHES = LanguageBatches(samples=16, group_size=4, micro_batch_size=4)
+
+
+class Noting(MegatronActor):
+    """Says when its first micro-batch is computed, and what gradients it has."""
+
+    async def setup(self) -> None:
+        self._begun = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        await super().setup()
+
+    def make_trainer(self) -> Any:
+        trainer: Any = super().make_trainer()
+        prepare = trainer.objective.prepare
+
+        def noted(*args: Any, **options: Any) -> Any:
+            self._loop.call_soon_threadsafe(self._begun.set)
+            return prepare(*args, **options)
+
+        trainer.objective.prepare = noted
+        return trainer
+
+    async def first_micro_batch(self) -> None:
+        """Wait for it."""
+        await self._begun.wait()
+
+    async def gradients(self) -> dict[str, Floats]:
+        """Take the gradients of this stage, which are zeroed."""
+        trainer: Any = self._trainer
+        found = {one.name: _gradient(one.parameter) for one in trainer.manager.held}
+        trainer.manager.zero_grad()
+        return found
+
+    async def names(self) -> list[str]:
+        """What the schedule calls, and where weights go."""
+        return [
+            self.get_forward_step_func().__name__,
+            str(self.get_inference_weight_dst_ranks(2, 2)),
+        ]
+
+
+def _gradient(parameter: Any) -> Floats:
+    found: Floats = parameter.main_grad.detach().cpu().numpy().copy()
+    return found
+
+
+class Rollout(ra.Worker):
+    """Sends one group for each permission to end it."""
+
+    async def generate(
+        self, made: list[SampleGroup], done: Sender[SampleGroup], may_end: Receiver[int]
+    ) -> None:
+        for one in made:
+            with self.span("generate", group=one.group):
+                await may_end.get()
+                await done.put(one, key=0, weight=len(one.samples))
+
+
+def megatron() -> Any:
+    from rlinf_async.backends.language_training.config import LanguageModelConfig
+    from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
+
+    described = LanguageModelConfig(config=QWEN3)
+    cut = MegatronConfig(model=described, optimizer=OPTIMIZER, pp=2)
+    return MegatronTrainerConfig(megatron=cut, reference=True, max_tokens_per_forward=40)
+
+
+def ready(made: list[SampleGroup]) -> SampleGroup:
+    """All samples of an iteration, with advantages."""
+    from rlinf_async.algorithms.language.advantages import compute_group_advantages
+
+    every = [
+        sample
+        for group in made
+        for sample in compute_group_advantages(group.samples, LanguageAdvantageConfig())
+    ]
+    return SampleGroup(iteration=0, group=0, samples=every)
+
+
+async def answers(cluster: ra.Cluster, actors: Any, method: Any) -> dict[Any, list[Floats]]:
+    """Previous and reference log-probs of 16 samples that stream through the actors."""
+    channels = Channels(cluster)
+    asking = actors.call(method, channels.samples.receiver, channels.done.sender, True)
+    for group in range(4):
+        for index in range(4):
+            await channels.samples.sender.put(as_sample(group, index))
+    assert await asking == [16] * len(actors)
+    found: list[Sample] = [one async for one in channels.done.receiver]
+    assert len(found) == 16
+    both: dict[Any, list[Floats]] = {}
+    for one in found:
+        assert one.prev_log_prob is not None
+        assert one.ref_log_prob is not None
+        both[one.request.name] = [one.prev_log_prob, one.ref_log_prob]
+    return both
+
+
+async def overlapping(cluster: ra.Cluster, actors: ra.WorkerGroup[Noting]) -> list[Any]:
+    """Train an iteration whose last samples are only made once its first are trained on."""
+    channels = Channels(cluster)
+    permissions = cluster.channel(int, name="permissions", capacity=4)
+    rollout = await cluster.launch(Rollout)
+    making = rollout.call(Rollout.generate, groups(0), channels.groups.sender, permissions.receiver)
+    training = actors.call(Noting.run_training_pipeline, channels.groups.receiver)
+    await permissions.sender.put(0)
+    await actors.call(Noting.first_micro_batch)  # both stages: nothing but one group is there
+    for group in range(1, 4):
+        await permissions.sender.put(group)
+    await making
+    reports = await training
+    assert [one.samples for one in reports] == [16, 0]
+    spans = await cluster.spans()
+    began = min(one.start for one in spans if one.name == "train")
+    last = max(one.start + one.duration for one in spans if one.name == "generate")
+    assert began < last
+    return reports
+
+
+async def gradients_of_both_modes(cluster: ra.Cluster, actors: ra.WorkerGroup[Noting]) -> None:
+    batch = ready(groups(1))
+    units = sum(int(one.loss_mask.sum()) for one in batch.samples if one.scored)
+    given = await actors.call(Noting.run_forward_backward, batch, False)
+    collected = await actors.call(Noting.gradients)
+    channels = Channels(cluster)
+    arriving = actors.call(Noting.run_forward_backward_iterator, channels.groups.receiver)
+    await channels.send(groups(1)[::-1])
+    pipelined = await arriving
+    for one, metrics in zip(given, pipelined, strict=True):
+        assert one.metrics["loss"] == pytest.approx(metrics["loss"], abs=1e-6)
+    for mine, theirs in zip(await actors.call(Noting.gradients), collected, strict=True):
+        assert mine.keys() == theirs.keys()
+        worst = max(float(np.abs(mine[name] - theirs[name]).max()) / units for name in mine)
+        assert worst < 1e-6
+        assert any(one.any() for one in mine.values())
+
+
+@pytest.mark.parametrize("loop_kind", ["uvloop"])
+async def test_pipeline_stages_train_while_samples_arrive_and_answer_as_fsdp_does(
+    loop_kind: str,
+) -> None:
+    async with ra.Cluster.local() as cluster:
+        alone = await cluster.launch(FSDPActor, KEEPING, BATCHES)
+        expected = await answers(cluster, alone, FSDPActor.run_inference)
+        channels = Channels(cluster)
+        training = alone.call(FSDPActor.run_training, channels.groups.receiver)
+        await channels.send(groups(0))
+        [theirs] = await training
+        tokens = [(one.prompt_ids, one.response_ids) for one in groups(1)[0].samples]
+        [after] = await alone.call(FSDPActor.log_probs, tokens)
+    async with ra.Cluster.process() as cluster:
+        actors = await cluster.launch(
+            Noting,
+            megatron(),
+            BATCHES,
+            count=2,
+            collective="gloo",
+            env_vars={"OMP_NUM_THREADS": "1"},
+        )
+        for name, log_probs in (await answers(cluster, actors, Noting.run_inference)).items():
+            for mine, same in zip(log_probs, expected[name], strict=True):
+                np.testing.assert_allclose(mine, same, atol=1e-5)
+        reports = await overlapping(cluster, actors)
+        for field in ("loss", "grad_norm", "entropy"):
+            expected_number = theirs.metrics[field]
+            assert reports[0].metrics[field] == pytest.approx(expected_number, rel=1e-4, abs=1e-5)
+        given = SampleGroup(iteration=0, group=0, samples=groups(1)[0].samples)
+        for one in given.samples:
+            one.temperature = 1.0
+        for found in await actors.call(Noting.run_forward_backward, given):
+            for mine, same in zip(found.log_probs, after, strict=True):
+                np.testing.assert_allclose(mine, same, atol=1e-4)
+        await gradients_of_both_modes(cluster, actors)
+        step = await actors.call(Noting.training_step, ready(groups(2)))
+        assert step[0] == step[1]
+        assert step[0]["grad_norm"] > 0.0
+        expected_names = ["step", "[0, 1, 2, 3]"]
+        assert await actors.call(Noting.names) == [expected_names, expected_names]
+        iterator = Noting.run_forward_backward_iterator
+        with pytest.raises(WorkerError, match=r"trains on what arrives; for log-probs alone"):
+            await actors.call(iterator, Channels(cluster).groups.receiver, True)

@@ -1,0 +1,153 @@
+"""`MegatronActor`: a `LanguageActor` that Megatron trains, with the steps of its schedule by name.
+
+::
+
+    run_training, run_training_pipeline      iterations, as those of every `LanguageActor`
+      training_step                          zero gradients, forward and backward, optimizer
+        run_forward_backward                 of samples that are there
+        run_forward_backward_iterator        of samples that arrive: Megatron's schedule pulls them
+          get_forward_step_func              what the schedule calls for each micro-batch
+
+Tensor ranks and pipeline stages with the same data rank take part in each of them; the first of
+them reads the samples and hands them on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from rlinf_async.backends.language import MicroBatch, StagedTrainer
+from rlinf_async.channels import Receiver
+from rlinf_async.channels.batching import BatchSizes
+from rlinf_async.channels.batching.balance import balance, fewest_micro_batches
+from rlinf_async.messages.embodied import Floats
+from rlinf_async.messages.language import SampleGroup, TrainingSample
+from rlinf_async.workers.actor.iteration import Iteration, Step
+from rlinf_async.workers.actor.language import LanguageActor
+
+
+class ForwardBackward(msgspec.Struct, kw_only=True):
+    """Result of `MegatronActor.run_forward_backward`, equal on all ranks of one model."""
+
+    log_probs: list[Floats] = []
+    """``[R]`` of each sample, in the order of the samples, where only the forward pass ran"""
+    metrics: dict[str, float] = {}
+    """of the global batch, where gradients were computed"""
+
+
+class MegatronActor(LanguageActor):
+    """One rank of the actor group; its ``trainer`` is a `MegatronTrainerConfig`."""
+
+    backend = "megatron"
+
+    @property
+    def _staged(self) -> StagedTrainer:
+        return cast(StagedTrainer, self._trainer)
+
+    def get_forward_step_func(self) -> Callable[..., Any]:
+        """Return what Megatron's schedule calls with the work that is to come and this stage: it
+        computes one micro-batch, on the last stage also log-probs and loss."""
+        return self._staged.get_forward_step_func()
+
+    async def run_forward_backward(
+        self, batch: SampleGroup, forward_only: bool = True
+    ) -> ForwardBackward:
+        """Compute log-probs of samples, or the gradients of their loss. On all ranks.
+
+        Args:
+            batch: this data rank's samples, of any number; with advantages for gradients. Those
+                that are given to ranks which do not read are ignored.
+            forward_only: compute log-probs. Otherwise gradients are added, undivided, to those that
+                are there; the next `training_step` begins without them.
+        """
+        await self.onload()
+        if forward_only:
+            samples = batch.samples if self._trainer.data_rank.is_io else []
+            with self.span("inference", samples=len(samples)):
+                return ForwardBackward(
+                    log_probs=await self.compute(self._trainer.log_probs, samples)
+                )
+        metrics = await self.compute(self._given, batch.samples, self._staged.forward_backward)
+        return ForwardBackward(metrics=dict(metrics))
+
+    async def run_forward_backward_iterator(
+        self, batch_iterator: Receiver[SampleGroup], forward_only: bool = False
+    ) -> dict[str, float]:
+        """Compute the gradients of one global batch while it arrives. On all ranks.
+
+        The schedule pulls micro-batches from the channel, through the blocking view of a
+        batch-resizing iterator: it begins with the first one that is complete. Returns the metrics.
+
+        Raises `ValueError` for ``forward_only``: log-probs of samples that arrive are what
+        `run_inference` streams.
+        """
+        if forward_only:
+            raise ValueError(
+                "run_forward_backward_iterator trains on what arrives; for log-probs alone call "
+                "run_inference, or run_forward_backward with a batch"
+            )
+        return await self._arriving(batch_iterator, self._staged.forward_backward)
+
+    async def training_step(
+        self, batch: SampleGroup | None = None, batch_iterator: Receiver[SampleGroup] | None = None
+    ) -> dict[str, float]:
+        """Make one optimizer step of a batch, or of the global batch that arrives. On all ranks.
+
+        Args:
+            batch: this data rank's samples, with advantages.
+            batch_iterator: where they arrive; advantages are then computed, and normalised.
+
+        Returns the metrics: ``loss``, ``grad_norm``, ``lr``, ``skipped`` and those of the loss.
+        Raises `ValueError` unless exactly one is given.
+        """
+        if (batch is None) == (batch_iterator is None):
+            raise ValueError("give either a batch or a batch_iterator")
+        if batch_iterator is not None:
+            return await self._arriving(batch_iterator, self._trainer.training_step)
+        assert batch is not None
+        await self.onload()
+        return dict(await self.compute(self._given, batch.samples, self._trainer.training_step))
+
+    def get_inference_weight_dst_ranks(self, inference_tp: int, inference_pp: int) -> list[int]:
+        """Return the inference ranks that get weights: the first whole model's."""
+        return list(range(inference_tp * inference_pp))
+
+    async def _arriving(self, groups: Receiver[SampleGroup], step: Step) -> dict[str, float]:
+        await self.onload()
+        sizes = self._sizes
+        one = msgspec.structs.replace(
+            sizes, total_batch_size=sizes.global_batch_size, num_global_batches=1
+        )
+        iteration = Iteration(
+            self, self._trainer, one, epochs=1, max_staleness=self._max_staleness, step=step
+        )
+        (metrics,) = await iteration.compute_arriving(groups)
+        return dict(metrics)
+
+    def _given(self, samples: Sequence[TrainingSample], step: Step) -> Mapping[str, float]:
+        at = self._trainer.data_rank
+        return step(_micro_batches(samples, self._sizes) if at.is_io else ())
+
+
+def _micro_batches(samples: Sequence[TrainingSample], sizes: BatchSizes) -> Iterable[MicroBatch]:
+    parts = list(_parts(samples, sizes))
+    for number, part in enumerate(parts, 1):
+        yield MicroBatch(part, number == len(parts), len(parts))
+
+
+def _parts(
+    samples: Sequence[TrainingSample], sizes: BatchSizes
+) -> Iterator[Sequence[TrainingSample]]:
+    """Cut samples as the sizes say: equally many each, or balanced by tokens."""
+    size, most = sizes.micro_batch_size, sizes.max_tokens_per_micro_batch
+    if size is not None or not samples:
+        for start in range(0, len(samples), size or 1):
+            yield samples[start : start + (size or 1)]
+        return
+    assert most is not None  # one of the two limits is there
+    lengths = [sample.tokens for sample in samples]
+    for part in balance(lengths, fewest_micro_batches(lengths, most)):
+        yield [samples[at] for at in part]
