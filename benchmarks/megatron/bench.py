@@ -32,8 +32,8 @@ BENCH = Bench(
     repetitions=3,
     notes=(
         "Qwen3 with 13 M parameters, 16 samples of 127 tokens in 4 micro-batches, float32, a core",
-        "bare: GPTModel, DistributedDataParallel, schedule and AdamW of megatron-core, cross-entropy",
-        "of the same tokens; ours: the same layers over packed rows, the PPO loss and its metrics",
+        "bare: megatron-core's GPTModel, DistributedDataParallel, schedule, AdamW and cross-entropy",
+        "ours: the same layers over packed rows, the PPO loss of the same tokens and its metrics",
         "ratio: median over pairs of steps, one of each",
     ),
 )
