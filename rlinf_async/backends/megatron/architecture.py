@@ -38,6 +38,8 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     """of Llama 3's scaling of rotary positions; None: not scaled"""
     longest: int
     """tokens of a sequence"""
+    padding: int | None = None
+    """token whose embedding is not trained"""
     values: bool = False
     """a critic: a value head in place of the output layer"""
 
@@ -90,6 +92,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         rope_theta=float(theta),
         rope_factor=factor,
         longest=int(config["max_position_embeddings"]),
+        padding=config.get("pad_token_id"),
     )
 
 

@@ -17,6 +17,7 @@ from rlinf_async.backends.megatron.attention import PackedAttention
 from rlinf_async.backends.megatron.grid import Grid
 from rlinf_async.backends.megatron.library import of_megatron
 from rlinf_async.backends.megatron.norms import Norm
+from rlinf_async.backends.megatron.padding import FrozenPadding
 from rlinf_async.backends.megatron.values import ValueHead
 from rlinf_async.parallel import Strategy
 from rlinf_async.parallel.decoders import Decoder
@@ -91,6 +92,10 @@ def build_chunk(
         pg_collection=grid.groups,
         vp_stage=vp_stage,
     )
+    if architecture.padding is not None and pre_process:
+        embedding: Any = model.embedding
+        frozen = FrozenPadding(architecture.padding, grid.groups.tp)
+        embedding.register_forward_hook(frozen, with_kwargs=True)
     if architecture.values and post_process:
         model.output_layer = ValueHead(config)
     _mark_cut_parameters(model)

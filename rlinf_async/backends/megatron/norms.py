@@ -15,6 +15,6 @@ class Norm(nn.RMSNorm):
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps)
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         if config.sequence_parallel:
             self.weight.sequence_parallel = True  # type: ignore[attr-defined]

@@ -92,7 +92,10 @@ def test_actor_and_critic_of_megatron_learn_by_ppo_as_those_of_fsdp(
             ("--critic.backend", "fsdp", "--critic.tp", 2),
             "tp is 2, but the backend 'fsdp' does not",
         ),
-        ((*PPO, "--cluster.critics", 2), "2 critics cannot be paired with 1 actors, each with"),
+        (
+            (*PPO, "--cluster.actors", 1, "--cluster.critics", 2),
+            "2 critics cannot be paired with 1 actors, each with",
+        ),
         ((*PPO, "--cluster.critics", 2, "--critic.pp", 2), "critic.pp"),
         (("--model.config.model_type", "gpt2"), "does not train model_type 'gpt2'; it trains ll"),
     ],

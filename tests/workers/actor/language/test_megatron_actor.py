@@ -99,9 +99,8 @@ def ready(made: list[SampleGroup]) -> SampleGroup:
     return SampleGroup(iteration=0, group=0, samples=every)
 
 
-async def answers(cluster: ra.Cluster, actors: Any, method: Any) -> dict[Any, list[Floats]]:
+async def answers(channels: Channels, actors: Any, method: Any) -> dict[Any, list[Floats]]:
     """Previous and reference log-probs of 16 samples that stream through the actors."""
-    channels = Channels(cluster)
     asking = actors.call(method, channels.samples.receiver, channels.done.sender, True)
     for group in range(4):
         for index in range(4):
@@ -117,19 +116,21 @@ async def answers(cluster: ra.Cluster, actors: Any, method: Any) -> dict[Any, li
     return both
 
 
-async def overlapping(cluster: ra.Cluster, actors: ra.WorkerGroup[Noting]) -> list[Any]:
+async def overlapping(
+    cluster: ra.Cluster, channels: Channels, actors: ra.WorkerGroup[Noting]
+) -> list[Any]:
     """Train an iteration whose last samples are only made once its first are trained on."""
-    channels = Channels(cluster)
     permissions = cluster.channel(int, name="permissions", capacity=4)
     rollout = await cluster.launch(Rollout)
-    making = rollout.call(Rollout.generate, groups(0), channels.groups.sender, permissions.receiver)
-    training = actors.call(Noting.run_training_pipeline, channels.groups.receiver)
-    await permissions.sender.put(0)
-    await actors.call(Noting.first_micro_batch)  # both stages: nothing but one group is there
-    for group in range(1, 4):
-        await permissions.sender.put(group)
-    await making
-    reports = await training
+    with channels.groups.sender.clone("rollout") as sender:
+        making = rollout.call(Rollout.generate, groups(0), sender, permissions.receiver)
+        training = actors.call(Noting.run_training_pipeline, channels.groups.receiver)
+        await permissions.sender.put(0)
+        await actors.call(Noting.first_micro_batch)  # both stages: but one group is there
+        for group in range(1, 4):
+            await permissions.sender.put(group)
+        await making
+        reports = await training
     assert [one.samples for one in reports] == [16, 0]
     spans = await cluster.spans()
     began = min(one.start for one in spans if one.name == "train")
@@ -138,12 +139,11 @@ async def overlapping(cluster: ra.Cluster, actors: ra.WorkerGroup[Noting]) -> li
     return reports
 
 
-async def gradients_of_both_modes(cluster: ra.Cluster, actors: ra.WorkerGroup[Noting]) -> None:
+async def gradients_of_both_modes(channels: Channels, actors: ra.WorkerGroup[Noting]) -> None:
     batch = ready(groups(1))
     units = sum(int(one.loss_mask.sum()) for one in batch.samples if one.scored)
     given = await actors.call(Noting.run_forward_backward, batch, False)
     collected = await actors.call(Noting.gradients)
-    channels = Channels(cluster)
     arriving = actors.call(Noting.run_forward_backward_iterator, channels.groups.receiver)
     await channels.send(groups(1)[::-1])
     pipelined = await arriving
@@ -162,8 +162,8 @@ async def test_pipeline_stages_train_while_samples_arrive_and_answer_as_fsdp_doe
 ) -> None:
     async with ra.Cluster.local() as cluster:
         alone = await cluster.launch(FSDPActor, KEEPING, BATCHES)
-        expected = await answers(cluster, alone, FSDPActor.run_inference)
         channels = Channels(cluster)
+        expected = await answers(channels, alone, FSDPActor.run_inference)
         training = alone.call(FSDPActor.run_training, channels.groups.receiver)
         await channels.send(groups(0))
         [theirs] = await training
@@ -178,10 +178,12 @@ async def test_pipeline_stages_train_while_samples_arrive_and_answer_as_fsdp_doe
             collective="gloo",
             env_vars={"OMP_NUM_THREADS": "1"},
         )
-        for name, log_probs in (await answers(cluster, actors, Noting.run_inference)).items():
+        channels = Channels(cluster)
+        for name, log_probs in (await answers(channels, actors, Noting.run_inference)).items():
             for mine, same in zip(log_probs, expected[name], strict=True):
                 np.testing.assert_allclose(mine, same, atol=1e-5)
-        reports = await overlapping(cluster, actors)
+        kept = channels.groups.receiver.clone("between two calls")  # a call closes its ends
+        reports = await overlapping(cluster, channels, actors)
         for field in ("loss", "grad_norm", "entropy"):
             expected_number = theirs.metrics[field]
             assert reports[0].metrics[field] == pytest.approx(expected_number, rel=1e-4, abs=1e-5)
@@ -191,7 +193,7 @@ async def test_pipeline_stages_train_while_samples_arrive_and_answer_as_fsdp_doe
         for found in await actors.call(Noting.run_forward_backward, given):
             for mine, same in zip(found.log_probs, after, strict=True):
                 np.testing.assert_allclose(mine, same, atol=1e-4)
-        await gradients_of_both_modes(cluster, actors)
+        await gradients_of_both_modes(channels, actors)
         step = await actors.call(Noting.training_step, ready(groups(2)))
         assert step[0] == step[1]
         assert step[0]["grad_norm"] > 0.0
@@ -199,4 +201,5 @@ async def test_pipeline_stages_train_while_samples_arrive_and_answer_as_fsdp_doe
         assert await actors.call(Noting.names) == [expected_names, expected_names]
         iterator = Noting.run_forward_backward_iterator
         with pytest.raises(WorkerError, match=r"trains on what arrives; for log-probs alone"):
-            await actors.call(iterator, Channels(cluster).groups.receiver, True)
+            await actors.call(iterator, channels.groups.receiver, True)
+        kept.close()
