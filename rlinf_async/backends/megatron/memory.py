@@ -93,17 +93,19 @@ class StageMemory:
         """Give back what moments, float32 copies and gradients take."""
         self.offload_copies(self._optimizer)
         self._copies.offload(self._moments())
-        for at, storage in enumerate(self._gradients()):
+        for at, gradients in enumerate(self._gradients()):
+            storage = gradients.untyped_storage()
             if storage.size():
                 self._gradient_bytes[at] = storage.size()
                 storage.resize_(0)
 
     def load_optimizer(self) -> None:
         """Take them back; gradients are 0."""
-        for at, storage in enumerate(self._gradients()):
+        for at, gradients in enumerate(self._gradients()):
+            storage = gradients.untyped_storage()
             if not storage.size() and at in self._gradient_bytes:
                 storage.resize_(self._gradient_bytes[at])
-                storage.fill_(0)
+                gradients.zero_()
         self._copies.load(self._moments())
         self.load_copies(self._optimizer)
 
@@ -127,10 +129,10 @@ class StageMemory:
                     yield buffer.param_data
             yield from (one.data for one in model.parameters())
 
-    def _gradients(self) -> Iterator[torch.UntypedStorage]:
+    def _gradients(self) -> Iterator[Tensor]:
         for model in self._models:
             for buffer in _buffers(model):
-                yield buffer.grad_data.untyped_storage()
+                yield buffer.grad_data
 
 
 def float32_copies(optimizers: Any) -> Iterator[Tensor]:

@@ -25,7 +25,8 @@ def backend(args: TrainArgs, *, critic: bool) -> str:
     from rlinf_async.backends.registry import LANGUAGE_TRAINERS
 
     name = f"{args.train_backend}_critic" if critic else args.train_backend
-    if name not in LANGUAGE_TRAINERS:
+    # A group pairs its critics with actors rank by rank, Megatron's are paired by data rank.
+    if name not in LANGUAGE_TRAINERS or (critic and args.train_backend == "megatron"):
         raise ValueError(
             f"train_backend {args.train_backend!r} has no critic yet: give the group of role "
             "'critic' args of its own, with train_backend = 'fsdp'"
