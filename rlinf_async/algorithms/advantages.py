@@ -26,6 +26,8 @@ class AdvantageInputs(NamedTuple):
     """``[T, E]``: the episode was cut"""
     final_value: Floats
     """``[T, E]``: value of the last observation of a truncated episode; read at those steps only"""
+    valid: Bools | None = None
+    """``[T, E]``: steps that count; None: all do"""
 
 
 class Advantages(NamedTuple):
@@ -43,7 +45,7 @@ class AdvantageFunction(Protocol):
 
 
 advantage_functions: Registry[AdvantageFunction] = Registry(
-    "advantage", built_in=("rlinf_async.algorithms.gae",)
+    "advantage", built_in=("rlinf_async.algorithms.gae", "rlinf_async.algorithms.grpo")
 )
 register_advantage = advantage_functions.register
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import msgspec
 
@@ -13,6 +14,10 @@ class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     name: str = "gae"
     gamma: float = 0.99
     gae_lambda: float = 0.95
+    level: Literal["chunk", "action"] = "chunk"
+    """where actions come in chunks: one reward, value and advantage for each chunk or action"""
+    group_size: int = 1
+    """episodes from the same initial state; taken from the environments"""
 
     def __post_init__(self) -> None:
         for field in ("gamma", "gae_lambda"):

@@ -21,6 +21,11 @@ class LossInputs(NamedTuple):
     old_value: Tensor
     advantage: Tensor
     returns: Tensor
+    weight: Tensor | None = None
+    """of each log-prob in means: 0 where it is masked; None: all count the same. The other columns
+    of values, ``value`` and ``returns``, may then have another shape than those of log-probs"""
+    value_weight: Tensor | None = None
+    """of each value in means"""
 
 
 class LossOutput(NamedTuple):
@@ -49,7 +54,11 @@ class PolicyLoss(NamedTuple):
 
 
 def clipped_policy_loss(
-    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, config: LossConfig
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    config: LossConfig,
+    weight: Tensor | None = None,
 ) -> PolicyLoss:
     """Return PPO's clipped surrogate (Schulman et al. 2017, equation 7), negated; inputs ``[B]``.
 
@@ -64,22 +73,31 @@ def clipped_policy_loss(
         bounded = torch.minimum(loss, -config.dual_clip * advantage)
         loss = torch.where(advantage < 0, bounded, loss)
     with torch.no_grad():
-        clip_fraction = (ratio != clipped).to(ratio.dtype).mean()
-        kl = approximate_kl(log_ratio)
-    return PolicyLoss(loss.mean(), kl, clip_fraction)
+        clip_fraction = weighted_mean((ratio != clipped).to(ratio.dtype), weight)
+        kl = approximate_kl(log_ratio, weight)
+    return PolicyLoss(weighted_mean(loss, weight), kl, clip_fraction)
 
 
-def approximate_kl(log_ratio: Tensor) -> Tensor:
+def weighted_mean(numbers: Tensor, weight: Tensor | None) -> Tensor:
+    """Return the mean of ``weight * numbers``; the weights' own mean is 1 over a whole batch."""
+    return numbers.mean() if weight is None else (numbers * weight).mean()
+
+
+def approximate_kl(log_ratio: Tensor, weight: Tensor | None = None) -> Tensor:
     """Return the estimate ``mean(ratio - 1 - log ratio)`` of KL(old, new); ``log_ratio [B]``.
 
     It is never negative and unbiased under the old policy (Schulman 2020, "Approximating KL
     divergence", k3).
     """
-    return (torch.expm1(log_ratio) - log_ratio).mean()
+    return weighted_mean(torch.expm1(log_ratio) - log_ratio, weight)
 
 
 def value_loss(
-    value: Tensor, old_value: Tensor, returns: Tensor, clip: float | None = None
+    value: Tensor,
+    old_value: Tensor,
+    returns: Tensor,
+    clip: float | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Return half the mean squared error of ``value``; inputs ``[B]``.
 
@@ -90,15 +108,19 @@ def value_loss(
     if clip is not None:
         near = old_value + (value - old_value).clamp(-clip, clip)
         error = torch.maximum(error, (near - returns).square())
-    return 0.5 * error.mean()
+    return 0.5 * weighted_mean(error, weight)
 
 
 @register_loss("ppo")
 def ppo_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
     """Return the clipped policy loss + value loss - entropy bonus (Schulman et al. 2017, eq. 9)."""
-    policy = clipped_policy_loss(inputs.log_prob, inputs.old_log_prob, inputs.advantage, config)
-    value = value_loss(inputs.value, inputs.old_value, inputs.returns, config.value_clip)
-    entropy = inputs.entropy.mean()
+    policy = clipped_policy_loss(
+        inputs.log_prob, inputs.old_log_prob, inputs.advantage, config, inputs.weight
+    )
+    value = value_loss(
+        inputs.value, inputs.old_value, inputs.returns, config.value_clip, inputs.value_weight
+    )
+    entropy = weighted_mean(inputs.entropy, inputs.weight)
     loss = policy.loss + config.value_coefficient * value - config.entropy_coefficient * entropy
     metrics = {
         "policy_loss": policy.loss.detach(),

@@ -98,6 +98,10 @@ class TrainerBackend(Trainer, Protocol):
         """Train on one iteration, update the normalisers, and count the version up."""
         ...
 
+    def clone(self) -> Mapping[str, float]:
+        """Learn from the configured demonstrations, before the first iteration; return metrics."""
+        ...
+
     def publish(self) -> WeightUpdate:
         """Return the weights and normalisers of the present version. Collective over ranks."""
         ...

@@ -1,4 +1,4 @@
-"""The command line: ``rlinf-async train | check | status | stop | bench | export | reshard``.
+"""The command line: ``rlinf-async train``, ``check``, ``status``, ``stop``, ``bench``, and others.
 
 Exit codes: 0 success; 1 the run failed, or it or a bench's bar fell short; 2 wrong input, found
 before any worker started; 130 Ctrl-C; 143 SIGTERM.
@@ -17,6 +17,7 @@ import click
 
 from rlinf_async.cli.bench import bench
 from rlinf_async.cli.checkpoints import export, reshard
+from rlinf_async.cli.demonstrations import demonstrations
 from rlinf_async.cli.failures import guarded
 from rlinf_async.cli.jobs import FindJob, Session, registered_job
 from rlinf_async.cli.runs import status, stop
@@ -50,6 +51,7 @@ commands.add_command(check)
 commands.add_command(status)
 commands.add_command(stop)
 commands.add_command(bench)
+commands.add_command(demonstrations)
 commands.add_command(export)
 commands.add_command(reshard)
 

@@ -106,6 +106,11 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """``[T, E]``: value of the observation an episode was cut at, 0 elsewhere"""
     version: Ints
     """``[T]``: version of the weights that acted at each step"""
+    action_reward: Floats | None = None
+    """``[T, E, k]``: the reward of each action of a chunk, 0 where it was not executed. ``reward``
+    is their sum, and a step is a chunk"""
+    executed: Bools | None = None
+    """``[T, E, k]``: which actions of a chunk were executed: none after the end of an episode"""
     incarnation: int = 0
     """Number of restarts of the env worker; another life has other episodes."""
     episode_return: list[float] = []

@@ -58,6 +58,8 @@ class EmbodiedSummary(Summary, kw_only=True):
     steps_per_second: float | None = None
     success_rate: float | None = None
     """Of the evaluation at the end, 0 to 1."""
+    success_rate_before: float | None = None
+    """Of the evaluation before the first iteration, where one is configured."""
     return_: float | None = None
     """Mean episode return of the evaluation at the end."""
     evaluation_episodes: int | None = None
@@ -65,7 +67,9 @@ class EmbodiedSummary(Summary, kw_only=True):
     def figures(self) -> list[str]:
         parts = []
         if self.success_rate is not None:
-            parts.append(f"success rate {self.success_rate:.2f}")
+            early = self.success_rate_before
+            before = "" if early is None else f" (before: {early:.2f})"
+            parts.append(f"success rate {self.success_rate:.2f}{before}")
         if self.return_ is not None and math.isfinite(self.return_):
             parts.append(f"return {self.return_:.2f}")
         parts += [*Summary.figures(self), f"{self.env_steps:,} steps"]

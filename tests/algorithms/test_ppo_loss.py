@@ -57,7 +57,7 @@ configs = st.builds(
 @given(seed=st.integers(0, 10_000), size=st.integers(1, 20), config=configs)
 def test_the_loss_equals_plain_arithmetic(seed: int, size: int, config: LossConfig) -> None:
     inputs = drawn(seed, size)
-    rows = [tuple(float(column[row]) for column in inputs) for row in range(size)]
+    rows = [tuple(float(column[row]) for column in inputs[:7]) for row in range(size)]
     policy = sum(policy_term(row[0], row[3], row[5], config) for row in rows) / size
     value = sum(value_term(row[2], row[4], row[6], config.value_clip) for row in rows) / size
     entropy = sum(row[1] for row in rows) / size

@@ -57,6 +57,11 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
 
         return load_trainer_backend(self._backend_name)(self._config, self.world_size, self.rank)
 
+    async def clone(self) -> dict[str, float]:
+        """Learn from demonstrations, before the first iteration; returns metrics. On all ranks."""
+        with self.span("clone"):
+            return dict(await self.compute(self._trainer.clone))
+
     async def run_training(
         self,
         plan: TrainingPlan,
@@ -177,7 +182,7 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
             iteration=iteration,
             version=self._trainer.version,
             metrics=dict(metrics),
-            env_steps=sum(one.reward.size for one in batch),
+            env_steps=sum(_env_steps(one) for one in batch),
             lag_mean=lags[0],
             lag_max=lags[1],
             duplicates=duplicates,
@@ -186,3 +191,9 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
             episode_success=[value for one in batch for value in one.episode_success],
             ranks=self.active_world_size,
         )
+
+
+def _env_steps(trajectory: Trajectory) -> int:
+    """Steps of the environments, those of a chunk that was cut short included."""
+    found = trajectory.executed
+    return trajectory.reward.size if found is None else found.size

@@ -24,6 +24,12 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     actions: Literal["clip", "rescale"] = "clip"
     """continuous actions are clipped to the bounds, or [-1, 1] is rescaled to the bounds"""
 
+    action_chunk: int = 1
+    """actions that the policy answers with at once, and that are executed one by one"""
+    group_size: int = 1
+    """environments that begin an iteration in the same state; above 1, an iteration is one episode
+    of each: steps after its end are not trained"""
+
     def __post_init__(self) -> None:
         if not self.id and not self.entry_point:
             raise ValueError(
@@ -40,6 +46,17 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(
                 f"envs is {self.envs}, stages is {self.stages}, seed is {self.seed}; envs and "
                 "stages must be at least 1, seed at least 0"
+            )
+        if self.action_chunk < 1 or self.group_size < 1:
+            raise ValueError(
+                f"action_chunk is {self.action_chunk}, group_size is {self.group_size}; both must "
+                "be at least 1"
+            )
+        if self.envs // self.stages % self.group_size:
+            raise ValueError(
+                f"envs = {self.envs} in stages = {self.stages} are {self.envs // self.stages} "
+                f"environments in each stage, which are no whole groups of group_size = "
+                f"{self.group_size}"
             )
         if self.envs % self.stages:
             raise ValueError(

@@ -34,10 +34,23 @@ def make_env(config: EnvConfig, *, render_mode: str | None = None) -> Env:
         ConfigError: unknown id, wrong kwargs, or an entry point that cannot be called.
         EnvError: the entry point raised.
     """
+    gym = _gymnasium(config)
+    env = _make_one(config, gym, render_mode)
+    if config.action_chunk == 1:
+        return env
+    from rlinf_async.workers.env.chunks import ActionChunks
+
+    try:
+        return ActionChunks(env, config.action_chunk)
+    except ValueError as error:
+        env.close()
+        raise ConfigError(f"env {config.name}: {error}", path=("action_chunk",)) from error
+
+
+def _make_one(config: EnvConfig, gym: Any, render_mode: str | None) -> Env:
     kwargs = dict(config.kwargs)
     if render_mode is not None:
         kwargs["render_mode"] = render_mode
-    gym = _gymnasium(config)
     if config.entry_point:
         return _call(config, kwargs)
     _register(config.id)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TypeVar
 
-from rlinf_async.messages.embodied import Actions, Choice, Collect, Trajectory
+import numpy as np
+from numpy.typing import NDArray
+
+from rlinf_async.messages.embodied import Actions, Collect, Trajectory
 from rlinf_async.messages.spaces import Seen
 from rlinf_async.workers.env.errors import EnvError
 from rlinf_async.workers.env.stage import Outcome
+
+Number = TypeVar("Number", bound=np.generic)
 
 
 class Record:
@@ -58,6 +63,8 @@ class Record:
             made.action = _like(answer.action, len(made.version))
         made.observation[step] = observation
         made.action[step] = answer.action
+        if answer.log_prob.shape != made.log_prob[step].shape:  # one for each token
+            made.log_prob = _like(answer.log_prob, len(made.version))
         made.log_prob[step] = answer.log_prob
         made.version[step] = answer.version
 
@@ -65,6 +72,12 @@ class Record:
         """Record the outcome of the step."""
         made, step = self._made, self._step
         made.reward[step] = outcome.reward
+        if outcome.action_reward is not None and outcome.executed is not None:
+            if made.action_reward is None or made.executed is None:
+                made.action_reward = _like(outcome.action_reward, len(made.version))
+                made.executed = _like(outcome.executed, len(made.version))
+            made.action_reward[step] = outcome.action_reward
+            made.executed[step] = outcome.executed
         made.terminated[step] = outcome.terminated
         made.truncated[step] = outcome.truncated
         self._cut = None if outcome.final_observation is None else outcome.truncated
@@ -81,13 +94,18 @@ class Record:
         return self._made
 
     def _values(self, answer: Actions) -> None:
-        self._made.value[self._step] = answer.value
+        made = self._made
+        if answer.value.ndim != made.value[self._step].ndim:  # one for each action of a chunk
+            made.value = _like(answer.value, len(made.version) + 1)
+        made.value[self._step] = answer.value
         if self._cut is not None:
             if answer.final_value is None:
                 raise EnvError("the rollout worker left out the values of final observations")
-            self._made.final_value[self._step - 1][self._cut] = answer.final_value
+            # Of the values of a chunk's actions, the first is that of the observation itself.
+            final = answer.final_value
+            first = final if final.ndim == 1 else final[:, 0]
+            self._made.final_value[self._step - 1][self._cut] = first
 
 
-def _like(action: Choice, steps: int) -> Choice:
-    made: Choice = np.empty((steps, *action.shape), action.dtype)
-    return made
+def _like(row: NDArray[Number], steps: int) -> NDArray[Number]:
+    return np.empty((steps, *row.shape), row.dtype)

@@ -15,6 +15,9 @@ from rlinf_async.workers.env.errors import EnvFailed
 if TYPE_CHECKING:
     import gymnasium
 
+ACTION_REWARDS = "action_rewards"
+"""in the info of a step that executed several actions: the reward of each"""
+
 Write = Callable[[Any, Any], None]
 """``(observation, row)``: fills the row, or raises"""
 
@@ -46,6 +49,8 @@ class Slot:
         self.steps = 0
         """steps since the environment was made"""
         self._write = write
+        self.action_rewards: list[float] = []
+        """of the actions that the last step executed, where actions come in chunks"""
         self._return = 0.0
         self._length = 0
 
@@ -80,6 +85,8 @@ class Slot:
             raise self.failed("step", error) from error
         if not math.isfinite(gained):
             raise EnvFailed(f"{self._where('step')} returned the reward {gained}")
+        self.action_rewards = info.get(ACTION_REWARDS, [])
+        self._length += max(len(self.action_rewards) - 1, 0)
         self._return += gained
         if not (terminated or truncated):
             return gained, False, False, None

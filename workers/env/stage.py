@@ -35,12 +35,25 @@ class Outcome(msgspec.Struct):
     final_observation: Seen | None
     """``[K, D]``: last observations of the cut episodes, in the order of their environments"""
     episodes: list[Episode]
+    action_reward: Floats | None = None
+    """``[E, k]``: the reward of each action of a chunk, 0 where it was not executed"""
+    executed: Bools | None = None
+    """``[E, k]``: which actions of a chunk were executed"""
 
 
 class Stage:
     """``E`` environments; ``observation`` is an array for theirs, not filled."""
 
-    def __init__(self, slots: Sequence[Slot], observation: Seen, actions: ActionReader) -> None:
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        observation: Seen,
+        actions: ActionReader,
+        *,
+        action_chunk: int = 1,
+        group_size: int = 1,
+    ) -> None:
+        self._action_chunk, self._group_size = action_chunk, group_size
         self._slots = slots
         self._actions = actions
         self._to_reset = list(range(len(slots)))
@@ -62,6 +75,16 @@ class Stage:
         for index in self._to_reset:
             slot = self._slots[index]
             slot.reset(self.observation[index], slot.seed if self._fresh else None)
+        self._check(self.observation)
+        self._to_reset, self._fresh = [], False
+
+    def begin_groups(self, seeds: Sequence[int]) -> None:
+        """Begin an episode in every environment, from one seed for each group.
+
+        Raises: as `reset`.
+        """
+        for index, slot in enumerate(self._slots):
+            slot.reset(self.observation[index], seeds[index // self._group_size])
         self._check(self.observation)
         self._to_reset, self._fresh = [], False
 
@@ -90,7 +113,20 @@ class Stage:
             cut,
             shown[cut] if self._to_reset and cut.any() else None,
             [episode for episode in episodes if episode is not None],
+            *self._chunks(),
         )
+
+    def _chunks(self) -> tuple[Floats | None, Bools | None]:
+        """Rewards ``[E, k]`` of the actions of a chunk, and which were executed."""
+        if self._action_chunk == 1:
+            return None, None
+        reward = np.zeros((len(self._slots), self._action_chunk), np.float32)
+        executed = np.zeros(reward.shape, np.bool_)
+        for index, slot in enumerate(self._slots):
+            count = len(slot.action_rewards)
+            reward[index, :count] = slot.action_rewards
+            executed[index, :count] = True
+        return reward, executed
 
     def close(self) -> None:
         """Close the environments."""

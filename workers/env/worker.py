@@ -26,6 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from rlinf_async.channels import EndOfChannel, Receiver, Sender
 from rlinf_async.messages.embodied import Actions, Collect, Observations, Trajectory
@@ -179,7 +180,7 @@ class EnvWorker(Worker):
         except EndOfChannel:  # of the tickets: nothing else here ends without its own error
             return False
         report.tickets += 1
-        report.env_steps += ticket.steps * self.config.envs
+        report.env_steps += ticket.steps * self.config.envs * self.config.action_chunk
         report.episodes += sum(len(trajectory.episode_return) for trajectory in made)
         return True
 
@@ -195,7 +196,11 @@ class EnvWorker(Worker):
             self._conversations[number].ask, observations, actions, min_version=ticket.min_version
         )
         record = Record(ticket, self.rank, number, stage.observation, self.incarnation)
-        if stage.needs_reset:  # the first ticket, or one was given up between a step and its reset
+        if self.config.group_size > 1:
+            await self._pace.run("reset", stage.begin_groups, self._group_seeds(ticket, number))
+        elif (
+            stage.needs_reset
+        ):  # the first ticket, or one was given up between a step and its reset
             await self._pace.run("reset", stage.reset)
         final: Seen | None = None
         for _ in range(ticket.steps):
@@ -205,6 +210,12 @@ class EnvWorker(Worker):
             record.stepped(outcome)
             final = outcome.final_observation
         return record.finish(await ask(stage.observation, final_observation=final, value_only=True))
+
+    def _group_seeds(self, ticket: Collect, stage: int) -> list[int]:
+        """A seed for each group: of this iteration, whichever life of this worker collects it."""
+        groups = self.config.envs_per_stage // self.config.group_size
+        mixed = np.random.SeedSequence((self.config.seed, ticket.iteration, self.rank, stage))
+        return [int(seed) for seed in mixed.generate_state(groups)]
 
     async def _step(self, stage: Stage, answer: Actions) -> Outcome:
         outcome = await self._pace.run("step", stage.step, answer.action)
@@ -232,7 +243,15 @@ class EnvWorker(Worker):
                 for env in range(per_stage)
             ]
             empty = self._writer.spec.empty(per_stage)
-            self._stages.append(Stage(slots, empty, self._reader))
+            self._stages.append(
+                Stage(
+                    slots,
+                    empty,
+                    self._reader,
+                    action_chunk=self.config.action_chunk,
+                    group_size=self.config.group_size,
+                )
+            )
 
     def _make_evaluation_slots(self, episodes: int) -> None:
         wanted = min(episodes, self.config.envs)

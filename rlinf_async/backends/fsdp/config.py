@@ -54,6 +54,8 @@ class PPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     micro_batch_size: int | None = None
     """samples of one forward and backward pass; the minibatch when left out"""
     normalize_advantage: Literal["batch", "minibatch", "none"] = "minibatch"
+    log_prob_level: Literal["chunk", "action", "token"] = "chunk"
+    """what has a ratio of its own: a chunk of actions, an action, or each of its tokens"""
     target_kl: float | None = None
     """stop the iteration after an epoch whose mean approximate KL is above this"""
     loss: LossConfig = LossConfig()
@@ -74,12 +76,33 @@ class PPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(f"target_kl is {self.target_kl}; it must be above 0, or left out")
 
 
+class CloningConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Behaviour cloning before the first iteration."""
+
+    demonstrations: str = ""
+    """folder of demonstrations; none are cloned when left out"""
+    steps: int = 1000
+    """optimizer steps"""
+    batch_size: int = 64
+    """samples of an optimizer step, over all ranks"""
+    lr: float = 1e-3
+    """learning rate, constant"""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_size < 1 or not self.lr > 0.0:
+            raise ValueError(
+                f"steps is {self.steps}, batch_size is {self.batch_size}, lr is {self.lr}; steps "
+                "and batch_size must be at least 1, and lr above 0"
+            )
+
+
 class EmbodiedTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An embodied actor: its model, its advantages, its updates, its normalisers."""
 
     fsdp: FSDPConfig = FSDPConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     ppo: PPOConfig = PPOConfig()
+    cloning: CloningConfig = CloningConfig()
     normalize_observation: bool = True
     normalize_reward: bool = True
     bucket_bytes: int = DEFAULT_BUCKET_BYTES

@@ -19,22 +19,21 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-from rlinf_async.algorithms.advantages import AdvantageInputs, compute_advantages
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.building import building
 from rlinf_async.backends.fsdp import ranks
+from rlinf_async.backends.fsdp.cloning import clone
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, PPOConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.minibatch import FlatBatch
 from rlinf_async.backends.fsdp.ppo_update import ppo_epochs
 from rlinf_async.backends.fsdp.rescale import check_strategy, rescale
+from rlinf_async.backends.fsdp.rollout_batch import flat_batch, rows, side_by_side
 from rlinf_async.backends.fsdp.sharding import unwrapped
 from rlinf_async.backends.policies.base import Policy
 from rlinf_async.backends.policies.moments import batch_moments, discounted_returns
-from rlinf_async.backends.policies.tensors import to_tensors
 from rlinf_async.messages.embodied import Floats, Trajectory, stage_key
 from rlinf_async.messages.spaces import numbers_of
 from rlinf_async.messages.weights import WeightUpdate
@@ -99,12 +98,25 @@ class EmbodiedTrainer:
                 f"trajectories of {[len(one.reward) for one in ordered]} steps were given; one "
                 "iteration needs at least one, and all of the same length"
             )
-        batch = self._flat_batch(ordered)
+        batch = flat_batch(self.manager, self._policy, ordered, self.config)
         metrics = ppo_epochs(self.manager, batch, self.ppo, self._generator)
         metrics |= _value_fit(batch)
         self._update_normalizers(ordered)
         self._version += 1
         return metrics
+
+    def clone(self) -> Mapping[str, float]:
+        """Learn from the configured demonstrations, before the first iteration; return metrics."""
+        config = self.config
+        policy = config.fsdp.policy
+        return clone(
+            self.manager,
+            self._policy,
+            config.cloning,
+            chunk=policy.vision_language.chunk or max(policy.action_chunk, 1),
+            seed=config.seed,
+            normalize=config.normalize_observation,
+        )
 
     @property
     def ppo(self) -> PPOConfig:
@@ -184,44 +196,14 @@ class EmbodiedTrainer:
         self._generator.set_state(extras[self.manager.rank % len(extras)]["shuffle"].clone())
         self._running_returns.clear()
 
-    def _flat_batch(self, ordered: Sequence[Trajectory]) -> FlatBatch:
-        reward = _side_by_side(ordered, "reward")
-        if self.config.normalize_reward:
-            reward = self._policy.return_normalizer.normalize(reward)
-        inputs = AdvantageInputs(
-            reward=reward,
-            value=_side_by_side(ordered, "value"),
-            terminated=_side_by_side(ordered, "terminated"),
-            truncated=_side_by_side(ordered, "truncated"),
-            final_value=_side_by_side(ordered, "final_value"),
-        )
-        advantages = compute_advantages(inputs, self.config.advantage)
-        seen = to_tensors(_rows(_side_by_side(ordered, "observation")), self.manager.device)
-        advantage = self._flat(advantages.advantage)
-        if self.config.ppo.normalize_advantage == "batch":
-            advantage = self._normalized_over_ranks(advantage)
-        return FlatBatch(
-            observation=self._policy.normalized(seen),
-            action=self._flat(_side_by_side(ordered, "action")),
-            log_prob=self._flat(_side_by_side(ordered, "log_prob")),
-            value=self._flat(inputs.value[:-1]),
-            advantage=advantage,
-            returns=self._flat(advantages.returns),
-        )
-
-    def _flat(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(_rows(array)).to(self.manager.device)
-
-    def _normalized_over_ranks(self, advantage: Tensor) -> Tensor:
-        moments = ranks.merged_moments(self.manager, batch_moments(advantage))
-        deviation = moments.variance.sqrt() + 1e-8
-        return ((advantage - moments.mean) / deviation).to(torch.float32)
-
     def _update_normalizers(self, ordered: Sequence[Trajectory]) -> None:
         if self.config.normalize_observation:
-            numbers = numbers_of(_side_by_side(ordered, "observation"))
+            numbers = numbers_of(side_by_side(ordered, "observation"))
             if numbers is not None:
-                moments = ranks.merged_moments(self.manager, batch_moments(self._flat(numbers)))
+                moments = ranks.merged_moments(
+                    self.manager,
+                    batch_moments(torch.from_numpy(rows(numbers)).to(self.manager.device)),
+                )
                 self._policy.observation_normalizer.merge(moments)
         if self.config.normalize_reward:
             returns = np.concatenate([self._discounted_returns(one).ravel() for one in ordered])
@@ -263,16 +245,6 @@ def _policy_of(model: nn.Module) -> Policy[Any]:
             "leave `pretrained` out of its configuration"
         )
     return policy
-
-
-def _rows(array: NDArray[Any]) -> NDArray[Any]:
-    # [T, E, ...] -> [T * E, ...]
-    return np.ascontiguousarray(array.reshape(-1, *array.shape[2:]))
-
-
-def _side_by_side(ordered: Sequence[Trajectory], field: str) -> NDArray[Any]:
-    # The envs of all stages become the columns of one array: [T, E, ...] each -> [T, sum E, ...].
-    return np.concatenate([getattr(one, field) for one in ordered], axis=1)
 
 
 def _value_fit(batch: FlatBatch) -> dict[str, float]:

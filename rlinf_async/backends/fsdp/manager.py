@@ -192,6 +192,14 @@ class FSDPModelManager:
             groups, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
         )
 
+    def restart_optimizer(self) -> None:
+        """Begin anew with optimizer, schedule and counters; the weights stay as they are."""
+        optimizer = self.build_optimizer(self.model, self.cfg.critic_warmup_steps > 0)
+        self.take(self.model, optimizer, self.build_lr_scheduler(optimizer))
+        self.grad_scaler = self.build_grad_scaler(self.cfg.precision == "float16")
+        self.steps = self.skipped_steps = 0
+        self.zero_grad()
+
     def build_lr_scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
         """Return a constant, linear or cosine schedule with warm-up, counted in optimizer steps."""
         return LambdaLR(optimizer, lambda step: lr_factor(step, self.cfg.scheduler))

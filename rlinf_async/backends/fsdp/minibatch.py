@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,13 @@ class FlatBatch(NamedTuple):
     """when it was sampled"""
     advantage: Tensor
     returns: Tensor
+    executed: Tensor | None = None
+    """``[N, tokens]``: log-probs of the policy that count; the columns ``[N]`` above are then
+    ``[N, parts]``, at the configured level (see `levels`). None: all do, one for each sample"""
+    weight: Tensor | None = None
+    """``[N, parts]``, of log-probs in means"""
+    value_weight: Tensor | None = None
+    """of values in means"""
 
     @property
     def vectors(self) -> Tensor:
@@ -41,11 +48,17 @@ class FlatBatch(NamedTuple):
         def taken(column: Tensor) -> Tensor:
             return column.index_select(0, order)
 
-        return FlatBatch(each(self.observation, taken), *map(taken, self._others()))
+        others = self._others()
+        moved: Iterator[Any] = (None if one is None else taken(one) for one in others)
+        return FlatBatch(each(self.observation, taken), *moved)
 
     def split(self, size: int) -> Iterator[FlatBatch]:
         """Cut into batches of ``size`` samples; the last may be smaller."""
-        others = [torch.split(column, size) for column in self._others()]
+        pieces = -(-len(self.action) // size)
+        others = [
+            [None] * pieces if column is None else torch.split(column, size)
+            for column in self._others()
+        ]
         seen = self.observation
         if isinstance(seen, Tensor):
             observations: Iterable[Observed] = torch.split(seen, size)
@@ -55,7 +68,7 @@ class FlatBatch(NamedTuple):
         for observation, *rest in zip(observations, *others, strict=True):
             yield FlatBatch(observation, *rest)
 
-    def _others(self) -> tuple[Tensor, ...]:
+    def _others(self) -> tuple[Any, ...]:
         return self[1:]
 
 

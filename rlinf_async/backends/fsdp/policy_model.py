@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rlinf_async.backends.fsdp.config import FSDPConfig
-from rlinf_async.backends.policies.base import policies
+from rlinf_async.backends.policies.base import find_policy
 
 
 def build_policy(config: FSDPConfig) -> nn.Module:
@@ -19,7 +19,7 @@ def build_policy(config: FSDPConfig) -> nn.Module:
     """
     if config.pretrained is not None:
         return load_pretrained(config.pretrained)
-    return policies[config.policy.name](config.policy)
+    return find_policy(config.policy.name)(config.policy)
 
 
 def load_pretrained(folder: str) -> nn.Module:

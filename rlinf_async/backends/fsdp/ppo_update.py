@@ -15,7 +15,7 @@ from torch import Tensor
 from rlinf_async.algorithms.config import LossConfig
 from rlinf_async.algorithms.losses import LossInputs, loss_functions
 from rlinf_async.backends.base import TrainingDiverged
-from rlinf_async.backends.fsdp import ranks
+from rlinf_async.backends.fsdp import levels, ranks
 from rlinf_async.backends.fsdp.config import PPOConfig
 from rlinf_async.backends.fsdp.fused_ppo import FusedPpo
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
@@ -46,7 +46,7 @@ def ppo_epochs(
     if not samples:
         raise ValueError("the batch is empty: there is nothing to train on")
     ranks.require_equal(manager, samples, "the number of samples")
-    gradient = choose_gradient(manager, config)
+    gradient = choose_gradient(manager, config, masked=batch.executed is not None)
     totals = _Totals([], [])
     skipped = manager.skipped_steps
     lrs: list[float] = []
@@ -55,7 +55,8 @@ def ppo_epochs(
         before = len(totals.metrics)
         for minibatch in batch.take(order).split(config.minibatch_size):
             if config.normalize_advantage == "minibatch":
-                minibatch = minibatch._replace(advantage=standardized(minibatch.advantage))
+                advantage = standardized(minibatch.advantage, minibatch.weight)
+                minibatch = minibatch._replace(advantage=advantage)
             totals.metrics.append(_accumulate(manager, gradient, minibatch, config))
             grad_norm, lrs = manager.optimizer_step()
             totals.grad_norms.append(grad_norm)
@@ -64,17 +65,23 @@ def ppo_epochs(
     return _summary(manager, totals, lrs, manager.skipped_steps - skipped)
 
 
-def standardized(advantage: Tensor) -> Tensor:
-    """Return advantages ``[B]`` with mean 0 and (unbiased) standard deviation 1."""
-    if len(advantage) < 2:
+def standardized(advantage: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Return advantages ``[B]`` with mean 0 and (unbiased) standard deviation 1.
+
+    Where ``weight`` is 0 they do not count.
+    """
+    counted = advantage if weight is None else advantage[weight > 0]
+    if len(counted) < 2:
         return advantage
-    deviation, mean = torch.std_mean(advantage)
+    deviation, mean = torch.std_mean(counted)
     return advantage.sub(mean).div_(deviation + 1e-8)
 
 
-def choose_gradient(manager: FSDPModelManager, config: PPOConfig) -> Gradient:
+def choose_gradient(
+    manager: FSDPModelManager, config: PPOConfig, *, masked: bool = False
+) -> Gradient:
     """Return the hand-written gradient if it covers this model and loss, else autograd's."""
-    if config.fused and FusedPpo.covers(manager, config.loss):
+    if config.fused and not masked and FusedPpo.covers(manager, config.loss):
         return FusedPpo(manager.model, config.loss)
     return AutogradLoss(manager, config.loss)
 
@@ -91,18 +98,40 @@ class AutogradLoss:
         """Add ``share`` times the gradient of the mean loss over ``batch``."""
         with self._manager.autocast():
             evaluation: Evaluation = self._manager.model(batch.observation, batch.action)
+        log_prob, entropy, value = at_level(evaluation, batch)
         inputs = LossInputs(
-            log_prob=evaluation.log_prob.float(),
-            entropy=evaluation.entropy.float(),
-            value=evaluation.value.float(),
+            log_prob=log_prob,
+            entropy=entropy,
+            value=value,
             old_log_prob=batch.log_prob,
             old_value=batch.value,
             advantage=batch.advantage,
             returns=batch.returns,
+            weight=batch.weight,
+            value_weight=batch.value_weight,
         )
         output = self._loss(inputs, self._config)
         self._manager.backward(output.loss * share)
         return torch.stack([output.metrics[name] for name in METRICS])
+
+
+def at_level(evaluation: Evaluation, batch: FlatBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probs, entropies and values, float32, as many for a sample as ``batch`` has."""
+    log_prob, entropy = evaluation.log_prob.float(), evaluation.entropy.float()
+    value = evaluation.value.float()
+    if batch.executed is None:
+        return log_prob, entropy, value
+    samples, parts = batch.log_prob.shape
+
+    def summed(tokens: Tensor) -> Tensor:
+        return levels.summed(tokens.view(samples, -1), taken, parts)
+
+    taken = batch.executed
+    return (
+        summed(log_prob),
+        summed(entropy),
+        value.view(samples, -1)[:, : batch.returns.shape[1]],
+    )
 
 
 def _accumulate(

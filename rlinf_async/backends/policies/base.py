@@ -14,6 +14,7 @@ from rlinf_async.algorithms.registry import Registry
 from rlinf_async.backends.base import PolicyOutputError
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.moments import ObservationNormalizer, ReturnNormalizer
+from rlinf_async.config.entry_point import load_entry_point
 from rlinf_async.messages.spaces import STATE
 
 ObservedT = TypeVar("ObservedT", bound=Tensor | Mapping[str, Tensor])
@@ -24,13 +25,15 @@ class Step(NamedTuple):
     """Sampled actions for ``N`` observations."""
 
     action: Tensor
-    """``[N, A]``, or int64 ``[N, A]`` or ``[N]``; the other two are ``[N]``"""
+    """``[N, A]``, or int64 ``[N, A]`` or ``[N]``"""
     log_prob: Tensor
+    """``[N]``; or ``[N, k * tokens]``, one for each token of ``k`` actions"""
     value: Tensor
+    """``[N]``; or ``[N, k]``, one for each action"""
 
 
 class Evaluation(NamedTuple):
-    """Log-probs, entropy and values for given actions, with gradients; all ``[N]``."""
+    """Log-probs, entropy and values for given actions, with gradients; shapes as in `Step`."""
 
     log_prob: Tensor
     entropy: Tensor
@@ -134,8 +137,24 @@ class PolicyBuilder(Protocol):
 
 policies: Registry[PolicyBuilder] = Registry(
     "policy",
-    built_in=("rlinf_async.backends.policies.mlp", "rlinf_async.backends.policies.factored"),
+    built_in=(
+        "rlinf_async.backends.policies.mlp",
+        "rlinf_async.backends.policies.factored",
+        "rlinf_async.backends.policies.vision_language.policy",
+    ),
 )
+
+
+def find_policy(name: str) -> PolicyBuilder:
+    """Return the policy registered under ``name``, or that of a user's module or file.
+
+    ``name`` is then ``"module:Class"`` or ``"file.py:Class"``. Raises `UnknownName`, and
+    `ConfigError` for a module or class that is not there.
+    """
+    if ":" in name and name not in policies:
+        return load_entry_point(name)
+    return policies[name]
+
 
 Builder = TypeVar("Builder", bound=PolicyBuilder)
 

@@ -6,6 +6,7 @@ from typing import Final
 
 import msgspec
 
+from rlinf_async.backends.policies.vision_language.config import VisionLanguageConfig
 from rlinf_async.messages.spaces import ActionSpec, ObservationSpec, continuous, flat_spec
 
 
@@ -20,6 +21,10 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     initial_log_std: float = 0.0
     observation_clip: float = 10.0
     """bound of normalised observations, in both directions"""
+    vision_language: VisionLanguageConfig = VisionLanguageConfig()
+    """of the policy ``vision_language_action``"""
+    action_chunk: int = 0
+    """actions of an answer; taken from the environment"""
     observation: ObservationSpec = ObservationSpec()
     """the parts of an observation; taken from the environment"""
     action: ActionSpec = ActionSpec()
@@ -53,6 +58,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 MLPS: Final = ("mlp_gaussian", "mlp_categorical", "mlp_factored")
 """The built-in policies of one vector: the action space chooses among them."""
+
+VISION_LANGUAGE: Final = "vision_language_action"
 
 
 def mlp_for(action: ActionSpec) -> str:

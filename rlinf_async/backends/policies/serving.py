@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rlinf_async.backends.base import PolicyAnswer
-from rlinf_async.backends.policies.base import policies
+from rlinf_async.backends.policies.base import find_policy
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.tensors import to_tensors
 from rlinf_async.messages.embodied import Floats, Ints
@@ -22,7 +22,7 @@ class PolicyServer:
 
     def __init__(self, config: PolicyConfig, seed: int = 0, device: str = "cpu") -> None:
         self._device = torch.device(device)
-        self._policy = policies[config.name](config).to(self._device).eval()
+        self._policy = find_policy(config.name)(config).to(self._device).eval()
         self._generator = torch.Generator(self._device).manual_seed(seed)
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -22,7 +21,8 @@ def to_tensors(seen: Seen, device: torch.device) -> Observed:
     if names is None:
         return _tensor(seen, device)
     # The rows of a field lie apart from each other: they are brought together in one copy.
-    return {name: _tensor(np.ascontiguousarray(seen[name]), device) for name in names}
+    # (`np.ascontiguousarray` makes none for a single row, whose strides torch refuses.)
+    return {name: _tensor(seen[name].copy(order="C"), device) for name in names}
 
 
 def each(observed: Observed, function: Callable[[Tensor], Tensor]) -> Observed:

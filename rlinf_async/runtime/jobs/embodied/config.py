@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
-from rlinf_async.backends.policies.config import MLPS, mlp_for, mlp_misfit
+from rlinf_async.backends.policies.config import MLPS, VISION_LANGUAGE, mlp_for, mlp_misfit
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.runtime.jobs.config import HostConfig, check_counts
@@ -66,6 +66,8 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     target_success_rate: float | None = None
     """the run succeeds if it is reached; None: there is no target"""
     target_return: float | None = None
+    before: bool = False
+    """whether the policy is evaluated before the first iteration too: untrained, or cloned"""
     video_episodes: int = 3
     """episodes in ``video.mp4``; 0: no video"""
     video_seconds: float = 120.0
@@ -88,6 +90,21 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise ValueError(
                 f"target_return is {wanted}; it must be a finite number, or be left out"
             )
+
+
+class DemonstrationsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Demonstrations that a run records for itself, into its run folder, and clones."""
+
+    policy: str = ""
+    """scripted policy: ``"module:function"`` or ``"file.py:function"``; nothing is recorded when
+    left out"""
+    episodes: int = 100
+    seed: int = 0
+    """of the episodes, added to the run's"""
+
+    def __post_init__(self) -> None:
+        check_counts(self, least=1, names=("episodes",))
+        check_counts(self, least=0, names=("seed",))
 
 
 class EmbodiedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,6 +143,7 @@ class EmbodiedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: int = 0
     """seed of everything; ``env.seed``, ``rollout.seed`` and ``actor.seed`` are added to it"""
     env: EnvConfig
+    demonstrations: DemonstrationsConfig = DemonstrationsConfig()
     training: TrainingConfig
     rollout: RolloutConfig = RolloutConfig()
     actor: EmbodiedTrainerConfig = EmbodiedTrainerConfig()
@@ -201,14 +219,46 @@ def check_sizes(config: EmbodiedConfig) -> None:
             "several actors need a process each: use backend = 'process', or actors = 1",
             path=("cluster", "backend"),
         )
-    share = config.iteration_steps // cluster.actors
+    chunk = config.env.action_chunk
+    if config.training.steps_per_iteration % chunk:
+        raise ConfigError(
+            f"{config.training.steps_per_iteration} steps are no whole chunks of "
+            f"env.action_chunk = {chunk} actions: take a multiple of {chunk}",
+            path=("training", "steps_per_iteration"),
+        )
+    _check_levels(config)
+    share = config.iteration_steps // chunk // cluster.actors
     minibatch = config.actor.ppo.minibatch_size
     if minibatch > share:
         raise ConfigError(
             f"{minibatch} samples are more than an actor gets in one iteration: "
             f"{cluster.env_workers} env workers x {config.env.envs} envs x "
-            f"{config.training.steps_per_iteration} steps / {cluster.actors} actors = {share}",
+            f"{config.training.steps_per_iteration} steps / {cluster.actors} actors"
+            f"{f' / {chunk} in a chunk' if chunk > 1 else ''} = {share}",
             path=("actor", "ppo", "minibatch_size"),
+        )
+
+
+def _check_levels(config: EmbodiedConfig) -> None:
+    """Refuse levels and groups that do not go together."""
+    actor, env = config.actor, config.env
+    if actor.advantage.level == "action" and actor.ppo.log_prob_level == "chunk":
+        raise ConfigError(
+            "'chunk' is one ratio for all actions of a chunk, but actor.advantage.level = 'action' "
+            "gives each its own advantage: set 'action' or 'token'",
+            path=("actor", "ppo", "log_prob_level"),
+        )
+    if actor.advantage.group_size not in (1, env.group_size):
+        raise ConfigError(
+            f"{actor.advantage.group_size} was given, but env.group_size is {env.group_size}: "
+            "leave it out",
+            path=("actor", "advantage", "group_size"),
+        )
+    if (actor.advantage.name == "grpo") != (env.group_size > 1):
+        raise ConfigError(
+            f"{actor.advantage.name!r} and env.group_size = {env.group_size}: 'grpo' compares the "
+            "episodes of groups, which need a group_size of at least 2; others have none",
+            path=("actor", "advantage", "name"),
         )
 
 
@@ -237,15 +287,28 @@ def fitted(config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
         action_size=spec.action_size,
         observation=spec.observation,
         action=spec.action,
+        action_chunk=config.env.action_chunk,
     )
     if name in MLPS and (problem := mlp_misfit(policy)):
         raise ConfigError(problem, path=("actor", "fsdp", "policy", "name"))
+    if name == VISION_LANGUAGE and config.env.actions != "rescale":
+        raise ConfigError(
+            f"{config.env.actions!r}, but the action tokens of policy {name!r} stand for numbers "
+            "in [-1, 1], which the environment stretches to its bounds: set actions = 'rescale'",
+            path=("env", "actions"),
+        )
     fsdp = replace(config.actor.fsdp, policy=policy)
+    advantage = replace(config.actor.advantage, group_size=config.env.group_size)
     return replace(
         config,
         env=replace(config.env, seed=config.env.seed + config.seed),
         rollout=replace(config.rollout, seed=config.rollout.seed + config.seed),
-        actor=replace(config.actor, fsdp=fsdp, seed=config.actor.seed + config.seed),
+        demonstrations=replace(
+            config.demonstrations, seed=config.demonstrations.seed + config.seed
+        ),
+        actor=replace(
+            config.actor, fsdp=fsdp, advantage=advantage, seed=config.actor.seed + config.seed
+        ),
     )
 
 

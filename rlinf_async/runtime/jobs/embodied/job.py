@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
-from rlinf_async.backends.policies.config import MLPS, PolicyConfig
+from rlinf_async.backends.policies.config import MLPS
 from rlinf_async.config import ConfigError
+from rlinf_async.config.entry_point import load_entry_point
+from rlinf_async.data.demonstrations import check_demonstrations
+from rlinf_async.data.errors import DataError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
 from rlinf_async.runtime.jobs.config import check_sinks, refuse_unknown
@@ -71,22 +74,77 @@ class EmbodiedPPO:
         except EnvError as error:
             setting = "entry_point" if config.env.entry_point else "id"
             raise ConfigError(str(error), path=("env", setting)) from error
-        _check_fit(full.actor.fsdp.policy)
+        _check_fit(full)
         return full
 
 
-def _check_fit(policy: PolicyConfig) -> None:
-    """Raise `ConfigError` where a policy that is not built in does not fit the environment.
+def _check_fit(config: EmbodiedConfig) -> None:
+    """Raise `ConfigError` where a policy, its levels or demonstrations do not fit the environment.
 
-    Any callable can be registered; a subclass of `Policy` says what it takes.
+    Any callable can be registered as a policy; a subclass of `Policy` says what it takes.
     """
-    if policy.name in MLPS:
-        return
-    from rlinf_async.backends.policies.base import policies
+    policy = config.actor.fsdp.policy
+    levels = ("chunk",)
+    if policy.name not in MLPS:
+        from rlinf_async.backends.policies.base import find_policy
 
-    misfit = getattr(policies[policy.name], "misfit", None)
-    if misfit is not None and (problem := misfit(policy)):
-        raise ConfigError(f"policy {policy.name!r}: {problem}", path=(*FSDP, "policy", "name"))
+        found = find_policy(policy.name)
+        levels = getattr(found, "levels", levels)
+        misfit = getattr(found, "misfit", None)
+        if misfit is not None and (problem := misfit(policy)):
+            raise ConfigError(f"policy {policy.name!r}: {problem}", path=(*FSDP, "policy", "name"))
+    for setting, level in (
+        (("ppo", "log_prob_level"), config.actor.ppo.log_prob_level),
+        (("advantage", "level"), config.actor.advantage.level),
+    ):
+        if level not in levels:
+            raise ConfigError(
+                f"{level!r}, but policy {policy.name!r} has one log-prob and one value for a whole "
+                "answer: leave it out",
+                path=("actor", *setting),
+            )
+    _check_demonstrations(config)
+
+
+def _check_demonstrations(config: EmbodiedConfig) -> None:
+    folder, policy = config.actor.cloning.demonstrations, config.actor.fsdp.policy
+    scripted = config.demonstrations.policy
+    if folder and scripted:
+        raise ConfigError(
+            f"{folder!r} are given, and demonstrations.policy = {scripted!r} would record others: "
+            "leave one of the two out",
+            path=("actor", "cloning", "demonstrations"),
+        )
+    if scripted:
+        load_entry_point(scripted, ("demonstrations", "policy"))
+    if not (folder or scripted):
+        return
+    if not (policy.acts.continuous or policy.acts.discrete):
+        raise ConfigError(
+            "cloning learns actions of one Box or one Discrete space; the environment's are of "
+            "several: leave it out",
+            path=("actor", "cloning", "demonstrations"),
+        )
+    if scripted:
+        return
+    size = 1 if policy.acts.discrete else policy.acts.columns // config.env.action_chunk
+    try:
+        check_demonstrations(Path(folder), policy.sees, size, discrete=policy.acts.discrete)
+    except DataError as error:
+        raise ConfigError(str(error), path=("actor", "cloning", "demonstrations")) from error
+
+
+def _check_policy(name: str) -> None:
+    from rlinf_async.backends.policies.base import find_policy, policies
+
+    setting = (*FSDP, "policy", "name")
+    if ":" not in name:
+        refuse_unknown(policies, name, setting)
+        return
+    try:
+        find_policy(name)
+    except ConfigError as error:
+        raise ConfigError(error.problem, path=setting) from error
 
 
 def _check_names(config: EmbodiedConfig) -> None:
@@ -109,9 +167,7 @@ def _check_names(config: EmbodiedConfig) -> None:
     known = EmbodiedTrainerConfig()
     policy, advantage, loss = actor.fsdp.policy.name, actor.advantage.name, actor.ppo.loss.name
     if policy not in MLPS:
-        from rlinf_async.backends.policies.base import policies
-
-        refuse_unknown(policies, policy, (*FSDP, "policy", "name"))
+        _check_policy(policy)
     if advantage != known.advantage.name:
         from rlinf_async.algorithms.advantages import advantage_functions
 

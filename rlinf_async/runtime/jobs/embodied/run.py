@@ -20,6 +20,7 @@ no step can be more than ``max_staleness`` versions old when it is trained.
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -36,6 +37,7 @@ from rlinf_async.runtime.jobs.config import HostConfig
 from rlinf_async.runtime.jobs.embodied.channels import EmbodiedChannels
 from rlinf_async.runtime.jobs.embodied.collectors import Collectors, make_collectors
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig, reseeded
+from rlinf_async.runtime.jobs.embodied.recording import record_demonstrations
 from rlinf_async.runtime.jobs.embodied.reports import (
     EmbodiedProgress,
     headline,
@@ -87,12 +89,18 @@ class EmbodiedRun:
         self._env_reports: list[EnvReport] = []
         self._last: TrainReport | None = None
         self._warned = False
+        self._cloned: dict[str, float] = {}
+        """metrics of the cloning, where there was one"""
+        self._rate_before: float | None = None
         self._episodes: list[EvaluatedEpisode] = []
         """episodes of the evaluation"""
 
     async def main(self, cluster: Cluster, view: LiveView) -> None:
         """The flow, from the first ticket to the evaluation."""
         view.note = "starting workers"
+        if self.config.demonstrations.policy and not self.progress.version:
+            view.note = "recording demonstrations"
+            self.config = await asyncio.to_thread(self._with_demonstrations)
         channels = EmbodiedChannels(cluster, self.config)
         plan = self.config.plan(cluster.devices)
         collectors = make_collectors(cluster, self.config, channels, plan)
@@ -102,12 +110,23 @@ class EmbodiedRun:
             kept = self.config.training.keep_checkpoints
             writers = ActorShards(actors)
             checkpointer = Checkpointer(cluster, writers, self.folder.checkpoints, kept)
-            await self._train(channels, collectors, actors, checkpointer, metrics, view)
+            await self._train(cluster, channels, collectors, actors, checkpointer, metrics, view)
             with in_background(cluster, self._count_episodes(channels, view), "evaluation"):
                 self._episodes = await collectors.evaluate(self._evaluation())
             self._write_evaluation(metrics, self._episodes)
         await channels.weights.sender.close()
         await collectors.finish()
+
+    def _with_demonstrations(self) -> EmbodiedConfig:
+        """Record demonstrations in the run folder; return the configuration that clones them."""
+        wanted, folder = self.config.demonstrations, self.folder.path / "demonstrations"
+        shutil.rmtree(folder, ignore_errors=True)  # of a start that came to no checkpoint
+        record_demonstrations(
+            self.config, wanted.policy, folder, episodes=wanted.episodes, seed=wanted.seed
+        )
+        replace = msgspec.structs.replace
+        cloning = replace(self.config.actor.cloning, demonstrations=str(folder))
+        return replace(self.config, actor=replace(self.config.actor, cloning=cloning))
 
     # ---- training
 
@@ -141,8 +160,32 @@ class EmbodiedRun:
             **plan.options("actor", counts.environment),
         )
 
+    async def _clone(self, actors: WorkerGroup[EmbodiedFSDPActor], view: LiveView) -> None:
+        """Let the actors learn from demonstrations."""
+        cloning = self.config.actor.cloning
+        view.note = f"cloning {cloning.demonstrations}: {cloning.steps} optimizer steps"
+        learnt = await actors.call(EmbodiedFSDPActor.clone)
+        self._cloned = learnt[0]
+        view.note = ""
+
+    async def _evaluate_before(
+        self,
+        cluster: Cluster,
+        channels: EmbodiedChannels,
+        collectors: Collectors,
+        view: LiveView,
+    ) -> None:
+        """Evaluate the policy that the training begins with."""
+        with in_background(cluster, self._count_episodes(channels, view), "evaluation"):
+            episodes = await collectors.evaluate(
+                msgspec.structs.replace(self._evaluation(), min_version=0)
+            )
+        self._rate_before = success_rate(episodes)
+        view.note = ""
+
     async def _train(
         self,
+        cluster: Cluster,
         channels: EmbodiedChannels,
         collectors: Collectors,
         actors: WorkerGroup[EmbodiedFSDPActor],
@@ -151,7 +194,11 @@ class EmbodiedRun:
         view: LiveView,
     ) -> None:
         first, ahead = self.progress.version, self.config.training.max_staleness
+        if not first and self.config.actor.cloning.demonstrations:
+            await self._clone(actors, view)
         await actors.call(EmbodiedFSDPActor.sync_model_to_rollout, channels.weights.sender)
+        if not first and self.config.evaluation.before:
+            await self._evaluate_before(cluster, channels, collectors, view)
         collecting = collectors.collect()
         clock, signals = TrainingClock(self.progress.train_seconds), run_signals()
         # A restarted env worker may send a trajectory again when the actors are done already.
@@ -205,7 +252,7 @@ class EmbodiedRun:
             return
         ticket = Collect(
             iteration=iteration,
-            steps=self.config.training.steps_per_iteration,
+            steps=self.config.training.steps_per_iteration // self.config.env.action_chunk,
             min_version=max(0, iteration - self.config.training.max_staleness),
         )
         for rank in range(self.config.cluster.env_workers):
@@ -284,6 +331,8 @@ class EmbodiedRun:
             train_seconds=progress.train_seconds,
             error=stopped.error if stopped else None,
         )
+        summary.success_rate_before = self._rate_before
+        summary.extra.update({name: f"{value:g}" for name, value in self._cloned.items()})
         if progress.version:
             summary.steps_per_second = progress.env_steps / max(progress.train_seconds, 1e-9)
             summary.staleness = Staleness(

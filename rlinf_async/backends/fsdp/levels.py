@@ -1,0 +1,119 @@
+"""At which level an embodied sample is trained: token, action or chunk, and what is masked.
+
+A step of an environment that takes chunks executes ``k`` actions, each of some tokens. A policy may
+answer with a log-prob for each token, ``[N, k * tokens]``, and with a value for each action,
+``[N, k]``. Two settings say what the loss is made of::
+
+    advantage.level      chunk    rewards are summed; one value, one advantage for a chunk
+                         action   each action has its own
+    ppo.log_prob_level   chunk    one ratio for all tokens of a chunk
+                         action   one for those of each action
+                         token    one for each
+
+Actions that were not executed, because the episode had ended, count nowhere: log-probs of their
+tokens are left out of sums, and their rows have weight 0. Weights have mean 1 over all ranks, so
+that the mean of weighted losses is the masked mean, whatever share of the batch a rank or a
+micro-batch holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlinf_async.algorithms.advantages import AdvantageInputs, Advantages, compute_advantages
+from rlinf_async.algorithms.config import AdvantageConfig
+from rlinf_async.backends.fsdp import ranks
+from rlinf_async.messages.embodied import Bools, Floats
+
+ORDER: Final = ("token", "action", "chunk")
+"""from fine to coarse"""
+
+
+class Steps(NamedTuple):
+    """One iteration of ``E`` environments; ``k`` is 1 where actions come one by one."""
+
+    reward: Floats
+    """``[T, E, k]``"""
+    executed: Bools
+    """``[T, E, k]``"""
+    value: Floats
+    """``[T + 1, E, V]``: ``V`` is 1, or ``k``"""
+    terminated: Bools
+    truncated: Bools
+    final_value: Floats
+    """all three ``[T, E]``"""
+
+
+def masked_after_done(executed: Bools, ended: Bools) -> Bools:
+    """Leave out all steps after the first that ended an episode, ``[T, E, k]``."""
+    before: NDArray[np.int64] = np.cumsum(ended, axis=0) - ended
+    kept: Bools = executed & (before == 0)[..., None]
+    return kept
+
+
+def chunk_advantages(steps: Steps, config: AdvantageConfig) -> Advantages:
+    """Return advantages and returns ``[T, E, 1]``, or ``[T, E, k]`` at the level ``action``."""
+    if config.level == "chunk":
+        rows = AdvantageInputs(
+            reward=(steps.reward * steps.executed).sum(-1, dtype=np.float32),
+            value=steps.value[..., 0],
+            terminated=steps.terminated,
+            truncated=steps.truncated,
+            final_value=steps.final_value,
+            valid=np.asarray(steps.executed.any(-1)),
+        )
+        made = compute_advantages(rows, config)
+        return Advantages(made.advantage[..., None], made.returns[..., None])
+    return _action_advantages(steps, config)
+
+
+def _action_advantages(steps: Steps, config: AdvantageConfig) -> Advantages:
+    length, envs, size = steps.reward.shape
+    last = np.maximum(
+        steps.executed.sum(-1) - 1, 0
+    )  # the action at which an episode may have ended
+    at_end = np.arange(size) == last[..., None]
+    rows = AdvantageInputs(
+        reward=_by_action(steps.reward * steps.executed),
+        value=np.concatenate([_by_action(steps.value[:-1]), steps.value[-1:, :, 0]]),
+        terminated=_by_action(at_end & steps.terminated[..., None]),
+        truncated=_by_action(at_end & steps.truncated[..., None]),
+        final_value=_by_action(at_end * steps.final_value[..., None]),
+        valid=_by_action(steps.executed),
+    )
+    made = compute_advantages(rows, config)
+    return Advantages(*(one.reshape(length, size, envs).swapaxes(1, 2) for one in made))
+
+
+def _by_action(array: NDArray[Any]) -> NDArray[Any]:
+    """``[T, E, k]`` -> ``[T * k, E]``, in the order of time."""
+    length, envs, size = array.shape
+    return np.ascontiguousarray(array.swapaxes(1, 2)).reshape(length * size, envs)
+
+
+def parts_of(level: str, tokens: int, actions: int) -> int:
+    """Return how many log-probs a sample of so many tokens has at the level."""
+    return {"token": tokens, "action": actions, "chunk": 1}[level]
+
+
+def summed(tokens: Tensor, executed: Tensor, parts: int) -> Tensor:
+    """Return ``[N, parts]``: sums of ``[N, tokens]`` over the executed ones of each part."""
+    return torch.where(executed, tokens, 0.0).view(len(tokens), parts, -1).sum(-1)
+
+
+def spread(action: Tensor, columns: int) -> Tensor:
+    """Return ``[N, columns]`` of a number for each action (or one for all), ``[N, k]``."""
+    return action.repeat_interleave(columns // action.shape[1], dim=1)
+
+
+def weights(member: ranks.Rank, mask: Tensor) -> Tensor:
+    """Return weights for ``mask``, 0 where it is False, with mean 1 over all ranks. Collective."""
+    counts = torch.tensor([float(mask.sum()), float(mask.numel())], dtype=torch.float64)
+    valid, total = torch.stack(ranks.all_gather(member, counts)).sum(0).tolist()
+    scale: float = total / max(valid, 1.0)
+    return mask.to(torch.float32) * scale

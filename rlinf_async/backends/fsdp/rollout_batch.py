@@ -1,0 +1,157 @@
+"""Trajectories of one iteration -> one flat batch: advantages, levels, masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlinf_async.algorithms.advantages import AdvantageInputs, compute_advantages
+from rlinf_async.backends.fsdp import levels, ranks
+from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
+from rlinf_async.backends.fsdp.minibatch import FlatBatch
+from rlinf_async.backends.policies.base import Policy
+from rlinf_async.backends.policies.moments import batch_moments
+from rlinf_async.backends.policies.tensors import Observed, to_tensors
+from rlinf_async.messages.embodied import Floats, Trajectory
+
+
+def flat_batch(
+    member: ranks.Rank,
+    policy: Policy[Any],
+    ordered: Sequence[Trajectory],
+    config: EmbodiedTrainerConfig,
+) -> FlatBatch:
+    """Return the samples of all trajectories, with their advantages. Collective."""
+    reward = side_by_side(ordered, "reward")
+    if config.normalize_reward:
+        reward = policy.return_normalizer.normalize(reward)
+    observation = policy.normalized(
+        to_tensors(rows(side_by_side(ordered, "observation")), member.device)
+    )
+    one_by_one = ordered[0].executed is None and ordered[0].log_prob.ndim == 2
+    if one_by_one and config.advantage.group_size == 1:
+        return _plain(member, ordered, config, reward, observation)
+    return _masked(member, policy, ordered, config, reward, observation)
+
+
+def side_by_side(ordered: Sequence[Trajectory], field: str) -> NDArray[Any]:
+    """The envs of all stages as columns of one array: [T, E, ...] each -> [T, sum E, ...]."""
+    return np.concatenate([getattr(one, field) for one in ordered], axis=1)
+
+
+def rows(array: NDArray[Any]) -> NDArray[Any]:
+    """[T, E, ...] -> [T * E, ...]."""
+    return np.ascontiguousarray(array.reshape(-1, *array.shape[2:]))
+
+
+def _plain(
+    member: ranks.Rank,
+    ordered: Sequence[Trajectory],
+    config: EmbodiedTrainerConfig,
+    reward: Floats,
+    observation: Observed,
+) -> FlatBatch:
+    """One number for each step, and nothing masked."""
+    inputs = AdvantageInputs(
+        reward=reward,
+        value=side_by_side(ordered, "value"),
+        terminated=side_by_side(ordered, "terminated"),
+        truncated=side_by_side(ordered, "truncated"),
+        final_value=side_by_side(ordered, "final_value"),
+    )
+    advantages = compute_advantages(inputs, config.advantage)
+    advantage = _flat(member, advantages.advantage)
+    if config.ppo.normalize_advantage == "batch":
+        advantage = _normalized_over_ranks(member, advantage)
+    return FlatBatch(
+        observation=observation,
+        action=_flat(member, side_by_side(ordered, "action")),
+        log_prob=_flat(member, side_by_side(ordered, "log_prob")),
+        value=_flat(member, inputs.value[:-1]),
+        advantage=advantage,
+        returns=_flat(member, advantages.returns),
+    )
+
+
+def _masked(
+    member: ranks.Rank,
+    policy: Policy[Any],
+    ordered: Sequence[Trajectory],
+    config: EmbodiedTrainerConfig,
+    reward: Floats,
+    observation: Observed,
+) -> FlatBatch:
+    """Numbers at the configured levels; see `levels`."""
+    steps = _steps(policy, ordered, config, reward)
+    made = levels.chunk_advantages(steps, config.advantage)
+    executed = _flat(member, steps.executed)
+    old = _flat(member, side_by_side(ordered, "log_prob"))
+    token_log_prob = old if old.ndim == 2 else old.unsqueeze(1)
+    tokens = token_log_prob.shape[1]
+    # A policy with one log-prob for a whole chunk has nothing that could be left out of it.
+    taken = executed.any(1, keepdim=True) if tokens == 1 else levels.spread(executed, tokens)
+    parts = levels.parts_of(config.ppo.log_prob_level, tokens, executed.shape[1])
+    valid = taken.view(len(taken), parts, -1).any(-1)
+    advantage = _flat(member, made.advantage)
+    counted = executed if advantage.shape[1] > 1 else executed.any(1, keepdim=True)
+    if config.ppo.normalize_advantage == "batch":
+        advantage = _normalized_over_ranks(member, advantage, counted)
+    value = _flat(member, steps.value[:-1])[:, : advantage.shape[1]]
+    return FlatBatch(
+        observation=observation,
+        action=_flat(member, side_by_side(ordered, "action")),
+        log_prob=levels.summed(token_log_prob, taken, parts),
+        value=value,
+        advantage=levels.spread(advantage, parts),
+        returns=_flat(member, made.returns),
+        executed=taken,
+        weight=levels.weights(member, valid),
+        value_weight=levels.weights(member, counted),
+    )
+
+
+def _steps(
+    policy: Policy[Any],
+    ordered: Sequence[Trajectory],
+    config: EmbodiedTrainerConfig,
+    reward: Floats,
+) -> levels.Steps:
+    chunked = ordered[0].executed is not None
+    executed = np.ones((*reward.shape, 1), np.bool_)
+    each = reward[..., None]
+    if chunked:
+        executed = side_by_side(ordered, "executed")
+        each = side_by_side(ordered, "action_reward")
+        if config.normalize_reward:
+            each = policy.return_normalizer.normalize(each)
+    terminated = side_by_side(ordered, "terminated")
+    truncated = side_by_side(ordered, "truncated")
+    if config.advantage.group_size > 1:
+        executed = levels.masked_after_done(executed, terminated | truncated)
+    value = side_by_side(ordered, "value")
+    return levels.Steps(
+        reward=each,
+        executed=executed,
+        value=value if value.ndim == 3 else value[..., None],
+        terminated=terminated,
+        truncated=truncated,
+        final_value=side_by_side(ordered, "final_value"),
+    )
+
+
+def _flat(member: ranks.Rank, array: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(rows(array)).to(member.device)
+
+
+def _normalized_over_ranks(
+    member: ranks.Rank, advantage: Tensor, counted: Tensor | None = None
+) -> Tensor:
+    seen = advantage if counted is None else advantage[counted]
+    moments = ranks.merged_moments(member, batch_moments(seen))
+    deviation = moments.variance.sqrt() + 1e-8
+    return ((advantage - moments.mean) / deviation).to(torch.float32)

@@ -1,0 +1,57 @@
+"""``rlinf-async demonstrations``: record them from a scripted policy."""
+
+from __future__ import annotations
+
+import pathlib
+
+import click
+
+from rlinf_async.cli.jobs import Session
+from rlinf_async.config import Document, UsageError
+
+
+@click.command(short_help="Record demonstrations from a scripted policy.")
+@click.argument("file", metavar="FILE.toml")
+@click.option(
+    "--policy",
+    required=True,
+    metavar="FILE.py:FUNCTION",
+    help="Called with the environment and a seed; returns a function: observation -> action.",
+)
+@click.option(
+    "--out",
+    required=True,
+    metavar="DIR",
+    type=click.Path(path_type=pathlib.Path, file_okay=False),
+    help="A new folder for the demonstrations.",
+)
+@click.option("--episodes", type=click.IntRange(min=1), default=100, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--keep-failures", is_flag=True, help="Keep episodes too that did not succeed.")
+@click.pass_obj
+def demonstrations(
+    session: Session,
+    file: str,
+    policy: str,
+    out: pathlib.Path,
+    episodes: int,
+    seed: int,
+    keep_failures: bool,
+) -> None:
+    """Let a scripted policy play in the environment of FILE.toml, and keep what it did.
+
+    `actor.cloning.demonstrations` names the folder for a run that learns from it.
+    """
+    from rlinf_async.runtime.jobs.embodied import EmbodiedConfig
+    from rlinf_async.runtime.jobs.embodied.recording import record_demonstrations
+    from rlinf_async.workers.env import EnvError
+
+    config = Document.read(file).to(EmbodiedConfig, {})
+    try:
+        info = record_demonstrations(
+            config, policy, out, episodes=episodes, seed=seed, keep_failures=keep_failures
+        )
+    except EnvError as error:
+        raise UsageError(str(error)) from error
+    known = "" if info.successes is None else f", {info.successes} of them successful"
+    click.echo(f"{out}: {info.episodes} episodes of {info.env}{known}")

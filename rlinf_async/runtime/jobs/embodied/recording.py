@@ -1,0 +1,137 @@
+"""Demonstrations, recorded from a scripted policy in the environment of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rlinf_async.config import ConfigError, UsageError
+from rlinf_async.config.entry_point import load_entry_point
+from rlinf_async.data.demonstrations import (
+    DemonstrationsInfo,
+    Episode,
+    write_episode,
+    write_info,
+)
+from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
+from rlinf_async.workers.env import make_env
+from rlinf_async.workers.env.actions import ActionReader
+from rlinf_async.workers.env.observations import ObservationWriter
+
+MOST_STEPS = 100_000
+"""of an episode, for an environment that does not end"""
+
+
+def record_demonstrations(
+    config: EmbodiedConfig,
+    policy: str,
+    out: Path,
+    *,
+    episodes: int,
+    seed: int,
+    keep_failures: bool = False,
+    on_episode: Callable[[int], None] | None = None,
+) -> DemonstrationsInfo:
+    """Record ``episodes`` episodes of the scripted policy into the folder ``out``.
+
+    Args:
+        config: whose environment is played; chunks and rescaling do not matter.
+        policy: ``"module:function"`` or ``"file.py:function"``, called with the environment and
+            a seed; returns a function from an observation to an action.
+        seed: of the first episode; each has its own.
+        keep_failures: keep episodes too that the environment reports no success for.
+
+    Raises:
+        UsageError: ``out`` holds files already, or the policy cannot be loaded, or too few of its
+            episodes succeed.
+        EnvError: the environment's spaces are not supported.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise UsageError(f"--out {out}: is not empty; name a new folder")
+    make_policy = load_entry_point(policy)
+    single = msgspec.structs.replace(config.env, action_chunk=1, group_size=1)
+    env = make_env(single)
+    try:
+        writer = ObservationWriter(env.observation_space, single.name)
+        spec = ActionReader(env.action_space, single.name, single.actions).spec
+        if not (spec.continuous or spec.discrete):
+            raise ConfigError(
+                f"actions of {env.action_space} cannot be demonstrated; one Box or one Discrete can"
+            )
+        act = make_policy(env, seed)
+        to_policy = _inverse(env.action_space, single.actions)
+        out.mkdir(parents=True, exist_ok=True)
+        kept, succeeded, known = 0, 0, False
+        for attempt in range(10 * episodes):
+            episode, success = _play(env, writer, act, to_policy, seed + attempt)
+            known = known or success is not None
+            if success is False and not keep_failures:
+                continue
+            write_episode(out, kept, episode)
+            kept, succeeded = kept + 1, succeeded + bool(success)
+            if on_episode is not None:
+                on_episode(kept)
+            if kept == episodes:
+                break
+    finally:
+        env.close()
+    if kept < episodes:
+        raise UsageError(
+            f"only {kept} of {10 * episodes} episodes of {policy!r} succeeded: look at the policy, "
+            "or keep failures too with --keep-failures"
+        )
+    info = DemonstrationsInfo(
+        env=single.name,
+        observation=writer.spec,
+        action_size=1 if spec.discrete else spec.columns,
+        discrete=spec.discrete,
+        episodes=kept,
+        successes=succeeded if known else None,
+    )
+    write_info(out, info)
+    return info
+
+
+def _inverse(space: Any, actions: str) -> Callable[[Any], Any]:
+    """Return the function from the environment's actions to those of a policy."""
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Discrete):
+        first = int(space.start)
+        return lambda action: np.int64(action) - first
+    low, high = np.ravel(space.low), np.ravel(space.high)
+
+    def rescaled(action: Any) -> Any:
+        share = (np.ravel(action) - low) / (high - low)
+        return (2.0 * share - 1.0).astype(np.float32)
+
+    return rescaled if actions == "rescale" else lambda action: np.ravel(action).astype(np.float32)
+
+
+def _play(
+    env: Any,
+    writer: ObservationWriter,
+    act: Callable[[Any], Any],
+    to_policy: Callable[[Any], Any],
+    seed: int,
+) -> tuple[Episode, bool | None]:
+    """One episode, and whether it succeeded, where the environment says so."""
+    observation, info = env.reset(seed=seed)
+    seen: list[Any] = []
+    actions: list[Any] = []
+    for _ in range(MOST_STEPS):
+        row = writer.spec.empty(1)
+        writer.write(observation, row[0])
+        action = act(observation)
+        seen.append(row)
+        actions.append(to_policy(action))
+        observation, _, terminated, truncated, info = env.step(action)
+        if terminated or truncated:
+            break
+    success = info.get("is_success", info.get("success"))
+    episode = Episode(np.concatenate(seen), np.array(actions))
+    return episode, None if success is None else bool(success)
