@@ -68,9 +68,16 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     names = inspect.signature(test).parameters
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
-    kind = pyfuncitem.funcargs.get("loop_kind", "asyncio")
-    run_on_kind(str(kind), lambda: _body(test, arguments))
+    run_on_kind(_loop_kind(pyfuncitem), lambda: _body(test, arguments))
     return True
+
+
+def _loop_kind(item: pytest.Function) -> str:
+    """A fixture's, or that of a parameter which no argument of the test asks for."""
+    chosen = item.funcargs.get("loop_kind")
+    if chosen is None and (callspec := getattr(item, "callspec", None)) is not None:
+        chosen = callspec.params.get("loop_kind")
+    return str(chosen or "asyncio")
 
 
 async def _body(test: Callable[..., Any], arguments: dict[str, Any]) -> None:

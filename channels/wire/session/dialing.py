@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import ssl
 from collections.abc import Callable
 from functools import partial
@@ -146,7 +147,12 @@ class Dialer:
     async def _open(self, link: Link) -> None:
         loop = asyncio.get_running_loop()
         if isinstance(self._address, UnixAddress):
-            await loop.create_unix_connection(lambda: link, self._address.name)
+            connected = await _unix_socket(self._address)
+            try:
+                await loop.create_unix_connection(lambda: link, sock=connected)
+            except BaseException:
+                connected.close()
+                raise
         else:
             options: dict[str, Any] = {}
             if self._address.tls:
@@ -161,6 +167,23 @@ class Dialer:
             f"cannot connect to {str(self._address)!r}: {why}: is the process that serves it "
             "running?"
         )
+
+
+async def _unix_socket(address: UnixAddress) -> socket.socket:
+    """A socket that is connected to this address. (uvloop cannot connect to an abstract name.)"""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made.setblocking(False)
+    try:
+        while True:
+            try:
+                made.connect(address.name)
+            except BlockingIOError:  # many connect just now: there is nothing to wait for
+                await asyncio.sleep(FIRST_PAUSE)
+            else:
+                return made
+    except BaseException:
+        made.close()
+        raise
 
 
 async def _take_back(link: Link, made: list[Connection]) -> None:

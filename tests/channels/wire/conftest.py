@@ -10,8 +10,11 @@ from rlinf_async.channels.wire.links import receiver_links
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Ask for both loops where a test is a coroutine."""
-    if inspect.iscoroutinefunction(metafunc.function):
+    """Ask for both loops where a test is a coroutine, and does not name one."""
+    own = [one for one in metafunc.definition.iter_markers("parametrize") if one.args]
+    if inspect.iscoroutinefunction(metafunc.function) and not any(
+        one.args[0] == "loop_kind" for one in own
+    ):
         if "loop_kind" not in metafunc.fixturenames:
             metafunc.fixturenames.append("loop_kind")
         metafunc.parametrize("loop_kind", ["asyncio", "uvloop"])

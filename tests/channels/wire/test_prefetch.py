@@ -72,7 +72,7 @@ async def test_items_come_ahead_and_are_taken_in_order_without_a_turn() -> None:
 async def test_a_receiver_that_gets_once_in_a_while_is_sent_nothing_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(receiver_links, "HORIZON", 1e-9)
+    monkeypatch.setattr(receiver_links, "HORIZON", 0.0)
     channel = Channel(int, name="numbers")
     async with remote_pair(channel) as (sender, receiver):
         for number in range(20):
