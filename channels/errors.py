@@ -13,6 +13,7 @@
      +-- LeaseLost         the lease was taken back before it was acknowledged
      +-- WireError         the connection to the channel's owner
           +-- ConnectionLost      it was cut
+               +-- HomeLost            with the worker that the channel's queue lived with
           +-- HandshakeFailed     wrong secret, or another protocol version
           +-- MalformedFrame      what arrived is not a frame of this protocol
           +-- ItemTooLarge        the encoded item is over the frame limit
@@ -65,6 +66,11 @@ class WireError(ChannelError):
 
 class ConnectionLost(WireError):
     """The connection was cut."""
+
+
+class HomeLost(ConnectionLost):
+    """The worker that the channel's queue lived with is gone, or out of reach; what was queued is
+    lost with it."""
 
 
 class HandshakeFailed(WireError):

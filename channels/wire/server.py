@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.errors import ChannelError, MalformedFrame
+from rlinf_async.channels.errors import MalformedFrame
 from rlinf_async.channels.inspection import state_of, statistics_of
 from rlinf_async.channels.latest import Latest
 from rlinf_async.channels.statistics import KeyState, Statistics
@@ -14,7 +14,6 @@ from rlinf_async.channels.wire.direct.producers import Producers
 from rlinf_async.channels.wire.links import protocol
 from rlinf_async.channels.wire.links.owner_credit import answer_put
 from rlinf_async.channels.wire.links.owner_deliveries import NOTHING
-from rlinf_async.channels.wire.links.owner_ends import OpenEnd
 from rlinf_async.channels.wire.links.published import Published
 from rlinf_async.channels.wire.session.answers import Reply, Request, Router
 from rlinf_async.channels.wire.session.connection import Connection
@@ -58,12 +57,12 @@ class ChannelServer(Published):
             _hang_up(request.connection, error)
             return
         if request.meta.want and (known := self._published.get(id(end.queue))) is not None:
-            credits = self._peer(request.connection).credits
+            credits = self.peer(request.connection).credits
             credits.request(known[0], end.queue, request.meta.key, end.holder)
 
     def _transfer(self, request: Request[protocol.Transfer]) -> None:
         connection = request.connection
-        credits, body = self._peer(connection).credits, request.body or Encoded(b"")
+        credits, body = self.peer(connection).credits, request.body or Encoded(b"")
         try:
             credits.take(request.meta, body, lambda end: self._open_end(connection, end, "sender"))
         except MalformedFrame as error:
@@ -71,49 +70,41 @@ class ChannelServer(Published):
 
     def _return(self, request: Request[protocol.Credit]) -> None:
         try:
-            self._peer(request.connection).credits.returned(request.meta)
+            self.peer(request.connection).credits.returned(request.meta)
         except MalformedFrame as error:
             _hang_up(request.connection, error)
 
     def _flush(self, request: Request[protocol.Flush]) -> None:
-        self._peer(request.connection).credits.send_grants()
+        self.peer(request.connection).credits.send_grants()
         request.reply(NOTHING)
 
     def _get(self, request: Request[protocol.Get]) -> None:
         get, connection = request.meta, request.connection
-        deliveries = self._peer(connection).deliveries
+        deliveries = self.peer(connection).deliveries
         if get.taken:
             deliveries.taken(request, get.taken)
         deliveries.get(request, self._open_end(connection, get.end, "receiver"))
 
     def _taken(self, request: Request[protocol.Taken]) -> None:
-        self._peer(request.connection).deliveries.taken(request, request.meta.ranges)
+        self.peer(request.connection).deliveries.taken(request, request.meta.ranges)
 
     def _settle(self, request: Request[protocol.Settle]) -> None:
         try:
-            self._peer(request.connection).deliveries.settle(request)
+            self.peer(request.connection).deliveries.settle(request)
         except MalformedFrame as error:
             _hang_up(request.connection, error)
 
     def _clone(self, request: Request[protocol.Clone]) -> None:
         clone = request.meta
         end = self._queue_end(request)
-        clones = self._peer(request.connection).clones
-        if clone.number >= 0 or clone.number in clones:
-            raise ChannelError(f"a clone cannot have the number {clone.number}: it is not free")
-        try:
-            clones[clone.number] = OpenEnd(end.queue, end.kind, clone.holder)
-        except ChannelError as error:  # said when the clone is used: nobody waits for this notice
-            clones[clone.number] = error
+        self.open_clone(request.connection, clone.number, end.queue, end.kind, clone.holder)
 
     def _close(self, request: Request[protocol.End]) -> None:
         number = request.meta.end
         if number > 0:
             self.release(number)
         else:
-            end = self._peer(request.connection).clones.pop(number, None)
-            if isinstance(end, OpenEnd):
-                end.close()
+            self.close_clone(request.connection, number)
         request.reply(NOTHING)
 
     def _fail(self, request: Request[protocol.Fail]) -> None:

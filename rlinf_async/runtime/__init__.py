@@ -3,6 +3,7 @@
 from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup, WorkerRef
+from rlinf_async.runtime.homes import HomedChannel
 from rlinf_async.runtime.loop import run
 from rlinf_async.runtime.placement import Packed, Placement, Ranks, Spread
 from rlinf_async.runtime.signals import RunSignals, Terminated, run_signals
@@ -11,6 +12,7 @@ from rlinf_async.runtime.supervise import Never, Restart
 __all__ = [
     "Cluster",
     "GroupCall",
+    "HomedChannel",
     "Never",
     "Packed",
     "Placement",

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from rlinf_async.channels import Channel, Latest
-from rlinf_async.channels.wire import Traffic
+from rlinf_async.channels.wire import HomeMaker, Traffic
 from rlinf_async.observe.trace import Span
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.context import Device, WorkerInfo
@@ -130,6 +130,16 @@ class Backend(Protocol):
 
     def publish(self, channel: Channel[Any] | Latest[Any]) -> None:
         """Register a channel, so that its ends can be given to workers."""
+        ...
+
+    async def home(self, name: str) -> HomeMaker | None:
+        """Makes channels whose queues live with a started worker; None where it has no process of
+        its own.
+
+        Raises:
+            WorkerDied: it is gone.
+            HomeLost: it cannot be reached from here.
+        """
         ...
 
     async def place(self, ranks: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:

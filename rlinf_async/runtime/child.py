@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ import msgspec
 
 from rlinf_async.channels import ChannelError, ItemTooLarge, WireError
 from rlinf_async.channels.wire import (
-    ChannelClient,
     Connection,
     Direct,
     Encoded,
+    Home,
+    Homes,
     Request,
     Router,
     connect,
@@ -34,6 +36,7 @@ from rlinf_async.channels.wire.links.protocol import Nothing
 from rlinf_async.observe.trace import SpanRecorder
 from rlinf_async.runtime.backend import Activity, WorkerSpec
 from rlinf_async.runtime.devices import pinned_cores
+from rlinf_async.runtime.homes import CallEnds, WorkerHome
 from rlinf_async.runtime.loop import run
 from rlinf_async.runtime.protocol import (
     CALL,
@@ -164,6 +167,13 @@ class Child:
         self._stopped = asyncio.Event()
         self._asked_to_stop = False
         self._direct: Direct | None = None
+        self._home = WorkerHome(boot.life, boot.secret, boot.address, boot.heartbeat_limit)
+        self._homes = Homes(
+            boot.secret,
+            boot.life,
+            lambda: self._home.found,
+            heartbeat_limit=boot.heartbeat_limit,
+        )
         self._flushing: set[asyncio.Task[None]] = set()
         self._codecs: dict[tuple[str, tuple[str, ...]], ArgumentsCodec] = {}
         self._ending: dict[int, Request[CallNumber] | None] = {}
@@ -186,6 +196,8 @@ class Child:
         await self._stopped.wait()
         connection.close()
         await connection.wait_closed()
+        await self._homes.close()
+        await self._home.close()
         if self._direct is not None:
             await self._direct.close()
         watchdog.stop()
@@ -205,6 +217,7 @@ class Child:
         router.add("worker.activity", Nothing, self._activity)
         router.add("worker.clock", Nothing, self._clock)
         router.add("worker.spans", Nothing, self._spans)
+        router.add("worker.home", Nothing, self._listen)
         router.add("worker.stop", Nothing, self._stop)
         return router
 
@@ -226,8 +239,24 @@ class Child:
         return Outcome(), None
 
     def _call(self, request: Request[Call]) -> None:
+        ends = CallEnds(request.connection, self._direct)
+        if request.meta.homed:
+            adopting = self._later(self._call_adopting(request, ends))
+            request.abandon = partial(_cancel, adopting)
+        else:
+            self._begin(request, ends)
+
+    async def _call_adopting(self, request: Request[Call], ends: CallEnds) -> None:
+        """Begin once the ends whose queues live with workers are this process's own."""
+        try:
+            await ends.adopt(request.meta.homed, self._homes)
+        except ChannelError as error:
+            request.reply(Outcome(self._host.wrap(error, request.meta.method).failure))
+        else:
+            self._begin(request, ends)
+
+    def _begin(self, request: Request[Call], client: CallEnds) -> None:
         call, body, request.body = request.meta, request.body, None
-        client = ChannelClient(request.connection, self._direct)
         try:
             codec = self._codecs.get((call.method, call.names)) or self._codec(call)
             arguments = codec.decode(body, client.end)
@@ -264,7 +293,7 @@ class Child:
         self,
         request: Request[Call],
         method: Method,
-        client: ChannelClient,
+        client: CallEnds,
         value: Any,
         error: BaseException | None,
     ) -> None:
@@ -274,18 +303,31 @@ class Child:
             else:
                 request.fail(ChannelError(f"{method.label} was cancelled"))
             asked = self._ending.pop(request.number, None)
-            if asked is not None:  # all that the method put was sent before this
+            if asked is not None and client.has_homes:
+                self._later(self._reply_flushed(asked, client))
+            elif asked is not None:  # all that the method put was sent before this
                 asked.reply(Nothing())
         elif client.has_senders:
-            flushing = internal(asyncio.create_task(self._flush(request, method, client, value)))
-            self._flushing.add(flushing)
-            flushing.add_done_callback(self._flushing.discard)
+            flushing = self._later(self._flush(request, method, client, value))
             request.abandon = partial(_cancel, flushing)
         else:
             self._reply(request, method, value)
 
+    def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do this in a task of the runtime's own."""
+        task = internal(asyncio.create_task(work))
+        self._flushing.add(task)
+        task.add_done_callback(self._flushing.discard)
+        return task
+
+    async def _reply_flushed(self, asked: Request[CallNumber], client: CallEnds) -> None:
+        """Say that a cancelled method has ended, when what it put is in its channels."""
+        with contextlib.suppress(Exception):  # the call was cancelled: nobody is told
+            await client.flush()
+        asked.reply(Nothing())
+
     async def _flush(
-        self, request: Request[Call], method: Method, client: ChannelClient, value: Any
+        self, request: Request[Call], method: Method, client: CallEnds, value: Any
     ) -> None:
         """Reply when what the call put is in its channels."""
         try:
@@ -326,6 +368,11 @@ class Child:
         self, connection: Connection, meta: Nothing, body: Encoded | None
     ) -> tuple[Nothing, Encoded]:
         return Nothing(), encode_spans(self._recorder.take())
+
+    async def _listen(
+        self, connection: Connection, meta: Nothing, body: Encoded | None
+    ) -> tuple[Home, None]:
+        return await self._home.listen(connection), None
 
     async def _stop(
         self, connection: Connection, meta: Nothing, body: Encoded | None

@@ -21,14 +21,15 @@ from pathlib import Path
 from types import TracebackType, UnionType
 from typing import Any, Self, TypeVar
 
-from rlinf_async.channels import Channel, Latest, Wait, render
+from rlinf_async.channels import Channel, Latest, Statistics, Wait, render
 from rlinf_async.channels.waitfor import mark_cut_off
-from rlinf_async.channels.wire import Traffic
+from rlinf_async.channels.wire import ChannelSeen, HomeMaker, Traffic
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.backend import Backend, WorkerSpec
 from rlinf_async.runtime.calls import FirstCause, GroupCall
 from rlinf_async.runtime.deadlock import DeadlockWatch
 from rlinf_async.runtime.group import WorkerGroup, WorkerRef
+from rlinf_async.runtime.homes import HomedChannel
 from rlinf_async.runtime.launching import Launch, check_launch, check_limits, check_seconds, specs
 from rlinf_async.runtime.placement import Placement
 from rlinf_async.runtime.signals import run_signals
@@ -70,8 +71,13 @@ class Cluster:
         self._backend = backend
         self.channels: dict[str, Channel[Any] | Latest[Any]] = {}
         """by name"""
+        self.homed: dict[str, HomedChannel[Any]] = {}
+        """channels whose queues live with workers, by name"""
         self.groups: dict[str, WorkerGroup[Any]] = {}
         """by name"""
+        self._makers: dict[str, HomeMaker] = {}
+        self._seen: list[ChannelSeen] = []
+        """of the channels in ``homed``, when they were last looked at"""
         self._devices = None if devices is None else tuple(devices)
         self.grace = grace
         self._spans: list[Span] = []
@@ -87,6 +93,7 @@ class Cluster:
         self._watch = DeadlockWatch(
             self.channels,
             self.groups,
+            homed=self._look_at_homes,
             waits=self.waits,
             report=self.report,
             on_deadlock=self.abort,
@@ -342,6 +349,66 @@ class Cluster:
         self._publish(made)
         return made
 
+    async def channel_at(
+        self,
+        home: WorkerRef[Any],
+        item_type: type[T] | UnionType,
+        *,
+        name: str,
+        capacity: int = 64,
+        max_weight: int | None = None,
+        max_deliveries: int = 5,
+    ) -> HomedChannel[T]:
+        """A new channel whose queue lives with a worker: its items do not pass this process.
+
+        Give its ends to calls as those of any other channel. With the worker, what is queued is
+        lost: its death ends the run, and every use of the channel raises `HomeLost`.
+
+        Args:
+            home: the worker, ``group[0]``. It must not be one that is started again.
+            item_type, name, capacity, max_weight, max_deliveries: as of `Channel`.
+
+        Raises:
+            BuildError: the name is taken; the worker is restarted when it dies, or of another
+                cluster; the type cannot cross to workers.
+            WorkerDied: the worker is gone.
+            HomeLost: it cannot be reached from here.
+        """
+        self._check_home(home, name)
+        maker = await self._backend.home(home.name)
+        options = {"capacity": capacity, "max_deliveries": max_deliveries}
+        if maker is None:
+            here = self.channel(item_type, name=name, max_weight=max_weight, **options)
+            made = HomedChannel[T](here, home.name)
+        else:
+            try:
+                there = await maker.create(item_type, name=name, max_weight=max_weight, **options)
+            except TypeError as error:
+                raise BuildError(f"channel {name!r} cannot cross to workers: {error}") from error
+            made = HomedChannel[T](there, home.name)
+            self._makers[home.name] = maker
+        self.homed[name] = made
+        return made
+
+    def _check_home(self, home: WorkerRef[Any], name: str) -> None:
+        self._check_name(name)
+        group = home.group
+        if self.groups.get(group.name) is not group:
+            raise BuildError(f"channel {name!r}: {home.name} is no worker of this cluster")
+        if group.supervisors[home.rank].restartable:
+            raise BuildError(
+                f"channel {name!r} cannot live with {home.name}, which is started again when it "
+                "dies: what is queued would be lost with its first life. Launch it without "
+                "restart=, or choose another worker"
+            )
+
+    async def _look_at_homes(self) -> list[Statistics]:
+        """Look at the channels whose queues live with workers, for `waits` and `report`."""
+        if self._makers:
+            found = await asyncio.gather(*(maker.look() for maker in self._makers.values()))
+            self._seen = [one for of_home in found for one in of_home]
+        return [one.statistics for one in self._seen]
+
     def latest(self, item_type: type[T] | UnionType, *, name: str) -> Latest[T]:
         """A new `Latest`: a channel that holds only the newest value.
 
@@ -353,25 +420,29 @@ class Cluster:
         return made
 
     def _publish(self, made: Channel[Any] | Latest[Any]) -> None:
-        if made.name in self.channels:
-            raise BuildError(f"there is a channel {made.name!r} already: give each its own name")
+        self._check_name(made.name)
         try:
             self._backend.publish(made)
         except TypeError as error:
             raise BuildError(f"channel {made.name!r} cannot cross to workers: {error}") from error
         self.channels[made.name] = made
 
+    def _check_name(self, name: str) -> None:
+        if name in self.channels or name in self.homed:
+            raise BuildError(f"there is a channel {name!r} already: give each its own name")
+
     # ---- what can be seen of it
 
     def waits(self) -> list[Wait]:
-        """Everybody who waits on a channel of this cluster, the longest first."""
+        """Everybody who waits on a channel of this cluster, the longest first. Of channels whose
+        queues live with workers, those who did within the last second."""
         cut_off = tuple(f"{name}." for name in self._backend.cut_off())
-        found = [
-            mark_cut_off(wait, cut_off)
-            for channel in self.channels.values()
-            for wait in channel.waits()
-        ]
+        found = [mark_cut_off(wait, cut_off) for wait in self._every_wait()]
         return sorted(found, key=lambda wait: -wait.seconds)
+
+    def _every_wait(self) -> list[Wait]:
+        here = [wait for channel in self.channels.values() for wait in channel.waits()]
+        return [*here, *(wait for one in self._seen for wait in one.waits)]
 
     def traffic(self) -> list[Traffic]:
         """What went over the connection to each worker's process."""
@@ -422,6 +493,11 @@ class Cluster:
             f"{dead[-1].deliveries} deliveries: {dead[-1].error}"
             for name, channel in self.channels.items()
             if isinstance(channel, Channel) and (dead := channel.dead_letters)
+        ] + [
+            f"dead letters of channel {one.statistics.name!r}: {one.statistics.dead_letters}, the "
+            f"last after {one.dead_letter}"
+            for one in self._seen
+            if one.dead_letter
         ]
 
     # ---- life

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from rlinf_async.channels import Channel, Latest, Statistics, Wait
@@ -28,6 +28,7 @@ class DeadlockWatch:
     """Watches the channels and the workers of one cluster.
 
     Args:
+        homed: looks at the channels whose queues live with workers; ``waits`` then knows theirs.
         waits: gives the waits on the channels, the longest first.
         report: gives who waits for whom, for a person.
         on_deadlock: called with the `Deadlock`.
@@ -39,6 +40,7 @@ class DeadlockWatch:
         channels: Mapping[str, Channel[Any] | Latest[Any]],
         groups: Mapping[str, WorkerGroup[Any]],
         *,
+        homed: Callable[[], Awaitable[Sequence[Statistics]]],
         waits: Callable[[], list[Wait]],
         report: Callable[[], str],
         on_deadlock: Callable[[Deadlock], None],
@@ -46,6 +48,7 @@ class DeadlockWatch:
     ) -> None:
         self._channels = channels
         self._groups = groups
+        self._homed = homed
         self._waits = waits
         self._report = report
         self._on_deadlock = on_deadlock
@@ -82,8 +85,9 @@ class DeadlockWatch:
             await self._look()
 
     async def _look(self) -> None:
+        homed = await self._homed()
         waits = self._waits()
-        progress = self._item_counts()
+        progress = [*self._item_counts(), *map(_moved, homed)]
         if progress != self._progress or not waits or waits[0].seconds < PERIOD:
             self._progress, self._still, self._proven = progress, 0.0, 0.0
             self._report_at = FIRST_REPORT
@@ -103,12 +107,10 @@ class DeadlockWatch:
             + self._report()
         )
 
-    def _item_counts(self) -> object:
-        """Changes whenever an item moves on any channel."""
+    def _item_counts(self) -> list[object]:
+        """Changes whenever an item moves on any channel of this process."""
         return [
-            (seen.puts, seen.gets, seen.leases_out)
-            if isinstance(seen := channel.statistics(), Statistics)
-            else seen.version
+            _moved(seen) if isinstance(seen := channel.statistics(), Statistics) else seen.version
             for channel in self._channels.values()
         ]
 
@@ -132,3 +134,7 @@ class DeadlockWatch:
                 if handle is None or not (await handle.activity()).blocked:
                     return False
         return True
+
+
+def _moved(seen: Statistics) -> object:
+    return seen.puts, seen.gets, seen.leases_out

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from rlinf_async.channels import Channel, Latest
-from rlinf_async.channels.wire import Traffic
+from rlinf_async.channels.wire import HomeMaker, Traffic
 from rlinf_async.observe.trace import Span, SpanRecorder
 from rlinf_async.runtime.backend import (
     Activity,
@@ -85,6 +85,9 @@ class LocalBackend:
 
     def publish(self, channel: Channel[Any] | Latest[Any]) -> None:
         pass
+
+    async def home(self, name: str) -> HomeMaker | None:
+        return None
 
     async def place(self, ranks: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
         if self._folder is None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlinf_async.channels import Channel, Latest
-from rlinf_async.channels.wire import Traffic
+from rlinf_async.channels.wire import HomeMaker, Traffic
 from rlinf_async.rewards.ended import how_it_ended
 from rlinf_async.runtime.backend import WorkerSpec, refuse_what_ray_has, with_rendezvous
 from rlinf_async.runtime.child import Boot
@@ -133,6 +133,9 @@ class ProcessBackend:
 
     def publish(self, channel: Channel[Any] | Latest[Any]) -> None:
         self.workers.publish(channel)
+
+    async def home(self, name: str) -> HomeMaker | None:
+        return await self.workers.home(name)
 
     async def place(self, ranks: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
         refuse_what_ray_has(ranks)

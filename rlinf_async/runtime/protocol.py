@@ -8,6 +8,7 @@
     worker.ended       reply when a cancelled call has ended
     worker.activity    report whether it could go on by itself
     worker.clock       say its time
+    worker.home        let queues live there; where is that
     worker.spans       send its spans since the last time        the spans
     worker.stop        cancel its calls, run teardown, and exit
 
@@ -32,6 +33,7 @@ from rlinf_async.channels.wire import (
     encode,
 )
 from rlinf_async.channels.wire.items.codec import DecodeEnd
+from rlinf_async.channels.wire.links.remote_end import RemoteEnd
 from rlinf_async.channels.wire.session.requests import head_of
 from rlinf_async.observe.trace import Span
 from rlinf_async.workers.errors import BuildError, Failure
@@ -46,6 +48,8 @@ class Call(msgspec.Struct, array_like=True, frozen=True):
 
     method: str
     names: tuple[str, ...]
+    homed: tuple[EndRef, ...] = ()
+    """ends among the arguments whose queues live with workers"""
 
 
 class CallNumber(msgspec.Struct, array_like=True, frozen=True):
@@ -74,13 +78,13 @@ class ArgumentsCodec:
 
     def __init__(self, method: Method, names: tuple[str, ...]) -> None:
         self.method = method
-        self.head = head_of(CALL, Call(method.name, names))
-        """head of a request that calls this method with these arguments"""
+        self._head = head_of(CALL, Call(method.name, names))
         self._names = names
         types: Any = tuple[tuple(method.types[name] for name in names)]  # type: ignore[misc]
         self._encoder = Encoder(self._lend)
         self._server: ChannelServer | None = None
         self._lent: list[int] = []
+        self._homed: list[EndRef] = []
         self._ends: DecodeEnd = _refuse
         try:
             self._decoder = Decoder(types, lambda ref, item_type: self._ends(ref, item_type))
@@ -99,6 +103,7 @@ class ArgumentsCodec:
         """Encode the arguments. Channel ends among them are lent: see `take_lent`, also where this
         fails."""
         self._server = server
+        self._homed.clear()  # of one that failed
         try:
             return self._encoder.encode(tuple(arguments.values()))
         except TypeError as error:
@@ -112,6 +117,13 @@ class ArgumentsCodec:
             return ()
         lent, self._lent = self._lent, []
         return lent
+
+    def take_head(self) -> bytes:
+        """Head of a request that calls this method with the arguments that were encoded last."""
+        if not self._homed:
+            return self._head
+        homed, self._homed = tuple(self._homed), []
+        return head_of(CALL, Call(self.method.name, self._names, homed))
 
     def decode(self, body: Encoded | None, ends: DecodeEnd) -> dict[str, Any]:
         """Decode the arguments; channel ends are made by ``ends``."""
@@ -133,6 +145,9 @@ class ArgumentsCodec:
     def _lend(self, end: Any) -> EndRef:
         if self._server is None:
             raise RuntimeError("ends are lent only while arguments are encoded")
+        if isinstance(end, RemoteEnd) and (homed := end.on_loan()) is not None:
+            self._homed.append(homed)
+            return homed
         ref = self._server.lend(end)
         self._lent.append(ref.number)
         return ref

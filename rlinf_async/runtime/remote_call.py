@@ -92,7 +92,7 @@ class RemoteCall:
                 body = codec.encode(arguments, self._server)
             finally:
                 self._lent = codec.take_lent()
-            self._number = self._connection.post(self, CALL, codec.head, body)
+            self._number = self._connection.post(self, CALL, codec.take_head(), body)
         except ConnectionLost:
             self._wait_for_death()
         except BaseException:

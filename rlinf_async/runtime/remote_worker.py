@@ -25,6 +25,8 @@ from rlinf_async.channels import Channel, ConnectionLost, Latest
 from rlinf_async.channels.wire import (
     ChannelServer,
     Connection,
+    Home,
+    HomeMaker,
     Router,
     Traffic,
     traffic_of,
@@ -121,6 +123,14 @@ class RemoteWorker:
             )
         except ConnectionLost:
             return Activity()
+        return found
+
+    async def home(self) -> Home:
+        """Where the process is reached by those who use queues that live there."""
+        try:
+            found, _ = await self._live.request("worker.home", Nothing(), reply=Home, control=True)
+        except ConnectionLost:
+            raise await result_of(self.died) from None
         return found
 
     async def spans(self) -> list[Span]:
@@ -234,6 +244,7 @@ class RemoteWorkers:
         self._channels = ChannelServer(self._router)
         self._expected: dict[str, asyncio.Future[Connection]] = {}
         self._workers: dict[str, RemoteWorker] = {}
+        self._makers: dict[str, HomeMaker] = {}
 
     def __getitem__(self, name: str) -> RemoteWorker:
         """The last life of a worker."""
@@ -281,6 +292,21 @@ class RemoteWorkers:
             self._expected.pop(life, None)
         return worker
 
+    async def home(self, name: str) -> HomeMaker:
+        """Makes channels whose queues live with this worker.
+
+        Raises:
+            WorkerDied: it is gone.
+            HomeLost: it cannot be reached from here.
+        """
+        found = self._makers.get(name)
+        if found is None:
+            home = await self._workers[name].home()
+            found = self._makers[name] = await HomeMaker.open(
+                home, self.listeners.secret, "driver", heartbeat_limit=self._heartbeat_limit
+            )
+        return found
+
     def cut_off(self) -> dict[str, float]:
         """Workers whose connection is cut, and for how many seconds they have been reconnecting."""
         connections = {name: worker.connection for name, worker in self._workers.items()}
@@ -297,6 +323,8 @@ class RemoteWorkers:
 
     async def close(self) -> None:
         """Kill what still runs, and close every connection."""
+        for maker in self._makers.values():
+            maker.connection.abort("the cluster was left")
         for worker in list(self._workers.values()):
             await worker.kill()
         await self.listeners.close()

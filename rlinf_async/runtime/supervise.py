@@ -83,6 +83,11 @@ class Supervisor:
         """The accelerators of the rank, or its cores."""
         return self._spec.info.devices
 
+    @property
+    def restartable(self) -> bool:
+        """Whether it is started again when its process dies."""
+        return isinstance(self._policy, Restart) and self._policy.max > 0
+
     async def start(self) -> None:
         """Start the rank's first life."""
         handle = await self._backend.start(self._spec)

@@ -89,7 +89,7 @@ async def fetch_all(
             for task in bringing:
                 task.cancel()
     if connection.closed:  # they have gone back, and others may have them
-        raise ConnectionLost(f"connection to {connection.peer!r} was lost")
+        raise connection.lost_as(f"connection to {connection.peer!r} was lost")
     return lost
 
 

@@ -14,13 +14,15 @@ from rlinf_async.channels.wire.links.protocol import EndKind
 class OpenEnd:
     """An end of a queue that another process uses."""
 
-    __slots__ = ("kind", "number", "queue")
+    __slots__ = ("kind", "lent_as", "number", "queue")
 
     def __init__(self, queue: Queue, kind: EndKind, holder: str) -> None:
         self.queue = queue
         self.kind: EndKind = kind
         add = queue.add_sender if kind == "sender" else queue.add_receiver
         self.number = add(holder)
+        self.lent_as: tuple[int, ...] = ()
+        """numbers under which others use it (see `homes`)"""
 
     @property
     def holder(self) -> str:
@@ -45,6 +47,7 @@ class LentEnd(OpenEnd):
         self.queue = end.queue
         self.kind = "sender" if isinstance(end, LocalSender) else "receiver"
         self.number = end.number
+        self.lent_as = ()
 
     def close(self) -> None:
         self.end.close()

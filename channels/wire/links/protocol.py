@@ -13,6 +13,16 @@ from rlinf_async.channels.wire.session.failures import Report
 EndKind = Literal["sender", "receiver", "latest_sender", "latest_receiver"]
 
 
+class Home(msgspec.Struct, frozen=True):
+    """A process that the queues of channels live with, beside the one that owns the cluster."""
+
+    name: str
+    host: str
+    """as of `direct.host_id`"""
+    addresses: tuple[str, ...]
+    """where it listens: a Unix socket for its own host, TCP for others"""
+
+
 class EndRef(msgspec.Struct, frozen=True):
     """The end of a channel on its way to another process, which it stays open for."""
 
@@ -25,6 +35,9 @@ class EndRef(msgspec.Struct, frozen=True):
     """the owner's number for the channel, which its other ends share"""
     form: Form = Form()
     """how its items travel"""
+    home: Home | None = None
+    """with whom the queue lives, if not with the sender of this; there, the end has to be adopted
+    (see `homes`)"""
 
 
 class Nothing(msgspec.Struct, array_like=True, frozen=True):

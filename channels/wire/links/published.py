@@ -9,12 +9,13 @@ Who closes an end that another process uses:
 
 from __future__ import annotations
 
+import asyncio
 from itertools import count
 from typing import Any
 
 from rlinf_async.channels.encoded import Encoded
 from rlinf_async.channels.ends import LatestReceiver, LatestSender, Receiver, Sender
-from rlinf_async.channels.errors import ChannelClosed, ChannelError
+from rlinf_async.channels.errors import ChannelClosed, ChannelError, ConnectionLost
 from rlinf_async.channels.latest import Latest, LocalLatestReceiver, LocalLatestSender
 from rlinf_async.channels.local import Channel, LocalReceiver, LocalSender
 from rlinf_async.channels.queue import Queue
@@ -36,6 +37,41 @@ class Peer:
         self.credits = Credits(connection)
         self.deliveries = Deliveries(connection)
         self.clones: dict[int, OpenEnd | ChannelError] = {}
+        self._last_clone = 0
+        """numbers of clones are ever lower"""
+        self._awaited: dict[int, asyncio.Future[None]] = {}
+
+    def add_clone(self, number: int, end: OpenEnd | ChannelError) -> None:
+        """Keep an end that it has cloned."""
+        self.clones[number] = end
+        self._last_clone = number
+        if (waiting := self._awaited.pop(number, None)) is not None and not waiting.done():
+            waiting.set_result(None)
+
+    async def clone(self, number: int) -> OpenEnd:
+        """The end that it cloned as this number; waits until that is told.
+
+        Raises:
+            ChannelError: it was closed since, or could not be opened.
+        """
+        if number < self._last_clone:
+            waiting = self._awaited.get(number)
+            if waiting is None:
+                waiting = self._awaited[number] = asyncio.get_running_loop().create_future()
+            await asyncio.shield(waiting)
+        found = self.clones.get(number)
+        if isinstance(found, ChannelError):
+            raise type(found)(*found.args)
+        if found is None:
+            raise ChannelClosed(f"end {number} was closed before it was used")
+        return found
+
+    def lose(self, reason: str) -> None:
+        """It is gone: what it has not told of will not come."""
+        for waiting in self._awaited.values():
+            if not waiting.done():
+                waiting.set_exception(ConnectionLost(f"who opened this end is gone: {reason}"))
+        self._awaited.clear()
 
     def close_clones(self, of: Queue | Latest[Any] | None = None) -> None:
         """Close the ends that it cloned itself, of one channel or of all."""
@@ -128,7 +164,41 @@ class Published:
         if peer is None:
             return
         peer.close_clones()
+        peer.lose(reason)
         peer.credits.close()
+
+    def lend_clone(self, end: OpenEnd) -> int:
+        """Let another process use an end that was cloned by the one which made its channel; its
+        number. Closed by either, it is closed."""
+        number = next(self._numbers)
+        self._ends[number] = end
+        end.lent_as = (*end.lent_as, number)
+        return number
+
+    def open_clone(
+        self, connection: Connection, number: int, queue: Queue, kind: EndKind, holder: str
+    ) -> None:
+        """Open an end for this process, which has given it this number.
+
+        Raises:
+            ChannelError: the number is not free. That the channel has ended is said when the end is
+                used: nobody waits for this.
+        """
+        peer = self.peer(connection)
+        if number >= 0 or number in peer.clones:
+            raise ChannelError(f"a clone cannot have the number {number}: it is not free")
+        try:
+            peer.add_clone(number, OpenEnd(queue, kind, holder))
+        except ChannelError as error:
+            peer.add_clone(number, error)
+
+    def close_clone(self, connection: Connection, number: int) -> None:
+        """Close an end that this process cloned itself."""
+        end = self.peer(connection).clones.pop(number, None)
+        if isinstance(end, OpenEnd):
+            for lent in end.lent_as:
+                self._ends.pop(lent, None)
+            end.close()
 
     # ---- inside
 
@@ -164,7 +234,8 @@ class Published:
             f"{end!r} cannot be given on to another process: its channel does not live in this one"
         )
 
-    def _peer(self, connection: Connection) -> Peer:
+    def peer(self, connection: Connection) -> Peer:
+        """What this process holds."""
         peer = self._peers.get(connection)
         if peer is None:
             peer = self._peers[connection] = Peer(connection)
@@ -175,7 +246,7 @@ class Published:
         """The end that a request is about, if it is of one of these kinds."""
         end: OpenEnd | LatestEnd | ChannelError | None = self._ends.get(number)
         if number < 0:
-            end = self._peer(connection).clones.get(number)
+            end = self.peer(connection).clones.get(number)
         if isinstance(end, ChannelError):
             raise type(end)(*end.args)
         if end is None:

@@ -166,7 +166,7 @@ class ReceiverLink:
             raise
         self._since, self._taken = links.now(), 0
         if links.connection.closed:  # it has gone back, and others may have it
-            raise ConnectionLost(f"connection to {links.connection.peer!r} was lost")
+            raise links.connection.lost_as(f"connection to {links.connection.peer!r} was lost")
         if self.closed:  # the owner may have taken it back
             links.settle([(part[0], part[1], 1)], Outcome.RETURNED)
             raise ChannelClosed("this receiver was closed while it waited")

@@ -28,6 +28,8 @@ class Wire:
         self._loop = asyncio.get_running_loop()
         self.direct = direct
         self.queue = ref.queue
+        self.form = ref.form
+        self.home = ref.home
         self.channel_name = ref.channel
         self.item_type = item_type
         self.item_class = item_class(item_type)

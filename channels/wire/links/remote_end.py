@@ -6,16 +6,22 @@ import warnings
 from itertools import count
 from typing import Any, Self
 
-from rlinf_async.channels.ends import Key, Named
+from rlinf_async.channels.ends import Key, Named, Sender
 from rlinf_async.channels.errors import ChannelClosed
 from rlinf_async.channels.itemtypes import check_key_and_weight
 from rlinf_async.channels.statistics import KeyState, Statistics
 from rlinf_async.channels.waitfor import current_party
 from rlinf_async.channels.wire.links import protocol
 from rlinf_async.channels.wire.links.confirmed_notices import ConfirmedNotices
+from rlinf_async.channels.wire.links.protocol import EndKind, EndRef
 from rlinf_async.channels.wire.links.remote_channel import Wire
 
 _clone_numbers = count(1)
+
+
+def next_clone_number() -> int:
+    """A number for an end that this process opens: ever lower."""
+    return -next(_clone_numbers)
 
 
 class WireEnd(Named):
@@ -55,10 +61,21 @@ class RemoteEnd(WireEnd):
 
     def clone(self, holder: str | None = None) -> Self:
         self.open()
-        number = -next(_clone_numbers)
+        number = next_clone_number()
         clone = protocol.Clone(self._number, number, holder or current_party.get())
         self._wire.connection.notify("channel.clone", clone, control=True)
         return type(self)(self._wire, number)
+
+    def on_loan(self) -> EndRef | None:
+        """This end for another process, where the queue lives with a third one; else None."""
+        wire = self._wire
+        if wire.home is None:
+            return None
+        self.open()
+        kind: EndKind = "sender" if isinstance(self, Sender) else "receiver"
+        return EndRef(
+            self._number, kind, wire.channel_name, queue=wire.queue, form=wire.form, home=wire.home
+        )
 
     def close(self) -> None:
         if not self._closed:

@@ -118,7 +118,7 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
                 "channel.get", get, reply=DELIVERED, on_channel=True, withdraw=not get.taken
             )
             if connection.closed:  # it has gone back, and others may have it
-                raise ConnectionLost(f"connection to {connection.peer!r} was lost")
+                raise connection.lost_as(f"connection to {connection.peer!r} was lost")
             delivered, number = answer.meta, answer.number
             if isinstance(delivered, int):
                 parts, counts = [answer.body or Encoded(b"")], []

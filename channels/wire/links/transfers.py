@@ -30,7 +30,6 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from rlinf_async.channels.encoded import Encoded
-from rlinf_async.channels.errors import ConnectionLost
 from rlinf_async.channels.wire.frames.framing import CHUNK_BYTES, MAX_BUFFERS, Flag, FrameType
 from rlinf_async.channels.wire.frames.messages import DATA, SHARE_BYTES
 from rlinf_async.channels.wire.links.credit import Account, Accounts
@@ -289,7 +288,7 @@ class Transfers:
         self._data.clear()
         _open.discard(self)
         for end, count in by_end.items():
-            error = ConnectionLost(
+            error = connection.lost_as(
                 f"connection to {connection.peer!r} was lost: {reason}; {count} items of this "
                 "sender were not confirmed: they may be lost"
             )

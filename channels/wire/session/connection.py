@@ -110,6 +110,8 @@ class Connection:
         """the name that the other side proved in the handshake"""
         self.number = number
         self.closed = False
+        self.lost_as: Callable[[str], ConnectionLost] = ConnectionLost
+        """makes the errors of what is lost with it"""
         self._reason = ""
         self._loop = asyncio.get_running_loop()
         self._outbox = self.streams.outbox
@@ -448,7 +450,7 @@ class Connection:
         self._ended.set_result(None)
 
     def _lost(self) -> ConnectionLost:
-        return ConnectionLost(f"connection to {self.peer or 'a peer'!r} was lost: {self._reason}")
+        return self.lost_as(f"connection to {self.peer or 'a peer'!r} was lost: {self._reason}")
 
     def _tell(self, callback: Closed) -> None:
         try:

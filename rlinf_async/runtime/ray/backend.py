@@ -25,7 +25,7 @@ from typing import Any, Final
 import msgspec
 
 from rlinf_async.channels import Channel, Latest
-from rlinf_async.channels.wire import Traffic
+from rlinf_async.channels.wire import HomeMaker, Traffic
 from rlinf_async.channels.wire.session.address import TcpAddress
 from rlinf_async.runtime.backend import WorkerSpec, with_rendezvous
 from rlinf_async.runtime.child import Boot
@@ -153,6 +153,9 @@ class RayBackend:
 
     def publish(self, channel: Channel[Any] | Latest[Any]) -> None:
         self.workers.publish(channel)
+
+    async def home(self, name: str) -> HomeMaker | None:
+        return await self.workers.home(name)
 
     async def place(self, ranks: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
         check_importable(ranks[0].cls)

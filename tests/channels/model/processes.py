@@ -16,14 +16,23 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from rlinf_async.channels import Channel, Sender
 from rlinf_async.channels.wire import (
     ChannelServer,
     Connection,
     EndRef,
+    Home,
+    HomedQueues,
     Router,
     Server,
+    connect,
     serve,
 )
+from rlinf_async.channels.wire.direct.direct import host_id
+from rlinf_async.channels.wire.homes.home_protocol import Look, Open, Seen
+from rlinf_async.channels.wire.links.confirmed_notices import ConfirmedNotices
+from rlinf_async.channels.wire.links.protocol import End, EndKind
+from rlinf_async.channels.wire.links.remote_end import next_clone_number
 from tests.channels.model.history import Event, History, Journal
 from tests.channels.model.journal_file import judge_death, read_events
 from tests.channels.model.party import Party, SharedEnd
@@ -93,7 +102,7 @@ def end_workers() -> None:
 
 
 def run_over(program: Program, transport: str, patience: float) -> History:
-    """Run it over processes: ``process``, or ``direct``."""
+    """Run it over processes: ``process``, ``direct``, ``far`` or ``home``."""
     workers = {
         place: _idle.pop() if _idle else Worker()
         for place in sorted({task.at for task in program.tasks} - {0})
@@ -120,7 +129,7 @@ async def _run(
     set_distance(transport)
     with tempfile.TemporaryDirectory(prefix="model-") as folder:
         router = Router()
-        owner = ChannelServer(router)
+        owner: Owner = Homed(router) if transport == "home" else ChannelServer(router)
         address = "tcp://127.0.0.1:0" if transport in ("direct", "far") else Path(folder) / "s"
         async with await serve(
             address, SECRET, name="owner", router=router, patience=CUT_PATIENCE
@@ -130,6 +139,50 @@ async def _run(
             ).perform()
 
 
+class Homed:
+    """An owner whose channel another process has made, which gives the ends of it away. (That is a
+    connection of this process.)"""
+
+    def __init__(self, router: Router) -> None:
+        self._queues = HomedQueues(router)
+        self._refs: dict[int, EndRef] = {}
+
+    async def make(self, channel: Channel[Any], server: Server) -> None:
+        """Make the channel."""
+        self._maker = await connect(server.address, SECRET, name="maker", router=Router())
+        while not (  # noqa: ASYNC110  (a server tells of it by a function alone)
+            found := [one for one in server.connections if one.peer == "maker"]
+        ):
+            await asyncio.sleep(STEP)
+        self._home = Home("owner", host_id(), (str(server.address),))
+        self._queue = self._queues.add(channel, found[0])
+
+    def end_ref(self, own: Any, holder: str) -> EndRef:
+        """Open an end like this one for another process."""
+        queue = own.queue
+        kind: EndKind = "sender" if isinstance(own, Sender) else "receiver"
+        number = next_clone_number()
+        opened = Open(self._queue, kind, number, holder)
+        self._maker.notify("home.open", opened, control=True)
+        return EndRef(number, kind, queue.name, queue=self._queue, form=queue.form, home=self._home)
+
+    def release(self, number: int) -> None:
+        """Close an end that was opened for another process."""
+        ConfirmedNotices.of(self._maker).send("channel.close", End(number))
+
+    async def told(self) -> None:
+        """Wait until every end is open: the tasks of the owner do not wait for that."""
+        await self._maker.request("home.look", Look(), reply=Seen, control=True)
+
+    async def close(self) -> None:
+        """Leave."""
+        self._maker.close()
+        await self._maker.wait_closed()
+
+
+Owner = ChannelServer | Homed
+
+
 class _Run:
     def __init__(
         self,
@@ -137,7 +190,7 @@ class _Run:
         transport: str,
         patience: float,
         workers: dict[int, Worker],
-        owner: ChannelServer,
+        owner: Owner,
         server: Server,
         folder: Path,
     ) -> None:
@@ -154,6 +207,8 @@ class _Run:
 
     async def perform(self) -> History:
         stage, program = self.stage, self.program
+        if isinstance(self.owner, Homed):
+            await self.owner.make(stage.channel, self.server)
         shared: dict[EndName, Any] = {}
         for end in end_names(program):
             channel = stage.channel
@@ -162,6 +217,8 @@ class _Run:
                 self.refs[end] = self.owner.end_ref(own, name_of(end))
             else:
                 shared[end] = SharedEnd(own.clone(name_of(end)))
+        if isinstance(self.owner, Homed):
+            await self.owner.told()
         here = [
             Party(
                 program, index, shared[end_of(task)], stage.journal, here=True,
@@ -179,6 +236,8 @@ class _Run:
             cutting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await cutting
+        if isinstance(self.owner, Homed):
+            await self.owner.close()
         if not history.hung:
             await stage.medium.holds(lambda: not self.server.connections)
         self._refresh()

@@ -35,6 +35,11 @@ def test_programs_over_processes_whose_arrays_pass_the_owner_or_go_far(transport
     hold([*range(6), *killed[:6]], transport)
 
 
+def test_programs_over_a_channel_that_another_process_has_made() -> None:
+    killed = [seed for seed in SEEDS if generate(seed, "home").kills]
+    hold([*range(8), *killed[:8]], "home")
+
+
 def test_a_process_that_is_killed_in_a_lease_gives_its_items_back() -> None:
     takes = Task("take", (Op("lease", 3, weight=4, turns=5),), 1)
     sends = Task("send", (Op("put", 12), Op("flush")), 2)

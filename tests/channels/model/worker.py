@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from rlinf_async.channels.wire import ChannelClient, Direct, EndRef, Router, connect
+from rlinf_async.channels.wire import ChannelClient, Direct, EndRef, Homes, Router, connect
 from rlinf_async.channels.wire.direct.direct import Use
 from rlinf_async.channels.wire.session import distance
 from tests.channels.model.items import item_type
@@ -70,10 +70,14 @@ async def _carry_out(order: Order) -> None:
         connection, SECRET, name=f"process {place}", use=use, least=LEAST
     )
     client = ChannelClient(connection, direct)
+    homes = Homes(SECRET, f"process {place}", heartbeat_limit=60)
     kind = item_type(program.payload)
-    shared: dict[EndName, Any] = {
-        name: SharedEnd(client.end(ref, kind)) for name, ref in order.ends
-    }
+    shared: dict[EndName, Any] = {}
+    for name, ref in order.ends:
+        if ref.home is None:
+            shared[name] = SharedEnd(client.end(ref, kind))
+        else:
+            shared[name] = SharedEnd((await homes.adopt(ref)).make(kind))
     journal = FileJournal(order.journal, order.kill_after)
     parties = [
         Party(program, index, shared[end_of(task)], journal, here=False)
@@ -87,6 +91,7 @@ async def _carry_out(order: Order) -> None:
     finally:
         connection.close()
         await connection.wait_closed()
+        await homes.close()
         if direct is not None:
             await direct.close()
         journal.close()
