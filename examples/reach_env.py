@@ -1,14 +1,14 @@
 """A disc on a table reaches the one of three coloured targets that an instruction names.
 
-Everything is seen in an image of 32 x 32 pixels, which numpy draws in some 20 microseconds: no
-renderer is needed. The environment reports images, the position of the disc, and the instruction as
-text, as robots do that a vision-language-action policy drives (``vla_reach.toml``); with
-``pixels_only`` the image alone, and one target (``pixel_reach.toml``).
+Everything is seen in an image of 32 x 32 pixels, which numpy draws: no renderer is needed. The
+environment shows the image, the position of the disc, and the instruction as text, as robots do
+that a vision-language-action policy drives (``vla_reach.toml``); with ``pixels_only`` the image
+alone, and one target.
 
 `expert` is the scripted policy that demonstrations are recorded from::
 
     rlinf-async demonstrations examples/vla_reach.toml --policy examples/reach_env.py:expert \
-        --episodes 60 --out demonstrations/reach
+        --episodes 200 --out demonstrations/reach
 """
 
 from __future__ import annotations

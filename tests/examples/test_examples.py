@@ -77,6 +77,21 @@ def test_the_robot_arm_trains_and_is_filmed(tmp_path: pathlib.Path, example: str
     assert (tmp_path / "run" / "video.mp4").stat().st_size > 1000
 
 
+def test_the_vision_language_action_policy_is_cloned_and_trained(tmp_path: pathlib.Path) -> None:
+    """Which takes the environment and the script of "reach_env.py"."""
+    done = run(
+        *("-m", "rlinf_async.cli", "train", EXAMPLES / "vla_reach.toml"),
+        *("--out", tmp_path / "run", "--training.total_steps", 4096, "--env.envs", 64),
+        *("--actor.cloning.steps", 5, "--demonstrations.episodes", 5),
+        *("--evaluation.episodes", 4, "--evaluation.video_episodes", 1),
+    )
+    assert (done.returncode, done.stderr) == (1, "")  # 4096 steps do not reach the target
+    summary = read_summary(tmp_path / "run" / "summary.json", EmbodiedSummary)
+    assert (summary.outcome, summary.iterations, summary.env_steps) == ("fell short", 2, 4096)
+    assert summary.success_rate_before is not None
+    assert (tmp_path / "run" / "video.mp4").stat().st_size > 1000
+
+
 def says_nothing_but_that_it_knows_nothing_yet(stderr: str) -> None:
     """A model that was hardly taught gets every task wrong, which is said once."""
     said = stderr.splitlines()
