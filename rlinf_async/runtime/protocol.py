@@ -145,10 +145,12 @@ class ArgumentsCodec:
     def _lend(self, end: Any) -> EndRef:
         if self._server is None:
             raise RuntimeError("ends are lent only while arguments are encoded")
-        if isinstance(end, RemoteEnd) and (homed := end.on_loan()) is not None:
+        homed = end.on_loan() if isinstance(end, RemoteEnd) else None
+        if homed is not None:
             self._homed.append(homed)
             return homed
-        ref = self._server.lend(end)
+        local: Any = end
+        ref = self._server.lend(local)
         self._lent.append(ref.number)
         return ref
 

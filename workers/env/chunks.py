@@ -35,6 +35,8 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         rewards: list[float] = []
+        observation: Any = None  # a chunk has at least one action
+        terminated, truncated, info = False, False, dict[str, Any]()
         for one in action:
             single = one.astype(self._single.dtype, copy=False).reshape(self._single.shape)
             observation, reward, terminated, truncated, info = self.env.step(single)

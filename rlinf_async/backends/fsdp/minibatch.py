@@ -66,7 +66,8 @@ class FlatBatch(NamedTuple):
             fields = zip(*(torch.split(field, size) for field in seen.values()), strict=True)
             observations = (dict(zip(seen, cut, strict=True)) for cut in fields)
         for observation, *rest in zip(observations, *others, strict=True):
-            yield FlatBatch(observation, *rest)
+            columns: list[Any] = rest
+            yield FlatBatch(observation, *columns)
 
     def _others(self) -> tuple[Any, ...]:
         return self[1:]
