@@ -65,9 +65,7 @@ class FlatBatch(NamedTuple):
         else:
             fields = zip(*(torch.split(field, size) for field in seen.values()), strict=True)
             observations = (dict(zip(seen, cut, strict=True)) for cut in fields)
-        for observation, *rest in zip(observations, *others, strict=True):
-            columns: list[Any] = rest
-            yield FlatBatch(observation, *columns)
+        yield from map(FlatBatch._make, zip(observations, *others, strict=True))
 
     def _others(self) -> tuple[Any, ...]:
         return self[1:]
