@@ -7,6 +7,7 @@ from rlinf_async.bench import Bench, Case, bound, quotient
 LIVE, MEMORY, RESTART = "live rescale", "memory of a live rescale", "save, restart, load"
 PAIR, PLAN = "one rank to another", "plan"
 TOUCH = "touching the new shards alone"
+MEGATRON, MEGATRON_RESTART = "Megatron: live rescale", "Megatron: save, restart, load"
 
 
 def _case(name: str, script: str, *more: str, cores: int = 2) -> Case:
@@ -23,6 +24,8 @@ BENCH = Bench(
         _case(RESTART, "restart.py"),
         _case(PAIR, "pair.py"),
         _case(MEMORY, "live.py", "--memory"),
+        _case(MEGATRON, "strategies.py"),
+        _case(MEGATRON_RESTART, "strategies.py", "--restart"),
         Case(PLAN, ("{python}", "{here}/planning.py")),
     ),
     bars=(
@@ -31,6 +34,12 @@ BENCH = Bench(
             (RESTART, "seconds"),
             (LIVE, "seconds"),
             at_least=10.0,
+        ),
+        quotient(
+            "Megatron: seconds of save, restart, load / of live rescale",
+            (MEGATRON_RESTART, "seconds"),
+            (MEGATRON, "seconds"),
+            at_least=8.0,
         ),
         quotient(
             "bytes/s of one rank to another / memcpy's",
@@ -60,6 +69,7 @@ BENCH = Bench(
     repetitions=3,
     notes=(
         "2.4 GB of weights and moments, dp 2 -> 4 -> 2, on two cores; a bucket is 16 MiB",
+        "Megatron: 100 M parameters with Adam, tp=2 -> tp=2 x pp=2 -> dp=2, of four ranks",
         "a restart is from the start of new processes until all ranks have loaded",
         "touching: what the machine takes to hand out the memory of the new shards, nothing moved;",
         "live_over_touch: a live rescale of the same minute by that. No bar",

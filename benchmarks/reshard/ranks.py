@@ -72,11 +72,19 @@ class BlocksManager(FSDPModelManager):
         return seen.hexdigest()
 
 
-def arguments(what: str) -> argparse.Namespace:
+def argument_parser(what: str, parameters: float) -> argparse.ArgumentParser:
     """The command line of a case."""
     parser = argparse.ArgumentParser(description=what)
     parser.add_argument("folder", type=Path, help="an empty folder for what the ranks write")
-    parser.add_argument("--parameters", type=float, default=200e6, help="of the model; 200e6")
+    parser.add_argument(
+        "--parameters", type=float, default=parameters, help=f"of the model; {parameters:g}"
+    )
+    return parser
+
+
+def arguments(what: str) -> argparse.Namespace:
+    """The command line of a case of FSDP2."""
+    parser = argument_parser(what, 200e6)
     parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
     return parser.parse_args()
 

@@ -46,6 +46,13 @@ def test_a_restart_through_a_checkpoint_is_slower_than_its_own_save(tmp_path: Pa
     assert found["seconds"] > found["save_seconds"] > 0
 
 
+def test_megatron_changes_its_strategy_live_and_holds_what_it_had(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    found = run("strategies.py", tmp_path)
+    assert found["seconds"] > 0
+    assert found["sent_bytes"] > 0
+
+
 def test_a_pair_of_ranks_is_measured_beside_memcpy(tmp_path: Path) -> None:
     found = run("pair.py", tmp_path)
     assert 0 < found["bytes_per_second"] <= found["best_bytes_per_second"]

@@ -24,16 +24,12 @@ from rlinf_async.backends.fsdp.errors import FSDPError, OffloadedError
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.meta_model import build_from_shards, shards_of
 from rlinf_async.backends.fsdp.optim import Counters
-from rlinf_async.backends.fsdp.release import (
-    break_cycles,
-    collect_unless_freed,
-    storages_of,
-    trim_heap,
-)
+from rlinf_async.backends.fsdp.release import break_cycles, storages_of
 from rlinf_async.backends.fsdp.sharding import Shards, reshard
 from rlinf_async.backends.fsdp.shards import NewShards, RankShards, ShardMemory
 from rlinf_async.backends.fsdp.state import MOMENTS, moment_shards, set_moments
 from rlinf_async.backends.rescale import Change, Rescale, TransferGroup
+from rlinf_async.backends.rescale.release import collect_unless_freed, trim_heap
 from rlinf_async.backends.reshard import Report
 from rlinf_async.backends.reshard.executor import DEFAULT_BUCKET_BYTES
 from rlinf_async.parallel import FSDP2, Replicated, Strategy, StrategyError

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlinf_async.backends.checkpoint.errors import CheckpointError
@@ -50,12 +49,16 @@ class Own(NamedTuple):
 def begin(
     manager: MegatronModelManager, writer: CheckpointWriter, path: Path, extra: Mapping[str, object]
 ) -> Future[Path]:
-    """Start writing a checkpoint folder. Collective. Everything is copied before this returns."""
+    """Start writing a checkpoint folder. Collective. Everything is copied before this returns.
+
+    An idle rank has no part in it.
+    """
+    if not manager.active:
+        return writer.idle(path)
     writer.wait()
     if manager.rank == 0:
         fresh_staging(path)
-    if manager.world_size > 1:
-        dist.barrier()
+    manager.wait_for_all()
     part = _part(manager)
     own = {
         "progress": {
@@ -90,6 +93,7 @@ def load(manager: MegatronModelManager, writer: CheckpointWriter, path: Path) ->
 
     Where this raises `CheckpointError`, nothing was changed on this rank.
     """
+    manager.active_part()
     writer.settle()
     writer.wait()
     folder = find_checkpoint(path)

@@ -7,11 +7,14 @@ while the run goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
+from rlinf_async.backends.megatron.groups import Groups, Key
 from rlinf_async.backends.megatron.library import of_megatron
 from rlinf_async.parallel import Strategy
 
@@ -58,51 +61,57 @@ def place_of(rank: int, strategy: Strategy) -> Place | None:
     return Place(tp, rest % strategy.dp, rest // strategy.dp)
 
 
-def make_grid(strategy: Strategy) -> Grid:
-    """Make the groups of a strategy without context and expert parallelism.
-
-    Collective over all launched ranks: each makes all groups, in the same order.
-    """
-    rank, size = dist.get_rank(), strategy.world_size
-    place = place_of(rank, strategy)
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-    def group(members: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
-        """Make these groups; return the one with this rank."""
-        own = None
-        for ranks in members:
-            key = tuple(ranks)
-            if key not in made:
-                created: Any = dist.new_group(list(key))
-                made[key] = created
-            if rank in key:
-                own = made[key]
-        return own
-
+def keys_of(strategy: Strategy) -> dict[str, list[Key]]:
+    """Return the groups of a strategy, by what their ranks do together."""
     tp, dp, pp = range(strategy.tp), range(strategy.dp), range(strategy.pp)
 
     def at(tensor: int, data: int, stage: int) -> int:
         return tensor + strategy.tp * (data + strategy.dp * stage)
 
-    tensor = group([at(t, d, s) for t in tp] for s in pp for d in dp)
-    data = group([at(t, d, s) for d in dp] for s in pp for t in tp)
-    pipeline = group([at(t, d, s) for s in pp] for d in dp for t in tp)
-    model = group([at(t, d, s) for s in pp for t in tp] for d in dp)
-    feed = None
-    for d in dp:
-        members = [at(t, d, s) for s in pp for t in tp]
-        if len(members) > 1:
-            created: Any = dist.new_group(members, backend="gloo")
-            feed = created if rank in members else feed
-    ends = group(
-        sorted({at(t, d, 0), at(t, d, strategy.pp - 1)}) for d in dp for t in tp
-    )  # fmt: skip
-    first = group([at(t, d, 0)] for d in dp for t in tp)
-    with_data = group([at(t, d, s) for d in dp for t in tp] for s in pp)
-    alone = group([one] for one in range(size))
-    everyone = group([list(range(size))])
+    def keys(members: Iterable[Iterable[int]]) -> list[Key]:
+        return [Key(tuple(ranks)) for ranks in members]
+
+    models = [[at(t, d, s) for s in pp for t in tp] for d in dp]
+    return {
+        "tensor": keys((at(t, d, s) for t in tp) for s in pp for d in dp),
+        "data": keys((at(t, d, s) for d in dp) for s in pp for t in tp),
+        "pipeline": keys((at(t, d, s) for s in pp) for d in dp for t in tp),
+        "model": keys(models),
+        "feed": [Key(tuple(ranks), objects=True) for ranks in models if len(ranks) > 1],
+        "ends": keys(sorted({at(t, d, 0), at(t, d, strategy.pp - 1)}) for d in dp for t in tp),
+        "first": keys([at(t, d, 0)] for d in dp for t in tp),
+        "with data": keys((at(t, d, s) for d in dp for t in tp) for s in pp),
+        "alone": keys([one] for one in range(strategy.world_size)),
+        "everyone": keys([range(strategy.world_size)]),
+    }
+
+
+def make_grid(
+    strategy: Strategy,
+    groups: Groups | None = None,
+    known: Collection[Key] = (),
+    limit: timedelta = default_pg_timeout,
+) -> Grid:
+    """Make the groups of a strategy without context and expert parallelism.
+
+    Collective over all launched ranks: each makes all groups, in the same order; but not those of
+    ``groups`` that are ``known`` to all. Raises what `Groups.make` does.
+    """
+    made = groups or Groups()
+    rank = dist.get_rank()
+    place = place_of(rank, strategy)
+    by_role = keys_of(strategy)
+    made.make([key for keys in by_role.values() for key in keys], known, limit)
+
+    def own(role: str) -> dist.ProcessGroup | None:
+        found = [key for key in by_role[role] if rank in key.ranks]
+        return made.of(found[0]) if found else None
+
     if place is None:
         return Grid(strategy, None, None, None, None, None)
+    tensor, data, pipeline, model = map(own, ("tensor", "data", "pipeline", "model"))
+    ends, first, with_data, alone = map(own, ("ends", "first", "with data", "alone"))
+    everyone, feed = own("everyone"), own("feed")
     collection = of_megatron("process_groups_config").ProcessGroupCollection
     groups = collection(
         tp=tensor,

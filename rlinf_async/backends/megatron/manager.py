@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import torch
@@ -32,12 +33,14 @@ from rlinf_async.backends.megatron.custom_forward import (
 from rlinf_async.backends.megatron.feed import Feed
 from rlinf_async.backends.megatron.forward import read_statistics, read_values
 from rlinf_async.backends.megatron.grid import Grid, make_grid
+from rlinf_async.backends.megatron.groups import Groups
 from rlinf_async.backends.megatron.memory import StageMemory
 from rlinf_async.backends.megatron.model import Options, build_chunk, build_stage
 from rlinf_async.backends.megatron.offered import check_offered
 from rlinf_async.backends.megatron.optimizer import Sharding, make_optimizer, with_gradients
 from rlinf_async.backends.megatron.schedule import Schedule, Work, make_data_iterator_list
 from rlinf_async.backends.megatron.weights import (
+    Held,
     held_weights,
     load_weights,
     own_slices,
@@ -49,12 +52,29 @@ log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+class IdleRank(RuntimeError):
+    """The rank holds no part of the model: the strategy does not use it."""
+
+
+class RankModel(NamedTuple):
+    """All that an active rank trains with."""
+
+    chunks: list[nn.Module]
+    held: list[Held]
+    models: list[Any]
+    """the chunks in Megatron's data parallelism"""
+    optimizer: Any
+    memory: StageMemory
+    training: Schedule
+    inference: Schedule
+
+
 class MegatronModelManager:
     """Builds, optimises and gathers one model on one rank. torch.distributed is up.
 
     Args:
         cfg: how the model is cut and optimised.
-        world_size: of the launched ranks, all of which train.
+        world_size: of the launched ranks, all of which train at first.
         rank: of this one.
         seed: of random weights.
         values: a critic, with a value head in place of the output layer.
@@ -69,7 +89,7 @@ class MegatronModelManager:
         self, cfg: MegatronConfig, world_size: int, rank: int, seed: int, *, values: bool = False
     ) -> None:
         self.cfg = cfg
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.launched = rank, world_size
         self.strategy = strategy_of(cfg, world_size)
         self.device = torch.device(cfg.device)
         if not dist.is_initialized():
@@ -94,15 +114,16 @@ class MegatronModelManager:
         )
         check_offered(self.architecture, self.strategy, cp=cfg.cp, ep=cfg.ep)
         layout_of(self.architecture, self.strategy)  # refuses what does not divide, first of all
-        self.grid: Grid = make_grid(self.strategy)
-        self.feed = Feed(self.grid.feed)
+        self.groups = Groups()
         self.options = Options(
             dtype=DTYPES[cfg.precision],
             sequence_parallel=cfg.sequence_parallel,
             recompute=cfg.model.activation_checkpointing,
         )
         self._language_class, self._language_config = type(whole), config
-        self._sharding = Sharding(distributed=cfg.distributed_optimizer, overlap=cfg.overlap)
+        self.sharding = Sharding(distributed=cfg.distributed_optimizer, overlap=cfg.overlap)
+        self.pending = False
+        """gradients were added up since the last step"""
         self.setup_model_and_optimizer(first_weights(whole))
 
     def setup_model_and_optimizer(self, tensor: Callable[[str], Tensor]) -> None:
@@ -110,20 +131,97 @@ class MegatronModelManager:
 
         ``tensor`` returns a whole tensor of the checkpoint by its name.
         """
-        self.chunks: list[nn.Module] = [
-            chunk.to(self.device)
-            for chunk in build_stage(self.architecture, self.grid, self.options)
+        grid = make_grid(self.strategy, self.groups)
+        self.take(grid, self.build(grid, partial(load_weights, tensor=tensor)))
+
+    def build(self, grid: Grid, fill: Callable[[list[Held]], None]) -> RankModel:
+        """Build this rank's part of the model for a strategy; ``fill`` gives it its weights.
+
+        Nothing is changed, and no other rank is waited for.
+        """
+        chunks = [
+            chunk.to(self.device) for chunk in build_stage(self.architecture, grid, self.options)
         ]
-        self.held = held_weights(self.chunks, self.architecture, self.grid)
-        load_weights(self.held, tensor)
-        self.models: list[Any] = with_gradients(self.chunks, self.grid, self._sharding)
-        self.optimizer = make_optimizer(self.models, self.grid, self.cfg.optimizer, self._sharding)
-        self.memory = StageMemory(self.models, self.optimizer)
-        decoder = self.architecture.decoder
-        values = self.architecture.values
-        read = read_values if values else read_statistics(decoder.vocabulary, self.grid)
-        self.training = Schedule(self.models, self.chunks, self.grid, read)
-        self.inference = Schedule(self.chunks, self.chunks, self.grid, read)
+        held = held_weights(chunks, self.architecture, grid)
+        fill(held)
+        models = with_gradients(chunks, grid, self.sharding)
+        optimizer = make_optimizer(models, grid, self.cfg.optimizer, self.sharding)
+        vocabulary = self.architecture.decoder.vocabulary
+        read = read_values if self.architecture.values else read_statistics(vocabulary, grid)
+        return RankModel(
+            chunks,
+            held,
+            models,
+            optimizer,
+            StageMemory(models, optimizer),
+            training=Schedule(models, chunks, grid, read),
+            inference=Schedule(chunks, chunks, grid, read),
+        )
+
+    def take(self, grid: Grid, part: RankModel | None) -> None:
+        """Train with this part of the model, under this strategy; None: this rank is idle."""
+        self.grid, self.strategy = grid, grid.strategy
+        self.feed = Feed(grid.feed)
+        self.part = part
+
+    @property
+    def world_size(self) -> int:
+        """Number of active ranks: 0 .. world_size - 1."""
+        return self.strategy.world_size
+
+    @property
+    def active(self) -> bool:
+        """Whether this rank holds a part of the model, and trains."""
+        return self.part is not None
+
+    def active_part(self) -> RankModel:
+        """Return this rank's part of the model; raises `IdleRank`."""
+        if self.part is None:
+            raise IdleRank(
+                f"rank {self.rank} is idle: {self.world_size} of {self.launched} ranks are active "
+                f"({self.strategy.sizes})"
+            )
+        return self.part
+
+    @property
+    def held(self) -> list[Held]:
+        """The parameters of this rank; none on an idle one."""
+        return self.part.held if self.part is not None else []
+
+    @property
+    def chunks(self) -> list[nn.Module]:
+        """The model chunks of this rank's stage; raises `IdleRank`."""
+        return self.active_part().chunks
+
+    @property
+    def models(self) -> list[Any]:
+        """The chunks in Megatron's data parallelism; raises `IdleRank`."""
+        return self.active_part().models
+
+    @property
+    def optimizer(self) -> Any:
+        """Megatron's optimizer; raises `IdleRank`."""
+        return self.active_part().optimizer
+
+    @property
+    def memory(self) -> StageMemory:
+        """The memory of this rank's stage; raises `IdleRank`."""
+        return self.active_part().memory
+
+    @property
+    def training(self) -> Schedule:
+        """Computes with gradients; raises `IdleRank`."""
+        return self.active_part().training
+
+    @property
+    def inference(self) -> Schedule:
+        """Computes without gradients; raises `IdleRank`."""
+        return self.active_part().inference
+
+    def wait_for_all(self) -> None:
+        """Wait for the other active ranks. Collective among those; an idle one does not wait."""
+        if self.active and self.world_size > 1:
+            dist.barrier(group=self.grid.groups.intra_dist_opt)
 
     @property
     def tensors(self) -> tuple[GlobalTensor, ...]:
@@ -132,9 +230,10 @@ class MegatronModelManager:
 
     @property
     def data_rank(self) -> DataRank:
-        """Which samples this rank trains on."""
+        """Which samples this rank trains on; an idle one reads none."""
         place = self.grid.place
-        assert place is not None
+        if place is None:
+            return DataRank(0, self.strategy.dp, is_io=False)
         return DataRank(place.dp, self.strategy.dp, self.grid.is_io)
 
     # ---- what Megatron's schedules are given
@@ -197,6 +296,7 @@ class MegatronModelManager:
 
     def zero_grad(self) -> None:
         """Zero all gradients."""
+        self.pending = False
         for one in self.models:
             one.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -235,7 +335,7 @@ class MegatronModelManager:
 
     def offload_weights(self) -> None:
         """Move the weights to the CPU. On a CPU there is nothing to free."""
-        if not self.weights_offloaded and self._on_device:
+        if not self.weights_offloaded and self._on_device and self.active:
             self.gather_parameters()
             self.memory.offload_weights()
             torch.cuda.empty_cache()
@@ -243,14 +343,14 @@ class MegatronModelManager:
 
     def load_weights(self) -> None:
         """Take the weights back to the device."""
-        if self.weights_offloaded and self._on_device:
+        if self.weights_offloaded and self._on_device and self.active:
             self.memory.load_weights()
         self.weights_offloaded = False
 
     def offload_optimizer(self) -> None:
         """Move moments and float32 copies of weights to the CPU, and free the memory of the
         gradients."""
-        if not self.optimizer_offloaded and self._on_device:
+        if not self.optimizer_offloaded and self._on_device and self.active:
             self.gather_parameters()
             self.memory.offload_optimizer()
             torch.cuda.empty_cache()
@@ -258,7 +358,7 @@ class MegatronModelManager:
 
     def load_optimizer(self) -> None:
         """Take the optimizer's state back to the device, with gradients of 0."""
-        if self.optimizer_offloaded and self._on_device:
+        if self.optimizer_offloaded and self._on_device and self.active:
             self.memory.load_optimizer()
         self.optimizer_offloaded = False
 
@@ -319,6 +419,8 @@ class MegatronModelManager:
     def whole_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the weights by their names in a checkpoint on rank 0, ``{}`` elsewhere.
         Collective; one slice travels at a time."""
+        if not self.active:
+            return {}
         layout = layout_of(self.architecture, self.strategy)
         self.gather_parameters()
         place, found = self.grid.place, dict[str, Tensor]()

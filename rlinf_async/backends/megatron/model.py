@@ -6,6 +6,7 @@ maps for, without experts and without attention in windows.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import msgspec
@@ -89,9 +90,11 @@ def build_chunk(
         rotary_base=architecture.rope_theta,
         rope_scaling=architecture.rope_factor is not None,
         rope_scaling_factor=architecture.rope_factor or 8.0,
-        pg_collection=grid.groups,
+        pg_collection=_without_ends(grid),
         vp_stage=vp_stage,
     )
+    language: Any = model
+    language.embd_group = grid.groups.embd
     if architecture.padding is not None and pre_process:
         embedding: Any = model.embedding
         frozen = FrozenPadding(architecture.padding, grid.groups.tp)
@@ -100,6 +103,14 @@ def build_chunk(
         model.output_layer = ValueHead(config)
     _mark_cut_parameters(model)
     return model
+
+
+def _without_ends(grid: Grid) -> Any:
+    """Return the groups for building a model: with the one of first and last stage, Megatron would
+    add up tied embeddings over it, which are filled later. Nothing that is built is collective."""
+    groups = copy.copy(grid.groups)
+    groups.embd = None
+    return groups
 
 
 def padded_vocabulary(size: int, tp: int) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,10 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
     """reduce gradients while the backward pass goes on, gather parameters while the forward pass
     does"""
 
+    def bucket_elements(self, dp: int) -> int | None:
+        """Return the elements from which a bucket of gradients is full; None: there is one."""
+        return max(40_000_000, 1_000_000 * dp) if self.overlap else None
+
 
 def with_gradients(chunks: Sequence[nn.Module], grid: Grid, sharding: Sharding) -> list[Any]:
     """Wrap each chunk of a stage in Megatron's data parallelism, which holds its gradients in
@@ -36,6 +41,7 @@ def with_gradients(chunks: Sequence[nn.Module], grid: Grid, sharding: Sharding) 
         overlap_param_gather=sharding.overlap and sharding.distributed,
         use_distributed_optimizer=sharding.distributed,
         average_in_collective=False,
+        bucket_size=sharding.bucket_elements(grid.strategy.dp),
     )
     wrapped = [
         distributed.DistributedDataParallel(
@@ -61,8 +67,7 @@ def _finalize(finalize: Any, model: Any, tokens: Any, **groups: Any) -> None:
 def make_optimizer(
     wrapped: Sequence[Any], grid: Grid, config: OptimizerConfig, sharding: Sharding
 ) -> Any:
-    """Return Megatron's optimizer (AdamW) for wrapped chunks. Collective over all launched ranks:
-    idle ones call `sit_out_optimizer`."""
+    """Return Megatron's optimizer (AdamW) for wrapped chunks."""
     optimizer = of_megatron("optimizer")
     params: Any = next(wrapped[0].parameters())
     settings = optimizer.OptimizerConfig(
@@ -78,16 +83,27 @@ def make_optimizer(
         use_distributed_optimizer=sharding.distributed,
         overlap_param_gather=sharding.overlap and sharding.distributed,
     )
-    return optimizer.get_megatron_optimizer(
-        settings, list(wrapped), use_gloo_process_groups=False, pg_collection=grid.groups
-    )
+    with _not_compared():
+        return optimizer.get_megatron_optimizer(
+            settings, list(wrapped), use_gloo_process_groups=False, pg_collection=grid.groups
+        )
 
 
-def sit_out_optimizer() -> None:
-    """Take part in `make_optimizer` on an idle rank.
+@contextmanager
+def _not_compared() -> Iterator[None]:
+    """Make an optimizer that is not compared with those of all other processes.
 
-    Megatron compares the kinds of parameters of all processes, once for dense layers and once for
-    experts, whatever groups it is given.
+    Megatron gathers their kinds of parameters, for checkpoints of its own, which are not used here:
+    idle ranks would have to take part, and a rank that is lost would block the others.
     """
-    for _ in range(2):
-        dist.all_gather_object([None] * dist.get_world_size(), [])
+    collectives: Any = dist
+    gather = collectives.all_gather_object
+
+    def own_alone(every: list[Any], own: Any, *_: Any) -> None:
+        every[:] = [own] * len(every)
+
+    collectives.all_gather_object = own_alone
+    try:
+        yield
+    finally:
+        collectives.all_gather_object = gather

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from rlinf_async.algorithms.language.advantages import (
     whitened,
 )
 from rlinf_async.algorithms.language.config import LanguageLossConfig
+from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.checkpoint.writer import CheckpointWriter
 from rlinf_async.backends.language import OPTIMIZER, PARTS, WEIGHTS, MicroBatch
 from rlinf_async.backends.language_training.describing import add_missing_files
@@ -46,11 +48,12 @@ from rlinf_async.backends.language_training.totals import Part, Totals, check_fi
 from rlinf_async.backends.megatron import checkpoint
 from rlinf_async.backends.megatron.config import MegatronTrainerConfig
 from rlinf_async.backends.megatron.manager import MegatronModelManager
+from rlinf_async.backends.megatron.rescale import check_strategy, rescale
 from rlinf_async.backends.megatron.schedule import Work
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.messages.weights import Allocate, WeightUpdate
-from rlinf_async.parallel import DataRank
+from rlinf_async.parallel import DataRank, Strategy
 from rlinf_async.weights import pack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -132,6 +135,40 @@ class MegatronTrainerBase:
         """Count the version up."""
         self._version += 1
 
+    # ---- the strategy
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that is in force."""
+        return self.manager.strategy
+
+    def check_strategy(self, strategy: Strategy) -> None:
+        """Raise `StrategyError` for what does not divide the model or was not launched."""
+        check_strategy(strategy, self.manager.architecture, self.manager.launched)
+
+    def skip_iteration(self) -> None:
+        """Count an iteration that the active ranks train, on an idle one."""
+        self.end_iteration()
+
+    def rescale(
+        self, strategy: Strategy, *, timeout: float, bucket_bytes: int, objection: str = ""
+    ) -> RescaleReport:
+        """Train under another strategy from now on; see `megatron.rescale`.
+
+        Kept weights move too. Collective over all launched ranks.
+        """
+        report = rescale(
+            self.manager,
+            strategy,
+            timeout=timeout,
+            bucket_bytes=bucket_bytes,
+            extra=msgspec.msgpack.encode(self._version),
+            objection=objection,
+            settle=self._writer.settle,
+        )
+        self._version = msgspec.msgpack.decode(report.extras[0], type=int)
+        return report
+
     def _step(
         self, micro_batches: Iterable[MicroBatch], loss: LanguageLossConfig | None
     ) -> Mapping[str, float]:
@@ -161,6 +198,7 @@ class MegatronTrainerBase:
     ) -> Accumulated:
         """Raises `TrainingDiverged` for a loss that is not finite."""
         manager = self.manager
+        manager.pending = True
         shared = manager.feed.share(micro_batches, counted=manager.strategy.pp > 1)
         totals = Totals()
         for part in manager.training.train(self._work(one, loss) for one in shared):
@@ -257,8 +295,7 @@ class MegatronTrainerBase:
         """Write a checkpoint folder, atomically; ``extra`` is this rank's own. Collective."""
         self.begin_checkpoint(path, extra)
         self._writer.wait()
-        if self.manager.world_size > 1:
-            torch.distributed.barrier()
+        self.manager.wait_for_all()
 
     def begin_checkpoint(
         self, path: Path, extra: Mapping[str, object] | None = None
@@ -312,6 +349,8 @@ class MegatronTrainer(MegatronTrainerBase):
 
     def publish(self, allocate: Allocate | None = None) -> WeightUpdate:
         """Return the weights of the present version; no buckets but on rank 0. Collective."""
+        if not self.manager.active:
+            return pack({}, self._version)
         state = self.manager.whole_weights(DTYPES[self.config.publish_precision])
         update = pack(
             state,
@@ -325,14 +364,15 @@ class MegatronTrainer(MegatronTrainerBase):
 
     def save_pretrained(self, folder: Path) -> None:
         """Write config, weights and tokenizer as Hugging Face does, from rank 0. Collective."""
+        if not self.manager.active:
+            return
         state = self.manager.whole_weights(torch.float32)
         if self.manager.rank == 0:
             model = cast(Any, self.manager.language_model())
             with without_progress_bars():
                 model.save_pretrained(folder, state_dict=state, save_original_format=False)
             add_missing_files(self.manager.model_files, folder)
-        if self.manager.world_size > 1:
-            torch.distributed.barrier()
+        self.manager.wait_for_all()
 
     def load(self, update: WeightUpdate) -> None:
         """Raise `ValueError`: inference workers hold whole models, over FSDP."""

@@ -66,15 +66,22 @@ def load_weights(held: list[Held], tensor: Callable[[str], Tensor]) -> None:
 
     Rows that were added to make the vocabulary divide become 0.
     """
+    zero_padding(held)
     with torch.no_grad():
         for one in held:
             flat = one.parameter.view(-1)
-            if sum(_elements(piece) for piece in one.pieces) < flat.numel():
-                flat.zero_()
             for piece in one.pieces:
                 whole = tensor(piece.tensor)
                 part = whole[_box(piece)].to(flat.dtype).reshape(-1)
                 flat[piece.offset : piece.offset + part.numel()].copy_(part)
+
+
+def zero_padding(held: list[Held]) -> None:
+    """Zero the parameters that have more rows than the checkpoint."""
+    with torch.no_grad():
+        for one in held:
+            if sum(_elements(piece) for piece in one.pieces) < one.parameter.numel():
+                one.parameter.zero_()
 
 
 def own_slices(held: list[Held]) -> Iterator[tuple[Piece, Tensor]]:

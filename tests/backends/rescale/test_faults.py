@@ -15,7 +15,6 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.rescale import Rescale, RescaleError, RescaleUndecided, transaction
@@ -23,6 +22,7 @@ from rlinf_async.backends.rescale.transaction import StageResult, Transaction
 from rlinf_async.backends.reshard import PeerLost, buckets
 from rlinf_async.parallel import Strategy
 from tests.backends.fsdp_helpers import exit_codes, in_processes, save_result
+from tests.backends.rescale.breaking import Injected, break_it, nothing_to_mend
 from tests.backends.rescale.kit import (
     BUCKET,
     LIMIT,
@@ -46,52 +46,6 @@ FAULTS = [
     ("late", "move", 1, 2, 4),
     ("late", "verify", 1, 3, 4),
 ]
-SHORT = 0.3
-"""seconds that a rank waits for the late one, once it has come to that stage itself"""
-
-
-class Injected(Exception):
-    """What the broken rank raises."""
-
-
-def break_it(how: str, stage: str) -> Callable[[], None]:
-    """Make this rank's next rescale fail at a stage; returns what mends it."""
-    whole, seal = getattr(Rescale, stage), cast(Any, buckets.seal)
-
-    def raises(_: Rescale) -> None:
-        raise Injected("as the test wants it")
-
-    def late(attempt: Rescale) -> Any:
-        # Goes on as soon as another rank has given up: the worst moment.
-        decision = "decision/0" if stage == "propose" else "decision/1"
-        attempt._transaction._store.wait([decision], timedelta(seconds=LIMIT))
-        return impatient(attempt)
-
-    def impatient(attempt: Rescale) -> Any:
-        attempt._timeout, attempt._transaction._deadline = SHORT, time.monotonic() + SHORT
-        if stage == "move":  # torch's own threads wait for what was begun there
-            _set_pg_timeout(timedelta(seconds=SHORT), attempt.change.transfer.group)
-        return whole(attempt)
-
-    def damages(bucket: torch.Tensor, *checksum_and_round: int) -> None:
-        seal(bucket, *checksum_and_round)
-        bucket[len(bucket) // 3] ^= 4
-
-    if how == "damages":
-        cast(Any, buckets).seal = damages
-    else:
-        wrong = {"raises": raises, "late": late, "waits for it": impatient}
-        setattr(Rescale, stage, wrong[how])
-
-    def mend() -> None:
-        cast(Any, buckets).seal = seal
-        setattr(Rescale, stage, whole)
-
-    return mend
-
-
-def nothing_to_mend() -> None:
-    pass
 
 
 def faults(rank: int, world_size: int, folder: Path) -> None:

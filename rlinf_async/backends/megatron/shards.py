@@ -1,0 +1,153 @@
+"""What a rank holds under a strategy: slices of weights, and the optimizer's state of them.
+
+::
+
+    weights            whole parameters of the rank's slice; float32 copies and moments, too, where
+                       data ranks have copies of the optimizer
+    optimizer's state  a range of each parameter, where data ranks share it (ZeRO 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlinf_async.backends.megatron.architecture import Architecture, layout_of
+from rlinf_async.backends.megatron.grid import Grid, place_of
+from rlinf_async.backends.megatron.optimizer import Sharding
+from rlinf_async.backends.megatron.state import MOMENTS, kept_of
+from rlinf_async.backends.megatron.weights import Held
+from rlinf_async.parallel import DistributedOptimizer, Layout, ModelMismatch, Strategy
+from rlinf_async.parallel.sharding import GroupBuffer, Shards
+from rlinf_async.parallel.sharding import Held as SeenByGroup
+
+MAIN = "main"
+"""the weights that the optimizer steps, float32"""
+Tensors = Mapping[str, Tensor]
+"""flat, by the names of parameters in the whole model"""
+
+
+class Ranges(msgspec.Struct, frozen=True):
+    """`parallel.DistributedOptimizer`, with a buffer for each parameter's range, as Megatron keeps
+    them, instead of one for all. Only the first stage has several buckets."""
+
+    bucket_elements: int | None
+    replicas: int = 1
+
+    def shards(
+        self, held: Sequence[SeenByGroup], ranks: int, label: str = ""
+    ) -> tuple[list[GroupBuffer], Shards]:
+        """Return each parameter's ranges on ``ranks`` ranks, and the buffers they are in."""
+        first = any(one.name.startswith("embedding.") for one in held)
+        cut = DistributedOptimizer(bucket_elements=self.bucket_elements if first else None)
+        _, found = cut.shards(held, ranks)
+        rows = np.zeros((len(held), ranks), np.int64)
+        rows[found.parameter, found.shard] = found.stop - found.start
+        buffers = [GroupBuffer(one.name, rows[at], (), at) for at, one in enumerate(held)]
+        return buffers, found._replace(buffer=found.parameter, offset=np.zeros_like(found.offset))
+
+
+def state_layout(architecture: Architecture, strategy: Strategy, sharding: Sharding) -> Layout:
+    """Return who holds which part of the optimizer's state."""
+    if not sharding.distributed:
+        return layout_of(architecture, strategy)
+    ranges: Any = _ranges(strategy, sharding)
+    return layout_of(architecture, msgspec.structs.replace(strategy, sharding=ranges))
+
+
+def check_ranges(held: Sequence[Held], optimizer: Any, grid: Grid, sharding: Sharding) -> None:
+    """Raise `ModelMismatch` unless Megatron's optimizer has the ranges of `state_layout`."""
+    place = grid.place
+    if not sharding.distributed or place is None:
+        return
+    seen = [
+        SeenByGroup(
+            one.name,
+            tuple(one.parameter.shape),
+            "float32",
+            4,
+            alone=bool(getattr(one.parameter, "shared_embedding", False)),
+        )
+        for one in held
+    ]
+    _, found = _ranges(grid.strategy, sharding).shards(seen, grid.strategy.dp)
+    for at in np.flatnonzero(found.shard == place.dp):
+        one = held[int(found.parameter[at])]
+        expected = (int(found.start[at]), int(found.stop[at]))
+        kept = kept_of(optimizer, one.parameter)
+        own = (kept.start, kept.start + kept.main.numel()) if kept is not None else None
+        if own != expected and not (own is None and expected[0] == expected[1]):
+            raise ModelMismatch(
+                f"Megatron's optimizer has elements {own} of {one.name}, the layout says {expected}"
+            )
+
+
+class RankState(NamedTuple):
+    """This rank's tensors of each kind, flat, not copied."""
+
+    weights: Tensors
+    state: Mapping[str, Tensors]
+    """`MAIN` where it is not a view of the weights, and moments if there are any, by kind"""
+
+
+def state_of(held: Sequence[Held], optimizer: Any) -> RankState:
+    """Return what this rank holds."""
+    weights = {one.name: _flat(one.parameter) for one in held}
+    state: dict[str, dict[str, Tensor]] = {}
+    for one in held:
+        kept = kept_of(optimizer, one.parameter)
+        if kept is None:
+            continue
+        if kept.main.dtype != one.parameter.dtype:
+            state.setdefault(MAIN, {})[one.name] = _flat(kept.main)
+        for kind in MOMENTS if kept.state else ():
+            state.setdefault(kind, {})[one.name] = _flat(kept.state[kind])
+    return RankState(weights, state)
+
+
+def stepped_weights(held: Sequence[Held], optimizer: Any) -> Tensors:
+    """Return the weights that this rank's optimizer steps, flat ranges of the parameters."""
+    found = {}
+    for one in held:
+        kept = kept_of(optimizer, one.parameter)
+        if kept is not None:
+            found[one.name] = _flat(kept.main)
+    return found
+
+
+def set_moments(
+    held: Sequence[Held], optimizer: Any, moments: Mapping[str, Tensors], steps: float
+) -> None:
+    """Make these very tensors the optimizer's moments."""
+    for one in held:
+        kept = kept_of(optimizer, one.parameter)
+        if kept is None:
+            continue
+        found: dict[str, Any] = {"step": torch.tensor(float(steps))}
+        for kind in MOMENTS:
+            found[kind] = moments[kind][one.name].view(kept.main.shape)
+        kept.optimizer.state[kept.main] = found
+
+
+def same_slices(old: Layout, new: Layout, rank: int) -> bool:
+    """Whether a rank holds the same under both layouts."""
+    before, after = ({one.name: one for one in side.of_rank(rank)} for side in (old, new))
+    return bool(before) and before == after
+
+
+def holds(rank: int, strategy: Strategy) -> bool:
+    """Whether a rank takes part in a strategy."""
+    return place_of(rank, strategy) is not None
+
+
+def _ranges(strategy: Strategy, sharding: Sharding) -> Ranges:
+    return Ranges(sharding.bucket_elements(strategy.dp))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1)
