@@ -48,6 +48,9 @@ LANGUAGE_TRAINERS = {
     "fsdp_critic": "rlinf_async.backends.fsdp.language.critic:CriticTrainer",
 }
 
+WITHOUT_COLLECTIVES = frozenset({"toy", "cost"})
+"""language trainers whose ranks exchange nothing, and need no torch.distributed"""
+
 POLICIES = {"torch": "rlinf_async.backends.policies.serving:PolicyServer"}
 
 ENGINES = {

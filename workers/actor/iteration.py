@@ -12,9 +12,10 @@
                           thread)                              come from a channel
                           the compute thread                   itself
     collectives           the other ranks                      they train the same number
+    train_dispatched      who trains the next global batch     the scheduler, see `ScheduledRank`
 
-Whether the groups were collected or still arrive, they go through the same iterator, so the same
-samples make the same gradients.
+One call of the compute thread makes one optimizer step. Whether the groups were collected or still
+arrive, they go through the same iterator, so the same samples make the same gradients.
 
 Exactly once: a group that was taken is trained or its iteration fails. With several epochs the
 same samples come again, shuffled, under the advantages and the log-probs that they had: how stale
@@ -27,6 +28,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -47,6 +49,28 @@ Waiting = Callable[[], AbstractContextManager[None]]
 """around each wait for a micro-batch"""
 
 WAIT = "wait samples"
+
+
+class ChangingRank(Protocol):
+    """A rank whose strategy may change between two global batches."""
+
+    @property
+    def active(self) -> bool:
+        """Whether it trains the next global batch."""
+        ...
+
+    @property
+    def sizes(self) -> BatchSizes:
+        """The sizes of its share, while it trains."""
+        ...
+
+    async def boundary(self, done: int) -> None:
+        """Wait until it is known who trains the next global batch; ``done`` are trained."""
+        ...
+
+    def end_iteration(self) -> None:
+        """Count the iteration, trained or not."""
+        ...
 
 
 class Iteration:
@@ -77,6 +101,7 @@ class Iteration:
         self._sizes, self._epochs = sizes, epochs
         self._number = trainer.version
         self._data = trainer.data_rank
+        self._seconds = 0.0
         self.arrived = ArrivalStatistics(trainer.version, max_staleness)
 
     async def collect(self, groups: Receiver[SampleGroup]) -> list[SampleGroup]:
@@ -122,8 +147,63 @@ class Iteration:
         await self._worker.compute(self._trainer.end_iteration)
         return self.report([], seconds=0.0)
 
+    async def train_dispatched(
+        self, groups: Receiver[SampleGroup], rank: ChangingRank
+    ) -> LanguageTrainReport:
+        """Train on samples that are dispatched for one global batch after the other.
+
+        Between two of them the strategy may change: this rank may begin or cease to train, and its
+        part of the next global batch may have another size. Samples of a global batch are sent only
+        once it is known who trains it, so none is queued here when that changes.
+        """
+        steps: list[Mapping[str, float]] = []
+        batches: Batches | None = None
+        with self._measured(arriving=True) as waiting:
+            for number in range(self._sizes.num_global_batches):
+                if rank.active:
+                    batches = self._dispatched(batches, groups, rank.sizes)
+                    steps.append(await self._global_batch(batches, waiting))
+                else:
+                    batches = None
+                if number + 1 < self._sizes.num_global_batches:
+                    await rank.boundary(number + 1)
+            self._check_learnt(steps)
+            await self._worker.compute(rank.end_iteration)
+        return self.report(steps, seconds=self._seconds)
+
+    def _dispatched(
+        self, batches: Batches | None, groups: Receiver[SampleGroup], sizes: BatchSizes
+    ) -> Batches | None:
+        """Return the iterator for the next global batch; None: another rank reads the samples."""
+        data = self._trainer.data_rank
+        if not data.is_io:
+            return None
+        if batches is None or data != self._data:
+            self._data, self._sizes = data, sizes
+            return self._batches(groups, key=data.rank)
+        if sizes != self._sizes:
+            self._check_queue(batches)
+            self._sizes = sizes
+            batches.reset_total_batch_size(sizes.total_batch_size)
+        return batches
+
     async def _train(self, batches: Batches | None, *, arriving: bool) -> LanguageTrainReport:
         """Train; ``arriving``: on samples that are still to come. None: another rank reads them."""
+        with self._measured(arriving=arriving) as waiting:
+            steps = await self._epoch(batches, waiting)
+            kept = batches.get_all_batches() if batches is not None and self._epochs > 1 else None
+            for epoch in range(1, self._epochs):
+                if _is_spent(steps[-self._sizes.num_global_batches :]):
+                    break
+                again = None if kept is None else self._shuffled(kept, epoch)
+                steps += await self._epoch(again, nullcontext)
+            self._check_learnt(steps)
+            await self._worker.compute(self._trainer.end_iteration)
+        return self.report(steps, seconds=self._seconds)
+
+    @contextmanager
+    def _measured(self, *, arriving: bool) -> Iterator[Waiting]:
+        """Measure the block as training, and, of samples that arrive, the waits for them."""
         loop = asyncio.get_running_loop()
         training = MergedSpan(self._worker.span, "train", iteration=self._number)
         began = loop.time()
@@ -136,48 +216,43 @@ class Iteration:
                 self.arrived.wait_seconds += loop.time() - since
 
         with training.piece():
-            steps = await self._epoch(batches, waiting if arriving else nullcontext)
-            kept = batches.get_all_batches() if batches is not None and self._epochs > 1 else None
-            for epoch in range(1, self._epochs):
-                if _is_spent(steps[-self._sizes.num_global_batches :]):
-                    break
-                again = None if kept is None else self._shuffled(kept, epoch)
-                steps += await self._epoch(again, nullcontext)
-            self._check_learnt(steps)
-            await self._worker.compute(self._trainer.end_iteration)
-        return self.report(steps, seconds=loop.time() - began)
+            yield waiting if arriving else nullcontext
+        self._seconds = loop.time() - began
 
     async def _epoch(self, batches: Batches | None, waiting: Waiting) -> list[Mapping[str, float]]:
         """Go through the share once; return the metrics of its optimizer steps."""
+        steps = [
+            await self._global_batch(batches, waiting)
+            for _ in range(self._sizes.num_global_batches)
+        ]
+        if batches is not None:
+            self._check_queue(batches)
+        return steps
+
+    async def _global_batch(self, batches: Batches | None, waiting: Waiting) -> Mapping[str, float]:
+        """Make one optimizer step. None: on samples that another rank reads."""
         if batches is None:
-            return await self._worker.compute(self._steps_of_others)
-        view = batches.blocking(asyncio.get_running_loop())
+            return await self._worker.compute(self._step, ())
+        loop = asyncio.get_running_loop()
+        if getattr(loop, "virtual", False):  # it computes inline: nothing could be waited for there
+            there = await _all_micro_batches(batches, waiting)
+            return await self._worker.compute(self._step, there)
+        view = batches.blocking(loop)
         try:
-            return await self._worker.compute(self._steps, batches, view, waiting)
+            arriving = _micro_batches(batches, view, waiting, batches.sizes)
+            return await self._worker.compute(self._step, arriving)
         except HandlerFailed as failed:
             raise (failed.__cause__ or failed) from None
         finally:
             view.close()  # a cancelled call leaves the thread waiting for samples otherwise
 
-    def _steps(
-        self, batches: Batches, view: BlockingBatches[SampleGroup], waiting: Waiting
-    ) -> list[Mapping[str, float]]:
-        """Make the optimizer steps of one epoch. Runs in the compute thread."""
-        steps = []
-        for _ in range(self._sizes.num_global_batches):
-            arriving = _micro_batches(batches, view, waiting, self._sizes)
-            steps.append(self._step(arriving))
+    def _check_queue(self, batches: Batches) -> None:
         if batches.queued_samples:
             raise RuntimeError(
                 f"{batches.queued_samples} samples are left after an iteration of "
                 f"{self._sizes.total_batch_size} on {self._worker.name}: groups cross the border "
                 "between two iterations; make the share a multiple of their size"
             )
-        return steps
-
-    def _steps_of_others(self) -> list[Mapping[str, float]]:
-        """Take part in the optimizer steps of one epoch, whose samples another rank reads."""
-        return [self._step(()) for _ in range(self._sizes.num_global_batches)]
 
     def _batches(self, receiver: Receiver[SampleGroup], key: int | None = None) -> Batches:
         trainer = self._trainer
@@ -225,7 +300,7 @@ class Iteration:
         )
 
     def _check_learnt(self, steps: Sequence[Mapping[str, float]]) -> None:
-        if all(step.get("skipped") for step in steps):
+        if steps and all(step.get("skipped") for step in steps):
             raise TrainingDiverged(
                 f"all {len(steps)} optimizer steps of iteration {self._number} had a gradient norm "
                 f"that is not finite (last: {steps[-1].get('grad_norm')}): nothing was learnt. "
@@ -294,6 +369,17 @@ def _channel_of(groups: Sequence[SampleGroup], name: str) -> Channel[SampleGroup
     for group in groups:
         channel.sender.put_nowait(group)
     return channel
+
+
+async def _all_micro_batches(batches: Batches, waiting: Waiting) -> list[MicroBatch]:
+    """Wait for a whole global batch on the loop."""
+    with waiting():
+        try:
+            parts = [one.samples async for one in batches.global_batch()]
+        except HandlerFailed as failed:
+            raise (failed.__cause__ or failed) from None
+    last = len(parts) - 1
+    return [MicroBatch(one, at == last, len(parts)) for at, one in enumerate(parts)]
 
 
 def _micro_batches(

@@ -15,17 +15,28 @@ One call trains one iteration: `Iteration`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
 from rlinf_async.backends.language import LanguageTrainer
-from rlinf_async.channels import EndOfChannel, Receiver, Sender
+from rlinf_async.channels import EndOfChannel, LatestReceiver, LatestSender, Receiver, Sender
+from rlinf_async.channels.batching import BatchSizes
 from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGroup
 from rlinf_async.parallel import check_batch
 from rlinf_async.workers.actor.config import LanguageBatches
 from rlinf_async.workers.actor.errors import IncompleteShare
 from rlinf_async.workers.actor.iteration import Iteration, with_advantages
+from rlinf_async.workers.actor.scheduled import SchedulerLink
 from rlinf_async.workers.actor.training_worker import TrainingWorker
+from rlinf_async.workers.errors import BuildError
+from rlinf_async.workers.scheduler.messages import (
+    Boundary,
+    DataShare,
+    Orders,
+    SchedulerReport,
+    Verdict,
+)
 
 
 class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
@@ -38,6 +49,9 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         resume: folder of the checkpoint to go on from.
         max_staleness: versions that a token's weights may be behind those that are trained; None:
             any number.
+        scheduled: the strategy changes between two mini-batches, as a scheduler decides: see
+            `follow_scheduler`, which has to be called, too. Samples are then dispatched for one
+            global batch after the other.
     """
 
     backend: ClassVar[str] = "fsdp"
@@ -51,8 +65,19 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         backend: str | None = None,
         resume: str | None = None,
         max_staleness: int | None = None,
+        scheduled: bool = False,
     ) -> None:
         super().__init__(trainer, backend=backend or self.backend, resume=resume)
+        if scheduled and batches.epochs > 1:
+            raise BuildError(
+                f"{self.name} is scheduled and goes {batches.epochs} times through its samples: "
+                "its strategy could not change between mini-batches, whose samples are on ranks "
+                "already; set epochs to 1, or the scheduler's policy to 'static'"
+            )
+        self._scheduled = scheduled
+        self._linked = asyncio.Event()
+        self._link: SchedulerLink | None = None
+        self._boundary = Boundary(0, 0)
         self._max_staleness = max_staleness
         self._batches = batches
         self._sizes = batches.of_rank(1)  # until the trainer knows its data ranks
@@ -81,6 +106,9 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
             BatchingError: groups do not make up the share.
         """
 
+        if self._scheduled:
+            return await self._train_dispatched(input_channel)
+
         async def train(iteration: Iteration) -> LanguageTrainReport:
             collected = await iteration.collect(input_channel)
             await self.onload()
@@ -97,11 +125,36 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         an inference worker for log-probs. Raises what `run_training` does.
         """
 
+        if self._scheduled:
+            return await self._train_dispatched(input_channel)
+
         async def train(iteration: Iteration) -> LanguageTrainReport:
             await self.onload()
             return await iteration.train_arriving(input_channel)
 
         return await self.trained(train)
+
+    async def _train_dispatched(self, groups: Receiver[SampleGroup]) -> LanguageTrainReport:
+        """Train on one iteration while its global batches are dispatched, on all launched ranks."""
+        await self._linked.wait()
+        async with self.training():
+            await self.onload()
+            iteration, number = self._iteration(), self._trainer.version
+            self._boundary = Boundary(number, 0)
+            await self.scheduler_pre_process()
+            report = await iteration.train_dispatched(groups, self)
+            await self.boundary(self._sizes.num_global_batches)
+            report.ranks = self._trainer.data_rank.size
+            return report
+
+    def _iteration(self) -> Iteration:
+        return Iteration(
+            self,
+            self._trainer,
+            self._sizes,
+            epochs=self._batches.epochs,
+            max_staleness=self._max_staleness,
+        )
 
     async def skip_training(self, input_channel: Receiver[SampleGroup]) -> LanguageTrainReport:
         """Take this rank's share of one iteration and count the version up, without training.
@@ -119,13 +172,7 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
     ) -> LanguageTrainReport:
         """Train one iteration, or count it on an idle rank; then apply the strategies due."""
         async with self.training():
-            iteration = Iteration(
-                self,
-                self._trainer,
-                self._sizes,
-                epochs=self._batches.epochs,
-                max_staleness=self._max_staleness,
-            )
+            iteration = self._iteration()
             if self.active:
                 report = await train(iteration)
             else:
@@ -134,6 +181,72 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
             await self.scheduler_scale_sync()
             report.ranks = self._trainer.data_rank.size
             return report
+
+    # -- the scheduler ------------------------------------------------------------------------
+
+    async def follow_scheduler(
+        self,
+        orders: LatestReceiver[Orders],
+        reports: Sender[SchedulerReport],
+        verdicts: LatestSender[Verdict],
+        followed: LatestReceiver[Verdict],
+        shares: Sender[DataShare],
+        patience: float,
+    ) -> None:
+        """Follow a scheduler until its orders end, beside the calls that train. On all ranks.
+
+        Args:
+            orders: the scheduler's.
+            reports: to the scheduler.
+            verdicts: of rank 0, on what all ranks do at a boundary.
+            followed: the same, for the other ranks.
+            shares: to whoever dispatches samples: who trains the next global batch.
+            patience: seconds that rank 0 waits for orders at a boundary; then nothing changes.
+        """
+        link = SchedulerLink(self, orders, reports, verdicts, followed, shares, patience)
+        self._link = link
+        self._linked.set()
+        await link.listen()
+
+    async def scheduler_pre_process(self) -> None:
+        """Say that an iteration begins, and wait for the scheduler's go. On all launched ranks."""
+        await self.scheduler_scale_sync()
+
+    async def scheduler_scale_sync(self) -> None:
+        """Change to the strategy that is due at this boundary, if one is. On all launched ranks.
+
+        With a scheduler, after every mini-batch: it is told that the actor is ready, and decides.
+        Without one, at the end of an iteration: see `apply_parallel_strategy`. Raises
+        `StrategyUnknown` where this rank cannot train on.
+        """
+        if self._link is None:
+            await super().scheduler_scale_sync()
+            return
+        link, boundary = self._link, self._boundary
+        batches = self._sizes.num_global_batches
+        strategy = await link.decided(boundary, batches, self._changes.strategy)
+        if strategy is not None:
+            error = await self._changes.at_boundary(strategy)
+            await link.changed(boundary, self._changes.strategy, error)
+        if boundary.done < batches:
+            await link.share(boundary, self._trainer.data_rank.size)
+
+    async def boundary(self, done: int) -> None:
+        """Go on after so many mini-batches of the iteration, once it is known how."""
+        self._boundary = Boundary(self._boundary.iteration, done)
+        await self.scheduler_scale_sync()
+
+    @property
+    def sizes(self) -> BatchSizes:
+        """Batch sizes of this rank, while it trains."""
+        return self._sizes
+
+    def end_iteration(self) -> None:
+        """Count the iteration. Runs in the compute thread."""
+        if self.active:
+            self._trainer.end_iteration()
+        else:
+            self.rescalable().skip_iteration()
 
     def compute_advantages_and_returns(self, batch: SampleGroup) -> SampleGroup:
         """Return the same samples with advantages and returns; existing ones are kept."""

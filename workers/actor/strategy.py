@@ -171,6 +171,27 @@ class StrategyChanges:
                 await self._apply(strategy)
         self._check_known()
 
+    async def at_boundary(self, strategy: Strategy) -> str:
+        """Change now, between two mini-batches, as all other ranks do; why not, if it failed.
+
+        Raises `StrategyUnknown` where this rank cannot train on.
+        """
+        self._check_known()
+        async with self._applying:
+            try:
+                self._check(strategy)
+                await self._rescale(strategy)
+            except StrategyUnknown as error:
+                self._unknown = error
+                raise
+            except Exception as error:  # all ranks train on as before, and the scheduler hears why
+                text = f"{type(error).__name__}: {error}"
+                self._worker.log.warning(
+                    "the strategy %s was not applied: %s", strategy.sizes, text
+                )
+                return text
+        return ""
+
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
         """Let strategies wait for the end of an iteration while the block runs."""

@@ -57,7 +57,9 @@ class TrainingWorker(Worker, ABC, Generic[TrainerT]):
 
     async def setup(self) -> None:
         """Build the model, with the other ranks, and load the checkpoint to go on from."""
-        if self.world_size > 1:
+        from rlinf_async.backends.registry import WITHOUT_COLLECTIVES
+
+        if self.world_size > 1 and self._backend_name not in WITHOUT_COLLECTIVES:
             await self.join_collective()
         self._trainer = await self.compute(self.make_trainer)
         if self._resume is not None:

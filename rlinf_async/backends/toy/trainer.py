@@ -14,13 +14,14 @@ import msgspec
 import numpy as np
 import xxhash
 
+from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.backends.toy.config import ToyTrainerConfig
 from rlinf_async.backends.toy.responses import token_log_probs
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.messages.weights import Allocate, TensorSlot, WeightBucket, WeightUpdate
-from rlinf_async.parallel import DataRank
+from rlinf_async.parallel import DataRank, Strategy, StrategyError
 
 
 class ToyTrainer:
@@ -29,10 +30,10 @@ class ToyTrainer:
     normalizes = False
 
     def __init__(self, config: ToyTrainerConfig, world_size: int, rank: int) -> None:
-        if world_size > 1:
-            raise ValueError(f"world_size is {world_size}; the toy trainer has one rank: use 1")
         self.config = config
         self._version = 0
+        self._launched, self._rank = world_size, rank
+        self._strategy = Strategy(dp=world_size)
 
     @property
     def version(self) -> int:
@@ -41,8 +42,45 @@ class ToyTrainer:
 
     @property
     def data_rank(self) -> DataRank:
-        """There is one rank."""
-        return DataRank(0, 1)
+        """Every rank that trains has samples of its own."""
+        return DataRank(self._rank, self._strategy.dp, is_io=self._rank < self._strategy.dp)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that is in force: data parallel."""
+        return self._strategy
+
+    def check_strategy(self, strategy: Strategy) -> None:
+        """Raise `StrategyError` unless it is data parallel over launched ranks."""
+        if strategy.world_size != strategy.dp:
+            raise StrategyError(["the toy trainer is data parallel: tp, pp and cp must be 1"])
+        if strategy.dp > self._launched:
+            raise StrategyError([f"dp={strategy.dp}: only {self._launched} ranks were launched"])
+
+    def rescale(
+        self, strategy: Strategy, *, timeout: float, bucket_bytes: int, objection: str = ""
+    ) -> RescaleReport:
+        """Take the time of it; there is nothing to move, and nobody to wait for."""
+        self.check_strategy(strategy)
+        if objection:
+            raise StrategyError([objection])
+        _pass(self.config.seconds_to_move)
+        old, self._strategy = self._strategy, strategy
+        return RescaleReport(
+            old_strategy=old,
+            new_strategy=strategy,
+            active=self._rank < strategy.dp,
+            seconds=self.config.seconds_to_move,
+            sent_bytes=0,
+            received_bytes=0,
+            peak_bytes=0,
+            kept_bytes=0,
+            extras=(),
+        )
+
+    def skip_iteration(self) -> None:
+        """Count an iteration that other ranks train."""
+        self._version += 1
 
     def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return the samples with their reward as the advantage of every token."""
@@ -61,7 +99,7 @@ class ToyTrainer:
         return list(samples)
 
     def agree(self, count: int, /) -> int:
-        """Return the count: there is one rank."""
+        """Return the count: ranks do not wait for one another."""
         return count
 
     def training_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
@@ -120,8 +158,9 @@ class ToyTrainer:
         (folder / "toy.json").write_bytes(msgspec.json.encode({"version": self._version}))
 
     def save_checkpoint(self, path: Path, extra: Mapping[str, object] | None = None) -> None:
-        """Write the version."""
-        self.save_pretrained(path)
+        """Write the version, from rank 0."""
+        if self._rank == 0:
+            self.save_pretrained(path)
 
     def begin_checkpoint(
         self, path: Path, extra: Mapping[str, object] | None = None

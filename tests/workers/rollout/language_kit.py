@@ -26,8 +26,14 @@ SLOW = ToyEngineConfig(slots=4, seconds_per_step=1.0, mean_tokens=10)
 class Rollout(LanguageRolloutWorker):
     """Over the toy engine, which the test can kill."""
 
-    def __init__(self, engine: ToyEngineConfig, config: LanguageRolloutConfig | None = None):
-        super().__init__(engine, config, backend="toy")
+    def __init__(
+        self,
+        engine: ToyEngineConfig,
+        config: LanguageRolloutConfig | None = None,
+        *,
+        scheduled: bool = False,
+    ):
+        super().__init__(engine, config, backend="toy", scheduled=scheduled)
 
     async def kill_engine(self) -> None:
         """The engine dies with all it has."""

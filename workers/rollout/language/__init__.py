@@ -4,7 +4,6 @@ from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
 from rlinf_async.workers.rollout.language.worker import (
     LanguageRolloutReport,
     LanguageRolloutWorker,
-    RequestProgress,
     RolloutProgress,
 )
 
@@ -12,6 +11,5 @@ __all__ = [
     "LanguageRolloutConfig",
     "LanguageRolloutReport",
     "LanguageRolloutWorker",
-    "RequestProgress",
     "RolloutProgress",
 ]

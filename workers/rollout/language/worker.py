@@ -39,6 +39,12 @@ from rlinf_async.workers.base import Worker
 from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
 from rlinf_async.workers.rollout.language.live import LiveEngine
 from rlinf_async.workers.rollout.language.taking import Taking
+from rlinf_async.workers.scheduler.messages import (
+    InstanceReport,
+    Orders,
+    RequestCount,
+    SchedulerReport,
+)
 from rlinf_async.workers.tasks import task_group
 
 AHEAD = 16
@@ -64,16 +70,6 @@ class LanguageRolloutReport(msgspec.Struct, kw_only=True):
     """version of the weights at the end"""
 
 
-class RequestProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a request is that a rollout worker holds."""
-
-    name: str
-    made: int
-    """tokens of its response so far"""
-    most: int
-    """tokens that may still come: ``max_tokens`` less what is made"""
-
-
 class RolloutProgress(msgspec.Struct, frozen=True, kw_only=True):
     """What one rollout worker is doing: counts, no tokens."""
 
@@ -86,7 +82,7 @@ class RolloutProgress(msgspec.Struct, frozen=True, kw_only=True):
     """samples that it has sent on, since it was started"""
     tokens: int
     """tokens of these samples, prompts left out"""
-    requests: tuple[RequestProgress, ...]
+    requests: tuple[RequestCount, ...]
     """the requests that are here, in the order in which they were taken"""
 
 
@@ -97,6 +93,7 @@ class LanguageRolloutWorker(Worker):
         engine: configuration of the engine, as its own Struct.
         config: how this worker serves.
         backend: the engine's registered name.
+        scheduled: it serves only once it has heard from a scheduler: see `follow_scheduler`.
     """
 
     def __init__(
@@ -105,7 +102,11 @@ class LanguageRolloutWorker(Worker):
         config: LanguageRolloutConfig | None = None,
         *,
         backend: str = "transformers",
+        scheduled: bool = False,
     ) -> None:
+        self._told = asyncio.Event()
+        if not scheduled:
+            self._told.set()
         self.config = config or LanguageRolloutConfig()
         self._engine_config = engine
         self._backend_name = backend
@@ -115,6 +116,8 @@ class LanguageRolloutWorker(Worker):
         self._interrupted: frozenset[str] = frozenset()
         """names of the requests that are to be handed back"""
         self._handed_back = self._samples = self._tokens = 0
+        self._requests: Receiver[Request] | None = None
+        """while it serves"""
 
     async def setup(self) -> None:
         """Start the engine; its weights come with the first update, unless it loads its own."""
@@ -155,6 +158,8 @@ class LanguageRolloutWorker(Worker):
         live = self._live
         loads, restarts = live.weights.loads, live.restarts
         live.listen(weights)
+        self._requests = requests
+        await self._told.wait()
         held = self.config.max_concurrent or _held(live.engine.max_concurrent)
         room = asyncio.Semaphore(held)
         async with task_group() as group:
@@ -166,6 +171,7 @@ class LanguageRolloutWorker(Worker):
                 # One of them here, so that the deadlock watch sees a run that nobody resumes.
                 await self._taking.run(step)
             following.cancel()
+        self._requests = None
         report.weight_updates = live.weights.loads - loads
         report.engine_restarts = live.restarts - restarts
         report.version = live.engine.version
@@ -273,6 +279,47 @@ class LanguageRolloutWorker(Worker):
         """
         return await self._live.log_probs(sequences)
 
+    async def follow_scheduler(
+        self, orders: LatestReceiver[Orders], reports: Sender[SchedulerReport]
+    ) -> None:
+        """Serve or stop as a scheduler says, beside `serve`, until its orders end with the run.
+
+        Reports once for each of its orders that is carried out, with the `progress`.
+        """
+        seen, stopped = 0, False
+        while True:
+            try:
+                newest = await orders.get(newer_than=seen)
+            except EndOfChannel:
+                break
+            seen = orders.version
+            before = self._handed_back
+            if self.rank in newest.stopped:
+                await self.offload(newest.migrate)
+                stopped = True
+            elif stopped:
+                await self.onload()
+                stopped = False
+            self._told.set()
+            await reports.put(await self._report(newest, self._handed_back - before))
+        self._told.set()
+        self._taking.open()  # nothing is requested any more: `serve` sees the end
+
+    async def _report(self, orders: Orders, handed_back: int) -> InstanceReport:
+        progress = await self.progress()
+        requests = self._requests
+        return InstanceReport(
+            instance=self.rank,
+            sequence=orders.sequence,
+            serves=self.rank not in orders.stopped,
+            slots=progress.slots,
+            samples=progress.samples,
+            tokens=progress.tokens,
+            queued=0 if requests is None else (await requests.state()).depth,
+            requests=progress.requests,
+            handed_back=handed_back,
+        )
+
     async def _start_next(
         self,
         requests: Receiver[Request],
@@ -362,10 +409,10 @@ def _continued(request: Request, generated: Generated | None) -> Request:
     return msgspec.structs.replace(request, partial=generated)
 
 
-def _progress(request: Request) -> RequestProgress:
+def _progress(request: Request) -> RequestCount:
     made = 0 if request.partial is None else len(request.partial.token_ids)
     most = request.sampling.max_tokens - made
-    return RequestProgress(name=request.name, made=made, most=most)
+    return RequestCount(name=request.name, made=made, most=most)
 
 
 def _check(request: Request, generated: Generated) -> None:

@@ -19,6 +19,7 @@ from rlinf_async.runtime.jobs.config import HostConfig, check_counts
 from rlinf_async.runtime.jobs.placement import Preset, RolePlacement
 from rlinf_async.workers.reward import RewardConfig
 from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
+from rlinf_async.workers.scheduler.config import SchedulingConfig
 
 MAY_DIFFER = (
     "actor.backend",
@@ -56,6 +57,7 @@ MAY_DIFFER = (
     "critic.micro_batch_size",
     "warm_start",
     "evaluation",
+    "scheduler",
     "cluster",
 )
 """settings and sections that a resumed run may change"""
@@ -370,6 +372,7 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     critic: CriticConfig = CriticConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    scheduler: SchedulingConfig = SchedulingConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     def __post_init__(self) -> None:
@@ -408,6 +411,23 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def actors(self) -> int:
         """Number of actors."""
         return self.cluster.actors or self.actor.model_ranks
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether devices move between rollout workers and actors."""
+        return self.scheduler.policy != "static"
+
+    @property
+    def launched_actors(self) -> int:
+        """Number of actors that are started: with a scheduler also those that begin as idle members
+        on the devices of rollout workers, of which one always serves."""
+        if not self.scheduled:
+            return self.actors
+        most = self.actors + self.rollout_workers - 1
+        return max(
+            (one for one in range(self.actors, most + 1) if self.fits_actors(one)),
+            default=self.actors,
+        )
 
     @property
     def data_ranks(self) -> int:

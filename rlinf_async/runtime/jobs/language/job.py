@@ -32,6 +32,7 @@ from rlinf_async.runtime.jobs.language.model import (
 )
 from rlinf_async.runtime.jobs.language.placement import placed, plan_roles
 from rlinf_async.runtime.jobs.language.run import LanguageRun
+from rlinf_async.runtime.jobs.language.schedulable import check_scheduler
 from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.runtime.loop import run
@@ -60,8 +61,10 @@ class LanguageRL:
         Raises:
             UsageError: with the setting, and what is wrong with it.
         """
-        config = placed(config, self.plan(config, devices))
+        plan = self.plan(config, devices)
+        config = placed(config, plan)
         check_sizes(config)
+        check_scheduler(config, plan)
         check_backends(config)
         check_sinks(config.training.metrics)
         checkpoint_folder(config.model)

@@ -89,9 +89,10 @@ class Learners:
             backend=backend.actor_trainer,
             resume=None if resume is None else str(resume),
             max_staleness=config.training.max_staleness,
-            count=config.actors,
+            scheduled=config.scheduled,
+            count=config.launched_actors,
             name="Actor",
-            collective=self._plan.collective("actor"),
+            collective=self._collective(),
             **self._plan.options("actor", config.cluster.environment),
         )
 
@@ -114,6 +115,19 @@ class Learners:
             collective=self._plan.collective("critic"),
             **self._plan.options("critic", config.cluster.environment),
         )
+
+    @property
+    def actors(self) -> WorkerGroup[LanguageActor]:
+        """The launched actors."""
+        return self._actors
+
+    def _collective(self) -> str | None:
+        """torch.distributed's backend between the actors."""
+        if self._config.actor.backend == "toy":
+            return None
+        if self._config.launched_actors > self._config.actors:
+            return "gloo"  # a scheduled run has no accelerators: see `check_scheduler`
+        return self._plan.collective("actor")
 
     def _device(self, role: str) -> str:
         return self._plan.device(role, own_process=self._config.cluster.processes)
@@ -189,8 +203,12 @@ class Learners:
             WeightsDisagree: it is more than the configuration allows.
         """
         tolerance = self._config.training.check_weights_tolerance
-        found = await self._actors.call(
-            LanguageActor.check_weight_update_equal, sequences, log_probs, tolerance
+        found = await self._actors.call_on(
+            range(self._config.actors),  # those that train between two iterations
+            LanguageActor.check_weight_update_equal,
+            sequences,
+            log_probs,
+            tolerance,
         )
         return max(found)
 

@@ -31,6 +31,7 @@ from rlinf_async.runtime.jobs.language.channels import LanguageChannels
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.learners import Learners, Trained
 from rlinf_async.runtime.jobs.language.placement import plan_roles, takes_turns
+from rlinf_async.runtime.jobs.language.scheduling import Scheduling
 from rlinf_async.runtime.stall import WorkEvent
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.inference import InferenceConfig, InferenceReport, InferenceWorker
@@ -72,6 +73,8 @@ class Roles:
         self._apart = not any(self._plan.shared("rollout", other) for other in others)
         """whether rollout workers share devices with no other role"""
         self._rollouts_offloaded = False
+        self.scheduling = Scheduling(cluster, config) if config.scheduled else None
+        """of a run with a scheduler"""
         self._version_taken = WorkEvent()
         self._inferring: GroupCall[list[InferenceReport]] | None = None
 
@@ -95,7 +98,7 @@ class Roles:
         await self._launch_rollouts()
         await self._launch_others()
 
-    def connect(self) -> None:
+    async def connect(self) -> None:
         """Give each worker that streams its channels: it runs until they end."""
         channels = self._channels
         self._serving: GroupCall[list[LanguageRolloutReport]] = self._rollouts.call(
@@ -117,6 +120,9 @@ class Roles:
         self._scoring: GroupCall[list[RewardReport]] = self._rewards.call(
             RewardWorker.run, channels.inferred.receiver, channels.scored.sender
         )
+        if self.scheduling is not None:
+            await self.scheduling.launch(self.learners.actors)
+            await self.scheduling.connect(self.learners.actors, self._rollouts)
 
     async def _watch_versions(self) -> None:
         """Note that a rollout worker serves new weights, each time one does."""
@@ -125,6 +131,8 @@ class Roles:
 
     async def finish(self) -> None:
         """Wait for the workers that stream, once the requests have ended."""
+        if self.scheduling is not None:
+            await self.scheduling.finish()
         await self._serving
         await self._watching_versions
         if self._inferring is not None:
@@ -211,6 +219,7 @@ class Roles:
             _engine_config(config, self._model),
             config.rollout.serving,
             backend=config.rollout.backend,
+            scheduled=config.scheduled,
             count=config.rollout_workers,
             name="Rollout",
             restart=Restart(max=counts.max_restarts),

@@ -22,6 +22,7 @@ The whole flow is `LanguageRun.main`; its loop over iterations is `LanguageRun._
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -49,6 +50,7 @@ from rlinf_async.runtime.jobs.language.checkpoints import (
     load_unfinished,
 )
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
+from rlinf_async.runtime.jobs.language.dispatch import Dispatcher
 from rlinf_async.runtime.jobs.language.learners import Trained
 from rlinf_async.runtime.jobs.language.model import export
 from rlinf_async.runtime.jobs.language.reports import (
@@ -142,21 +144,26 @@ class LanguageRun:
             iterations=self.config.training.iterations,
             generated=self._in_flight.names,
         )
+        dispatcher = self._dispatcher(channels, roles)
         collector = Collector(
             self._ledger,
             channels.scored.receiver,
             channels.groups.sender,
             ranks=self.config.data_ranks,
             version=self.progress.version,
+            dispatcher=dispatcher,
         )
         kept = self.config.training.keep_checkpoints
         checkpointer = Checkpointer(cluster, roles.learners, self.folder.checkpoints, kept)
         await roles.launch(self._resume_path())
-        roles.connect()
+        await roles.connect()
         with (
             channels.held_open(),
             self._metrics() as metrics,
             in_background(cluster, collector.run(), "collector"),
+            nullcontext()
+            if dispatcher is None
+            else in_background(cluster, dispatcher.run(), "dispatcher"),
         ):
             flow = Flow(channels, roles, source, collector, checkpointer, metrics, view)
             await roles.publish()
@@ -175,6 +182,18 @@ class LanguageRun:
             await self._export(flow)
         await channels.weights.sender.close()
         await roles.finish()
+
+    def _dispatcher(self, channels: LanguageChannels, roles: Roles) -> Dispatcher | None:
+        """Who gives groups to actors whose number changes."""
+        if roles.scheduling is None:
+            return None
+        actor, prompts = self.config.actor, self.config.training.prompts
+        return Dispatcher(
+            channels.groups.sender,
+            roles.scheduling.shares.receiver,
+            batch=prompts // actor.global_batches,
+            first=None if actor.pipelined else self.progress.version * prompts,
+        )
 
     async def _train(self, flow: Flow) -> None:
         clock = TrainingClock(self.progress.train_seconds)

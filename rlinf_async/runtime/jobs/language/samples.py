@@ -39,6 +39,7 @@ from rlinf_async.messages.language import (
     ScoredSample,
     TrainingSample,
 )
+from rlinf_async.runtime.jobs.language.dispatch import Dispatcher
 from rlinf_async.runtime.stall import WorkEvent, WorkFuture
 
 NextPrompts = Callable[[int], Sequence[Prompt]]
@@ -313,6 +314,7 @@ class Collector:
         groups: channel to the actors or critics, by key of the DP rank.
         ranks: number of DP ranks.
         version: trained so far: the first iteration to send on.
+        dispatcher: gives groups to ranks instead, where the number of ranks changes.
     """
 
     def __init__(
@@ -323,11 +325,13 @@ class Collector:
         *,
         ranks: int,
         version: int,
+        dispatcher: Dispatcher | None = None,
     ) -> None:
         self._ledger = ledger
         self._scored = scored
         self._groups = groups
         self._ranks = ranks
+        self._dispatcher = dispatcher
         self._whole: dict[int, list[list[ScoredSample]]] = {}
         self._sending = version
         self._held: dict[int, list[list[ScoredSample]]] = {}
@@ -376,6 +380,9 @@ class Collector:
             self._complete.set()
 
     async def _send_on(self, group: list[ScoredSample]) -> None:
+        if self._dispatcher is not None:
+            self._dispatcher.add(to_train(group))
+            return
         number = group[0].sample.request.group
         await self._groups.put(to_train(group), key=number % self._ranks)
 

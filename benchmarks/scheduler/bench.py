@@ -1,0 +1,32 @@
+"""What is gained when devices follow the work, on toy backends whose seconds are those of devices.
+
+The same three devices, one actor and two rollout workers, with and without the policy ``tail``.
+"""
+
+from __future__ import annotations
+
+from rlinf_async.bench import Bar, Bench, Case
+
+POLICIES = ("static", "tail")
+
+BENCH = Bench(
+    name="scheduler",
+    summary="step time of a run whose actor grows into rollout workers' devices, against static",
+    cases=tuple(
+        Case(policy, ("{python}", "{here}/toys.py", policy, "{out}"), cores=2)
+        for policy in POLICIES
+    ),
+    bars=(
+        Bar(
+            name="step time, static / tail",
+            cases=POLICIES,
+            value=lambda results: (
+                results.median("static", "step_seconds") / results.median("tail", "step_seconds")
+            ),
+            target=lambda _: 1.2,
+            unit="x",
+        ),
+    ),
+    repetitions=1,
+    notes=("toys: 8 iterations of 64 samples in 8 global batches, strictly on-policy; no CPU",),
+)

@@ -1,0 +1,148 @@
+"""The scheduler of a language run: its channels, its worker, and who follows it.
+
+::
+
+    actor rank 0, rollout --SchedulerReport--> scheduler --Orders, `Latest`--> actor, rollout
+    actor rank 0 --Verdict, `Latest`--> other ranks of the actor
+    actor rank 0 --DataShare--> Dispatcher --SampleGroup--> actors
+
+A scheduler that dies is restarted. One that dies too often is given up: nobody waits for it any
+more, and the run goes on with the actors and the rollout workers that it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from rlinf_async.channels import Channel, Latest
+from rlinf_async.parallel import Strategy
+from rlinf_async.runtime.calls import GroupCall
+from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.group import WorkerGroup
+from rlinf_async.runtime.jobs.language.config import LanguageConfig
+from rlinf_async.runtime.supervise import Restart
+from rlinf_async.workers.actor import LanguageActor
+from rlinf_async.workers.errors import WorkerDied
+from rlinf_async.workers.rollout.language import LanguageRolloutWorker
+from rlinf_async.workers.scheduler import (
+    DataShare,
+    Orders,
+    SchedulerReport,
+    SchedulerSummary,
+    SchedulerWorker,
+    Topology,
+    Verdict,
+)
+
+log = logging.getLogger(__name__)
+
+
+def topology(config: LanguageConfig, home: Strategy, strategies: Sequence[Strategy]) -> Topology:
+    """Number the devices of a run: the actors' own, then one of each rollout worker.
+
+    The ranks of the actor beyond its own take the devices of the last rollout workers first.
+    """
+    own, workers = config.actors, config.rollout_workers
+    beyond = range(own + workers - 1, own - 1, -1)
+    actor = (*range(own), *beyond)[: config.launched_actors]
+    return Topology(
+        instances=tuple((own + number,) for number in range(workers)),
+        actor=actor,
+        home=home,
+        strategies=tuple(strategies),
+        samples=config.iteration_samples,
+    )
+
+
+class Scheduling:
+    """The scheduler of one run.
+
+    Args:
+        cluster: where to launch it.
+        config: of the run.
+    """
+
+    def __init__(self, cluster: Cluster, config: LanguageConfig) -> None:
+        self._cluster = cluster
+        self._config = config
+        self._orders: Latest[Orders] = cluster.latest(Orders, name="orders")
+        self._verdicts: Latest[Verdict] = cluster.latest(Verdict, name="verdicts")
+        self._reports: Channel[SchedulerReport] = cluster.channel(
+            SchedulerReport, name="scheduler reports", capacity=64 * (config.rollout_workers + 1)
+        )
+        self.shares: Channel[DataShare] = cluster.channel(DataShare, name="shares", capacity=8)
+        self._following: list[GroupCall[list[None]]] = []
+        self._deciding: asyncio.Task[SchedulerSummary | None] | None = None
+
+    async def launch(self, actors: WorkerGroup[LanguageActor]) -> None:
+        """Prepare the actors for other strategies, and start the scheduler."""
+        config = self._config
+        valid = await actors.call(
+            LanguageActor.init_trainer_resharding,
+            config.actors,
+            timeout=config.scheduler.change_seconds,
+        )
+        home = (await actors.call(LanguageActor.strategy))[0]
+        strategies = [msgspec.structs.replace(home, dp=dp) for dp in valid[0]]
+        self._scheduler: WorkerGroup[SchedulerWorker] = await self._cluster.launch(
+            SchedulerWorker,
+            topology(config, home, strategies),
+            config.scheduler,
+            name="Scheduler",
+            restart=Restart(max=config.cluster.max_restarts),
+            env_vars=config.cluster.environment,
+        )
+
+    async def connect(
+        self, actors: WorkerGroup[LanguageActor], rollouts: WorkerGroup[LanguageRolloutWorker]
+    ) -> None:
+        """Have everyone follow the scheduler, from its first orders on."""
+        self._reports.receiver.open()  # while a scheduler is started again, nobody else reads them
+        await self._orders.sender.publish(Orders())
+        self._following = [
+            actors.call(
+                LanguageActor.follow_scheduler,
+                self._orders.receiver,
+                self._reports.sender,
+                self._verdicts.sender,
+                self._verdicts.receiver,
+                self.shares.sender,
+                self._config.scheduler.patience,
+            ),
+            rollouts.call(
+                LanguageRolloutWorker.follow_scheduler, self._orders.receiver, self._reports.sender
+            ),
+        ]
+        self._deciding = asyncio.create_task(self._decide(), name="scheduler")
+
+    async def _decide(self) -> SchedulerSummary | None:
+        """Run the scheduler; None where it was given up."""
+        try:
+            [summary] = await self._scheduler.call(
+                SchedulerWorker.run,
+                self._orders.sender,
+                self._orders.receiver,
+                self._reports.receiver,
+            )
+        except WorkerDied as death:
+            log.warning(
+                "the scheduler is given up, the run goes on with the strategy that it has: %s",
+                death,
+            )
+            newest = await self._orders.receiver.get(newer_than=0)
+            await self._orders.sender.publish(msgspec.structs.replace(newest, over=True))
+            return None
+        return summary
+
+    async def finish(self) -> SchedulerSummary | None:
+        """End the orders, and wait for all who follow them; what the scheduler did."""
+        await self._orders.sender.close()
+        await self._verdicts.sender.close()
+        for call in self._following:
+            await call
+        self._reports.receiver.close()
+        return await self._deciding if self._deciding is not None else None

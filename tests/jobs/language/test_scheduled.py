@@ -1,0 +1,69 @@
+"""Runs with ``[scheduler]``: devices move between rollout workers and actors, by configuration."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from tests.jobs.language.kit import TOY, Job
+
+SCHEDULED = (
+    TOY.replace("prompts = 4", "prompts = 8")
+    .replace("[actor]\n", "[actor]\nglobal_batches = 4\n")
+    .replace("seconds_per_step = 0.001", "seconds_per_step = 0.01\ntail = 1.0")
+    .replace('backend = "local"', 'backend = "process"\nrollout_workers = 2')
+    .replace("[evaluation]", '[scheduler]\npolicy = "tail"\n\n[evaluation]')
+)
+
+
+@pytest.fixture
+def scheduled(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Job:
+    """A run of toys in processes: one actor, two rollout workers, the policy ``tail``."""
+    return Job(tmp_path, capsys, SCHEDULED)
+
+
+def test_a_scheduled_run_trains_every_sample_once_and_goes_on_when_it_is_resumed(
+    scheduled: Job,
+) -> None:
+    ended = scheduled.train("--training.iterations", 2)
+    assert ended.code == 0, ended.err
+    assert scheduled.summary.samples == 2 * 16
+    ended = scheduled.train("--resume")
+    assert ended.code == 0, ended.err
+    summary = scheduled.summary
+    assert summary.staleness is not None
+    assert (summary.samples, summary.staleness.max) == (4 * 16, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scheduler.policy": "tale"}, "no policy is called 'tale'; did you mean 'tail'?"),
+        ({"scheduler.policy": "longest_first"}, "'longest_first' is for simulations alone"),
+        ({"scheduler.answer_seconds": "0"}, "answer_seconds is 0.0; it must be above 0"),
+        ({"cluster.rollout_workers": "1"}, "only 1 rollout worker, which has to serve"),
+        ({"actor.global_batches": "1"}, "an iteration has 1: use 2 or more"),
+        ({"training.prompts": "4"}, "no more than 1 of up to 2 actors can share 4 prompts in 4"),
+        ({"actor.epochs": "2"}, "epochs is 2: from the second on samples are on their ranks"),
+    ],
+)
+def test_a_run_that_cannot_be_scheduled_is_refused_with_what_to_do(
+    scheduled: Job, changes: dict[str, str], message: str
+) -> None:
+    ended = scheduled.train(*[part for name, to in changes.items() for part in (f"--{name}", to)])
+    assert ended.code == 2
+    assert message in ended.err
+    assert not scheduled.out.exists()
+
+
+def test_a_backend_that_cannot_change_its_ranks_is_refused(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = SCHEDULED.replace('[rollout]\nbackend = "toy"', '[rollout]\nbackend = "transformers"')
+    text = text.replace(
+        '[actor]\nglobal_batches = 4\nbackend = "toy"', "[actor]\nglobal_batches = 4\n"
+    ).replace("toy = {{ seconds_per_token = 0.0, seconds_per_step = 0.0 }}", 'strategy = "fsdp1"')
+    ended = Job(tmp_path, capsys, text).train()
+    assert ended.code == 2
+    assert "actor.strategy: 'fsdp1' cannot change its ranks while it trains" in ended.err

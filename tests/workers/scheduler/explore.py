@@ -1,0 +1,150 @@
+"""Runs with random faults, by seed, and what must hold of each.
+
+::
+
+    seed --> loop order, faults: deaths of rollout workers and of the scheduler, instances that do
+             not answer or do not stop for a while, a policy that raises, strategies that fail
+         --> every sample is generated; every iteration trains on all of its own, on-policy; the
+             actor is at home between iterations unless it could not go there
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any, ClassVar
+
+import rlinf_async as ra
+from rlinf_async.backends import registry
+from rlinf_async.backends.base import RescaleReport
+from rlinf_async.backends.toy.trainer import ToyTrainer
+from rlinf_async.messages.language import Generated, Request
+from rlinf_async.parallel import Strategy
+from rlinf_async.scheduling import ClusterState, ScalingDecision, ScalingPolicy, load_policy
+from rlinf_async.testing import run as run_seeded
+from rlinf_async.workers.rollout.language import LanguageRolloutReport
+from rlinf_async.workers.scheduler import SchedulerWorker, SchedulingConfig
+from tests.runtime.mortal import MortalBackend
+from tests.workers.rollout.language_kit import Rollout
+from tests.workers.scheduler.kit import BATCHES, Ran, Run
+
+ITERATIONS = 2
+LIMITS = SchedulingConfig(policy="tail", answer_seconds=2.0, stop_seconds=4.0, change_seconds=6.0)
+
+
+def trained_once(ran: Ran, iterations: int = ITERATIONS) -> None:
+    """Every sample was generated, and every iteration trained on all of its own."""
+    assert len(ran.samples) == iterations * BATCHES.samples
+    assert len(ran.reports) == iterations
+    for reports in ran.reports:
+        assert sum(one.samples for one in reports) == BATCHES.samples
+        assert len({one.version for one in reports}) == 1
+        assert max(one.lag_max for one in reports) == 0
+
+
+class Devices:
+    """Who holds the device that moves, as the workers themselves know it."""
+
+    def __init__(self) -> None:
+        self.rollout = True
+        self.actor: dict[int, int] = {}
+        """data parallel size, by rank"""
+        self.wrong: list[str] = []
+
+    def check(self) -> None:
+        """Note it where both hold it."""
+        if self.rollout and self.actor.get(1, 1) > 1:
+            self.wrong.append(f"rollout[1] serves while the actor has {self.actor}")
+
+
+class Slow(Rollout):
+    """Takes its time to stop, now and then more than it may."""
+
+    chance: ClassVar[random.Random]
+    held: ClassVar[Devices]
+
+    async def offload(self, migrate: bool = False) -> None:
+        await asyncio.sleep(self.chance.choice((0.0, 0.0, 1.0, 7.0)))
+        await super().offload(migrate)
+        if self.rank == 1:
+            self.held.rollout = False
+
+    async def _generate(self, request: Request, report: LanguageRolloutReport) -> Generated | None:
+        if self.rank == 1:
+            self.held.rollout = True
+            self.held.check()
+        return await super()._generate(request, report)
+
+
+class Unsteady:
+    """A policy that raises after a while."""
+
+    def __init__(self, after: int) -> None:
+        self._left, self._tail = after, load_policy("tail")
+
+    def decide(self, state: ClusterState, /) -> ScalingDecision:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("the policy fails")
+        return self._tail.decide(state)
+
+
+class Unsure(SchedulerWorker):
+    """Has such a policy, now and then."""
+
+    chance: ClassVar[random.Random]
+
+    def make_policy(self) -> ScalingPolicy:
+        if self.chance.random() < 0.3:
+            return Unsteady(self.chance.randrange(8))
+        return super().make_policy()
+
+
+class Failing(ToyTrainer):
+    """Cannot apply some strategies, the same on every rank."""
+
+    seed: ClassVar[int | None] = None
+    held: ClassVar[Devices]
+
+    def rescale(self, strategy: Strategy, **options: Any) -> RescaleReport:
+        what = f"{self.seed} {self.version} {strategy.dp}"
+        first = self.version == 0 and strategy.dp == 1
+        if self.seed is not None and not first and random.Random(what).random() < 0.5:
+            raise MemoryError("no room for the shards")
+        report = super().rescale(strategy, **options)
+        self.held.actor[self._rank] = strategy.dp
+        self.held.check()
+        return report
+
+
+def try_seed(seed: int) -> None:
+    """Run the program of this seed; raises what does not hold."""
+    chance, devices = random.Random(seed), Devices()
+    Slow.chance = Unsure.chance = chance
+    Slow.held = Failing.held = devices
+    Failing.seed = seed if chance.random() < 0.3 else None
+
+    async def body() -> None:
+        backend = MortalBackend()
+        async with ra.Cluster(backend) as cluster:
+            run = Run(cluster, config=LIMITS, rollout=Slow, scheduler=Unsure)
+            await run.start()
+
+            async def kill() -> None:
+                for _ in range(chance.randint(0, 3)):
+                    await asyncio.sleep(chance.uniform(0.0, 20.0))
+                    backend.kill(chance.choice(("Scheduler[0]", "Rollout[0]", "Rollout[1]")))
+
+            killing = asyncio.create_task(kill())
+            try:
+                trained_once(await run.train(ITERATIONS))
+            finally:
+                killing.cancel()
+
+    known = registry.LANGUAGE_TRAINERS["toy"]
+    registry.LANGUAGE_TRAINERS["toy"] = f"{__name__}:Failing"
+    try:
+        run_seeded(body(), seed=seed)
+    finally:
+        registry.LANGUAGE_TRAINERS["toy"] = known
+    assert not devices.wrong, devices.wrong

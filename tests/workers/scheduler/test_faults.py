@@ -1,0 +1,163 @@
+"""Faults in virtual time: a rollout worker or the scheduler dies, an instance does not answer, a
+policy fails, a strategy cannot be applied. In all of them every sample is trained once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import rlinf_async as ra
+from rlinf_async.backends.toy.trainer import ToyTrainer
+from rlinf_async.channels import LatestReceiver, Sender
+from rlinf_async.parallel import Strategy
+from rlinf_async.scheduling import ClusterState, ScalingDecision, ScalingPolicy
+from rlinf_async.testing import explore
+from rlinf_async.workers.scheduler import (
+    Orders,
+    SchedulerReport,
+    SchedulerWorker,
+    SchedulingConfig,
+)
+from tests.workers.rollout.language_kit import Rollout
+from tests.workers.scheduler.explore import trained_once, try_seed
+from tests.workers.scheduler.kit import Run
+
+ITERATIONS = 3
+
+
+class Deaf(Rollout):
+    """Rank 1 hears its first orders, and never answers."""
+
+    async def follow_scheduler(
+        self, orders: LatestReceiver[Orders], reports: Sender[SchedulerReport]
+    ) -> None:
+        if self.rank == 0:
+            await super().follow_scheduler(orders, reports)
+        else:
+            async for _ in orders:
+                self._told.set()
+
+
+class Stubborn(Rollout):
+    """Rank 1 reports, but does not stop."""
+
+    async def offload(self, migrate: bool = False) -> None:
+        if self.rank == 0:
+            await super().offload(migrate)
+        else:
+            await asyncio.sleep(1000.0)
+
+
+@pytest.mark.parametrize("rollout", [Deaf, Stubborn])
+def test_an_instance_that_does_not_answer_goes_on_and_the_run_does(
+    rollout: type[Rollout], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = SchedulingConfig(policy="tail", answer_seconds=2.0, stop_seconds=5.0)
+
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            run = Run(cluster, rollout=rollout, config=config)
+            await run.start()
+            ran = await run.train(ITERATIONS)
+        trained_once(ran, ITERATIONS)
+        assert ran.summary is not None
+        assert ran.summary.changes == 0
+        assert ran.summary.unanswered >= ITERATIONS
+        assert all(reports[1].samples == 0 for reports in ran.reports)
+
+    explore(body, seeds=range(3))
+    assert "rollout[1] did not" in caplog.text
+
+
+class Raising:
+    """A policy that fails at its third boundary."""
+
+    def __init__(self, answer: Any = None) -> None:
+        self._asked, self._answer = 0, answer
+
+    def decide(self, state: ClusterState, /) -> ScalingDecision:
+        self._asked += 1
+        if self._asked < 3:
+            return ScalingDecision()
+        if self._answer is None:
+            raise ZeroDivisionError("no idea")
+        found: ScalingDecision = self._answer
+        return found
+
+
+class WithRaising(SchedulerWorker):
+    def make_policy(self) -> ScalingPolicy:
+        return Raising()
+
+
+class WithNonsense(SchedulerWorker):
+    def make_policy(self) -> ScalingPolicy:
+        return Raising("grow!")
+
+
+class WithTooMany(SchedulerWorker):
+    def make_policy(self) -> ScalingPolicy:
+        return Raising(ScalingDecision(actor=Strategy(dp=3)))
+
+
+class WithStrangers(SchedulerWorker):
+    def make_policy(self) -> ScalingPolicy:
+        return Raising(ScalingDecision(stop=(7,)))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "fault"),
+    [
+        (WithRaising, "ZeroDivisionError: no idea"),
+        (WithNonsense, "not a ScalingDecision"),
+        (WithTooMany, "dp=3"),
+        (WithStrangers, "instance 7"),
+    ],
+)
+def test_a_policy_that_fails_leaves_the_run_static_and_that_is_said(
+    scheduler: type[SchedulerWorker], fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            run = Run(cluster, scheduler=scheduler)
+            await run.start()
+            ran = await run.train(ITERATIONS)
+        trained_once(ran, ITERATIONS)
+        assert ran.summary is not None
+        assert fault in ran.summary.policy_fault
+        assert ran.summary.changes == 0
+
+    explore(body, seeds=range(2))
+    assert "goes on with its devices as they are" in caplog.text
+
+
+def test_a_strategy_that_the_actor_cannot_apply_gives_the_device_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("no room for the shards")
+
+    monkeypatch.setattr(ToyTrainer, "rescale", fail)
+
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            run = Run(cluster)
+            monkeypatch.undo()
+            await run.start()
+            monkeypatch.setattr(ToyTrainer, "rescale", fail)
+            ran = await run.train(ITERATIONS)
+        trained_once(ran, ITERATIONS)
+        assert ran.summary is not None
+        assert ran.summary.changes == 0
+        assert ran.summary.failed == ran.summary.stopped == ITERATIONS
+
+    explore(body, seeds=range(2))
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_runs_with_random_faults_train_every_sample_once(part: int) -> None:
+    """More of them: ``python -m tests.workers.scheduler``."""
+    for seed in range(part * 25, part * 25 + 25):
+        try_seed(seed)

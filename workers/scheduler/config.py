@@ -1,0 +1,56 @@
+"""The configuration of the scheduler, and what it has to know of the run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from rlinf_async.parallel import Strategy
+
+
+class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which devices move between rollout workers and actors while the run goes on."""
+
+    policy: str = "static"
+    """``static``: none, and there is no scheduler; ``tail``: the actors grow into the devices of
+    rollout workers that are not needed any more; or a policy of your own: ``module:Class``, or a
+    name of the entry point group ``rlinf_async.scaling_policies``"""
+    on_stop: Literal["migrate", "wait"] = "migrate"
+    """what a rollout worker that has to stop does with its requests: others go on with them, or it
+    finishes them"""
+    answer_seconds: float = 5.0
+    """for which the scheduler waits for reports; who does not answer is left as it is"""
+    stop_seconds: float = 30.0
+    """for which it waits until a rollout worker has stopped or come back"""
+    change_seconds: float = 120.0
+    """that a change of the actors' strategy may take"""
+
+    def __post_init__(self) -> None:
+        if not self.policy:
+            raise ValueError("policy is empty; set it to 'static' or 'tail', or leave it out")
+        for name in ("answer_seconds", "stop_seconds", "change_seconds"):
+            if not getattr(self, name) > 0.0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+
+    @property
+    def patience(self) -> float:
+        """Seconds that an actor waits for the scheduler at a boundary before it goes on."""
+        return self.answer_seconds + self.stop_seconds + 1.0
+
+
+class Topology(msgspec.Struct, frozen=True, kw_only=True):
+    """Who was launched on which devices; devices are numbered over the whole cluster."""
+
+    instances: tuple[tuple[int, ...], ...]
+    """devices of each rollout worker"""
+    actor: tuple[int, ...]
+    """the device of each launched rank of the actor"""
+    home: Strategy
+    """of the actor between two iterations"""
+    strategies: tuple[Strategy, ...]
+    """all that fit the model and the mini-batch"""
+    samples: int
+    """of an iteration"""
+    hosts: dict[int, int] = {}
+    """host of each device; one for all where left out"""

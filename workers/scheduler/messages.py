@@ -1,0 +1,120 @@
+"""Messages between the scheduler, the rollout workers, the actors and the job.
+
+::
+
+    Orders          scheduler    -> rollout, actor   who serves, and what the actor changes to
+                                                     (`Latest`: it holds for all later ones, too)
+    InstanceReport  rollout      -> scheduler        orders are carried out; how far requests are
+    ActorReady      actor rank 0 -> scheduler        at a boundary between two mini-batches
+    ActorChanged    actor        -> scheduler        of each rank: that strategy is in force, or not
+    Verdict         actor rank 0 -> other ranks      what all ranks do at a boundary (`Latest`)
+    DataShare       actor rank 0 -> collector        who trains the next global batch
+
+Orders say how things are to be, not what to do: who missed some, or was restarted, reads the newest
+and is right again.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rlinf_async.parallel import Strategy
+
+
+class Boundary(msgspec.Struct, frozen=True, order=True):
+    """A place between two mini-batches (global batches) of the actor."""
+
+    iteration: int
+    done: int
+    """mini-batches of the iteration that are trained"""
+
+
+class Orders(msgspec.Struct, frozen=True, kw_only=True):
+    """scheduler -> rollout, actor: how things are to be from now on."""
+
+    sequence: int = 0
+    """counts up; every instance reports once for each"""
+    scheduler: int = 0
+    """incarnation of the scheduler; another one has not heard who is ready"""
+    stopped: tuple[int, ...] = ()
+    """instances that do not serve; all others do"""
+    migrate: bool = True
+    """an instance that stops hands its requests back, else it finishes them"""
+    boundary: Boundary | None = None
+    """the actor goes on from here"""
+    strategy: Strategy | None = None
+    """of the actor from that boundary on; None: as it is"""
+    over: bool = False
+    """there is no scheduler any more: nobody waits for it, and all stays as it is"""
+    reason: str = ""
+    """for logs and traces"""
+
+
+class RequestCount(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a request is."""
+
+    name: str
+    made: int
+    """tokens of its response so far"""
+    most: int
+    """tokens that may still come"""
+
+
+class InstanceReport(msgspec.Struct, frozen=True, kw_only=True, tag="instance"):
+    """rollout -> scheduler: the orders of this sequence are carried out."""
+
+    instance: int
+    sequence: int
+    serves: bool
+    slots: int
+    """requests that it decodes together"""
+    samples: int
+    """that it has sent on since it was started"""
+    tokens: int
+    """of these"""
+    queued: int
+    """requests that no instance has taken"""
+    requests: tuple[RequestCount, ...] = ()
+    handed_back: int = 0
+    """requests that it handed back to carry out these orders"""
+
+
+class ActorReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """actor rank 0 -> scheduler: its strategy can change now."""
+
+    boundary: Boundary
+    mini_batches: int
+    """of an iteration"""
+    strategy: Strategy
+    """in force"""
+
+
+class ActorChanged(msgspec.Struct, frozen=True, kw_only=True, tag="changed"):
+    """actor -> scheduler: what came of the strategy that was ordered, on one rank, which has
+    released what it does not hold any more."""
+
+    rank: int
+    boundary: Boundary
+    strategy: Strategy
+    """in force now"""
+    error: str = ""
+    """why it is not the one that was ordered"""
+
+
+SchedulerReport = InstanceReport | ActorReady | ActorChanged
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """actor rank 0 -> other ranks: what all of them do at a boundary. Those that are skipped
+    changed nothing."""
+
+    boundary: Boundary
+    strategy: Strategy | None = None
+
+
+class DataShare(msgspec.Struct, frozen=True, kw_only=True):
+    """actor rank 0 -> collector: who trains the global batch after a boundary."""
+
+    boundary: Boundary
+    ranks: int
+    """data ranks, which share it"""
