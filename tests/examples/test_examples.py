@@ -92,6 +92,17 @@ def test_the_vision_language_action_policy_is_cloned_and_trained(tmp_path: pathl
     assert (tmp_path / "run" / "video.mp4").stat().st_size > 1000
 
 
+def test_the_policy_that_sees_pixels_alone_trains(tmp_path: pathlib.Path) -> None:
+    done = run(
+        *("-m", "rlinf_async.cli", "train", EXAMPLES / "pixel_reach.toml"),
+        *("--out", tmp_path / "run", "--training.total_steps", 4096),
+        *("--evaluation.episodes", 4, "--evaluation.video_episodes", 1),
+    )
+    assert (done.returncode, done.stderr) == (1, "")  # 4096 steps do not reach the target
+    summary = read_summary(tmp_path / "run" / "summary.json", EmbodiedSummary)
+    assert (summary.outcome, summary.iterations, summary.env_steps) == ("fell short", 2, 4096)
+
+
 def says_nothing_but_that_it_knows_nothing_yet(stderr: str) -> None:
     """A model that was hardly taught gets every task wrong, which is said once."""
     said = stderr.splitlines()

@@ -1,9 +1,11 @@
-"""Policies by name: ``mlp_gaussian``, ``mlp_categorical``, and those that a user registers.
+"""Policies by name: MLPs, a CNN, a vision-language-action policy, and those of a user.
 
 ::
 
     config.py    name and size of a policy (no torch)
-    base.py      the base class, and the registry           mlp.py   the two that are built in
+    base.py      the base class, and the registry
+    mlp.py       one vector of numbers     factored.py   the same, for actions of several factors
+    cnn.py       images                    vision_language/   images and text, actions as tokens
     moments.py   running statistics, published with the weights
     serving.py   a policy that answers observations in numpy
 """

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rlinf_async.algorithms.registry import Registry
 from rlinf_async.backends.base import PolicyOutputError
-from rlinf_async.backends.policies.config import PolicyConfig
+from rlinf_async.backends.policies.config import PolicyConfig, policy_for
 from rlinf_async.backends.policies.moments import ObservationNormalizer, ReturnNormalizer
 from rlinf_async.config.entry_point import load_entry_point
 from rlinf_async.messages.spaces import STATE
@@ -140,6 +140,7 @@ policies: Registry[PolicyBuilder] = Registry(
     built_in=(
         "rlinf_async.backends.policies.mlp",
         "rlinf_async.backends.policies.factored",
+        "rlinf_async.backends.policies.cnn",
         "rlinf_async.backends.policies.vision_language.policy",
     ),
 )
@@ -154,6 +155,12 @@ def find_policy(name: str) -> PolicyBuilder:
     if ":" in name and name not in policies:
         return load_entry_point(name)
     return policies[name]
+
+
+@policies.register("auto")
+def _fitting(config: PolicyConfig) -> Policy[Any]:
+    """The built-in policy that fits the spaces."""
+    return policies[policy_for(config)](config)
 
 
 Builder = TypeVar("Builder", bound=PolicyBuilder)

@@ -13,11 +13,14 @@ from rlinf_async.messages.spaces import ActionSpec, ObservationSpec, continuous,
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A registered policy. Sizes and specs are empty until the environment has been asked."""
 
-    name: str = "mlp_gaussian"
+    name: str = "auto"
+    """``"auto"``: the built-in policy that fits the spaces, see `policy_for`"""
     observation_size: int = 0
     action_size: int = 0
     """values of a continuous action, or the number of discrete ones"""
     hidden_sizes: tuple[int, ...] = (64, 64)
+    channels: tuple[int, ...] = (16, 32, 32)
+    """outputs of the convolutions of a CNN; each halves height and width"""
     initial_log_std: float = 0.0
     observation_clip: float = 10.0
     """bound of normalised observations, in both directions"""
@@ -38,6 +41,10 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if any(size < 1 for size in self.hidden_sizes):
             raise ValueError(f"hidden_sizes is {self.hidden_sizes}; every size must be at least 1")
+        if not self.channels or any(count < 1 for count in self.channels):
+            raise ValueError(
+                f"channels is {self.channels}; there must be at least one, each at least 1"
+            )
         if not -20.0 <= self.initial_log_std <= 2.0:
             raise ValueError(
                 f"initial_log_std is {self.initial_log_std}; it must lie between -20 and 2"
@@ -62,6 +69,24 @@ MLPS: Final = ("mlp_gaussian", "mlp_categorical", "mlp_factored")
 VISION_LANGUAGE: Final = "vision_language_action"
 
 
+def policy_for(config: PolicyConfig) -> str:
+    """The built-in policy that fits the spaces: a CNN for images, else an MLP."""
+    return "cnn" if config.sees.of_kind("image") else mlp_for(config.acts)
+
+
+def cnn_misfit(config: PolicyConfig) -> str:
+    """Why a CNN cannot have these observations; empty if it can."""
+    if not config.sees.of_kind("image"):
+        return f"a CNN takes images, but the environment shows {config.sees}"
+    if config.sees.of_kind("text"):
+        return (
+            f"a CNN reads no text, but the environment shows {config.sees}: take "
+            f"actor.fsdp.policy.name = {VISION_LANGUAGE!r}, or leave the text out "
+            "(gymnasium.wrappers.FilterObservation)"
+        )
+    return ""
+
+
 def mlp_for(action: ActionSpec) -> str:
     """The MLP whose distribution is that of the action space."""
     if action.continuous:
@@ -74,7 +99,8 @@ def mlp_misfit(config: PolicyConfig) -> str:
     if config.sees.flat:
         return ""
     return (
-        f"an MLP takes one vector of numbers, but the environment shows {config.sees}: choose a "
-        "policy that takes images or texts (actor.fsdp.policy.name), or let the environment show "
-        "numbers (gymnasium.wrappers.FilterObservation, FlattenObservation)"
+        f"an MLP takes one vector of numbers, but the environment shows {config.sees}: leave "
+        "actor.fsdp.policy.name out, and images get a CNN; with texts, take "
+        f"{VISION_LANGUAGE!r}; or let the environment show numbers "
+        "(gymnasium.wrappers.FilterObservation, FlattenObservation)"
     )

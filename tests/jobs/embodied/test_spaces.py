@@ -74,10 +74,17 @@ def test_a_policy_sees_images_and_texts_from_the_environment_to_the_trainer(job:
 
 
 def test_an_mlp_says_that_it_cannot_see_pixels(job: Job) -> None:
-    ended = job.train("--env.id", "Kitchen", "--env.entry_point", f"{ENTRY}:Kitchen")
+    kitchen = ("--env.id", "Kitchen", "--env.entry_point", f"{ENTRY}:Kitchen")
+    ended = job.train(*kitchen, "--actor.fsdp.policy.name", "mlp_gaussian")
     assert ended.code == 2
     assert "actor.fsdp.policy.name: an MLP takes one vector of numbers" in ended.err
     assert "image 'camera' [6, 6, 3], text 'instruction' [16]" in ended.err
+
+
+def test_a_cnn_is_chosen_for_pixels_and_says_that_it_reads_no_text(job: Job) -> None:
+    ended = job.train("--env.id", "Kitchen", "--env.entry_point", f"{ENTRY}:Kitchen")
+    assert ended.code == 2
+    assert "actor.fsdp.policy.name: policy 'cnn': a CNN reads no text" in ended.err
 
 
 def test_a_policy_that_does_not_fit_says_why_before_anything_starts(job: Job) -> None:

@@ -9,7 +9,13 @@ import msgspec
 import numpy as np
 
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
-from rlinf_async.backends.policies.config import MLPS, VISION_LANGUAGE, mlp_for, mlp_misfit
+from rlinf_async.backends.policies.config import (
+    MLPS,
+    VISION_LANGUAGE,
+    mlp_for,
+    mlp_misfit,
+    policy_for,
+)
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.runtime.jobs.config import HostConfig, check_counts
@@ -270,6 +276,9 @@ def fitted(config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
     """
     policy = config.actor.fsdp.policy
     name = policy.name
+    if name == "auto":
+        seen = msgspec.structs.replace(policy, observation=spec.observation, action=spec.action)
+        name = policy_for(seen)
     if name in MLPS:
         name = mlp_for(spec.action)
     for size in ("observation_size", "action_size"):

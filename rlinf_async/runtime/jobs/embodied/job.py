@@ -166,7 +166,7 @@ def _check_names(config: EmbodiedConfig) -> None:
         )
     known = EmbodiedTrainerConfig()
     policy, advantage, loss = actor.fsdp.policy.name, actor.advantage.name, actor.ppo.loss.name
-    if policy not in MLPS:
+    if policy not in ("auto", *MLPS):
         _check_policy(policy)
     if advantage != known.advantage.name:
         from rlinf_async.algorithms.advantages import advantage_functions
