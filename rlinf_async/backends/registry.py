@@ -42,6 +42,7 @@ TRAINERS = {"fsdp": "rlinf_async.backends.fsdp.embodied:EmbodiedTrainer"}
 
 LANGUAGE_TRAINERS = {
     "toy": "rlinf_async.backends.toy.trainer:ToyTrainer",
+    "cost": "rlinf_async.backends.cost.trainer:CostTrainer",
     "fsdp": "rlinf_async.backends.fsdp.language.trainer:PolicyTrainer",
     "megatron": "rlinf_async.backends.megatron.trainer:MegatronTrainer",
     "megatron_critic": "rlinf_async.backends.megatron.critic:MegatronCriticTrainer",
@@ -55,6 +56,7 @@ POLICIES = {"torch": "rlinf_async.backends.policies.serving:PolicyServer"}
 
 ENGINES = {
     "toy": "rlinf_async.backends.toy.engine:ToyEngine",
+    "cost": "rlinf_async.backends.cost.engine:CostEngine",
     "transformers": "rlinf_async.backends.transformers.engine:TransformersEngine",
     "vllm": "rlinf_async.backends.vllm.engine:VllmEngine",
 }

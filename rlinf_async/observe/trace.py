@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Final
 
@@ -50,6 +51,7 @@ class SpanRecorder:
     """Records the spans of one worker, from its loop and its compute thread alike.
 
     Holds the newest ``capacity`` spans; older ones that nobody took are left out, and counted.
+    ``clock`` returns nanoseconds: in virtual time, the loop's.
 
     ::
 
@@ -57,7 +59,13 @@ class SpanRecorder:
             ...
     """
 
-    def __init__(self, worker: str, *, capacity: int = 100_000) -> None:
+    def __init__(
+        self,
+        worker: str,
+        *,
+        capacity: int = 100_000,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}: a recorder must hold at least one span")
         self.worker = worker
@@ -67,6 +75,7 @@ class SpanRecorder:
             maxlen=capacity
         )
         self._capacity = capacity
+        self.clock = clock
         self._lock = threading.Lock()
         self._open: Counter[str] = Counter()
 
@@ -117,7 +126,7 @@ class _Recording:
 
     def __enter__(self) -> None:
         self._recorder.count(self._name, 1)
-        self._start = time.monotonic_ns()
+        self._start = self._recorder.clock()
 
     def __exit__(
         self,
@@ -127,4 +136,4 @@ class _Recording:
     ) -> None:
         start = self._start
         self._recorder.count(self._name, -1)
-        self._recorder.add(self._name, start, time.monotonic_ns() - start, self._args)
+        self._recorder.add(self._name, start, self._recorder.clock() - start, self._args)

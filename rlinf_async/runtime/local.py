@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ class LocalBackend:
                 f"{spec.info.group}: torch.distributed needs a process for each rank, and "
                 f"Cluster.local() has one for all {spec.info.world_size}: use Cluster.process()"
             )
-        recorder = SpanRecorder(spec.info.name)
+        recorder = SpanRecorder(spec.info.name, clock=_clock(asyncio.get_running_loop()))
         host = WorkerHost(spec.cls, spec.args, spec.kwargs, spec.info, recorder.span)
         await host.start()
         return LocalWorker(host, recorder)
@@ -128,6 +129,13 @@ class LocalBackend:
     async def close(self) -> None:
         if self._folder is not None:
             remove_temporary_folder(self._folder)
+
+
+def _clock(loop: asyncio.AbstractEventLoop) -> Callable[[], int]:
+    """Nanoseconds of the clock that the loop goes by: spans of virtual time are in virtual time."""
+    if not getattr(loop, "virtual", False):
+        return time.monotonic_ns
+    return lambda: round(loop.time() * 1e9)
 
 
 def activity_of(host: WorkerHost) -> Activity:

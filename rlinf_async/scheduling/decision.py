@@ -11,6 +11,8 @@ Carried out in this order::
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
 from rlinf_async.parallel import Strategy
@@ -94,7 +96,7 @@ def holdings_after(decision: ScalingDecision, state: ClusterState) -> dict[str, 
 
 def validate(decision: ScalingDecision, state: ClusterState) -> list[str]:
     """Return what is wrong with a decision, one line each; nothing: it can be carried out."""
-    faults = [*_actor_faults(decision, state.actor), *_instance_faults(decision, state)]
+    faults = [*_actor_faults(decision, state), *_instance_faults(decision, state)]
     return faults or [*_device_faults(decision, state), *_migration_faults(decision, state)]
 
 
@@ -105,8 +107,9 @@ def check(decision: ScalingDecision, state: ClusterState) -> None:
         raise InvalidDecision(faults)
 
 
-def _actor_faults(decision: ScalingDecision, actor: ActorState) -> list[str]:
+def _actor_faults(decision: ScalingDecision, state: ClusterState) -> list[str]:
     faults: list[str] = []
+    actor = state.actor
     changed = actor_after(decision, actor)
     new = decision.actor
     if new is not None and new not in actor.strategies:
@@ -121,6 +124,10 @@ def _actor_faults(decision: ScalingDecision, actor: ActorState) -> list[str]:
             f"{len(actor.devices)} were launched"
         )
     moves = changed.holds != actor.holds or (changed.holds and changed.strategy != actor.strategy)
+    all_answer = all(one.answers for one in state.instances) and not state.lost
+    waits = actor.ready and state.phase == "step" and not state.unfinished
+    if waits and not changed.holds and all_answer:
+        faults.append("nothing is left to generate, but the actor does not hold its devices")
     if moves and not actor.ready:
         faults.append("the actor is not at a boundary between mini-batches: it cannot change now")
     return faults
@@ -129,10 +136,12 @@ def _actor_faults(decision: ScalingDecision, actor: ActorState) -> list[str]:
 def _instance_faults(decision: ScalingDecision, state: ClusterState) -> list[str]:
     faults: list[str] = []
     resumed = [one.instance for one in decision.resume]
+    instances = {one.number: one for one in state.instances}
     for what, numbers in (("stop", list(decision.stop)), ("resume", resumed)):
+        counts = Counter(numbers)
         for number in sorted(set(numbers)):
-            instance = state.instance(number)
-            if numbers.count(number) > 1:
+            instance = instances.get(number)
+            if counts[number] > 1:
                 faults.append(f"{what} names instance {number} more than once")
             if instance is None:
                 faults.append(f"{what} names instance {number}: there is none of this number")
@@ -149,8 +158,9 @@ def _instance_faults(decision: ScalingDecision, state: ClusterState) -> list[str
 
 def _device_faults(decision: ScalingDecision, state: ClusterState) -> list[str]:
     faults: list[str] = []
+    instances = {one.number: one for one in state.instances}
     for each in decision.resume:
-        instance = state.instance(each.instance)
+        instance = instances.get(each.instance)
         if instance is not None and not instance.fits(len(each.devices)):
             sizes = sorted({len(instance.home), *instance.sizes})
             faults.append(
@@ -176,11 +186,8 @@ def _device_faults(decision: ScalingDecision, state: ClusterState) -> list[str]:
 
 def _migration_faults(decision: ScalingDecision, state: ClusterState) -> list[str]:
     faults: list[str] = []
-    serving = {
-        one.number
-        for one in state.instances
-        if holdings_after(decision, state)[instance_name(one.number)]
-    }
+    holdings = holdings_after(decision, state)
+    serving = {one.number for one in state.instances if holdings[instance_name(one.number)]}
     before = {one.number for one in state.serving}
     for each in decision.migrations:
         if each.source not in before:

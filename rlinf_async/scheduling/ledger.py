@@ -91,7 +91,7 @@ class DeviceLedger:
 
         Raises `DeviceTaken` where it does not hold one of them; then nothing has changed.
         """
-        given = self.held_by(holder) if devices is None else tuple(devices)
+        given = self.held_by(holder) if devices is None else tuple(dict.fromkeys(devices))
         for one in given:
             if self._holder.get(one) != holder:
                 raise DeviceTaken(f"{holder} cannot release device {one}: {self._who(one)}")
@@ -117,7 +117,7 @@ class DeviceLedger:
         Raises `DeviceTaken` where one is not on loan to the borrower; then nothing has changed.
         """
         borrowed = tuple(one for one, loan in self._loans.items() if loan.borrower == borrower)
-        given = borrowed if devices is None else tuple(devices)
+        given = borrowed if devices is None else tuple(dict.fromkeys(devices))
         for one in given:
             if one not in borrowed:
                 raise DeviceTaken(f"device {one} is not on loan to {borrower}: {self._who(one)}")

@@ -92,6 +92,8 @@ class ActorState(msgspec.Struct, frozen=True, kw_only=True):
     mini_batches: int = 1
     """of an iteration"""
     mini_batches_done: int = 0
+    arrived: int | None = None
+    """samples that it has received and not trained; None: not known"""
     ready: bool = False
     """at a boundary between mini-batches, where its strategy can change now"""
 

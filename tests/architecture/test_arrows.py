@@ -29,7 +29,7 @@ ARROWS: dict[str, set[str]] = {
     # Of the algorithms a job needs what they can be told: that part does not import torch.
     "runtime": LIGHT
     | {"algorithms", "backends", "channels", "data", "observe", "rewards", "workers"},
-    "simulate": LIGHT | {"channels", "observe", "runtime", "workers"},
+    "simulate": LIGHT | {"backends", "channels", "observe", "runtime", "testing", "workers"},
     "testing": LIGHT | {"channels", "runtime", "workers"},
     "bench": LIGHT | {"channels", "observe", "runtime", "workers"},
     "cli": LIGHT | {"bench", "channels", "observe", "runtime", "workers"},

@@ -5,8 +5,8 @@ is trained after the last sample. With ``R`` requests decoded together on each o
 
     decode = tokens left / (I x R) x token time(R)                 while all have enough to do
              + (longest left - mean left) x token time(R / 4)      the tail
-    train  = mini-batches left but one x time of a mini-batch / ranks
-    left   = max(decode, train) + time of the last mini-batch + changes
+    train  = one mini-batch after the other, on all devices once nothing is decoded any more
+    left   = the end of the last mini-batch, which begins after the last sample + changes
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from rlinf_async.scheduling.state import ClusterState, instance_name
 
 TAIL = 4.0
 """longest of many requests over their mean remaining tokens, where no request's own is known"""
+LATE = 0.4
+"""share of an iteration's decoding in which its groups become complete"""
 
 
 def seconds_left(decision: ScalingDecision, state: ClusterState) -> float:
@@ -23,17 +25,42 @@ def seconds_left(decision: ScalingDecision, state: ClusterState) -> float:
     actor = actor_after(decision, state.actor)
     decode = decode_seconds(decision, state)
     ranks = max(actor.strategy.world_size, 1)
-    per_batch = state.samples / max(actor.mini_batches, 1)
-    token = state.rates.train_seconds * max(state.tokens, mean_expected(state), 1.0) / ranks
-    batch = per_batch * token + state.rates.mini_batch_seconds
     moving = 0.0
     if decision.stop or decision.migrations:
         moving += state.rates.move_seconds
     if decision.actor is not None or decision.actor_holds is not None:
         moving += state.rates.rescale_seconds
-    if not actor.holds:  # it trains nothing before it has its devices again
-        return decode + actor.left * batch + state.rates.rescale_seconds + moving
-    return max(decode, (actor.left - 1) * batch) + (batch if actor.left else 0.0) + moving
+    most = max([ranks, *(one.world_size for one in actor.strategies)])
+    grown = _batch_seconds(most, state)
+    rescale = state.rates.rescale_seconds
+    if not actor.holds:  # it trains nothing before it has its devices again, and then more
+        return decode + actor.left * grown + 2 * rescale + moving
+    seconds, grows = 0.0, False
+    for number in range(actor.left):
+        seconds = max(seconds, decode * _arrives(number, state))
+        if seconds >= decode and ranks < most:
+            grows = True
+        seconds += grown if grows else _batch_seconds(ranks, state)
+    return max(seconds, decode) + (rescale if grows else 0.0) + moving
+
+
+def _arrives(number: int, state: ClusterState) -> float:
+    """Return the share of the decoding that is left until this mini-batch of those left is here.
+
+    A group arrives with its longest sample: so most arrive late.
+    """
+    actor = state.actor
+    size = state.samples / max(actor.mini_batches, 1)
+    if actor.arrived is not None and (number + 1) * size <= actor.arrived:
+        return 0.0
+    return 1.0 - LATE * (actor.left - 1 - number) / actor.left
+
+
+def _batch_seconds(ranks: int, state: ClusterState) -> float:
+    """Return the seconds of a mini-batch on so many ranks."""
+    samples = state.samples / max(state.actor.mini_batches, 1)
+    token = state.rates.train_seconds * max(state.tokens, 1.0) / ranks
+    return samples * token + state.rates.mini_batch_seconds
 
 
 def decode_seconds(decision: ScalingDecision, state: ClusterState) -> float:

@@ -7,11 +7,15 @@ beginning, the actor takes back and grows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from rlinf_async.scheduling.decision import ScalingDecision, actor_after
+from rlinf_async.scheduling.decision import ScalingDecision
 from rlinf_async.scheduling.policies.estimate import seconds_left
-from rlinf_async.scheduling.policies.growing import grow, keep_order, lend, take_back
+from rlinf_async.scheduling.policies.growing import (
+    grow_to,
+    has_work,
+    larger_strategies,
+    lend,
+    take_back,
+)
 from rlinf_async.scheduling.policies.home import go_home
 from rlinf_async.scheduling.state import ClusterState
 
@@ -30,6 +34,8 @@ class Greedy:
         if not state.rates.known:
             return nothing
         best, least = nothing, seconds_left(nothing, state) * (1.0 - LEAST_GAIN)
+        if not state.unfinished and not state.actor.holds:
+            least = float("inf")  # nobody needs them any more
         for one in candidates(state):
             seconds = seconds_left(one, state)
             if seconds < least:
@@ -37,30 +43,20 @@ class Greedy:
         return best
 
 
-def candidates(state: ClusterState) -> Iterator[ScalingDecision]:
-    """Yield the changes that are possible now."""
+def candidates(state: ClusterState) -> list[ScalingDecision]:
+    """Return the changes that are possible now."""
     if state.phase == "begin":
         found = [lend(state)]
     elif not state.actor.holds:
-        found = [take_back(state)]
-    elif not state.actor.ready or not state.actor.left:
+        sizes = [
+            one for one in state.actor.strategies if one.world_size >= state.actor.home.world_size
+        ]
+        found = [take_back(state, one) for one in sizes] if has_work(state) else []
+    elif not state.actor.ready or not has_work(state):
         found = []
     else:
-        found = list(_growths(state))
-    for one in found:
-        if one is not None:
-            yield one
-
-
-def _growths(state: ClusterState) -> Iterator[ScalingDecision | None]:
-    """Yield one for each strategy that the actor can grow to."""
-    order = [one.number for one in keep_order(state)]
-    seen: set[int] = set()
-    for count in range(len(order), 0, -1):
-        one = grow(state, order[:count], f"{count} instances are enough")
-        if one is None:
-            continue
-        ranks = actor_after(one, state.actor).strategy.world_size
-        if ranks not in seen:
-            seen.add(ranks)
-            yield one
+        found = [
+            grow_to(state, one, f"{state.unfinished} samples are left to generate")
+            for one in larger_strategies(state)
+        ]
+    return [one for one in found if one is not None]

@@ -28,22 +28,24 @@ def lend(state: ClusterState) -> ScalingDecision | None:
     )
 
 
-def take_back(state: ClusterState) -> ScalingDecision | None:
-    """The actor takes its devices again; None: it has them, or cannot have them now."""
+def take_back(state: ClusterState, strategy: Strategy | None = None) -> ScalingDecision | None:
+    """The actor takes its devices again, as many as the strategy (None: that of home) needs; None:
+    it has them, or cannot have them now."""
     actor = state.actor
     if actor.holds or not actor.ready:
         return None
-    own = set(actor.devices[: actor.home.world_size])
+    strategy = strategy or actor.home
+    own = set(actor.devices[: strategy.world_size])
     there = [one for one in state.serving if not own.isdisjoint(one.devices)]
     if not all(one.answers for one in there) or not own.isdisjoint(state.lost):
         return None
-    stop = tuple(one.number for one in there)
-    if not any(one.number not in stop for one in state.serving):
+    stays = sum(1 for _ in state.serving) > len(there)
+    if state.unfinished and not stays:
         return None
     return ScalingDecision(
         iteration=state.iteration,
-        stop=stop,
-        actor=actor.home if actor.strategy != actor.home else None,
+        stop=tuple(one.number for one in there),
+        actor=strategy if actor.strategy != strategy else None,
         actor_holds=True,
         migrations=migrations(there),
         reason="the actor takes its devices again",
@@ -75,30 +77,51 @@ def instances_needed(state: ClusterState, share: float = 1.0) -> int:
 
 def strategy_beside(state: ClusterState, kept: Collection[int]) -> Strategy:
     """Return the largest strategy, not below the present one, that fits beside these instances."""
-    actor = state.actor
     taken = {
         device
         for one in state.instances
         if one.number in kept or not one.answers
         for device in one.devices
     } | set(state.lost)
+    actor = state.actor
     fitting = [
         one
-        for one in actor.strategies
-        if actor.strategy.world_size < one.world_size <= len(actor.devices)
-        and taken.isdisjoint(actor.devices[actor.strategy.world_size : one.world_size])
+        for one in larger_strategies(state)
+        if taken.isdisjoint(actor.devices[actor.strategy.world_size : one.world_size])
     ]
     return max(fitting, key=lambda one: one.world_size, default=actor.strategy)
+
+
+def larger_strategies(state: ClusterState) -> list[Strategy]:
+    """Return the strategies of more ranks than the present one, smallest first."""
+    actor = state.actor
+    return sorted(
+        (
+            one
+            for one in actor.strategies
+            if actor.strategy.world_size < one.world_size <= len(actor.devices)
+        ),
+        key=lambda one: one.world_size,
+    )
 
 
 def grow(state: ClusterState, kept: Collection[int], reason: str) -> ScalingDecision | None:
     """The actor grows as far as it can beside the instances that are kept; others stop where their
     devices are needed for it. None: it cannot grow."""
-    strategy = strategy_beside(state, kept)
-    if strategy == state.actor.strategy:
-        return None
-    needed = set(state.actor.devices[: strategy.world_size])
+    return grow_to(state, strategy_beside(state, kept), reason)
+
+
+def grow_to(state: ClusterState, strategy: Strategy, reason: str) -> ScalingDecision | None:
+    """The actor grows to this strategy; instances on the devices that it needs stop. None: it
+    cannot, for want of devices or of an instance for what is unfinished, or has it already."""
+    actor = state.actor
+    needed = set(actor.devices[actor.strategy.world_size : strategy.world_size])
     leaving = [one for one in state.serving if not needed.isdisjoint(one.devices)]
+    stays = sum(1 for _ in state.serving) > len(leaving)
+    if not needed or not needed.isdisjoint(state.lost):
+        return None
+    if not all(one.answers for one in leaving) or (state.unfinished and not stays):
+        return None
     return ScalingDecision(
         iteration=state.iteration,
         stop=tuple(one.number for one in leaving),
@@ -106,3 +129,10 @@ def grow(state: ClusterState, kept: Collection[int], reason: str) -> ScalingDeci
         migrations=migrations(leaving),
         reason=reason,
     )
+
+
+def has_work(state: ClusterState) -> bool:
+    """Whether the samples of the next mini-batch have arrived, as far as is known."""
+    actor = state.actor
+    size = state.samples // max(actor.mini_batches, 1)
+    return actor.left > 0 and (actor.arrived is None or actor.arrived >= size)

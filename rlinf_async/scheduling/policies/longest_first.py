@@ -1,10 +1,13 @@
-"""`LongestFirst`: requests by predicted remaining length, and more devices for the tail.
+"""`LongestFirst`: requests by predicted remaining length, and wider instances for the tail.
 
 As `Greedy`, and besides:
 
 - requests that wait are served longest first, so that the long ones do not begin last;
-- devices that the actor cannot use go to the instances with the most to do for one request: an
-  instance on more devices makes the tokens of its tail faster.
+- instances are merged into fewer and wider ones (see `widening`) where that ends the iteration
+  earlier: one on more devices makes the tokens of its tail faster;
+- devices that nobody needs go to the instances with the most to do for one request.
+
+Within an iteration instances only become wider.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ from __future__ import annotations
 import msgspec
 
 from rlinf_async.scheduling.decision import Resume, ScalingDecision, holdings_after
-from rlinf_async.scheduling.policies.greedy import Greedy
+from rlinf_async.scheduling.policies.estimate import seconds_left
+from rlinf_async.scheduling.policies.greedy import LEAST_GAIN, Greedy
 from rlinf_async.scheduling.policies.growing import keep_order
+from rlinf_async.scheduling.policies.widening import widenings
 from rlinf_async.scheduling.state import ClusterState, InstanceState, RequestState
 
 THIN = 0.25
@@ -31,11 +36,23 @@ class LongestFirst:
         decision = self._layout.decide(state)
         if state.phase == "end":
             return decision
+        if state.phase == "step" and state.rates.known and state.unfinished:
+            decision = _wider(decision, state)
         if state.phase == "step" and not decision.stop:
             decision = msgspec.structs.replace(
                 decision, resume=(*decision.resume, *widened(decision, state))
             )
         return msgspec.structs.replace(decision, order=longest_first(state.queued_requests))
+
+
+def _wider(decision: ScalingDecision, state: ClusterState) -> ScalingDecision:
+    """Return the decision, or one with instances merged that ends the iteration earlier."""
+    best, least = decision, seconds_left(decision, state) * (1.0 - LEAST_GAIN)
+    for one in widenings(decision, state):
+        seconds = seconds_left(one, state)
+        if seconds < least:
+            best, least = one, seconds
+    return best
 
 
 def longest_first(requests: tuple[RequestState, ...]) -> tuple[str, ...]:

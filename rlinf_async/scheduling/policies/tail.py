@@ -14,6 +14,7 @@ from __future__ import annotations
 from rlinf_async.scheduling.decision import ScalingDecision
 from rlinf_async.scheduling.policies.growing import (
     grow,
+    has_work,
     instances_needed,
     keep_order,
     lend,
@@ -37,9 +38,9 @@ class Tail:
         if state.phase == "begin":
             return lend(state) or nothing
         if not state.actor.holds:
-            due = state.finished >= LENT_UNTIL * state.samples
+            due = state.finished >= LENT_UNTIL * state.samples or not state.unfinished
             return (take_back(state) if due else None) or nothing
-        if not state.actor.ready or not state.actor.left:
+        if not state.actor.ready or not has_work(state):
             return nothing
         kept = [one.number for one in keep_order(state)[: instances_needed(state)]]
         return grow(state, kept, f"{state.unfinished} samples are left to generate") or nothing

@@ -1,0 +1,67 @@
+"""Settings of the cost models. All times are in seconds of the simulated hardware."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rlinf_async.backends.cost.lengths import Lengths, LogNormal
+
+
+class CostEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An engine that batches continuously.
+
+    One step makes one token for each running sequence and takes ``(decode_seconds + running *
+    sequence_seconds) / width ** wider``.
+    """
+
+    decode_seconds: float
+    """of a step: reading the weights"""
+    sequence_seconds: float
+    """that each running sequence adds to a step: reading its cache"""
+    prefill_seconds: float
+    """of one token of a prompt, or of a partial response that is continued elsewhere"""
+    load_seconds: float = 0.0
+    """of taking new weights"""
+    move_seconds: float = 0.0
+    """of offloading, and of onloading"""
+    wider: float = 0.6
+    """exponent of the speed by width: 1 if twice the devices were twice as fast"""
+    slots: int = 128
+    """sequences that run at a time; more wait, by priority"""
+    lengths: Lengths = LogNormal()
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, ("sequence_seconds", "prefill_seconds", "load_seconds"))
+        check_not_negative(self, ("move_seconds", "wider"))
+        if not self.decode_seconds > 0.0:
+            raise ValueError(f"decode_seconds is {self.decode_seconds}; it must be above 0")
+        if self.slots < 1:
+            raise ValueError(f"slots is {self.slots}; it must be at least 1")
+
+
+class CostTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A trainer whose ranks share each mini-batch by its tokens."""
+
+    token_seconds: float
+    """of forward and backward pass of one token, and its log-probs, on one device"""
+    step_seconds: float = 0.0
+    """of an optimizer step"""
+    rescale_seconds: float = 0.0
+    """of a change of the strategy"""
+    move_seconds: float = 0.0
+    """of offloading, and of onloading"""
+    publish_seconds: float = 0.0
+    """of gathering the weights of a version"""
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, ("step_seconds", "rescale_seconds", "move_seconds"))
+        check_not_negative(self, ("publish_seconds",))
+        if not self.token_seconds > 0.0:
+            raise ValueError(f"token_seconds is {self.token_seconds}; it must be above 0")
+
+
+def check_not_negative(config: msgspec.Struct, names: tuple[str, ...]) -> None:
+    """Raise `ValueError` for a value that is below 0, or no number."""
+    for name in names:
+        if not getattr(config, name) >= 0.0:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 0")

@@ -1,0 +1,323 @@
+"""`CostEngine`: a `GenerationEngine` whose events are samples, not tokens.
+
+All running sequences advance together, one token a step, so one number says how far each is::
+
+    position   tokens made by a sequence that has run since the engine began
+    end        position at which a sequence is done: where it joined, plus what it has to make
+
+The next to finish is the smallest end. Until the batch changes, a step takes equally long, so the
+time at which it finishes is known, and is the only timer. What stops the whole engine for a while
+(prefill, loading weights) moves the time from which it goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from rlinf_async.backends.cost.config import CostEngineConfig
+from rlinf_async.backends.language import EngineDied
+from rlinf_async.messages.embodied import Floats
+from rlinf_async.messages.language import Generated, Request, Tokens
+from rlinf_async.messages.weight_errors import refuse_older
+from rlinf_async.messages.weights import WeightUpdate
+
+TOKEN = np.ones(1, np.int32)
+LOG_PROB = np.full(1, -1.0, np.float32)
+ROUNDING = 1e-6
+"""of a token; positions are sums of floating-point numbers"""
+
+
+class Row:
+    """One request inside the engine."""
+
+    __slots__ = ("answer", "began", "brought", "end", "length", "request", "version")
+
+    def __init__(self, request: Request, length: int) -> None:
+        self.request = request
+        partial = request.partial
+        self.brought = 0 if partial is None else len(partial.token_ids)
+        self.length = min(length, request.sampling.max_tokens)
+        self.began = -1.0
+        """position at which it joined; -1 while it waits"""
+        self.end = math.inf
+        self.version = -1
+        """of the weights when it joined"""
+        self.answer: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
+
+    def made(self, position: float) -> int:
+        """Return the tokens of its response at this position of the engine."""
+        if self.began < 0.0:
+            return self.brought
+        passed = math.floor(position - self.began + ROUNDING)
+        return min(self.length, self.brought + max(passed, 0))
+
+
+class CostEngine:
+    """Lets the time of generating pass. See the module.
+
+    Args:
+        config: of the cost model.
+        seed: not used: the length of a response depends on its request alone.
+        device: not used.
+    """
+
+    def __init__(self, config: CostEngineConfig, seed: int = 0, device: str = "cpu") -> None:
+        self.config = config
+        self.width = 1.0
+        """devices over those at home"""
+        self.slowness = 1.0
+        """factor of every time: of a slow node"""
+        self.devices = 1
+        """devices that it holds now"""
+        self._busy = 0.0
+        self._version = -1
+        self._loop: asyncio.AbstractEventLoop
+        self._position = 0.0
+        self._at = 0.0
+        """time up to which the position is known; in the future while the engine is stopped"""
+        self._waiting: list[tuple[int, int, Row]] = []
+        self._running: dict[str, Row] = {}
+        self._ends: list[tuple[float, int, Row]] = []
+        self._arrived = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._dead = False
+        self._versions: list[tuple[float, int]] = []
+        """position from which each version made the tokens"""
+
+    # -- GenerationEngine ---------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The version of the weights; -1 before the first load."""
+        return self._version
+
+    @property
+    def max_concurrent(self) -> int:
+        """The slots."""
+        return self.config.slots
+
+    def decode(self, token_ids: Tokens) -> str:
+        """Return nothing: tokens have no meaning here."""
+        return ""
+
+    async def start(self) -> None:
+        """Begin at the loop's present time."""
+        self._loop = asyncio.get_running_loop()
+        self._at = self._loop.time()
+
+    async def close(self) -> None:
+        """End all requests."""
+        self.die("was closed")
+
+    def die(self, how: str = "crashed") -> None:
+        """Fail every request, now and later, with `EngineDied`."""
+        self._dead = True
+        for row in self._rows():
+            if not row.answer.done():
+                row.answer.set_exception(EngineDied(f"the engine {how}"))
+                row.answer.exception()  # somebody may have been cancelled meanwhile
+        self._running, self._waiting, self._ends = {}, [], []
+        self._plan()
+
+    async def generate(self, request: Request) -> Generated:
+        """Make the rest of the response. See `GenerationEngine.generate`."""
+        self._check_alive()
+        row = Row(request, self.config.lengths.length(request.seed))
+        self._arrived += 1
+        heapq.heappush(self._waiting, (request.priority, self._arrived, row))
+        self._advance()
+        self._admit()
+        self._plan()
+        try:
+            return await row.answer
+        except asyncio.CancelledError:
+            self._end([row])
+            raise
+
+    async def abort(self, names: Sequence[str] | None = None) -> None:
+        """End these requests, or all, with what they have."""
+        wanted = None if names is None else set(names)
+        self._advance()
+        self._end([row for row in self._rows() if wanted is None or row.request.name in wanted])
+
+    async def so_far(self) -> dict[str, Generated]:
+        """Return what each request has."""
+        self._check_alive()
+        self._advance()
+        return {row.request.name: self._generated(row, "abort") for row in self._rows()}
+
+    async def load(self, update: WeightUpdate) -> int:
+        """Take the version of the update; nothing runs meanwhile."""
+        self._check_alive()
+        refuse_older(update.version, self._version)
+        self._advance()
+        self.stall(self.config.load_seconds)
+        await asyncio.sleep(self.config.load_seconds * self.slowness)
+        self._check_alive()
+        self._version = update.version
+        self._versions.append((self._position, update.version))
+        return update.checksum
+
+    async def log_probs(self, sequences: Sequence[tuple[Tokens, Tokens]]) -> list[Floats]:
+        """Return constants."""
+        self._check_alive()
+        return [np.broadcast_to(LOG_PROB, len(response)) for _, response in sequences]
+
+    async def offload(self) -> None:
+        """Take the time of it."""
+        await asyncio.sleep(self.config.move_seconds * self.slowness)
+
+    async def onload(self) -> None:
+        """Take the time of it."""
+        await asyncio.sleep(self.config.move_seconds * self.slowness)
+
+    # -- what the simulation changes and asks --------------------------------------------------
+
+    def change(self, *, width: float | None = None, slowness: float | None = None) -> None:
+        """Go on with other devices, or slower."""
+        self._advance()
+        self.width = self.width if width is None else width
+        self.slowness = self.slowness if slowness is None else slowness
+        self._plan()
+
+    def forget(self) -> None:
+        """Lose all tokens that were made here: those that requests brought are theirs."""
+        self._advance()
+        for row in self._running.values():
+            row.began = self._position
+
+    def stall(self, seconds: float) -> None:
+        """Make nothing for some more seconds."""
+        now = self._loop.time()
+        self._at = max(self._at, now) + seconds * self.slowness
+        self._plan()
+
+    def progress(self) -> list[tuple[str, int, int]]:
+        """Return name, tokens so far and tokens in the end of each request, nothing interrupted."""
+        self._advance()
+        position = self._position
+        return [(row.request.name, row.made(position), row.length) for row in self._rows()]
+
+    def take_busy(self) -> float:
+        """Return the device-seconds of decoding since the last call."""
+        self._advance()
+        found, self._busy = self._busy, 0.0
+        return found
+
+    @property
+    def running(self) -> int:
+        """Sequences that are decoded."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for a slot."""
+        return len(self._waiting)
+
+    # -- the machinery ------------------------------------------------------------------------
+
+    def _rows(self) -> list[Row]:
+        return [*self._running.values(), *(row for _, _, row in self._waiting)]
+
+    def _check_alive(self) -> None:
+        if self._dead:
+            raise EngineDied("the engine is dead")
+
+    def _step_seconds(self) -> float:
+        config = self.config
+        step = config.decode_seconds + len(self._running) * config.sequence_seconds
+        seconds: float = step * self.slowness / self.width**config.wider
+        return seconds
+
+    def _advance(self) -> None:
+        """Bring the position to the present."""
+        now = self._loop.time()
+        passed = now - self._at
+        if passed <= 0.0:
+            return
+        self._at = now
+        if self._running:
+            steps = passed / self._step_seconds()
+            self._position += steps
+            self._busy += passed * self.devices
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self.config.slots:
+            row = heapq.heappop(self._waiting)[2]
+            if row.answer.done():
+                continue
+            prompt = len(row.request.prompt.token_ids) + row.brought
+            row.began, row.version = self._position, self._version
+            row.end = self._position + (row.length - row.brought)
+            self._running[row.request.name] = row
+            heapq.heappush(self._ends, (row.end, self._arrived, row))
+            self._arrived += 1
+            self.stall(prompt * self.config.prefill_seconds)
+
+    def _plan(self) -> None:
+        """Set the timer to the end of the next sequence."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._ends and self._ends[0][2].answer.done():
+            heapq.heappop(self._ends)
+        if self._ends:
+            left = max(self._ends[0][0] - self._position, 0.0)
+            began = max(self._at, self._loop.time())
+            self._timer = self._loop.call_at(began + left * self._step_seconds(), self._finish)
+
+    def _finish(self) -> None:
+        """Answer every sequence that is done by now."""
+        self._timer = None
+        self._advance()
+        while self._ends and self._ends[0][0] <= self._position + ROUNDING:
+            row = heapq.heappop(self._ends)[2]
+            if row.answer.done():
+                continue
+            stopped = row.length < row.request.sampling.max_tokens
+            self._answer(row, "stop" if stopped else "length")
+        self._admit()
+        self._plan()
+
+    def _end(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._answer(row, "abort")
+        self._waiting = [entry for entry in self._waiting if not entry[2].answer.done()]
+        heapq.heapify(self._waiting)
+        self._admit()
+        self._plan()
+
+    def _answer(self, row: Row, finish: Literal["stop", "length", "abort"]) -> None:
+        self._running.pop(row.request.name, None)
+        if not row.answer.done():
+            row.answer.set_result(self._generated(row, finish))
+
+    def _generated(self, row: Row, finish: Literal["stop", "length", "abort"]) -> Generated:
+        made = row.length if finish != "abort" else row.made(self._position)
+        return Generated(
+            token_ids=np.broadcast_to(TOKEN, made),
+            log_prob=np.broadcast_to(LOG_PROB, made),
+            version=self._token_versions(row, made),
+            finish=finish,
+        )
+
+    def _token_versions(self, row: Row, made: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """Return the version ``[made]`` that made each token."""
+        partial = row.request.partial
+        if partial is None and row.version == self._version:
+            return np.broadcast_to(np.int32(self._version), made)
+        versions = np.empty(made, np.int32)
+        brought = min(row.brought, made)
+        if partial is not None:
+            versions[:brought] = partial.version[:brought]
+        versions[brought:] = row.version
+        for position, version in self._versions:
+            if position > row.began >= 0.0:
+                versions[brought + max(0, math.ceil(position - row.began - ROUNDING)) :] = version
+        return versions

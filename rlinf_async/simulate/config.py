@@ -1,0 +1,177 @@
+"""What a simulation is of: hardware, work, costs, policy, faults. Read from TOML."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rlinf_async.backends.cost.config import CostEngineConfig, CostTrainerConfig
+from rlinf_async.parallel import valid_dp_sizes
+
+
+class WorkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The reinforcement learning that is simulated."""
+
+    iterations: int = 4
+    prompts_per_device: float = 8.0
+    """prompts of an iteration for each device of the cluster"""
+    group_size: int = 16
+    mini_batches: int = 4
+    """of an iteration: optimizer steps"""
+    max_staleness: int = 0
+    prompt_tokens: int = 300
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "group_size", "mini_batches", "prompt_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not self.prompts_per_device > 0.0:
+            raise ValueError(f"prompts_per_device is {self.prompts_per_device}; it must be above 0")
+        if self.max_staleness < 0:
+            raise ValueError(f"max_staleness is {self.max_staleness}; it must be at least 0")
+
+
+class HardwareConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The cluster."""
+
+    devices: int = 32
+    devices_per_host: int = 8
+    instance_devices: int = 1
+    """devices of a rollout instance at home: its tensor-parallel size"""
+    instance_widths: tuple[int, ...] = (1, 2, 4, 8)
+    """devices that an instance can serve on, over those at home"""
+    actor_devices: int = 16
+    """devices of the actor at home; the other devices are rollout's"""
+    actor_tp: int = 1
+    """tensor-parallel size of the actor, of every strategy"""
+    price: float = 2.0
+    """of a device for an hour, in any currency"""
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "devices_per_host", "instance_devices", "actor_tp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 < self.actor_devices < self.devices:
+            raise ValueError(
+                f"actor_devices is {self.actor_devices}; with {self.devices} devices it must be "
+                f"1 to {self.devices - 1}, so that both actor and rollout have one"
+            )
+        for name in ("actor_devices", "devices"):
+            if getattr(self, name) % self.instance_devices:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be a multiple of instance_devices "
+                    f"= {self.instance_devices}"
+                )
+        if self.actor_devices % self.actor_tp:
+            raise ValueError(
+                f"actor_devices is {self.actor_devices}; it must be a multiple of actor_tp = "
+                f"{self.actor_tp}"
+            )
+
+
+class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who decides, and how often."""
+
+    policy: str = "tail"
+    every: float = 0.02
+    """share of an iteration's samples after which the policy is asked again"""
+    known_lengths: bool = False
+    """it sees the true remaining lengths instead of expected ones: an oracle"""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.every <= 1.0:
+            raise ValueError(f"every is {self.every}; it must lie above 0 and be at most 1")
+
+
+class FaultConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Mean seconds between faults, of the whole cluster; 0: none. Times and places by the seed."""
+
+    crash_every: float = 0.0
+    """an engine dies, and is built again; its tokens are lost"""
+    slow_every: float = 0.0
+    """an instance becomes slower"""
+    slow_factor: float = 3.0
+    slow_seconds: float = 300.0
+    host_lost_every: float = 0.0
+    """all instances of a host stop, and what they have made is lost"""
+    host_seconds: float = 600.0
+    """until the host is back"""
+
+    def __post_init__(self) -> None:
+        for name in ("crash_every", "slow_every", "host_lost_every", "slow_seconds"):
+            if not getattr(self, name) >= 0.0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if not self.slow_factor >= 1.0:
+            raise ValueError(f"slow_factor is {self.slow_factor}; it must be at least 1")
+
+
+class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A simulated run."""
+
+    generation: CostEngineConfig
+    actor: CostTrainerConfig
+    name: str = "simulation"
+    seed: int = 0
+    work: WorkConfig = WorkConfig()
+    hardware: HardwareConfig = HardwareConfig()
+    scheduler: PolicyConfig = PolicyConfig()
+    faults: FaultConfig = FaultConfig()
+
+    def __post_init__(self) -> None:
+        home = self.hardware.actor_devices // self.hardware.actor_tp
+        if home not in self.dp_sizes:
+            raise ValueError(
+                f"hardware.actor_devices = {self.hardware.actor_devices} gives the actor a "
+                f"data-parallel size of {home}, which cannot share a mini-batch of "
+                f"{self.mini_batch} samples in groups of {self.work.group_size}; sizes that can: "
+                f"{self.dp_sizes}"
+            )
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of an iteration: a multiple of the mini-batches."""
+        wanted = self.work.prompts_per_device * self.hardware.devices
+        return max(1, round(wanted / self.work.mini_batches)) * self.work.mini_batches
+
+    @property
+    def samples(self) -> int:
+        """Samples of an iteration."""
+        return self.prompts * self.work.group_size
+
+    @property
+    def mini_batch(self) -> int:
+        """Samples of a mini-batch."""
+        return self.samples // self.work.mini_batches
+
+    @property
+    def dp_sizes(self) -> list[int]:
+        """Data-parallel sizes that the actor can have."""
+        most = self.hardware.devices // self.hardware.actor_tp
+        return valid_dp_sizes(self.mini_batch, group_size=self.work.group_size, at_most=most)
+
+
+def on_devices(config: SimulationConfig, devices: int) -> SimulationConfig:
+    """The same on another number of devices: the actor keeps its share of them, nearly.
+
+    Raises `ValueError` where no share fits.
+    """
+    old = config.hardware
+    share = old.actor_devices / old.devices
+    fitting = placements(config, devices)
+    if not fitting:
+        raise ValueError(f"no number of actor devices fits {devices} devices")
+    return min(fitting, key=lambda one: abs(one.hardware.actor_devices / devices - share))
+
+
+def placements(config: SimulationConfig, devices: int) -> list[SimulationConfig]:
+    """Every valid number of actor devices on so many devices."""
+    found = []
+    unit = max(config.hardware.instance_devices, config.hardware.actor_tp)
+    for count in range(unit, devices, unit):
+        try:
+            hardware = msgspec.structs.replace(
+                config.hardware, devices=devices, actor_devices=count
+            )
+            found.append(msgspec.structs.replace(config, hardware=hardware))
+        except ValueError:  # it does not divide the mini-batch
+            continue
+    return found

@@ -1,0 +1,328 @@
+"""One simulated run: the graph of the language job, in virtual time.
+
+::
+
+    Source --Request--> SimulatedRollout --Sample--> Scorer --ScoredSample--> Collector
+      ^                      ^                                                   |
+      |                      +------ WeightUpdate ------ SimulatedActor <--SampleGroup
+      +---- version ----                                       ^
+                              World: policy, ledger, decisions +
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rlinf_async.channels import Channel, Latest
+from rlinf_async.messages.language import (
+    LanguageTrainReport,
+    Prompt,
+    Request,
+    Sample,
+    SampleGroup,
+    Sampling,
+    ScoredSample,
+    WeightsTaken,
+)
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.observe.trace import Span
+from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.jobs.language.samples import Collector, Ledger, Source
+from rlinf_async.scheduling import ScalingDecision
+from rlinf_async.simulate.config import SimulationConfig
+from rlinf_async.simulate.faults import Faults
+from rlinf_async.simulate.workers import Scorer, SimulatedActor, SimulatedRollout
+from rlinf_async.simulate.world import World
+from rlinf_async.testing import VirtualLoop, run_on
+from rlinf_async.workers.actor.config import LanguageBatches
+from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
+
+OnStep = Callable[[int, float], None]
+"""called after each iteration, with its number and virtual time"""
+
+
+class Simulated(msgspec.Struct, kw_only=True):
+    """What came of a simulated run."""
+
+    policy: str
+    devices: int
+    actor_devices: int
+    samples: int
+    seconds: float
+    """of virtual time, from the first request to the last trained version"""
+    step_seconds: list[float]
+    """of each iteration"""
+    bubbles: dict[str, float]
+    """share of the held device-seconds without work, by role"""
+    lag_mean: float
+    """versions, over response tokens"""
+    lag_max: int
+    tokens: int
+    """of responses"""
+    decisions: int
+    migrated: int
+    """requests that were put back by an instance that stopped"""
+    crashes: int
+    lost_hosts: int
+    price: float
+    """of a device-hour"""
+    fault: str = ""
+    """why the policy was given up"""
+    real_seconds: float = 0.0
+    """that the simulation took; not part of its result"""
+    steps: int = 0
+    """of the event loop"""
+
+    @property
+    def device_hours(self) -> float:
+        """Of the whole cluster."""
+        return self.devices * self.seconds / 3600.0
+
+    @property
+    def samples_per_device_hour(self) -> float:
+        """The figure by which policies are compared."""
+        return self.samples / self.device_hours
+
+    @property
+    def cost(self) -> float:
+        """Price of all device-hours."""
+        return self.device_hours * self.price
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """A result and what led to it."""
+
+    result: Simulated
+    spans: list[Span] = []
+    decisions: list[tuple[float, ScalingDecision]] = []
+    trained: list[str] = []
+    """names of the samples that were trained, in the order of their iterations"""
+    trace: bytes = b""
+    """of the loop, where it was asked for"""
+
+
+def simulate(
+    config: SimulationConfig,
+    *,
+    on_step: OnStep | None = None,
+    report: Callable[[str], None] | None = None,
+    spans: bool = False,
+    trace_lines: int = 0,
+    shuffled: bool = False,
+) -> Record:
+    """Run it to its end.
+
+    Args:
+        config: of the simulation.
+        on_step: is called after each iteration.
+        report: gets the message about a policy that failed.
+        spans: whether the record has them.
+        trace_lines: steps of the loop to be kept.
+        shuffled: whether the order of events at one time is drawn from the seed, to find races; by
+            default first come, first served.
+    """
+    began = time.perf_counter()
+    loop = VirtualLoop(config.seed if shuffled else None, max_steps=None, trace_lines=trace_lines)
+    record = run_on(loop, _main(config, on_step, report or _ignored, spans))
+    record.result.steps = loop.steps
+    record.result.real_seconds = time.perf_counter() - began
+    record.trace = loop.trace
+    return record
+
+
+def _ignored(message: str) -> None:
+    """Messages that nobody asked for."""
+
+
+async def _main(
+    config: SimulationConfig,
+    on_step: OnStep | None,
+    report: Callable[[str], None],
+    with_spans: bool,
+) -> Record:
+    async with Cluster.local(deadlock_after=None) as cluster:
+        run = SimulatedRun(cluster, config, report)
+        await run.launch()
+        await run.train(on_step or (lambda number, seconds: None))
+        spans = await cluster.spans() if with_spans else []
+        return Record(
+            result=run.result(),
+            spans=spans,
+            decisions=run.world.decisions,
+            trained=run.trained,
+        )
+
+
+class SimulatedRun:
+    """The graph, and its steps."""
+
+    def __init__(
+        self, cluster: Cluster, config: SimulationConfig, report: Callable[[str], None]
+    ) -> None:
+        self._cluster, self._config = cluster, config
+        ahead = config.work.max_staleness + 1
+        room = 2 * config.samples * ahead
+        self.requests: Channel[Request] = cluster.channel(
+            Request, name="requests", capacity=room, max_deliveries=1_000_000
+        )
+        self.generated: Channel[Sample] = cluster.channel(Sample, name="generated", capacity=room)
+        self.scored: Channel[ScoredSample] = cluster.channel(
+            ScoredSample, name="scored", capacity=room
+        )
+        self.groups: Channel[SampleGroup] = cluster.channel(
+            SampleGroup, name="groups", capacity=config.prompts * ahead
+        )
+        self.weights: Latest[WeightUpdate] = cluster.latest(WeightUpdate, name="weights")
+        self.taken: Channel[WeightsTaken] = cluster.channel(
+            WeightsTaken, name="weights taken", capacity=16 * config.hardware.devices
+        )
+        self.world = World(config, report)
+        self.ledger = Ledger(
+            prompts=config.prompts,
+            group_size=config.work.group_size,
+            max_staleness=config.work.max_staleness,
+            sampling=Sampling(max_tokens=config.generation.lengths.longest),
+            seed=config.seed,
+        )
+        self.source = Source(
+            self.ledger,
+            self._prompts,
+            self.requests.sender,
+            version=0,
+            iterations=config.work.iterations,
+        )
+        self.collector = Collector(
+            self.ledger, self.scored.receiver, self.groups.sender, ranks=1, version=0
+        )
+        self.trained: list[str] = []
+        """names of all samples that were trained"""
+        self._reports: list[LanguageTrainReport] = []
+        self._step_seconds: list[float] = []
+        self._faults = Faults(config, self.world)
+        self._next_prompt = 0
+
+    def _prompts(self, count: int) -> Sequence[Prompt]:
+        first, self._next_prompt = self._next_prompt, self._next_prompt + count
+        tokens = np.broadcast_to(np.int32(1), self._config.work.prompt_tokens)
+        return [
+            Prompt(index=first + n, text="", token_ids=tokens, verifier="", reference="")
+            for n in range(count)
+        ]
+
+    async def launch(self) -> None:
+        """Start all workers; everybody is at home."""
+        config, world = self._config, self.world
+        self.rollout = await self._cluster.launch(
+            SimulatedRollout,
+            world,
+            config.generation,
+            LanguageRolloutConfig(seed=config.seed, engine_restarts=1_000_000),
+            count=len(world.homes),
+            name="rollout",
+        )
+        batches = LanguageBatches(
+            samples=config.samples,
+            group_size=config.work.group_size,
+            optimizer_steps=config.work.mini_batches,
+            micro_batch_size=config.work.group_size,
+        )
+        self.actor = await self._cluster.launch_one(
+            SimulatedActor, world, config.actor, batches, config.work.max_staleness, name="actor"
+        )
+        self.scorer = await self._cluster.launch_one(Scorer, world, name="reward")
+        world.group, world.requests, world.groups = self.rollout, self.requests, self.groups
+
+    async def train(self, on_step: OnStep) -> None:
+        """Run all iterations."""
+        with ExitStack() as ends:  # this process's own ends, open between two calls
+            for end in (self.scored.receiver, self.groups.sender, self.groups.receiver):
+                ends.enter_context(end)
+            ends.enter_context(self.requests.sender)
+            await self._train(on_step)
+
+    async def _train(self, on_step: OnStep) -> None:
+        loop = asyncio.get_running_loop()
+        serving: Any = self.rollout.call(
+            SimulatedRollout.serve,
+            self.requests.receiver,
+            self.generated.sender,
+            self.weights.receiver,
+            self.taken.sender,
+        )
+        scoring = self.scorer.call(Scorer.score, self.generated.receiver, self.scored.sender)
+        await self.world.open()
+        background = [
+            asyncio.create_task(one)
+            for one in (
+                self.collector.run(),
+                self._drop_taken(),
+                self.world.follow(),
+                self._faults.run(),
+            )
+        ]
+        await self.actor.call(SimulatedActor.sync_model_to_rollout, self.weights.sender)
+        source: asyncio.Task[None] | None = None
+        for number in range(self._config.work.iterations):
+            began = loop.time()
+            await self.world.begin(number)
+            if source is None:
+                source = asyncio.create_task(self.source.run())
+            self.source.trained(number)
+            report = await self.actor.call(
+                SimulatedActor.run_training_pipeline, self.groups.receiver
+            )
+            await self.world.end()
+            await self.actor.call(SimulatedActor.sync_model_to_rollout, self.weights.sender)
+            self._account(report, number)
+            self._step_seconds.append(loop.time() - began)
+            on_step(number, loop.time())
+        assert source is not None
+        await source
+        self.world.close()
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+        del serving, scoring
+
+    async def _drop_taken(self) -> None:
+        async for _ in self.taken.receiver:
+            pass
+
+    def _account(self, report: LanguageTrainReport, number: int) -> None:
+        self._reports.append(report)
+        for group in self.collector.trained(number):
+            self.trained += [one.sample.request.name for one in group]
+        self.world.check()
+
+    def result(self) -> Simulated:
+        """What came of it."""
+        config, world = self._config, self.world
+        for rollout in world.rollouts.values():
+            world.usage.worked("rollout", rollout.engine.take_busy())
+        tokens = sum(one.response_tokens for one in self._reports)
+        lags = sum(one.lag_mean * one.response_tokens for one in self._reports)
+        return Simulated(
+            policy=config.scheduler.policy,
+            devices=config.hardware.devices,
+            actor_devices=config.hardware.actor_devices,
+            samples=len(self.trained),
+            seconds=sum(self._step_seconds),
+            step_seconds=self._step_seconds,
+            bubbles=world.usage.bubbles(),
+            lag_mean=lags / max(tokens, 1),
+            lag_max=max((one.lag_max for one in self._reports), default=0),
+            tokens=tokens,
+            decisions=len(world.decisions),
+            migrated=world.migrated,
+            crashes=self._faults.crashes,
+            lost_hosts=self._faults.lost_hosts,
+            price=config.hardware.price,
+            fault=world.policy.fault,
+        )

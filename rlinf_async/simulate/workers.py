@@ -1,0 +1,148 @@
+"""The workers of a simulation: the real ones, with what they compute replaced by virtual time.
+
+::
+
+    SimulatedRollout   `LanguageRolloutWorker` over `CostEngine`: taking, leases, interruption,
+                       weights in flight, engines that die are its own
+    SimulatedActor     `FSDPActor` over `CostTrainer`; one worker stands for all ranks, and lets the
+                       seconds of a mini-batch pass where the real one has its compute thread
+    Scorer             scores every sample at once, as a reward worker does
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from rlinf_async.backends.cost.engine import CostEngine
+from rlinf_async.backends.cost.trainer import CostTrainer
+from rlinf_async.backends.language import GenerationEngine
+from rlinf_async.channels import Receiver, Sender
+from rlinf_async.messages.language import (
+    LanguageTrainReport,
+    Request,
+    Sample,
+    SampleGroup,
+    Scored,
+    ScoredSample,
+)
+from rlinf_async.workers.actor.iteration import Batches, Iteration, Waiting
+from rlinf_async.workers.actor.language import FSDPActor
+from rlinf_async.workers.base import Worker
+from rlinf_async.workers.rollout.language.worker import LanguageRolloutWorker
+
+if TYPE_CHECKING:
+    from rlinf_async.simulate.world import World
+
+
+class SimulatedRollout(LanguageRolloutWorker):
+    """One rollout instance."""
+
+    def __init__(self, world: Any, engine: Any, config: Any) -> None:
+        super().__init__(engine, config, backend="cost")
+        self._world: World = world
+        world.rollouts[self.rank] = self
+
+    @property
+    def engine(self) -> CostEngine:
+        """The engine of the moment."""
+        engine = self._live.engine
+        assert isinstance(engine, CostEngine)
+        return engine
+
+    def make_engine(self) -> GenerationEngine:
+        """Make an engine for the devices that this instance holds."""
+        made = super().make_engine()
+        assert isinstance(made, CostEngine)
+        self._world.fit(self.rank, made)
+        return made
+
+    async def stop(self, unfinished: Sender[Request]) -> int:
+        """Put what is here back, and release the devices; returns how many were put back."""
+        count = await self.interrupt(unfinished)
+        await self.offload()
+        return count
+
+    async def begin(self, width: float) -> None:
+        """Serve, on ``width`` times the devices of home."""
+        self.engine.change(width=width)
+        await self.onload()
+
+    async def widen(self, width: float) -> None:
+        """Go on with other devices: all requests stop for as long as that takes."""
+        self.engine.change(width=width)
+        self.engine.stall(2 * self.engine.config.move_seconds)
+
+
+class SimulatedIteration(Iteration):
+    """Trains the mini-batches of one iteration in virtual time."""
+
+    world: World
+    """set by whoever makes it"""
+
+    async def _epoch(self, batches: Batches | None, waiting: Waiting) -> list[Mapping[str, float]]:
+        assert batches is not None
+        trainer = self._trainer
+        assert isinstance(trainer, CostTrainer)
+        steps: list[Mapping[str, float]] = []
+        for _ in range(self._sizes.num_global_batches):
+            tokens: list[int] = []
+            with waiting():
+                async for batch in batches.global_batch():
+                    tokens += [one.tokens for one in batch.samples]
+                    self.world.collected = len(tokens)
+                await self.world.boundary(arrived=len(tokens))
+            async with self.world.mini_batch():
+                seconds = trainer.seconds(tokens) + trainer.config.step_seconds
+                await asyncio.sleep(seconds)
+            steps.append({"samples_trained": float(len(tokens))})
+        return steps
+
+
+class SimulatedActor(FSDPActor):
+    """All ranks of the actor."""
+
+    def __init__(self, world: Any, trainer: Any, batches: Any, max_staleness: int) -> None:
+        super().__init__(trainer, batches, backend="cost", max_staleness=max_staleness)
+        self._world: World = world
+        world.actor = self
+
+    @property
+    def trainer(self) -> CostTrainer:
+        """The trainer."""
+        assert isinstance(self._trainer, CostTrainer)
+        return self._trainer
+
+    async def run_training_pipeline(
+        self, input_channel: Receiver[SampleGroup]
+    ) -> LanguageTrainReport:
+        """Train on one iteration while it arrives. See `FSDPActor.run_training_pipeline`."""
+        async with self._one_iteration() as iteration:
+            return await iteration.train_arriving(input_channel)
+
+    @asynccontextmanager
+    async def _one_iteration(self) -> AsyncIterator[SimulatedIteration]:
+        async with self.training():
+            iteration = SimulatedIteration(
+                self, self._trainer, self._sizes, epochs=1, max_staleness=self._max_staleness
+            )
+            iteration.world = self._world
+            yield iteration
+
+
+class Scorer(Worker):
+    """Scores every sample at once."""
+
+    def __init__(self, world: Any) -> None:
+        self._world: World = world
+
+    async def score(self, samples: Receiver[Sample], scored: Sender[ScoredSample]) -> int:
+        """Score until there are no more; return how many."""
+        count = 0
+        async for sample in samples:
+            count += 1
+            self._world.finished_sample(sample)
+            await scored.put(ScoredSample(sample=sample, outcome=Scored(reward=float(count % 2))))
+        return count

@@ -1,0 +1,357 @@
+"""`World`: what the simulated scheduler knows of the workers, and what it changes.
+
+The workers are in the same process, so reports do not travel: it looks at them. Decisions are
+carried out through the workers' own methods: `interrupt`, `offload`, `onload`.
+
+::
+
+                   waits for                                  unblocked by
+    begin, end     stops, resharding, loads                   the workers, virtual time
+    boundary       a decision that is carried out; devices    the scheduler; progress of rollout
+    mini_batch     its turn: no decision is carried out       the scheduler
+
+Invariant: the ledger holds what the workers hold; one decision is carried out at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Literal
+
+from rlinf_async.backends.cost.engine import CostEngine
+from rlinf_async.backends.cost.lengths import Predictor
+from rlinf_async.channels import Channel
+from rlinf_async.messages.language import Request, Sample, SampleGroup
+from rlinf_async.parallel import Strategy
+from rlinf_async.runtime.group import WorkerGroup
+from rlinf_async.scheduling import (
+    ACTOR,
+    ActorState,
+    ClusterState,
+    DeviceLedger,
+    InstanceState,
+    Rates,
+    RequestState,
+    SafePolicy,
+    ScalingDecision,
+    actor_after,
+    holdings_after,
+    instance_name,
+    load_policy,
+    safe,
+)
+from rlinf_async.simulate.config import SimulationConfig
+from rlinf_async.simulate.usage import Usage
+from rlinf_async.simulate.workers import SimulatedActor, SimulatedRollout
+
+DETAILED = 8
+"""requests for each serving instance up to which a state names every one"""
+
+
+class World:
+    """See the module.
+
+    Args:
+        config: of the simulation.
+        report: gets the message about a policy that failed.
+    """
+
+    def __init__(self, config: SimulationConfig, report: Callable[[str], None]) -> None:
+        self.config = config
+        hardware = config.hardware
+        self.rollouts: dict[int, SimulatedRollout] = {}
+        self.actor: SimulatedActor
+        self.group: WorkerGroup[SimulatedRollout]
+        self.requests: Channel[Request]
+        self.groups: Channel[SampleGroup]
+        self.policy: SafePolicy = safe(
+            load_policy(config.scheduler.policy, ("scheduler", "policy")),
+            config.scheduler.policy,
+            report,
+        )
+        self.ledger = DeviceLedger(
+            {n: n // hardware.devices_per_host for n in range(hardware.devices)}
+        )
+        size = hardware.instance_devices
+        self.homes = [
+            tuple(range(first, first + size)) for first in range(0, hardware.devices, size)
+        ]
+        tp = hardware.actor_tp
+        self.home = Strategy(dp=hardware.actor_devices // tp, tp=tp)
+        self.strategies = tuple(Strategy(dp=dp, tp=tp) for dp in config.dp_sizes)
+        self.strategy, self.holds, self.ready = self.home, True, True
+        self.usage = Usage(hardware.devices)
+        self.iteration = self.done = self.collected = 0
+        self.finished = 0
+        """samples of this iteration that are generated"""
+        self.unresponsive: set[int] = set()
+        """instances that do not answer"""
+        self.decisions: list[tuple[float, ScalingDecision]] = []
+        """those that changed something, with their time"""
+        self.migrated = 0
+        self._phase: Literal["begin", "step", "end"] = "end"
+        self._lengths: deque[float] = deque(config.generation.lengths.many(4096, 1), maxlen=8192)
+        self._predictor = Predictor(self._lengths)
+        self._tokens = self._predictor.left(0) + config.work.prompt_tokens
+        self._turn = asyncio.Lock()
+        self._asked_at = 0
+        self._returning: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._progress = asyncio.Event()
+
+    # -- what the run tells it ----------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Stop the instances on the actor's devices: everybody is at home."""
+        self.actor.trainer.strategy = self.home
+        own = set(range(self.config.hardware.actor_devices))
+        guests = [n for n, home in enumerate(self.homes) if not own.isdisjoint(home)]
+        if guests:
+            await self.group.call_on(guests, SimulatedRollout.stop, self.requests.sender)
+        holdings = {instance_name(n): home for n, home in enumerate(self.homes) if n not in guests}
+        self.ledger.assign({ACTOR: range(self.config.hardware.actor_devices), **holdings})
+        self._note_holdings()
+
+    async def begin(self, iteration: int) -> None:
+        """An iteration begins: nothing of it is generated."""
+        self.iteration, self.done, self.collected, self.finished = iteration, 0, 0, 0
+        self._asked_at = 0
+        await self._decide("begin")
+        self._phase = "step"
+
+    async def end(self) -> None:
+        """The iteration was trained."""
+        self.done = self.config.work.mini_batches
+        await self._decide("end")
+        self._predictor = Predictor(self._lengths)
+
+    def finished_sample(self, sample: Sample) -> None:
+        """A sample was generated."""
+        tokens = len(sample.generated.token_ids)
+        self._lengths.append(tokens)
+        if sample.request.iteration != self.iteration:
+            return
+        self.finished += 1
+        self._tokens += 0.001 * (tokens + len(sample.request.prompt.token_ids) - self._tokens)
+        every = max(1, round(self.config.scheduler.every * self.config.samples))
+        if self.finished - self._asked_at >= every or self.finished == self.config.samples:
+            self._progress.set()
+
+    async def follow(self) -> None:
+        """Ask the policy whenever enough samples were generated."""
+        while True:
+            await self._progress.wait()
+            self._progress.clear()
+            if self._phase == "step":
+                self._asked_at = self.finished
+                await self._decide("step")
+
+    async def boundary(self, arrived: int) -> None:
+        """The samples of the next mini-batch are here: change what is to be changed, and wait until
+        the actor holds its devices."""
+        self.collected = arrived
+        await self._decide("step")
+        while not self.holds:
+            self._changed.clear()
+            await self._changed.wait()
+
+    @asynccontextmanager
+    async def mini_batch(self) -> AsyncIterator[None]:
+        """The context in which the actor trains, and does not change."""
+        async with self._turn:
+            self.ready = False
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            yield
+        finally:
+            self.usage.worked("actor", (loop.time() - began) * self.strategy.world_size)
+            self.ready, self.collected = True, 0
+            self.done += 1
+
+    # -- deciding ------------------------------------------------------------------------------
+
+    def state(self, phase: Literal["begin", "step", "end"]) -> ClusterState:
+        """What the policy sees."""
+        config = self.config
+        waiting = self.requests.statistics().depth
+        arrived = self.collected + self.groups.statistics().depth * config.work.group_size
+        detailed = config.samples - self.finished <= DETAILED * len(self.homes)
+        instances = tuple(self._instance(n, detailed) for n in range(len(self.homes)))
+        return ClusterState(
+            time=asyncio.get_running_loop().time(),
+            iteration=self.iteration,
+            phase=phase,
+            samples=config.samples,
+            finished=self.finished,
+            tokens=self._tokens,
+            queued=waiting,
+            queued_expected=waiting * self._predictor.left(0),
+            hosts=self.ledger.hosts,
+            lost=self.ledger.lost,
+            instances=instances,
+            actor=ActorState(
+                devices=tuple(range(config.hardware.devices)),
+                strategy=self.strategy,
+                home=self.home,
+                strategies=self.strategies,
+                holds=self.holds,
+                mini_batches=config.work.mini_batches,
+                mini_batches_done=self.done,
+                arrived=arrived,
+                ready=self.ready,
+            ),
+            rates=self._rates(),
+            holdings=self.ledger.holdings(),
+            loans=self.ledger.loans(),
+            sequence=len(self.decisions),
+        )
+
+    def _rates(self) -> Rates:
+        generation, actor = self.config.generation, self.config.actor
+        return Rates(
+            decode_seconds=generation.decode_seconds,
+            sequence_seconds=generation.sequence_seconds,
+            wider=generation.wider,
+            train_seconds=actor.token_seconds,
+            mini_batch_seconds=actor.step_seconds,
+            rescale_seconds=actor.rescale_seconds + actor.move_seconds,
+            move_seconds=2 * generation.move_seconds,
+        )
+
+    def _instance(self, number: int, detailed: bool) -> InstanceState:
+        home = self.homes[number]
+        engine = self.rollouts[number].engine
+        requests: list[RequestState] = []
+        expected = 0.0
+        left = self._predictor.left
+        known = self.config.scheduler.known_lengths
+        progress = engine.progress()
+        for name, made, length in progress:
+            ahead = float(length - made) if known else left(made)
+            expected += ahead
+            if detailed:
+                requests.append(RequestState(name=name, made=made, expected=ahead))
+        return InstanceState(
+            number=number,
+            home=home,
+            devices=self.ledger.held_by(instance_name(number)),
+            slots=engine.config.slots,
+            sizes=tuple(width * len(home) for width in self.config.hardware.instance_widths),
+            running=engine.running,
+            waiting=engine.waiting,
+            made=sum(made for _, made, _ in progress),
+            expected=expected,
+            requests=tuple(requests),
+            answers=number not in self.unresponsive,
+        )
+
+    async def _decide(self, phase: Literal["begin", "step", "end"]) -> None:
+        async with self._turn:
+            if phase == "step" and self._phase == "end":
+                return
+            self._phase = phase
+            state = self.state(phase)
+            decision = self.policy.decide(state)
+            if decision.changes_devices:
+                self.decisions.append((state.time, decision))
+                await self._carry_out(decision, state)
+
+    async def _carry_out(self, decision: ScalingDecision, state: ClusterState) -> None:
+        sender = self.requests.sender
+        holdings = holdings_after(decision, state)
+        if decision.stop:
+            counts = await self.group.call_on(list(decision.stop), SimulatedRollout.stop, sender)
+            self.migrated += sum(counts)
+        actor = actor_after(decision, state.actor)
+        if actor.strategy != self.strategy and actor.holds:
+            await asyncio.sleep(self.config.actor.rescale_seconds)
+        if actor.holds != self.holds:
+            await asyncio.sleep(self.config.actor.move_seconds)
+        self.strategy, self.holds = actor.strategy, actor.holds
+        self.actor.trainer.strategy = actor.strategy
+        until = f"end of iteration {self.iteration}"
+        self.ledger.assign(holdings, until=until)
+        self._note_holdings()
+        self._changed.set()
+        await asyncio.gather(*(self._resume(one.instance, state) for one in decision.resume))
+
+    async def _resume(self, number: int, state: ClusterState) -> None:
+        instance = state.instances[number]
+        width = len(self.ledger.held_by(instance_name(number))) / len(instance.home)
+        if instance.serves:
+            await self.rollouts[number].widen(width)
+        else:
+            await self.rollouts[number].begin(width)
+
+    def _note_holdings(self) -> None:
+        held = {one.holder: len(one.devices) for one in self.ledger.holdings()}
+        actor = held.pop(ACTOR, 0)
+        self.usage.holds(actor=actor, rollout=sum(held.values()))
+        for number, rollout in self.rollouts.items():
+            rollout.engine.devices = len(self.ledger.held_by(instance_name(number)))
+
+    # -- faults --------------------------------------------------------------------------------
+
+    async def lose_host(self, host: int, seconds: float) -> bool:
+        """Stop the instances of a host, for some time; what they have made is lost. False where
+        nobody else would serve, or the actor holds a device there."""
+        async with self._turn:
+            gone = {device for device, where in self.ledger.hosts.items() if where == host}
+            serving = {
+                n for n in self.rollouts if self.ledger.held_by(instance_name(n))
+            } - self.unresponsive
+            lost = [n for n in serving if gone & set(self.ledger.held_by(instance_name(n)))]
+            if len(lost) == len(serving) or gone & set(self.ledger.held_by(ACTOR)):
+                return False
+            for number in lost:
+                self.rollouts[number].engine.forget()
+            if lost:
+                await self.group.call_on(lost, SimulatedRollout.stop, self.requests.sender)
+            for number in lost:
+                self.ledger.release(instance_name(number))
+            for device in sorted(gone):
+                self.ledger.lose(device)
+            self._note_holdings()
+        back = asyncio.create_task(self._host_back(sorted(gone), lost, seconds))
+        self._returning.add(back)
+        back.add_done_callback(self._returning.discard)
+        return True
+
+    async def _host_back(self, devices: list[int], lost: list[int], seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        async with self._turn:
+            for device in devices:
+                self.ledger.found(device)
+            free = set(self.ledger.free)
+            back = [n for n in lost if set(self.homes[n]) <= free and not self._is_guest(n)]
+            for number in back:
+                self.ledger.take(instance_name(number), self.homes[number])
+            self._note_holdings()
+            await asyncio.gather(*(self.rollouts[number].begin(1.0) for number in back))
+        self._progress.set()
+
+    def _is_guest(self, number: int) -> bool:
+        return min(self.homes[number]) < self.config.hardware.actor_devices
+
+    def fit(self, number: int, engine: CostEngine) -> None:
+        """Tell a new engine which devices it has."""
+        held = len(self.ledger.held_by(instance_name(number)))
+        engine.devices = held
+        engine.width = max(held, 1) / len(self.homes[number])
+
+    def close(self) -> None:
+        """End what is still to come."""
+        for task in self._returning:
+            task.cancel()
+
+    def check(self) -> None:
+        """Raise AssertionError unless everybody holds what the ledger says, and no device twice."""
+        held = [device for one in self.ledger.holdings() for device in one.devices]
+        assert len(held) == len(set(held)) <= self.config.hardware.devices, "a device held twice"
+        assert self.strategy in self.strategies, f"{self.strategy} is not valid"
+        size = len(self.ledger.held_by(ACTOR))
+        assert size == (self.strategy.world_size if self.holds else 0), "the actor's devices"
