@@ -22,7 +22,6 @@ from rlinf_async.backends.language import GenerationEngine
 from rlinf_async.channels import Receiver, Sender
 from rlinf_async.messages.language import (
     LanguageTrainReport,
-    Request,
     Sample,
     SampleGroup,
     Scored,
@@ -59,9 +58,9 @@ class SimulatedRollout(LanguageRolloutWorker):
         self._world.fit(self.rank, made)
         return made
 
-    async def stop(self, unfinished: Sender[Request]) -> int:
+    async def stop(self) -> int:
         """Put what is here back, and release the devices; returns how many were put back."""
-        count = await self.interrupt(unfinished)
+        count = await self.interrupt()
         await self.offload()
         return count
 

@@ -110,7 +110,7 @@ class World:
         own = set(range(self.config.hardware.actor_devices))
         guests = [n for n, home in enumerate(self.homes) if not own.isdisjoint(home)]
         if guests:
-            await self.group.call_on(guests, SimulatedRollout.stop, self.requests.sender)
+            await self.group.call_on(guests, SimulatedRollout.stop)
         holdings = {instance_name(n): home for n, home in enumerate(self.homes) if n not in guests}
         self.ledger.assign({ACTOR: range(self.config.hardware.actor_devices), **holdings})
         self._note_holdings()
@@ -261,10 +261,9 @@ class World:
                 await self._carry_out(decision, state)
 
     async def _carry_out(self, decision: ScalingDecision, state: ClusterState) -> None:
-        sender = self.requests.sender
         holdings = holdings_after(decision, state)
         if decision.stop:
-            counts = await self.group.call_on(list(decision.stop), SimulatedRollout.stop, sender)
+            counts = await self.group.call_on(list(decision.stop), SimulatedRollout.stop)
             self.migrated += sum(counts)
         actor = actor_after(decision, state.actor)
         if actor.strategy != self.strategy and actor.holds:
@@ -310,7 +309,7 @@ class World:
             for number in lost:
                 self.rollouts[number].engine.forget()
             if lost:
-                await self.group.call_on(lost, SimulatedRollout.stop, self.requests.sender)
+                await self.group.call_on(lost, SimulatedRollout.stop)
             for number in lost:
                 self.ledger.release(instance_name(number))
             for device in sorted(gone):
