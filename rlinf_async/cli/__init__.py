@@ -21,6 +21,7 @@ from rlinf_async.cli.demonstrations import demonstrations
 from rlinf_async.cli.failures import guarded
 from rlinf_async.cli.jobs import FindJob, Session, registered_job
 from rlinf_async.cli.runs import status, stop
+from rlinf_async.cli.simulate import simulate
 from rlinf_async.cli.train import check, train
 from rlinf_async.runtime.signals import RunSignals
 
@@ -54,6 +55,7 @@ commands.add_command(bench)
 commands.add_command(demonstrations)
 commands.add_command(export)
 commands.add_command(reshard)
+commands.add_command(simulate)
 
 
 def main(arguments: Sequence[str] | None = None, find_job: FindJob = registered_job) -> int:

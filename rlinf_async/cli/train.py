@@ -54,7 +54,7 @@ def train(
     session.traceback = traceback
     if resume and out is None:
         raise UsageError(NO_RUN)
-    file, overrides = _split(tokens, out)
+    file, overrides = split_tokens(tokens, out)
     if seed is not None:
         overrides["seed"] = str(seed)
     job, config = _read(session, file, overrides, _options(train))
@@ -79,7 +79,7 @@ def check(session: Session, show: bool, devices: str | None, tokens: tuple[str, 
 
     Prints which worker would get which device.
     """
-    file, overrides = _split(tokens)
+    file, overrides = split_tokens(tokens)
     machine = None if devices is None else _stated(devices)
     job, config = _read(session, file, overrides, _options(check), machine)
     if show:
@@ -134,7 +134,7 @@ def _stated(text: str) -> tuple[Device, ...]:
         raise UsageError(f"--devices: {error}") from None
 
 
-def _split(
+def split_tokens(
     tokens: Sequence[str], out: pathlib.Path | None = None
 ) -> tuple[str, dict[str, str | None]]:
     """The configuration file and ``{"section.field": "value"}``.

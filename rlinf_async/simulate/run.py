@@ -38,6 +38,7 @@ from rlinf_async.runtime.jobs.language.samples import Collector, Ledger, Source
 from rlinf_async.scheduling import ScalingDecision
 from rlinf_async.simulate.config import SimulationConfig
 from rlinf_async.simulate.faults import Faults
+from rlinf_async.simulate.usage import Moment
 from rlinf_async.simulate.workers import Scorer, SimulatedActor, SimulatedRollout
 from rlinf_async.simulate.world import World
 from rlinf_async.testing import VirtualLoop, run_on
@@ -104,6 +105,7 @@ class Record(msgspec.Struct, kw_only=True):
     decisions: list[tuple[float, ScalingDecision]] = []
     trained: list[str] = []
     """names of the samples that were trained, in the order of their iterations"""
+    history: list[Moment] = []
     trace: bytes = b""
     """of the loop, where it was asked for"""
 
@@ -116,6 +118,8 @@ def simulate(
     spans: bool = False,
     trace_lines: int = 0,
     shuffled: bool = False,
+    check: bool = False,
+    max_steps: int | None = None,
 ) -> Record:
     """Run it to its end.
 
@@ -127,10 +131,14 @@ def simulate(
         trace_lines: steps of the loop to be kept.
         shuffled: whether the order of events at one time is drawn from the seed, to find races; by
             default first come, first served.
+        check: whether invariants are held after each decision; AssertionError where one is broken.
+        max_steps: of the loop, after which `Livelock` is raised: faults alone keep a run alive.
     """
     began = time.perf_counter()
-    loop = VirtualLoop(config.seed if shuffled else None, max_steps=None, trace_lines=trace_lines)
-    record = run_on(loop, _main(config, on_step, report or _ignored, spans))
+    loop = VirtualLoop(
+        config.seed if shuffled else None, max_steps=max_steps, trace_lines=trace_lines
+    )
+    record = run_on(loop, _main(config, on_step, report or _ignored, spans, check))
     record.result.steps = loop.steps
     record.result.real_seconds = time.perf_counter() - began
     record.trace = loop.trace
@@ -146,9 +154,11 @@ async def _main(
     on_step: OnStep | None,
     report: Callable[[str], None],
     with_spans: bool,
+    check: bool,
 ) -> Record:
     async with Cluster.local(deadlock_after=None) as cluster:
         run = SimulatedRun(cluster, config, report)
+        run.world.checked = check
         await run.launch()
         await run.train(on_step or (lambda number, seconds: None))
         spans = await cluster.spans() if with_spans else []
@@ -157,6 +167,7 @@ async def _main(
             spans=spans,
             decisions=run.world.decisions,
             trained=run.trained,
+            history=run.world.usage.history,
         )
 
 

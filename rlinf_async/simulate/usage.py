@@ -4,6 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """Who held and used how many devices from a time on."""
+
+    time: float
+    held: dict[str, int]
+    busy: dict[str, int]
+    left: int
+    """samples of the iteration that are not generated"""
+
 
 class Usage:
     """Integrals over virtual time of how many devices each role holds, and has busy."""
@@ -17,6 +29,14 @@ class Usage:
         """device-seconds, by role"""
         self.busy: dict[str, float] = {}
         """device-seconds, by role"""
+        self.history: list[Moment] = []
+
+    def note(self, busy: dict[str, int], left: int) -> None:
+        """Add the present moment to the history."""
+        moment = Moment(
+            time=self._loop.time() - self._began, held=dict(self._held), busy=busy, left=left
+        )
+        self.history.append(moment)
 
     def holds(self, **devices: int) -> None:
         """Note how many devices each role holds from now on."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Protocol
 
 from rlinf_async.backends.cost.engine import CostEngine
 from rlinf_async.backends.cost.trainer import CostTrainer
@@ -32,8 +32,27 @@ from rlinf_async.workers.actor.language import FSDPActor
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.rollout.language.worker import LanguageRolloutWorker
 
-if TYPE_CHECKING:
-    from rlinf_async.simulate.world import World
+
+class Site(Protocol):
+    """What the workers need to know of their run, and tell it."""
+
+    rollouts: dict[int, SimulatedRollout]
+    actor: SimulatedActor
+    collected: int
+    """samples of the next mini-batch that the actor has"""
+
+    def fit(self, number: int, engine: CostEngine) -> None:
+        """Tell a new engine of an instance which devices it has."""
+
+    def finished_sample(self, sample: Sample) -> None:
+        """Note that a sample was generated."""
+
+    async def boundary(self, arrived: int) -> None:
+        """Change what is to be changed before the next mini-batch, and wait for devices."""
+
+    def mini_batch(self) -> AbstractAsyncContextManager[None]:
+        """Return the context in which the actor trains, and does not change."""
+        ...
 
 
 class SimulatedRollout(LanguageRolloutWorker):
@@ -41,7 +60,7 @@ class SimulatedRollout(LanguageRolloutWorker):
 
     def __init__(self, world: Any, engine: Any, config: Any) -> None:
         super().__init__(engine, config, backend="cost")
-        self._world: World = world
+        self._world: Site = world
         world.rollouts[self.rank] = self
 
     @property
@@ -78,7 +97,7 @@ class SimulatedRollout(LanguageRolloutWorker):
 class SimulatedIteration(Iteration):
     """Trains the mini-batches of one iteration in virtual time."""
 
-    world: World
+    world: Site
     """set by whoever makes it"""
 
     async def _epoch(self, batches: Batches | None, waiting: Waiting) -> list[Mapping[str, float]]:
@@ -105,7 +124,7 @@ class SimulatedActor(FSDPActor):
 
     def __init__(self, world: Any, trainer: Any, batches: Any, max_staleness: int) -> None:
         super().__init__(trainer, batches, backend="cost", max_staleness=max_staleness)
-        self._world: World = world
+        self._world: Site = world
         world.actor = self
 
     @property
@@ -135,7 +154,7 @@ class Scorer(Worker):
     """Scores every sample at once."""
 
     def __init__(self, world: Any) -> None:
-        self._world: World = world
+        self._world: Site = world
 
     async def score(self, samples: Receiver[Sample], scored: Sender[ScoredSample]) -> int:
         """Score until there are no more; return how many."""

@@ -16,7 +16,7 @@ Invariant: the ledger holds what the workers hold; one decision is carried out a
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Literal
@@ -85,13 +85,14 @@ class World:
         self.strategy, self.holds, self.ready = self.home, True, True
         self.usage = Usage(hardware.devices)
         self.iteration = self.done = self.collected = 0
-        self.finished = 0
-        """samples of this iteration that are generated"""
+        self._finished: Counter[int] = Counter()
         self.unresponsive: set[int] = set()
         """instances that do not answer"""
         self.decisions: list[tuple[float, ScalingDecision]] = []
         """those that changed something, with their time"""
         self.migrated = 0
+        self.checked = False
+        """whether invariants are held after each decision"""
         self._phase: Literal["begin", "step", "end"] = "end"
         self._lengths: deque[float] = deque(config.generation.lengths.many(4096, 1), maxlen=8192)
         self._predictor = Predictor(self._lengths)
@@ -101,6 +102,11 @@ class World:
         self._returning: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._progress = asyncio.Event()
+
+    @property
+    def finished(self) -> int:
+        """Samples of this iteration that are generated."""
+        return self._finished[self.iteration]
 
     # -- what the run tells it ----------------------------------------------------------------
 
@@ -117,8 +123,8 @@ class World:
 
     async def begin(self, iteration: int) -> None:
         """An iteration begins: nothing of it is generated."""
-        self.iteration, self.done, self.collected, self.finished = iteration, 0, 0, 0
-        self._asked_at = 0
+        self.iteration, self.done, self.collected = iteration, 0, 0
+        self._asked_at = self.finished
         await self._decide("begin")
         self._phase = "step"
 
@@ -132,9 +138,7 @@ class World:
         """A sample was generated."""
         tokens = len(sample.generated.token_ids)
         self._lengths.append(tokens)
-        if sample.request.iteration != self.iteration:
-            return
-        self.finished += 1
+        self._finished[sample.request.iteration] += 1
         self._tokens += 0.001 * (tokens + len(sample.request.prompt.token_ids) - self._tokens)
         every = max(1, round(self.config.scheduler.every * self.config.samples))
         if self.finished - self._asked_at >= every or self.finished == self.config.samples:
@@ -165,12 +169,14 @@ class World:
             self.ready = False
         loop = asyncio.get_running_loop()
         began = loop.time()
+        self.note()
         try:
             yield
         finally:
             self.usage.worked("actor", (loop.time() - began) * self.strategy.world_size)
             self.ready, self.collected = True, 0
             self.done += 1
+            self.note()
 
     # -- deciding ------------------------------------------------------------------------------
 
@@ -259,6 +265,9 @@ class World:
             if decision.changes_devices:
                 self.decisions.append((state.time, decision))
                 await self._carry_out(decision, state)
+                if self.checked:
+                    self.check()
+            self.note()
 
     async def _carry_out(self, decision: ScalingDecision, state: ClusterState) -> None:
         holdings = holdings_after(decision, state)
@@ -347,10 +356,21 @@ class World:
         for task in self._returning:
             task.cancel()
 
+    def note(self) -> None:
+        """Add the present moment to the history."""
+        rollout = sum(one.engine.devices for one in self.rollouts.values() if one.engine.running)
+        actor = 0 if self.ready else self.strategy.world_size
+        self.usage.note({"rollout": rollout, "actor": actor}, self.config.samples - self.finished)
+
     def check(self) -> None:
         """Raise AssertionError unless everybody holds what the ledger says, and no device twice."""
         held = [device for one in self.ledger.holdings() for device in one.devices]
         assert len(held) == len(set(held)) <= self.config.hardware.devices, "a device held twice"
         assert self.strategy in self.strategies, f"{self.strategy} is not valid"
+        for number, rollout in self.rollouts.items():
+            own = self.ledger.held_by(instance_name(number))
+            assert own or not rollout.engine.running, f"instance {number} serves without devices"
+        if self._phase == "end" and not self.ledger.lost and not self.policy.fault:
+            assert self.strategy == self.home, "the actor is not at home"
         size = len(self.ledger.held_by(ACTOR))
         assert size == (self.strategy.world_size if self.holds else 0), "the actor's devices"

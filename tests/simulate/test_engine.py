@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -90,9 +91,7 @@ def test_an_aborted_request_goes_on_after_its_tokens_elsewhere() -> None:
         await first.abort()
         part = await running
         assert part.finish == "abort"
-        whole = await second.generate(
-            Request(**{n: getattr(asked, n) for n in asked.__struct_fields__} | {"partial": part})
-        )
+        whole = await second.generate(msgspec.structs.replace(asked, partial=part))
         return len(part.token_ids), len(whole.token_ids), whole.version.tolist()
 
     made, total, versions = run_on(VirtualLoop(None), main())

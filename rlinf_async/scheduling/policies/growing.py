@@ -18,7 +18,7 @@ def lend(state: ClusterState) -> ScalingDecision | None:
         for one in state.instances
         if state.is_guest(one) and not one.serves and servable(state, one)
     ]
-    if not guests or not state.actor.holds or not state.actor.ready:
+    if not guests or not state.unfinished or not state.actor.holds or not state.actor.ready:
         return None
     return ScalingDecision(
         iteration=state.iteration,

@@ -1,0 +1,190 @@
+"""``rlinf-async simulate`` and ``rlinf-async calibrate``."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from rlinf_async.cli.train import split_tokens
+from rlinf_async.config import ConfigError, Document, UsageError, to_toml
+
+if TYPE_CHECKING:
+    from rlinf_async.simulate import Record, SimulationConfig
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True},
+    options_metavar="[OPTIONS] [--section.field VALUE]...",
+    short_help="Try a run, its placement and its scheduling in virtual time.",
+)
+@click.option("--devices", type=click.IntRange(min=2), help="Devices of the cluster.")
+@click.option("--policy", help="The same as the setting 'scheduler.policy' in the file.")
+@click.option("--compare", metavar="A,B,...", help="The same run under these policies.")
+@click.option("--oracle", is_flag=True, help="With --compare: the last one also knowing lengths.")
+@click.option("--sweep", is_flag=True, help="Try every placement; print the best configuration.")
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, path_type=pathlib.Path),
+    help="Draw who held which devices when into this PNG file.",
+)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=pathlib.Path),
+    help="Write every result to this file.",
+)
+@click.argument("tokens", nargs=-1, type=click.UNPROCESSED, metavar="FILE.toml")
+def simulate(
+    devices: int | None,
+    policy: str | None,
+    compare: str | None,
+    oracle: bool,
+    sweep: bool,
+    picture: pathlib.Path | None,
+    json_file: pathlib.Path | None,
+    tokens: tuple[str, ...],
+) -> int:
+    """Simulate the run that FILE.toml describes: real workers, channels and policies, cost models
+    instead of computation, and virtual time instead of time."""
+    if sweep and picture is not None:
+        raise UsageError("--picture: --sweep draws none; simulate the configuration that it prints")
+    for option, file in (("--picture", picture), ("--json", json_file)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise UsageError(f"{option} {file}: the folder {file.parent} does not exist")
+    config = _config(tokens, devices, policy)
+    policies = _policies(compare) if compare is not None else [config.scheduler.policy]
+    if oracle and compare is None:
+        raise UsageError("--oracle needs --compare: which policies is it compared with?")
+    if sweep:
+        return _sweep(config, policies, json_file)
+    from rlinf_async.simulate.sweep import with_policy
+
+    configs = [with_policy(config, one) for one in policies]
+    if oracle:
+        configs.append(with_policy(config, policies[-1], known_lengths=True))
+    records = _run(configs)
+    _table(records, oracle=oracle)
+    if picture is not None:
+        from rlinf_async.simulate.picture import draw_devices
+
+        draw_devices(records, picture, title=f"{config.name}: {config.hardware.devices} devices")
+        click.echo(f"picture: {picture}")
+    _write(records, json_file)
+    return 0
+
+
+def _config(tokens: Sequence[str], devices: int | None, policy: str | None) -> SimulationConfig:
+    from rlinf_async.scheduling import load_policy
+    from rlinf_async.simulate import SimulationConfig, on_devices
+
+    file, overrides = split_tokens(tokens)
+    if policy is not None:
+        overrides["scheduler.policy"] = policy
+    document = Document.read(file)
+    config = document.to(SimulationConfig, overrides)
+    try:
+        load_policy(config.scheduler.policy, ("scheduler", "policy"))
+    except ConfigError as error:
+        raise document.located(error, overrides) from None
+    if devices is None or devices == config.hardware.devices:
+        return config
+    try:
+        return on_devices(config, devices)
+    except ValueError as error:
+        raise UsageError(f"--devices {devices}: {error}") from None
+
+
+def _policies(text: str) -> list[str]:
+    from rlinf_async.scheduling import load_policy
+
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise UsageError("--compare: names no policy")
+    for name in names:
+        load_policy(name, ("--compare",))
+    return names
+
+
+def _run(configs: Sequence[SimulationConfig]) -> list[Record]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from rlinf_async.simulate import simulate as run
+
+    records = []
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True) as progress:
+        for config in configs:
+            task = progress.add_task(config.scheduler.policy, total=config.work.iterations)
+            records.append(
+                run(
+                    config,
+                    on_step=lambda number, seconds, task=task: progress.advance(task),
+                    report=lambda message: console.print(f"warning: {message}"),
+                )
+            )
+    return records
+
+
+def _table(records: Sequence[Record], *, oracle: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    names = ["policy", "samples/device-h", "gain", "step s", "rollout idle", "actor idle"]
+    names += ["lag", "device-h", "cost", "decisions", "took s"]
+    for name in names:
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    base = records[0].result.samples_per_device_hour
+    for number, record in enumerate(records):
+        result = record.result
+        knows = oracle and number == len(records) - 1
+        table.add_row(
+            result.policy + (" (knows lengths)" if knows else ""),
+            f"{result.samples_per_device_hour:,.1f}",
+            f"{result.samples_per_device_hour / base:.2f}",
+            f"{result.seconds / len(result.step_seconds):,.1f}",
+            f"{result.bubbles.get('rollout', 0.0):.0%}",
+            f"{result.bubbles.get('actor', 0.0):.0%}",
+            f"{result.lag_mean:.2f}",
+            f"{result.device_hours:,.1f}",
+            f"{result.cost:,.0f}",
+            str(result.decisions),
+            f"{result.real_seconds:.1f}",
+        )
+    Console(width=150).print(table)
+
+
+def _sweep(
+    config: SimulationConfig, policies: Sequence[str], json_file: pathlib.Path | None
+) -> int:
+    from rlinf_async.simulate.sweep import candidates, sweep
+
+    configs = list(candidates(config, policies))
+    if not configs:
+        raise UsageError(
+            f"no placement of actor and rollout fits {config.hardware.devices} devices"
+        )
+    records: list[Record] = []
+
+    def show(one: SimulationConfig, record: Record) -> None:
+        records.append(record)
+        hardware, rate = one.hardware, record.result.samples_per_device_hour
+        click.echo(
+            f"{rate:10.1f} samples/device-h  actor {hardware.actor_devices:4d}  "
+            f"instances of {hardware.instance_devices}  {one.scheduler.policy}"
+        )
+
+    best, _ = sweep(configs, show)
+    click.echo("\n# the best of them\n" + to_toml(best), nl=False)
+    _write(records, json_file)
+    return 0
+
+
+def _write(records: Sequence[Record], file: pathlib.Path | None) -> None:
+    if file is not None:
+        file.write_bytes(msgspec.json.format(msgspec.json.encode([r.result for r in records])))
