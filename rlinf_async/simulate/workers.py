@@ -4,8 +4,8 @@
 
     SimulatedRollout   `LanguageRolloutWorker` over `CostEngine`: taking, leases, interruption,
                        weights in flight, engines that die are its own
-    SimulatedActor     `FSDPActor` over `CostTrainer`; one worker stands for all ranks, and lets the
-                       seconds of a mini-batch pass where the real one has its compute thread
+    SimulatedActor     `LanguageActor` over `CostTrainer`; one worker stands for all ranks, and lets
+                       the seconds of a mini-batch pass where the real one has its compute thread
     Scorer             scores every sample at once, as a reward worker does
 """
 
@@ -28,7 +28,7 @@ from rlinf_async.messages.language import (
     ScoredSample,
 )
 from rlinf_async.workers.actor.iteration import Batches, Iteration, Waiting
-from rlinf_async.workers.actor.language import FSDPActor
+from rlinf_async.workers.actor.language import LanguageActor
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.rollout.language.worker import LanguageRolloutWorker
 
@@ -119,7 +119,7 @@ class SimulatedIteration(Iteration):
         return steps
 
 
-class SimulatedActor(FSDPActor):
+class SimulatedActor(LanguageActor):
     """All ranks of the actor."""
 
     def __init__(self, world: Any, trainer: Any, batches: Any, max_staleness: int) -> None:
@@ -136,7 +136,7 @@ class SimulatedActor(FSDPActor):
     async def run_training_pipeline(
         self, input_channel: Receiver[SampleGroup]
     ) -> LanguageTrainReport:
-        """Train on one iteration while it arrives. See `FSDPActor.run_training_pipeline`."""
+        """Train on one iteration while it arrives. See `LanguageActor.run_training_pipeline`."""
         async with self._one_iteration() as iteration:
             return await iteration.train_arriving(input_channel)
 
