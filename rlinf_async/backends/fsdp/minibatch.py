@@ -49,8 +49,8 @@ class FlatBatch(NamedTuple):
             return column.index_select(0, order)
 
         others = self._others()
-        moved: Iterator[Any] = (None if one is None else taken(one) for one in others)
-        return FlatBatch(each(self.observation, taken), *moved)
+        moved = (None if one is None else taken(one) for one in others)
+        return FlatBatch._make((each(self.observation, taken), *moved))
 
     def split(self, size: int) -> Iterator[FlatBatch]:
         """Cut into batches of ``size`` samples; the last may be smaller."""
