@@ -111,7 +111,7 @@ def _policies(text: str) -> list[str]:
 
 def _run(configs: Sequence[SimulationConfig]) -> list[Record]:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
     from rlinf_async.simulate import simulate as run
 
@@ -120,13 +120,14 @@ def _run(configs: Sequence[SimulationConfig]) -> list[Record]:
     with Progress(console=console, transient=True) as progress:
         for config in configs:
             task = progress.add_task(config.scheduler.policy, total=config.work.iterations)
-            records.append(
-                run(
-                    config,
-                    on_step=lambda number, seconds, task=task: progress.advance(task),
-                    report=lambda message: console.print(f"warning: {message}"),
-                )
-            )
+
+            def advance(_number: int, _seconds: float, task: TaskID = task) -> None:
+                progress.advance(task)
+
+            def warn(message: str) -> None:
+                console.print(f"warning: {message}")
+
+            records.append(run(config, on_step=advance, report=warn))
     return records
 
 
