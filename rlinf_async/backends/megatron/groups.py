@@ -15,9 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeout
 
 from rlinf_async.backends.rescale import TransferGroup
-
-AFTER_A_FAILURE = timedelta(seconds=0.1)
-"""limit of the other groups once one could not be made: they are only counted then"""
+from rlinf_async.backends.rescale.transfer import AFTER_A_FAILURE
 
 
 class Key(NamedTuple):

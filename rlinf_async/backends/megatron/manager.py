@@ -122,8 +122,6 @@ class MegatronModelManager:
         )
         self._language_class, self._language_config = type(whole), config
         self.sharding = Sharding(distributed=cfg.distributed_optimizer, overlap=cfg.overlap)
-        self.pending = False
-        """gradients were added up since the last step"""
         self.setup_model_and_optimizer(first_weights(whole))
 
     def setup_model_and_optimizer(self, tensor: Callable[[str], Tensor]) -> None:
@@ -159,10 +157,13 @@ class MegatronModelManager:
         )
 
     def take(self, grid: Grid, part: RankModel | None) -> None:
-        """Train with this part of the model, under this strategy; None: this rank is idle."""
+        """Train with this part of the model, under this strategy; None: this rank is idle.
+
+        ``pending`` says whether gradients were added up since the last step.
+        """
         self.grid, self.strategy = grid, grid.strategy
         self.feed = Feed(grid.feed)
-        self.part = part
+        self.part, self.pending = part, False
 
     @property
     def world_size(self) -> int:
