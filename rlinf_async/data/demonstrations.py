@@ -7,7 +7,8 @@
     episode_000001.npz        ...
 
 Images are uint8 and texts UTF-8 bytes, as in `rlinf_async.messages.spaces`; actions are those of
-the policy: with ``env.actions = "rescale"`` bounds are -1 and 1.
+the policy: with ``env.actions = "rescale"`` bounds are -1 and 1. A folder of LeRobot's format is
+read too: see `lerobot`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.data.errors import DataError
+from rlinf_async.data.lerobot import is_lerobot, lerobot_arrays, lerobot_info, lerobot_spec
 from rlinf_async.messages.spaces import STATE, ObservationSpec, Seen
 
 FILE: Final = "demonstrations.json"
@@ -78,8 +80,19 @@ def write_info(folder: Path, info: DemonstrationsInfo) -> None:
     (folder / FILE).write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2))
 
 
-def read_info(folder: Path) -> DemonstrationsInfo:
-    """Return what the folder holds; raises `DataError` for one that has no demonstrations."""
+def read_info(folder: Path, wanted: ObservationSpec | None = None) -> DemonstrationsInfo:
+    """Return what the folder holds; raises `DataError` for one that has no demonstrations.
+
+    Of a folder of LeRobot only the ``wanted`` parts are looked at.
+    """
+    if is_lerobot(folder):
+        found = lerobot_info(folder)
+        return DemonstrationsInfo(
+            env=str(found.get("robot_type") or folder.name),
+            observation=lerobot_spec(folder, wanted or ObservationSpec()),
+            action_size=int(np.prod(found["features"]["action"]["shape"])),
+            episodes=int(found["total_episodes"]),
+        )
     try:
         return msgspec.json.decode((folder / FILE).read_bytes(), type=DemonstrationsInfo)
     except (OSError, msgspec.DecodeError) as error:
@@ -89,9 +102,13 @@ def read_info(folder: Path) -> DemonstrationsInfo:
         ) from error
 
 
-def read_episodes(folder: Path) -> Iterator[Episode]:
+def read_episodes(folder: Path, wanted: ObservationSpec | None = None) -> Iterator[Episode]:
     """Read all episodes. Raises `DataError` for a file that is damaged or of another shape."""
-    info = read_info(folder)
+    info = read_info(folder, wanted)
+    if is_lerobot(folder):
+        for found in lerobot_arrays(folder, info.observation):
+            yield _episode(found, info.observation)
+        return
     for number in range(info.episodes):
         path = _file(folder, number)
         try:
@@ -107,7 +124,7 @@ def check_demonstrations(
     folder: Path, observation: ObservationSpec, action_size: int, *, discrete: bool
 ) -> DemonstrationsInfo:
     """Return what the folder holds; raises `DataError` unless it fits these spaces."""
-    info = read_info(folder)
+    info = read_info(folder, observation)
     if info.observation != observation:
         raise DataError(
             f"the demonstrations in {str(folder)!r} show {info.observation}, but the environment "

@@ -21,7 +21,7 @@ from rlinf_async.backends.policies.base import Evaluation, Policy
 from rlinf_async.backends.policies.moments import batch_moments
 from rlinf_async.backends.policies.tensors import to_tensors
 from rlinf_async.data.demonstrations import Chunks, chunks_of, read_episodes
-from rlinf_async.messages.spaces import numbers_of
+from rlinf_async.messages.spaces import ObservationSpec, numbers_of
 
 
 def clone(
@@ -29,6 +29,7 @@ def clone(
     policy: Policy[Any],
     config: CloningConfig,
     *,
+    seen: ObservationSpec,
     chunk: int,
     seed: int,
     normalize: bool,
@@ -39,10 +40,10 @@ def clone(
     The optimizer begins anew afterwards: its moments are of another loss. Raises `DataError` for
     demonstrations that cannot be read.
     """
-    samples = chunks_of(list(read_episodes(Path(config.demonstrations))), chunk)
+    samples = chunks_of(list(read_episodes(Path(config.demonstrations), seen)), chunk)
     if normalize and (numbers := numbers_of(samples.observation)) is not None:
-        seen = torch.from_numpy(np.ascontiguousarray(numbers)).to(manager.device)
-        policy.observation_normalizer.merge(batch_moments(seen))
+        states = torch.from_numpy(np.ascontiguousarray(numbers)).to(manager.device)
+        policy.observation_normalizer.merge(batch_moments(states))
     _set_rate(manager, config.lr)
     generator = np.random.default_rng(seed)
     losses: list[float] = []

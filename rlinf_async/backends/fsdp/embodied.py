@@ -113,6 +113,7 @@ class EmbodiedTrainer:
             self.manager,
             self._policy,
             config.cloning,
+            seen=policy.sees,
             chunk=policy.vision_language.chunk or max(policy.action_chunk, 1),
             seed=config.seed,
             normalize=config.normalize_observation,
