@@ -30,7 +30,7 @@ from rlinf_async.runtime.jobs.language.job import LanguageRL
 from rlinf_async.workers.scheduler import SchedulingConfig
 
 SAMPLES, ITERATIONS, GLOBAL_BATCHES = 64, 8, 8
-STEP, TOKEN, UPDATE, LOAD, MOVE = 0.02, 0.002, 0.02, 0.02, 0.05
+STEP, TOKEN, UPDATE, LOAD, MOVE = 0.02, 0.004, 0.02, 0.02, 0.05
 """seconds of a decoding step, of training a token, of an optimizer step, of taking weights, of
 changing the actor's strategy"""
 MODEL = {

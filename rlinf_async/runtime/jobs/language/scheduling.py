@@ -145,4 +145,7 @@ class Scheduling:
         for call in self._following:
             await call
         self._reports.receiver.close()
-        return await self._deciding if self._deciding is not None else None
+        summary = await self._deciding if self._deciding is not None else None
+        if summary is not None:
+            log.info("the scheduler: %s", msgspec.json.encode(summary).decode())
+        return summary
