@@ -103,6 +103,16 @@ def test_the_policy_that_sees_pixels_alone_trains(tmp_path: pathlib.Path) -> Non
     assert (summary.outcome, summary.iterations, summary.env_steps) == ("fell short", 2, 4096)
 
 
+@pytest.mark.parametrize("example", ["simulated_long_reasoning.toml", "simulated_1024.toml"])
+def test_a_cluster_is_simulated(example: str) -> None:
+    done = run(
+        *("-m", "rlinf_async.cli", "simulate", EXAMPLES / example, "--devices", 16),
+        *("--work.iterations", 1, "--hardware.actor_devices", 8),
+    )
+    assert (done.returncode, done.stderr.strip()) == (0, "")
+    assert "tail" in done.stdout
+
+
 def says_nothing_but_that_it_knows_nothing_yet(stderr: str) -> None:
     """A model that was hardly taught gets every task wrong, which is said once."""
     said = stderr.splitlines()
