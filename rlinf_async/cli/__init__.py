@@ -21,7 +21,7 @@ from rlinf_async.cli.demonstrations import demonstrations
 from rlinf_async.cli.failures import guarded
 from rlinf_async.cli.jobs import FindJob, Session, registered_job
 from rlinf_async.cli.runs import status, stop
-from rlinf_async.cli.simulate import simulate
+from rlinf_async.cli.simulate import calibrate, simulate
 from rlinf_async.cli.train import check, train
 from rlinf_async.runtime.signals import RunSignals
 
@@ -52,6 +52,7 @@ commands.add_command(check)
 commands.add_command(status)
 commands.add_command(stop)
 commands.add_command(bench)
+commands.add_command(calibrate)
 commands.add_command(demonstrations)
 commands.add_command(export)
 commands.add_command(reshard)

@@ -189,3 +189,27 @@ def _sweep(
 def _write(records: Sequence[Record], file: pathlib.Path | None) -> None:
     if file is not None:
         file.write_bytes(msgspec.json.format(msgspec.json.encode([r.result for r in records])))
+
+
+@click.command(short_help="Fit the cost models of a simulation to a real run.")
+@click.argument("run", type=click.Path(path_type=pathlib.Path))
+def calibrate(run: pathlib.Path) -> None:
+    """Fit the cost models of `simulate` to the language run in the folder RUN.
+
+    Prints the sections of a simulation's file, and how well they fit.
+    """
+    from rlinf_async.simulate.calibrate import calibrate as fitted
+
+    found = fitted(run)
+    click.echo(f"# {found.iterations} iterations, {found.workers} rollout, {found.ranks} actor")
+    for fit in found.fits:
+        click.echo(
+            f"# {fit.name}: {fit.measured:.4f} s an iteration, fitted within {fit.error:.1%}"
+        )
+    sections = {"generation": found.generation, "generation.lengths": found.lengths}
+    for name, values in (sections | {"actor": found.actor}).items():
+        click.echo(f"\n[{name}]")
+        if name == "generation.lengths":
+            click.echo('type = "log_normal"')
+        for key, value in values.items():
+            click.echo(f"{key} = {int(value) if key == 'longest' else float(f'{value:.6g}')}")

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from rlinf_async.channels import Sender
 from rlinf_async.messages.language import (
     Failed,
@@ -61,6 +63,9 @@ def summed_up(iteration: int, groups: Groups) -> TrainedOn:
     ended = Counter(one.sample.generated.finish for one in every)
     metrics = {
         "response_tokens": sum(responses) / len(every),
+        "response_tokens_median": float(np.median(responses)),
+        "response_tokens_p99": float(np.quantile(responses, 0.99)),
+        "response_tokens_max": float(max(responses)),
         "prompt_tokens": sum(prompts) / len(every),
         "cut_off": ended["length"] / len(every),
         "behaviour_log_prob": sum(float(one.sample.generated.log_prob.sum()) for one in every)

@@ -1,0 +1,200 @@
+"""Cost models fitted to a real run: least squares over its iterations, from metrics and trace.
+
+::
+
+    train     = seconds of the actor's `train` spans
+              = token_seconds x tokens / ranks + seconds of the optimizer steps
+    generate  = seconds of the `generate` spans of the rollout worker that generates longest
+              = decode_seconds x steps + sequence_seconds x tokens / workers
+
+The steps of an iteration are at least the longest response of the iteration. `load_seconds`,
+`move_seconds`, `rescale_seconds` and `publish_seconds` are means of the spans of their names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import NormalDist
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rlinf_async.backends.cost.lengths import Z99
+from rlinf_async.config import UsageError
+from rlinf_async.observe.csv_log import read_columns
+from rlinf_async.observe.perfetto import by_worker, read_perfetto
+from rlinf_async.observe.trace import Span
+
+LEAST_ITERATIONS = 3
+"""fewer do not tell two costs apart"""
+NEEDED = ("iteration", "samples", "response_tokens", "prompt_tokens", "response_tokens_max")
+Floats = NDArray[np.float64]
+
+
+class Fit(msgspec.Struct, frozen=True, kw_only=True):
+    """One fitted time."""
+
+    name: str
+    measured: float
+    """mean of an iteration, in seconds"""
+    error: float
+    """mean of |fitted - measured| / measured over the iterations"""
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """Costs of a run."""
+
+    iterations: int
+    workers: int
+    ranks: int
+    generation: dict[str, float]
+    actor: dict[str, float]
+    lengths: dict[str, float]
+    """of the log-normal distribution with the run's median, 99th percentile and longest"""
+    fits: tuple[Fit, ...]
+
+
+def calibrate(run: Path) -> Calibration:
+    """Fit the cost models to the run in this folder.
+
+    Raises:
+        UsageError: metrics or trace lack what it needs; says what.
+        RunFolderError: they cannot be read.
+    """
+    rows = _rows(run)
+    spans = by_worker(read_perfetto(run / "trace.json.gz"))
+    trained = _train_seconds(spans, rows["iteration"], run)
+    generated, workers = _generate_seconds(spans, trained, run)
+    ranks = len({worker for worker, row in spans.items() if _of(row, "train")})
+    seconds = np.array([sum(one.duration for one in found) / 1e9 for found in trained]) / ranks
+    samples = np.diff(np.concatenate([[0.0], rows["samples"]]))
+    responses = samples * rows["response_tokens"]
+    tokens = responses + samples * rows["prompt_tokens"]
+    train, train_fit = _fit("train", seconds, tokens / ranks, np.ones_like(tokens))
+    made, made_fit = _fit("generate", generated, responses / workers, rows["response_tokens_max"])
+    every = [span for row in spans.values() for span in row]
+    median = float(np.median(rows.get("response_tokens_median", rows["response_tokens"])))
+    high = float(np.median(rows.get("response_tokens_p99", rows["response_tokens_max"])))
+    return Calibration(
+        iterations=len(tokens),
+        workers=workers,
+        ranks=ranks,
+        generation={
+            "decode_seconds": max(made[1], 1e-9),
+            "sequence_seconds": made[0],
+            "prefill_seconds": 0.0,
+            "load_seconds": _mean(every, "load weights"),
+            "move_seconds": _mean(every, "onload"),
+        },
+        actor={
+            "token_seconds": max(train[0], 1e-12),
+            "step_seconds": train[1],
+            "rescale_seconds": _mean(every, "rescale"),
+            "move_seconds": _mean(every, "offload"),
+            "publish_seconds": _mean(every, "publish"),
+        },
+        lengths={
+            "median": max(median, 1.0),
+            "ratio": _ratio(high / max(median, 1.0), float(samples.mean())),
+            "longest": float(math.ceil(rows["response_tokens_max"].max())),
+        },
+        fits=(train_fit, made_fit),
+    )
+
+
+def _ratio(seen: float, samples: float) -> float:
+    """Return the 99th percentile over the median of a log-normal distribution, of which the sample
+    has this quotient: of few samples the 99th percentile is too low."""
+    if seen <= 1.0 or samples <= 1.0:
+        return 1.0
+    quantile = (0.99 * (samples - 1.0) + 0.5) / samples  # Hazen's plotting position
+    return float(seen ** (Z99 / NormalDist().inv_cdf(quantile)))
+
+
+def _rows(run: Path) -> dict[str, Floats]:
+    """The columns of the metrics, over the rows of iterations."""
+    if not (run / "metrics.csv").is_file():
+        raise UsageError(f"{run}: has no metrics.csv: name the folder of a language run")
+    columns = {name: np.array(values) for name, values in read_columns(run / "metrics.csv").items()}
+    missing = [name for name in NEEDED if name not in columns]
+    if missing:
+        raise UsageError(
+            f"{run}/metrics.csv: has no column {missing[0]!r}: calibration needs a run of the "
+            "language job, made by this version"
+        )
+    whole = ~np.isnan([columns[name] for name in NEEDED]).any(axis=0)
+    if whole.sum() < LEAST_ITERATIONS:
+        raise UsageError(
+            f"{run}/metrics.csv: has {whole.sum()} iterations; calibration needs at least "
+            f"{LEAST_ITERATIONS}"
+        )
+    return {name: values[whole] for name, values in columns.items()}
+
+
+def _train_seconds(spans: dict[str, list[Span]], iterations: Floats, run: Path) -> list[list[Span]]:
+    """The `train` spans of each iteration, of all ranks."""
+    found: dict[int, list[Span]] = defaultdict(list)
+    for row in spans.values():
+        for span in _of(row, "train"):
+            found[int((span.args or {}).get("iteration", -1))].append(span)
+    lacking = [int(one) for one in iterations if not found[int(one)]]
+    if lacking:
+        raise UsageError(
+            f"{run}/trace.json.gz: has no span 'train' of iteration {lacking[0]}: was the run "
+            "resumed, or its trace cut?"
+        )
+    return [found[int(one)] for one in iterations]
+
+
+def _generate_seconds(
+    spans: dict[str, list[Span]], trained: Sequence[Sequence[Span]], run: Path
+) -> tuple[Floats, int]:
+    """Seconds in which each iteration was generated, of the busiest worker, and their number.
+
+    What is generated between the end of one iteration and that of the next counts to the next.
+    """
+    rows = [found for row in spans.values() if (found := _of(row, "generate"))]
+    if not rows:
+        raise UsageError(f"{run}/trace.json.gz: has no span 'generate' of a rollout worker")
+    ends = np.array([max(span.end for span in one) for one in trained])
+    seconds = np.zeros((len(rows), len(ends)))
+    for number, row in enumerate(rows):
+        for span in row:
+            at = int(np.searchsorted(ends, span.start))
+            if at < len(ends):  # else: of the evaluation at the end
+                seconds[number, at] += span.duration / 1e9
+    busiest: Floats = seconds.max(axis=0)
+    return busiest, len(rows)
+
+
+def _fit(name: str, seconds: Floats, first: Floats, second: Floats) -> tuple[list[float], Fit]:
+    """Non-negative ``a, b`` with ``seconds = a x first + b x second``, by least squares of the
+    relative errors."""
+    weights = 1.0 / np.maximum(seconds, 1e-9)
+    columns = np.stack([first, second], axis=1) * weights[:, None]
+    ones = np.ones(len(seconds))
+    candidates = [np.linalg.lstsq(columns, ones, rcond=None)[0]]
+    for only in (0, 1):
+        column = columns[:, only]
+        alone = np.zeros(2)
+        alone[only] = max(0.0, float(column @ ones) / max(float(column @ column), 1e-300))
+        candidates.append(alone)
+    allowed = [one for one in candidates if (one >= 0.0).all()]
+    best = min(allowed, key=lambda one: float(np.square(columns @ one - 1.0).sum()))
+    error = float(np.abs(columns @ best - 1.0).mean())
+    return [float(best[0]), float(best[1])], Fit(
+        name=name, measured=float(seconds.mean()), error=error
+    )
+
+
+def _of(row: Sequence[Span], name: str) -> list[Span]:
+    return [span for span in row if span.name == name]
+
+
+def _mean(spans: Sequence[Span], name: str) -> float:
+    found = [span.duration / 1e9 for span in spans if span.name == name]
+    return sum(found) / len(found) if found else 0.0
