@@ -349,7 +349,7 @@ class World:
         """Tell a new engine which devices it has."""
         held = len(self.ledger.held_by(instance_name(number)))
         engine.devices = held
-        engine.width = max(held, 1) / len(self.homes[number])
+        engine.width = held / len(self.homes[number]) if held else 1.0
 
     def close(self) -> None:
         """End what is still to come."""

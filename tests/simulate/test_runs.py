@@ -98,3 +98,19 @@ def test_a_placement_that_cannot_share_a_mini_batch_is_refused_with_those_that_c
         msgspec.structs.replace(
             SMALL, hardware=HardwareConfig(devices=8, devices_per_host=2, actor_devices=3)
         )
+
+
+def test_instances_of_several_devices_decode_as_fast_as_their_costs_say() -> None:
+    """Those that never stop, too."""
+    one = small("static", iterations=1)
+    four = msgspec.structs.replace(
+        one,
+        hardware=HardwareConfig(
+            devices=32, devices_per_host=8, instance_devices=4, actor_devices=8, actor_tp=4
+        ),
+        work=msgspec.structs.replace(one.work, prompts_per_device=0.25),
+    )
+    single, wide = simulate(one).result, simulate(four).result
+    assert single.samples == wide.samples
+    # As many instances, as many requests, a mini-batch on four times the devices.
+    assert wide.seconds < single.seconds
