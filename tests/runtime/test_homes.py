@@ -17,6 +17,7 @@ from rlinf_async.runtime.homes import HomedChannel
 from tests.runtime.kit import NewCluster, Number, Reading
 
 COUNT = 200
+LOST = "the channel's queue was lost with its home, home[0]#0"
 SIZE = 400_000
 """elements of an array that goes by shared memory"""
 
@@ -196,37 +197,35 @@ async def test_with_its_home_a_channel_is_lost_and_every_use_says_so(
         except HomeLost as error:
             lost.append(str(error).partition(":")[0])
 
-    async def result(call: Any) -> Any:
-        return await call
+    async def error_of(call: Any) -> Exception:
+        with pytest.raises(ra.WorkerError) as raised:
+            await call
+        return raised.value
 
     async def graph() -> None:
-        async with new_cluster() as cluster, asyncio.TaskGroup() as group:
+        async with new_cluster() as cluster:
             home = await cluster.launch_one(Counter, name="home")
             other = await cluster.launch_one(Counter, name="other")
             numbers = await cluster.channel_at(home, Number, name="numbers")
             pid = await home.call(Counter.pid)
-            waiting = group.create_task(use(numbers.receiver.get()))
-            taking = group.create_task(use_call(result(other.call(Counter.take, numbers.receiver))))
-            serving = group.create_task(
-                result(home.call(Counter.converse, numbers.receiver, numbers.sender))
-            )
-            await asyncio.sleep(0)  # each of them waits now
-            os.kill(pid, signal.SIGKILL)
-            await asyncio.wait([waiting, taking])
+            async with asyncio.TaskGroup() as group:
+                serving = home.call(Counter.converse, numbers.receiver, numbers.sender)
+                died = group.create_task(error_of(serving))  # awaited, it does not end the cluster
+                taking = other.call(Counter.take, numbers.receiver)
+                failed = group.create_task(error_of(taking))
+                group.create_task(use(numbers.receiver.get()))
+                while (await numbers.statistics()).waiting_getters < 3:
+                    pass
+                os.kill(pid, signal.SIGKILL)
             await use(numbers.sender.put(Number(1)))
             await use(numbers.statistics())
-            await serving
+            assert f"HomeLost: {LOST}" in str(failed.result())
+            raise died.result()
 
-    async def use_call(doing: Any) -> None:
-        with pytest.raises(ra.WorkerError, match=r"HomeLost: .* lost with its home, home\[0\]"):
-            await doing
-
-    with pytest.raises(ExceptionGroup) as raised:
+    with pytest.raises(ra.WorkerDied) as raised:
         await graph()
-    [died] = raised.value.exceptions
-    assert isinstance(died, ra.WorkerDied)
-    assert died.worker == "home[0]"
-    assert lost == ["the channel's queue was lost with its home, home[0]#0"] * 3
+    assert raised.value.worker == "home[0]"
+    assert lost == [LOST] * 3
 
 
 @pytest.mark.parametrize("setting", [("process", "uvloop")], ids="-".join)
