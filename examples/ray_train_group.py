@@ -5,7 +5,6 @@
 
 A tiny random model learns to answer with digits alone. Actor and critic share a placement group; a
 rollout manager (an actor of Ray, too) has an engine that is given new weights after each rollout.
-With Megatron there is no critic: GRPO.
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ def main() -> None:
         critic_save=str(out / "critic"),
         rollout_batch_size=PROMPTS,
         n_samples_per_prompt=SAMPLES,
-        advantage_estimator="ppo" if options.train_backend == "fsdp" else "grpo",
+        advantage_estimator="ppo",
         num_steps_per_rollout=4,
         lr=1e-2,
         critic_lr=1e-2,

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout, default_pg_timeout
 
 from rlinf_async.backends.rescale import TransferGroup
-from rlinf_async.backends.rescale.transfer import AFTER_A_FAILURE
+
+AFTER_A_FAILURE = timedelta(seconds=0.1)
+"""limit of the other groups once one could not be made: they are only counted then"""
 
 
 class Key(NamedTuple):

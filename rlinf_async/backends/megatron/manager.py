@@ -122,6 +122,8 @@ class MegatronModelManager:
         )
         self._language_class, self._language_config = type(whole), config
         self.sharding = Sharding(distributed=cfg.distributed_optimizer, overlap=cfg.overlap)
+        self.pending = False
+        """gradients were added up since the last step"""
         self.setup_model_and_optimizer(first_weights(whole))
 
     def setup_model_and_optimizer(self, tensor: Callable[[str], Tensor]) -> None:
@@ -157,13 +159,10 @@ class MegatronModelManager:
         )
 
     def take(self, grid: Grid, part: RankModel | None) -> None:
-        """Train with this part of the model, under this strategy; None: this rank is idle.
-
-        ``pending`` says whether gradients were added up since the last step.
-        """
+        """Train with this part of the model, under this strategy; None: this rank is idle."""
         self.grid, self.strategy = grid, grid.strategy
         self.feed = Feed(grid.feed)
-        self.part, self.pending = part, False
+        self.part = part
 
     @property
     def world_size(self) -> int:

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from rlinf_async.backends.base import RescaleReport
-from rlinf_async.backends.language_training.kept_weights import ACTOR
 from rlinf_async.backends.megatron.architecture import Architecture, layout_of
 from rlinf_async.backends.megatron.grid import Grid, make_grid
 from rlinf_async.backends.megatron.groups import Key
@@ -177,8 +176,6 @@ class MegatronChange(Change):
             )
         if manager.weights_offloaded or manager.optimizer_offloaded:
             raise OffloadedError("rescale() while the model is offloaded: call onload() first")
-        if ACTOR in manager.kept:
-            raise RescaleError("rescale() while other weights are in the model: switch back first")
         progress = None
         if manager.part is not None:
             progress = Progress(

@@ -32,7 +32,6 @@ from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.rescale.change import Change
 from rlinf_async.backends.rescale.errors import RescaleError, RescaleUndecided
 from rlinf_async.backends.rescale.transaction import StageResult, Transaction
-from rlinf_async.backends.rescale.transfer import AFTER_A_FAILURE
 from rlinf_async.backends.reshard import NotAgreed, PeerLost, Report
 from rlinf_async.parallel import Strategy
 
@@ -131,8 +130,7 @@ class Rescale:
         """Make the process groups. If any rank comes here, all do: torch counts groups."""
         limit = timedelta(seconds=self._timeout)
         failed = self.change.transfer.prepare(limit)
-        others = limit if failed is None else AFTER_A_FAILURE
-        self.change.connect([one.content for one in self._proposals], others)
+        self.change.connect([one.content for one in self._proposals], limit)
         if failed is not None:
             raise failed
 

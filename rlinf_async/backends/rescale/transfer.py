@@ -11,9 +11,6 @@ from typing import cast
 
 import torch.distributed as dist
 
-AFTER_A_FAILURE = timedelta(seconds=0.1)
-"""limit of further groups once one could not be made: they are only counted then"""
-
 
 class TransferGroup:
     """A group of all launched ranks. Every rank makes it at the same place of the program."""

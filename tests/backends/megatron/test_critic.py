@@ -15,7 +15,6 @@ from rlinf_async.backends.fsdp.language.critic import CriticTrainer
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
 from rlinf_async.backends.optimizer_config import OptimizerConfig
-from rlinf_async.parallel import Strategy
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.language import kit as language
 from tests.backends.language.kit import micro_batches, samples, trainer_config
@@ -75,31 +74,6 @@ def go_on_from_each_other(rank: int, world_size: int, folder: Path, model: dict[
         trainer.save_checkpoint(folder / name)
         before = name
     save_result(folder, rank, found)
-
-
-RING = (Strategy(tp=2, dp=2), Strategy(pp=2), Strategy(tp=2, pp=2), Strategy(dp=2))
-
-
-def change(rank: int, world_size: int, folder: Path, model: dict[str, Any]) -> None:
-    trainer = megatron(model, {"tp": 2}, world_size, rank)
-    found = []
-    for strategy in RING:
-        trainer.rescale(strategy, timeout=60.0, bucket_bytes=1 << 13)
-        found.append(learn(trainer) if trainer.manager.active else {})
-    save_result(folder, rank, found)
-
-
-def test_a_critic_whose_strategy_changes_while_it_trains_learns_what_fsdps_does(
-    tmp_path: Path,
-) -> None:
-    critic = fsdp(MODEL)
-    expected = [learn(critic) for _ in RING]
-    found = in_processes(change, 4, tmp_path, MODEL)
-    for rank, results in enumerate(found):
-        for strategy, one, other in zip(RING, results, expected, strict=True):
-            assert bool(one) == (rank < strategy.world_size)
-            if one:
-                assert_same([one["metrics"]], [other["metrics"]])
 
 
 def test_a_critic_under_any_strategy_goes_on_where_fsdp_stopped(tmp_path: Path) -> None:

@@ -128,10 +128,11 @@ class GroupActor(GroupRank, FSDPActor):
         await self.switch(ACTOR)
         samples = [sample for group in groups for sample in group.samples]
         await self.compute(self._add_log_probs, samples)
-        if to_critic is not None:
+        reads = self.data_rank.is_io  # the others of its model are given what it reads
+        if to_critic is not None and reads:
             for group in groups:
-                await to_critic.put(group, key=self.rank)
-        if values is not None:
+                await to_critic.put(group, key=self.data_rank.rank)
+        if values is not None and reads:
             await self._add_values(groups, values, rollout_id)
         await self.compute(self._make_ready, samples)
         report = await self.run_training(self._fed(groups).receiver)
@@ -175,7 +176,7 @@ class GroupActor(GroupRank, FSDPActor):
         by_number = {(s.group, s.index): s for group in groups for s in group.samples}
         missing = set(by_number)
         while missing:
-            valued = await values.get(key=self.rank)
+            valued = await values.get(key=self.data_rank.rank)
             if valued.iteration != rollout_id:
                 raise RuntimeError(
                     f"the critic sent values of rollout {valued.iteration}, but the actor trains "
@@ -198,7 +199,8 @@ class GroupActor(GroupRank, FSDPActor):
             if self._hook is not None:
                 self._call_hook(samples)
             args = self.args
-            self._check_ready(samples, reference=args.needs_reference, values=args.needs_values)
+            if self.data_rank.is_io:
+                self._check_ready(samples, reference=args.needs_reference, values=args.needs_values)
         except Exception as error:
             failed = error
         self.vote(failed)

@@ -12,7 +12,6 @@ from rlinf_async.runtime.ray.training.actor import TrainRayActor
 from rlinf_async.runtime.ray.training.args import TrainArgs
 from rlinf_async.runtime.ray.training.memory import saver_environment
 from rlinf_async.runtime.ray.training.settings import (
-    backend,
     batches,
     check_megatron,
     trainer_config,
@@ -76,7 +75,6 @@ class RayTrainGroup:
         self.world_size = num_nodes * num_gpus_per_node
         typed = TrainArgs.of(args).for_role(role)
         # What is wrong with numbers is said before anything is started.
-        backend(typed, critic=role == "critic")
         trainer_config(typed, critic=role == "critic", reference=False, device="cpu")
         batches(typed).of_rank(typed.data_ranks(self.world_size))
         if typed.train_backend == "megatron":

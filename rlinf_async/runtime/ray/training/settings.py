@@ -21,17 +21,8 @@ from rlinf_async.workers.actor.config import LanguageBatches
 
 
 def backend(args: TrainArgs, *, critic: bool) -> str:
-    """Return the registered name of what trains. Raises `ValueError` where there is none."""
-    from rlinf_async.backends.registry import LANGUAGE_TRAINERS
-
-    name = f"{args.train_backend}_critic" if critic else args.train_backend
-    # A group pairs its critics with actors rank by rank, Megatron's are paired by data rank.
-    if name not in LANGUAGE_TRAINERS or (critic and args.train_backend == "megatron"):
-        raise ValueError(
-            f"train_backend {args.train_backend!r} has no critic yet: give the group of role "
-            "'critic' args of its own, with train_backend = 'fsdp'"
-        )
-    return name
+    """Return the registered name of what trains."""
+    return f"{args.train_backend}_critic" if critic else args.train_backend
 
 
 def trainer_config(args: TrainArgs, *, critic: bool, reference: bool, device: str) -> Any:
@@ -43,6 +34,7 @@ def trainer_config(args: TrainArgs, *, critic: bool, reference: bool, device: st
     shared: dict[str, Any] = {
         "advantage": advantage_config(args),
         "loss": loss_config(args, critic=critic),
+        "value_clip": args.value_clip if critic else None,
         "reference": reference,
         "bucket_bytes": args.update_weight_buffer_size,
         "publish_precision": args.publish_precision,
@@ -50,8 +42,7 @@ def trainer_config(args: TrainArgs, *, critic: bool, reference: bool, device: st
     }
     if args.train_backend == "megatron":
         return MegatronTrainerConfig(megatron=_megatron(args, device), **shared)
-    value_clip = args.value_clip if critic else None
-    return LanguageTrainerConfig(fsdp=_fsdp(args, device), value_clip=value_clip, **shared)
+    return LanguageTrainerConfig(fsdp=_fsdp(args, device), **shared)
 
 
 def check_megatron(args: TrainArgs) -> None:

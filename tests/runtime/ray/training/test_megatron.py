@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rlinf_async.messages.language import LanguageTrainReport
 from rlinf_async.parallel import ModelMismatch
 from rlinf_async.runtime.ray.training import RayTrainGroup, TrainArgs, create_placement_group
 from tests.runtime.ray.training.kit import args, batch, columns
+from tests.runtime.ray.training.test_critic import ours, with_reference
 from tests.runtime.ray.training.test_worker import rank, rollout
 
 pytest.importorskip("megatron.core")
@@ -52,8 +55,10 @@ def of_fsdp(folder: str, rollouts: int) -> list[LanguageTrainReport]:
     return asyncio.run(both())
 
 
-def near(report: LanguageTrainReport, wanted: LanguageTrainReport) -> None:
-    for name in METRICS:
+def near(
+    report: LanguageTrainReport, wanted: LanguageTrainReport, metrics: Sequence[str] = METRICS
+) -> None:
+    for name in metrics:
         assert report.metrics[name] == pytest.approx(wanted.metrics[name], rel=1e-4, abs=1e-6), name
 
 
@@ -123,10 +128,40 @@ def test_what_does_not_fit_is_refused_before_a_rank_is_started(
         RayTrainGroup(given, 1, 2, pg)
 
 
+def test_actor_and_critic_of_two_tensor_ranks_are_as_those_of_fsdp(ray: Any) -> None:
+    given = args(
+        advantage_estimator="ppo", kl_coef=0.1, num_critic_only_steps=1, critic_lr=2e-3, lambd=0.9
+    )
+    valued, trained = ours(given)
+    cut = {"train_backend": "megatron", "tensor_model_parallel_size": 2}
+    given = msgspec.structs.replace(given, **cut)
+    pg = create_placement_group(2)
+    actor = RayTrainGroup(given, 1, 2, pg, num_gpus_per_actor=0.4)
+    critic = RayTrainGroup(given, 1, 2, pg, num_gpus_per_actor=0.4, role="critic")
+    try:
+        begun = actor.async_init(with_ref=True), critic.async_init()
+        assert [ray.get(one) for one in begun] == [[0, 0], [0, 0]]
+        actor.connect(critic)
+        alone = columns(batch(0, version=0))
+        with pytest.raises(ValueError, match="needs reference log-probs"):
+            ray.get(critic.async_train(0, alone)[0])
+        alone["ref_log_probs"] = [s.ref_log_prob for s in with_reference(0)]
+        for report in ray.get(critic.async_train(0, alone)):
+            near(report, valued[0], ("loss", "value", "grad_norm"))
+        both = ray.put(columns(batch(1, version=0)))
+        training = critic.async_train(1, both), actor.async_train(1, both)
+        critics, actors = (ray.get(one) for one in training)
+        for report in critics:
+            near(report, valued[1], ("loss", "value", "value_error", "grad_norm"))
+        for report in actors:
+            near(report, trained, ("loss", "grad_norm", "entropy", "ratio", "tokens"))
+    finally:
+        actor.shutdown()
+        critic.shutdown()
+
+
 def test_a_strategy_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> None:
     given = megatron(train_backend="megatron", tensor_model_parallel_size=8)
     pg: Any = None
     with pytest.raises(ValueError, match=r"tensor_model_parallel_size 8 .* do not divide the mod"):
         RayTrainGroup(given, 1, 8, pg)
-    with pytest.raises(ValueError, match="'megatron' has no critic yet: give the group of role"):
-        RayTrainGroup(given, 1, 8, pg, role="critic")
