@@ -22,6 +22,7 @@ import asyncio
 import contextvars
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
@@ -94,6 +95,15 @@ class Worker:
         the next batch. There is one such thread, so blocking work runs in the order of the calls.
         Cancelling the wait does not stop work that has begun.
         """
+        return await self.compute_in(self._context.executor, fn, *args, **kwargs)
+
+    async def compute_in(
+        self, executor: ThreadPoolExecutor, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Run blocking work in a thread of your own, beside the compute thread, as `compute` does.
+
+        Shut the executor down in `teardown`.
+        """
         context = contextvars.copy_context()
         context.run(current_thread.set, self._context.thread)
 
@@ -102,7 +112,7 @@ class Worker:
 
         self._context.computing += 1
         try:
-            done = asyncio.get_running_loop().run_in_executor(self._context.executor, call)
+            done = asyncio.get_running_loop().run_in_executor(executor, call)
             computations[done] = self._context.thread
             return await done
         finally:

@@ -18,6 +18,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, ParamSpec, TypeVar
 
@@ -40,9 +41,19 @@ LONGEST_INTERVAL: Final = 4096
 class Pace:
     """Runs the blocking work of one worker, one piece at a time."""
 
-    def __init__(self, worker: Worker, *, short: float = SHORT) -> None:
-        """Work of less than ``short`` seconds runs on the loop; with 0 none ever does."""
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        short: float = SHORT,
+        executor: ThreadPoolExecutor | None = None,
+    ) -> None:
+        """Work of less than ``short`` seconds runs on the loop; with 0 none ever does.
+
+        ``executor`` has another thread than the worker's compute thread.
+        """
         self._worker = worker
+        self._executor = executor
         self._short = short
         self._kinds: dict[str, _Kind] = {}
         self._turn = threading.Lock()
@@ -55,6 +66,8 @@ class Pace:
         if found is None or not found.on_loop or not self._turn.acquire(blocking=False):
             work: Callable[[], R] = partial(self._in_thread, kind, fn, *args, **kwargs)
             self._clocks = self._clocks or _clocks()
+            if self._executor is not None:
+                return await self._worker.compute_in(self._executor, work)
             return await self._worker.compute(work)
         wall = (self._clocks or _REAL)[0]
         started = wall()

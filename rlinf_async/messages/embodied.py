@@ -111,6 +111,9 @@ class Trajectory(msgspec.Struct, kw_only=True):
     is their sum, and a step is a chunk"""
     executed: Bools | None = None
     """``[T, E, k]``: which actions of a chunk were executed: none after the end of an episode"""
+    valid: Bools | None = None
+    """``[T, E]``: False where a step only began an episode, in simulators that do so in a step of
+    its own; None: all are samples"""
     incarnation: int = 0
     """Number of restarts of the env worker; another life has other episodes."""
     episode_return: list[float] = []
@@ -120,6 +123,16 @@ class Trajectory(msgspec.Struct, kw_only=True):
     episode_success: list[bool] = []
     """success of each episode that ended in here, where the env reports ``is_success`` (or
     ``success``)"""
+
+
+def samples_of(trajectory: Trajectory) -> int:
+    """Steps of the environments, those of a chunk that was cut short included.
+
+    Steps that only began an episode are none.
+    """
+    if trajectory.executed is not None:
+        return trajectory.executed.size
+    return trajectory.reward.size if trajectory.valid is None else int(trajectory.valid.sum())
 
 
 class TrainReport(msgspec.Struct, kw_only=True):

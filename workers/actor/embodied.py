@@ -24,7 +24,7 @@ import msgspec
 
 from rlinf_async.backends.base import TrainerBackend
 from rlinf_async.channels import LatestSender, Receiver
-from rlinf_async.messages.embodied import TrainReport, Trajectory
+from rlinf_async.messages.embodied import TrainReport, Trajectory, samples_of
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.parallel import StrategyError
 from rlinf_async.workers.actor.training_worker import TrainingWorker
@@ -182,7 +182,7 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
             iteration=iteration,
             version=self._trainer.version,
             metrics=dict(metrics),
-            env_steps=sum(_env_steps(one) for one in batch),
+            env_steps=sum(samples_of(one) for one in batch),
             lag_mean=lags[0],
             lag_max=lags[1],
             duplicates=duplicates,
@@ -191,9 +191,3 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
             episode_success=[value for one in batch for value in one.episode_success],
             ranks=self.active_world_size,
         )
-
-
-def _env_steps(trajectory: Trajectory) -> int:
-    """Steps of the environments, those of a chunk that was cut short included."""
-    found = trajectory.executed
-    return trajectory.reward.size if found is None else found.size

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+Autoreset = Literal["same_step", "next_step", "disabled"]
+
 
 class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The environments of each env worker."""
@@ -20,7 +22,16 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """number of environments in each worker"""
     stages: int = 2
     """number of groups of environments: while one waits for its actions, another steps"""
+    parallel: bool = False
+    """whether each stage steps and resets in a thread of its own: a slow one then holds no other"""
     seed: int = 0
+    simulator: Literal["single", "vector", "envpool"] = "single"
+    """``single``: environments one by one. Or one that steps many in a call: ``vector``, made by
+    ``gymnasium.make_vec`` or by the entry point, which is given ``num_envs``; ``envpool``"""
+    autoreset: Literal["auto", "same_step", "next_step", "disabled"] = "auto"
+    """how a vector simulator begins episodes; ``auto``: as its metadata say"""
+    probe: bool = True
+    """whether a reset and a step are tried before anything starts, in an environment of its own"""
     actions: Literal["clip", "rescale"] = "clip"
     """continuous actions are clipped to the bounds, or [-1, 1] is rescaled to the bounds"""
 
@@ -51,6 +62,17 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(
                 f"action_chunk is {self.action_chunk}, group_size is {self.group_size}; both must "
                 "be at least 1"
+            )
+        if self.simulator != "single" and (self.action_chunk > 1 or self.group_size > 1):
+            raise ValueError(
+                f"simulator = {self.simulator!r} takes one action at a time and begins episodes by "
+                f"itself, but action_chunk is {self.action_chunk}, group_size is {self.group_size}"
+                ": leave both out, or use simulator = 'single'"
+            )
+        if self.simulator == "envpool" and self.entry_point:
+            raise ValueError(
+                "simulator = 'envpool' makes environments by their id: leave entry_point out, or "
+                "use simulator = 'vector' for an entry point that returns a batched environment"
             )
         if self.envs // self.stages % self.group_size:
             raise ValueError(

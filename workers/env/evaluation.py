@@ -71,6 +71,9 @@ class Evaluation:
             self._running.append((slot, episode, None))
         return bool(self._running)
 
+    def close(self) -> None:
+        """Nothing: the environments are kept for the next evaluation."""
+
     def step(self, answer: Choice | None, version: int) -> None:
         """Take one step in every running episode."""
         actions = self._actions.read(answer, len(self._running))

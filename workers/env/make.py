@@ -1,15 +1,8 @@
-"""One environment from its configuration, and clear errors where it cannot be made.
-
-gymnasium is imported here when the first environment is made, gymnasium_robotics only for an id
-that gymnasium does not know.
-"""
+"""One environment from its configuration, and clear errors where it cannot be made."""
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.util
-from contextlib import suppress
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rlinf_async.config import ConfigError, MissingExtra
@@ -18,6 +11,8 @@ from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.errors import EnvError
+from rlinf_async.workers.env.known import gymnasium_for, known_gymnasium
+from rlinf_async.workers.env.make_batched import autoreset_of, make_batched, refuse_batched
 from rlinf_async.workers.env.observations import ObservationWriter
 
 if TYPE_CHECKING:
@@ -34,8 +29,8 @@ def make_env(config: EnvConfig, *, render_mode: str | None = None) -> Env:
         ConfigError: unknown id, wrong kwargs, or an entry point that cannot be called.
         EnvError: the entry point raised.
     """
-    gym = _gymnasium(config)
-    env = _make_one(config, gym, render_mode)
+    gymnasium_for(config)  # an entry point needs it, too
+    env = _make_one(config, render_mode)
     if config.action_chunk == 1:
         return env
     from rlinf_async.workers.env.chunks import ActionChunks
@@ -47,74 +42,86 @@ def make_env(config: EnvConfig, *, render_mode: str | None = None) -> Env:
         raise ConfigError(f"env {config.name}: {error}", path=("action_chunk",)) from error
 
 
-def _make_one(config: EnvConfig, gym: Any, render_mode: str | None) -> Env:
+def _make_one(config: EnvConfig, render_mode: str | None) -> Env:
     kwargs = dict(config.kwargs)
     if render_mode is not None:
         kwargs["render_mode"] = render_mode
     if config.entry_point:
         return _call(config, kwargs)
-    _register(config.id)
+    gym = known_gymnasium(config)
     try:
         made: Env = gym.make(config.id, disable_env_checker=True, **kwargs)
-        return made
     except (gym.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         raise MissingExtra(
             _missing(error), extra="embodied", needed_for=f"env {config.id}"
         ) from error
     except (gym.error.Error, TypeError) as error:
         raise ConfigError(f"env {config.id!r} with {kwargs}: {error}", path=("id",)) from error
+    refuse_batched(config, made)
+    return made
 
 
 def describe_env(config: EnvConfig) -> EnvSpec:
     """What a policy needs to know about an environment, read from one that is made and closed here.
 
+    With ``config.probe`` it is reset and takes a step, and arrays that do not fit its spaces are
+    found. What it raises itself is for its worker to report.
+
     Raises: as `make_env`, and `EnvError` for spaces that are not supported.
     """
+    if config.simulator != "single":
+        return _describe_batched(config)
     env = make_env(config)
     try:
+        writer = ObservationWriter(env.observation_space, config.name)
+        reader = ActionReader(env.action_space, config.name, config.actions)
+        if config.probe:
+            _probe(env, writer, config.name)
         return EnvSpec(
-            observation=ObservationWriter(env.observation_space, config.name).spec,
-            action=ActionReader(env.action_space, config.name, config.actions).spec,
+            observation=writer.spec,
+            action=reader.spec,
             max_episode_steps=env.spec.max_episode_steps if env.spec is not None else None,
         )
     finally:
         env.close()
 
 
-def _gymnasium(config: EnvConfig) -> Any:
+def _describe_batched(config: EnvConfig) -> EnvSpec:
+    env = make_batched(config, config.envs_per_stage, 0)
     try:
-        return importlib.import_module("gymnasium")
-    except ModuleNotFoundError as error:
-        if error.name != "gymnasium":
-            raise
-        needed_for = f"env {config.name}"
-        raise MissingExtra("gymnasium", extra="embodied", needed_for=needed_for) from None
+        autoreset_of(config, env)
+        writer = ObservationWriter(env.single_observation_space, config.name)
+        reader = ActionReader(env.single_action_space, config.name, config.actions)
+        if config.probe:
+            seen, _ = env.reset(seed=0)
+            try:
+                writer.write_all(seen, writer.spec.empty(env.num_envs))
+            except (ValueError, TypeError, KeyError) as error:
+                raise EnvError(f"env {config.name}: reset() returned {error}") from error
+        limit = getattr(getattr(env, "spec", None), "max_episode_steps", None)
+        return EnvSpec(observation=writer.spec, action=reader.spec, max_episode_steps=limit)
+    finally:
+        env.close()
 
 
-def _register(name: str) -> None:
-    """Register the id's package; raise `ConfigError` with the nearest ids for an unknown one."""
-    gym = importlib.import_module("gymnasium")
-    if ":" in name or name in gym.registry:  # "module:Id" is for gymnasium to import
-        return
-    has_robotics = importlib.util.find_spec("gymnasium_robotics") is not None
-    if has_robotics:
-        gym.register_envs(_robotics())
-    try:
-        gym.spec(name)  # also fills in a version that was left out
-    except gym.error.Error:
-        close = difflib.get_close_matches(name, gym.registry, n=3, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(repr(one) for one in close)}?" if close else ""
-        extra = "" if has_robotics else " (pip install 'rlinf-async[embodied]' adds robot arms)"
-        raise ConfigError(f"no env is called {name!r}{hint}{extra}", path=("id",)) from None
-
-
-def _robotics() -> Any:
-    with suppress(ModuleNotFoundError):
-        # It would print a notice about three other environments, in every process.
-        importlib.import_module("farama_notifications").notifications.pop(
-            "gymnasium_robotics", None
-        )
-    return importlib.import_module("gymnasium_robotics")
+def _probe(env: Env, writer: ObservationWriter, name: str) -> None:
+    row = writer.spec.empty(1)[0]
+    env.action_space.seed(0)
+    steps: dict[str, Callable[[], Any]] = {
+        "reset": lambda: env.reset(seed=0),
+        "step": lambda: env.step(env.action_space.sample()),
+    }
+    for doing, call in steps.items():
+        try:
+            returned = call()
+        except Exception:  # it is made again in its worker, whose error names step and seed
+            return
+        try:
+            writer.write(returned[0], row)
+            if doing == "step":
+                float(returned[1])
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise EnvError(f"env {name}: {doing}() returned {error}") from error
 
 
 def _missing(error: Exception) -> str:
@@ -130,11 +137,14 @@ def _call(config: EnvConfig, kwargs: dict[str, Any]) -> Env:
             f"env {config.name}: {config.entry_point!r} with {kwargs} raised "
             f"{type(error).__name__}: {error}"
         ) from error
-    gym = _gymnasium(config)
+    gym = gymnasium_for(config)
+    if isinstance(env, gym.vector.VectorEnv):
+        refuse_batched(config, env)
     if not isinstance(env, gym.Env):
         raise ConfigError(
             f"{config.entry_point!r} returned a {type(env).__name__}, not a gymnasium.Env",
             path=("entry_point",),
         )
+    refuse_batched(config, env)
     made: Env = env
     return made

@@ -33,6 +33,8 @@ class _Leaf(msgspec.Struct, frozen=True):
     kind: str
     shape: tuple[int, ...]
     fill: Fill
+    whole: tuple[int, ...] | None = None
+    """shape that is copied as it is, for many environments at a time; None: one by one"""
 
 
 class ObservationWriter:
@@ -50,17 +52,28 @@ class ObservationWriter:
         self.spec = ObservationSpec((*state, *parts))
         if not self.spec.parts:
             raise EnvError(f"env {env}: the observation space {space} is empty")
-        vector = _vector(numbers)
-        self._fields = [(name, leaf.path, leaf.fill) for name, leaf in named]
-        self._vector = vector
+        self._state, self._named = _placed(numbers), named
+        self._vector = vector = _vector(numbers)
         self.write: Callable[[Any, Any], None] = self._write if others else vector
         """``(observation, row)``: fills the row; raises `ValueError` for another shape"""
+
+    def write_all(self, observations: Any, rows: Any) -> None:
+        """Fill rows with the observations of many environments, which stand in one array each.
+
+        Raises:
+            ValueError: for another shape.
+        """
+        for place, leaf in self._state:
+            target = rows[:, place] if rows.dtype.names is None else rows[STATE][:, place]
+            _fill_all(_at(observations, leaf.path), target, leaf)
+        for name, leaf in self._named:
+            _fill_all(_at(observations, leaf.path), rows[name], leaf)
 
     def _write(self, observation: Any, row: Any) -> None:
         if self.size:
             self._vector(observation, row[STATE])
-        for name, path, fill in self._fields:
-            fill(_at(observation, path), row[name])
+        for name, leaf in self._named:
+            leaf.fill(_at(observation, leaf.path), row[name])
 
 
 def _leaves(space: Space[Any], path: Path, env: str) -> Iterator[_Leaf]:
@@ -82,9 +95,10 @@ def _leaves(space: Space[Any], path: Path, env: str) -> Iterator[_Leaf]:
         yield _Leaf(path, "text", (size,), _characters)
     elif isinstance(space, (spaces.Box, spaces.MultiBinary)) and space.shape is not None:
         if isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) > 1:
-            yield _Leaf(path, "image", space.shape, _pixels(space.shape))
+            yield _Leaf(path, "image", space.shape, _pixels(space.shape), space.shape)
         else:
-            yield _Leaf(path, "state", (int(np.prod(space.shape)),), _elements(space.shape))
+            size = int(np.prod(space.shape))
+            yield _Leaf(path, "state", (size,), _elements(space.shape), space.shape)
     else:
         raise EnvError(
             f"env {env}: the observation space {space} is not supported; Box, Discrete, "
@@ -111,15 +125,40 @@ def _at(observation: Any, path: Path) -> Any:
     return observation
 
 
+def _placed(leaves: list[_Leaf]) -> list[tuple[slice, _Leaf]]:
+    """Where the numbers of each part stand in the vector."""
+    ends = np.cumsum([leaf.shape[0] for leaf in leaves]).tolist()
+    return [(slice(end - leaf.shape[0], end), leaf) for end, leaf in zip(ends, leaves, strict=True)]
+
+
+def _fill_all(batch: Any, target: NDArray[Any], leaf: _Leaf) -> None:
+    if len(batch) != len(target):
+        raise ValueError(f"observations of {len(batch)} environments, there are {len(target)}")
+    if leaf.whole is None:
+        for one, place in zip(batch, target, strict=True):
+            leaf.fill(one, place)
+        return
+    values = array_of(batch)
+    if values.shape[1:] != leaf.whole or (leaf.kind == "image" and values.dtype != np.uint8):
+        raise ValueError(
+            f"observations of shape {values.shape} and dtype {values.dtype}, the space of one has "
+            f"{leaf.whole}"
+        )
+    target[...] = values.reshape(target.shape)
+
+
+def array_of(values: Any) -> NDArray[Any]:
+    """An array of numpy, also of a tensor on any device."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+    return np.asarray(values)
+
+
 def _vector(leaves: list[_Leaf]) -> Fill:
     """Fill a vector with all numbers."""
     if len(leaves) == 1 and not leaves[0].path:
         return leaves[0].fill
-    placed: list[tuple[Path, slice, Fill]] = []
-    size = 0
-    for leaf in leaves:
-        placed.append((leaf.path, slice(size, size + leaf.shape[0]), leaf.fill))
-        size += leaf.shape[0]
+    placed = [(leaf.path, place, leaf.fill) for place, leaf in _placed(leaves)]
 
     def write(observation: Any, row: NDArray[Any]) -> None:
         for path, place, fill in placed:

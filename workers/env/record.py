@@ -80,6 +80,10 @@ class Record:
             made.executed[step] = outcome.executed
         made.terminated[step] = outcome.terminated
         made.truncated[step] = outcome.truncated
+        if outcome.valid is not None:
+            if made.valid is None:
+                made.valid = np.ones_like(made.terminated)
+            made.valid[step] = outcome.valid
         self._cut = None if outcome.final_observation is None else outcome.truncated
         self._step = step + 1
         for episode in outcome.episodes:

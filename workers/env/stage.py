@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -39,6 +40,32 @@ class Outcome(msgspec.Struct):
     """``[E, k]``: the reward of each action of a chunk, 0 where it was not executed"""
     executed: Bools | None = None
     """``[E, k]``: which actions of a chunk were executed"""
+    valid: Bools | None = None
+    """``[E]``: False where the step only began an episode; None: all are samples"""
+
+
+class EnvStage(Protocol):
+    """Environments that are stepped together: single ones (`Stage`), or those of one simulator."""
+
+    observation: Seen
+    """``[E, D]``: present observations; a step makes a new array, the old stays as it is"""
+
+    @property
+    def needs_reset(self) -> bool:
+        """Whether `reset` is due before the next step."""
+        ...
+
+    def reset(self) -> None:
+        """Begin an episode where one has ended."""
+        ...
+
+    def step(self, answer: Choice | None) -> Outcome:
+        """Take one step in every environment, with actions ``[E, A]`` (or int64 ``[E]``)."""
+        ...
+
+    def close(self) -> None:
+        """Close the environments."""
+        ...
 
 
 class Stage:

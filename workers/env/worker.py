@@ -12,7 +12,8 @@
     each stage       its actions                     a rollout worker
     stepping         the other stage's step          itself: one thread, one piece at a time
 
-While one stage waits for its actions, another steps. The environments go on from ticket to ticket.
+While one stage waits for its actions, another steps; with ``parallel`` each stage has a thread of
+its own, and they step at the same time. The environments go on from ticket to ticket.
 
 Exactly once: a ticket is acknowledged when the trajectories of all its stages are put. A worker
 that dies or is cancelled before leaves it to the next, which collects all stages again; the actor
@@ -22,6 +23,7 @@ knows a trajectory that comes twice by its iteration, env rank and stage.
 from __future__ import annotations
 
 from collections.abc import Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,23 +31,26 @@ import msgspec
 import numpy as np
 
 from rlinf_async.channels import EndOfChannel, Receiver, Sender
-from rlinf_async.messages.embodied import Actions, Collect, Observations, Trajectory
+from rlinf_async.messages.embodied import Actions, Collect, Observations, Trajectory, samples_of
 from rlinf_async.messages.spaces import EnvSpec, Seen
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.env.actions import ActionReader
+from rlinf_async.workers.env.batched import BatchedStage
+from rlinf_async.workers.env.batched_evaluation import BatchedEvaluation
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.conversation import Conversation
 from rlinf_async.workers.env.evaluation import EvaluatedEpisode, Evaluation
 from rlinf_async.workers.env.observations import ObservationWriter
 from rlinf_async.workers.env.record import Record
-from rlinf_async.workers.env.seeds import env_seed
+from rlinf_async.workers.env.seeds import env_seed, episode_seed
 from rlinf_async.workers.env.slot import Slot
-from rlinf_async.workers.env.stage import Outcome, Stage
+from rlinf_async.workers.env.stage import EnvStage, Outcome, Stage
 from rlinf_async.workers.pace import SHORT, Pace
 from rlinf_async.workers.tasks import task_group
 
 if TYPE_CHECKING:
     import gymnasium
+    from gymnasium import Space
 
 
 class EnvReport(msgspec.Struct, kw_only=True):
@@ -87,23 +92,40 @@ class EnvWorker(Worker):
         self._conversations = [self._conversation(stage) for stage in range(config.stages)]
         self._evaluating = self._conversation(config.stages)
         self._evaluation_slots: list[Slot] = []
-        self._stages: list[Stage] = []
+        self._stages: list[EnvStage] = []
+        threads = config.stages if config.parallel else 0
+        self._threads = [
+            ThreadPoolExecutor(1, thread_name_prefix=f"{self.name} stage {stage}")
+            for stage in range(threads)
+        ]
+        self._paces = [Pace(self, short=0.0, executor=thread) for thread in self._threads]
+        """of the stages, where each has a thread of its own"""
 
     async def setup(self) -> None:
         """Make the environments; they are reset when the first ticket comes."""
-        await self._pace.run("make envs", self._make_stages)
+        for stage in range(self.config.stages):
+            made = await self._pace_of(stage).run("make envs", self._make_stage, stage)
+            self._stages.append(made)
 
     async def teardown(self) -> None:
         """Close the environments."""
-        await self._pace.run("close envs", self._close)
+        try:
+            for number, stage in enumerate(self._stages):
+                await self._pace_of(number).run("close envs", stage.close)
+            await self._pace.run("close envs", self._close_evaluation)
+        finally:
+            for thread in self._threads:
+                thread.shutdown(wait=False)
+
+    def _pace_of(self, stage: int) -> Pace:
+        return self._paces[stage] if self._paces else self._pace
 
     async def describe(self) -> EnvSpec:
         """What a policy needs to know about the environment."""
-        limit = self._any_env.spec.max_episode_steps if self._any_env.spec else None
         return EnvSpec(
             observation=self._writer.spec,
             action=self._reader.spec,
-            max_episode_steps=limit,
+            max_episode_steps=self._max_episode_steps,
         )
 
     async def collect(
@@ -143,9 +165,9 @@ class EnvWorker(Worker):
         Raises: as `collect`.
         """
         mine = range(self.rank, plan.episodes, self.world_size)
-        await self._pace.run("make envs", self._make_evaluation_slots, len(mine))
-        slots = self._evaluation_slots[: len(mine)]
-        run = Evaluation(slots, self._writer.spec, self._reader, iter(mine), plan.seed)
+        if not mine:
+            return []
+        run = await self._pace.run("make envs", self._make_evaluation, mine, plan.seed)
         ask = partial(self._evaluating.ask, observations, actions)
         while await self._pace.run("reset", run.begin):
             answer = await ask(run.observation, min_version=plan.min_version, deterministic=True)
@@ -154,6 +176,7 @@ class EnvWorker(Worker):
             if evaluated is not None:
                 for episode in run.done[before:]:
                     await evaluated.put(episode)
+        await self._pace.run("close envs", run.close)
         return sorted(run.done, key=lambda one: one.episode)
 
     # ---- collecting
@@ -180,7 +203,7 @@ class EnvWorker(Worker):
         except EndOfChannel:  # of the tickets: nothing else here ends without its own error
             return False
         report.tickets += 1
-        report.env_steps += ticket.steps * self.config.envs * self.config.action_chunk
+        report.env_steps += sum(samples_of(trajectory) for trajectory in made)
         report.episodes += sum(len(trajectory.episode_return) for trajectory in made)
         return True
 
@@ -196,17 +219,16 @@ class EnvWorker(Worker):
             self._conversations[number].ask, observations, actions, min_version=ticket.min_version
         )
         record = Record(ticket, self.rank, number, stage.observation, self.incarnation)
-        if self.config.group_size > 1:
-            await self._pace.run("reset", stage.begin_groups, self._group_seeds(ticket, number))
-        elif (
-            stage.needs_reset
-        ):  # the first ticket, or one was given up between a step and its reset
-            await self._pace.run("reset", stage.reset)
+        if self.config.group_size > 1 and isinstance(stage, Stage):
+            seeds = self._group_seeds(ticket, number)
+            await self._pace_of(number).run("reset", stage.begin_groups, seeds)
+        elif stage.needs_reset:  # the first ticket, or one given up between a step and its reset
+            await self._pace_of(number).run("reset", stage.reset)
         final: Seen | None = None
         for _ in range(ticket.steps):
             answer = await ask(stage.observation, final_observation=final)
             record.acted(stage.observation, answer)
-            outcome = await self._step(stage, answer)
+            outcome = await self._step(number, stage, answer)
             record.stepped(outcome)
             final = outcome.final_observation
         return record.finish(await ask(stage.observation, final_observation=final, value_only=True))
@@ -217,10 +239,11 @@ class EnvWorker(Worker):
         mixed = np.random.SeedSequence((self.config.seed, ticket.iteration, self.rank, stage))
         return [int(seed) for seed in mixed.generate_state(groups)]
 
-    async def _step(self, stage: Stage, answer: Actions) -> Outcome:
-        outcome = await self._pace.run("step", stage.step, answer.action)
+    async def _step(self, number: int, stage: EnvStage, answer: Actions) -> Outcome:
+        pace = self._pace_of(number)
+        outcome = await pace.run("step", stage.step, answer.action)
         if stage.needs_reset:
-            await self._pace.run("reset", stage.reset)
+            await pace.run("reset", stage.reset)
         return outcome
 
     def _trajectory_key(self, trajectory: Trajectory, actor_ranks: int) -> int:
@@ -231,27 +254,46 @@ class EnvWorker(Worker):
     def _conversation(self, stage: int) -> Conversation:
         return Conversation(self.rank, stage, self.incarnation)
 
-    def _make_stages(self) -> None:
-        first = self._make_env()
-        self._any_env = first
-        self._writer = ObservationWriter(first.observation_space, self.config.name)
-        self._reader = ActionReader(first.action_space, self.config.name, self.config.actions)
-        per_stage = self.config.envs_per_stage
-        for number in range(self.config.stages):
-            slots = [
-                self._slot(first if (number, env) == (0, 0) else self._make_env(), number, env)
-                for env in range(per_stage)
-            ]
-            empty = self._writer.spec.empty(per_stage)
-            self._stages.append(
-                Stage(
-                    slots,
-                    empty,
-                    self._reader,
-                    action_chunk=self.config.action_chunk,
-                    group_size=self.config.group_size,
-                )
-            )
+    def _make_stage(self, number: int) -> EnvStage:
+        if self.config.simulator != "single":
+            label = f"{self.config.name}[{number}]"
+            return self._simulator(self.config.envs_per_stage, label, self._seed(number, 0))
+        envs = [self._make_env() for _ in range(self.config.envs_per_stage)]
+        if number == 0:
+            self._look_at(envs[0].observation_space, envs[0].action_space, envs[0].spec)
+        slots = [self._slot(env, number, index) for index, env in enumerate(envs)]
+        return Stage(
+            slots,
+            self._writer.spec.empty(len(slots)),
+            self._reader,
+            action_chunk=self.config.action_chunk,
+            group_size=self.config.group_size,
+        )
+
+    def _look_at(self, observation: Space[Any], action: Space[Any], spec: Any) -> None:
+        self._writer = ObservationWriter(observation, self.config.name)
+        self._reader = ActionReader(action, self.config.name, self.config.actions)
+        self._max_episode_steps = spec.max_episode_steps if spec else None
+
+    def _simulator(self, count: int, label: str, seed: int) -> BatchedStage:
+        from rlinf_async.workers.env.make_batched import autoreset_of, make_batched
+
+        env = make_batched(self.config, count, seed)
+        self._look_at(
+            env.single_observation_space, env.single_action_space, getattr(env, "spec", None)
+        )
+        mode = autoreset_of(self.config, env)
+        return BatchedStage(env, self._writer, self._reader, mode, label=label, seed=seed)
+
+    def _make_evaluation(self, episodes: range, seed: int) -> Evaluation | BatchedEvaluation:
+        if self.config.simulator != "single":
+            count = min(len(episodes), self.config.envs_per_stage)
+            label = f"{self.config.name}[evaluation]"
+            own = episode_seed(seed, self.rank)
+            return BatchedEvaluation(self._simulator(count, label, own), episodes)
+        self._make_evaluation_slots(len(episodes))
+        slots = self._evaluation_slots[: len(episodes)]
+        return Evaluation(slots, self._writer.spec, self._reader, iter(episodes), seed)
 
     def _make_evaluation_slots(self, episodes: int) -> None:
         wanted = min(episodes, self.config.envs)
@@ -266,18 +308,15 @@ class EnvWorker(Worker):
 
     def _slot(self, env: gymnasium.Env[Any, Any], stage: int, index: int) -> Slot:
         number = stage * self.config.envs_per_stage + index
-        seed = env_seed(
-            self.config.seed,
-            rank=self.rank,
-            stage=stage,
-            env=index,
-            incarnation=self.incarnation,
-        )
+        seed = self._seed(stage, index)
         return Slot(env, self._writer.write, label=f"{self.config.name}[{number}]", seed=seed)
 
-    def _close(self) -> None:
-        for stage in self._stages:
-            stage.close()
+    def _seed(self, stage: int, env: int) -> int:
+        return env_seed(
+            self.config.seed, rank=self.rank, stage=stage, env=env, incarnation=self.incarnation
+        )
+
+    def _close_evaluation(self) -> None:
         for slot in self._evaluation_slots:
             slot.env.close()
 

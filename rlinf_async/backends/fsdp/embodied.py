@@ -30,7 +30,7 @@ from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.minibatch import FlatBatch
 from rlinf_async.backends.fsdp.ppo_update import ppo_epochs
 from rlinf_async.backends.fsdp.rescale import check_strategy, rescale
-from rlinf_async.backends.fsdp.rollout_batch import flat_batch, rows, side_by_side
+from rlinf_async.backends.fsdp.rollout_batch import flat_batch, rows, side_by_side, valid_steps
 from rlinf_async.backends.fsdp.sharding import unwrapped
 from rlinf_async.backends.policies.base import Policy
 from rlinf_async.backends.policies.moments import batch_moments, discounted_returns
@@ -201,9 +201,10 @@ class EmbodiedTrainer:
         if self.config.normalize_observation:
             numbers = numbers_of(side_by_side(ordered, "observation"))
             if numbers is not None:
+                seen, valid = rows(numbers), valid_steps(ordered)
+                seen = seen if valid is None else seen[valid.reshape(-1)]
                 moments = ranks.merged_moments(
-                    self.manager,
-                    batch_moments(torch.from_numpy(rows(numbers)).to(self.manager.device)),
+                    self.manager, batch_moments(torch.from_numpy(seen).to(self.manager.device))
                 )
                 self._policy.observation_normalizer.merge(moments)
         if self.config.normalize_reward:
@@ -224,7 +225,7 @@ class EmbodiedTrainer:
         self._running_returns[key] = _RunningReturns(
             one.incarnation, running.tolist(), self._version
         )
-        return returns
+        return returns if one.valid is None else returns[one.valid]
 
 
 def rank_share_of(config: PPOConfig, configured: int, ranks: int) -> PPOConfig:

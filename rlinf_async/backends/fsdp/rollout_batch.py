@@ -17,7 +17,7 @@ from rlinf_async.backends.fsdp.minibatch import FlatBatch
 from rlinf_async.backends.policies.base import Policy
 from rlinf_async.backends.policies.moments import batch_moments
 from rlinf_async.backends.policies.tensors import Observed, to_tensors
-from rlinf_async.messages.embodied import Floats, Trajectory
+from rlinf_async.messages.embodied import Bools, Floats, Trajectory
 
 
 def flat_batch(
@@ -65,17 +65,35 @@ def _plain(
         final_value=side_by_side(ordered, "final_value"),
     )
     advantages = compute_advantages(inputs, config.advantage)
-    advantage = _flat(member, advantages.advantage)
-    if config.ppo.normalize_advantage == "batch":
-        advantage = _normalized_over_ranks(member, advantage)
-    return FlatBatch(
+    batch = FlatBatch(
         observation=observation,
         action=_flat(member, side_by_side(ordered, "action")),
         log_prob=_flat(member, side_by_side(ordered, "log_prob")),
         value=_flat(member, inputs.value[:-1]),
-        advantage=advantage,
+        advantage=_flat(member, advantages.advantage),
         returns=_flat(member, advantages.returns),
     )
+    valid = valid_steps(ordered)
+    if valid is not None:
+        batch = batch.take(_as_many_on_every_rank(member, valid))
+    if config.ppo.normalize_advantage == "batch":
+        batch = batch._replace(advantage=_normalized_over_ranks(member, batch.advantage))
+    return batch
+
+
+def valid_steps(ordered: Sequence[Trajectory]) -> Bools | None:
+    """``[T, E]``: which steps are samples; None where all are."""
+    if all(one.valid is None for one in ordered):
+        return None
+    every = [np.ones_like(one.terminated) if one.valid is None else one.valid for one in ordered]
+    return np.concatenate(every, axis=1)
+
+
+def _as_many_on_every_rank(member: ranks.Rank, valid: Bools) -> Tensor:
+    """Numbers of the samples ``[T, E]`` to train on; a rank that has more leaves some out."""
+    kept = _flat(member, valid).nonzero().squeeze(-1)
+    counts = ranks.all_gather(member, torch.tensor([len(kept)]))
+    return kept[: int(torch.cat(counts).min())]
 
 
 def _masked(

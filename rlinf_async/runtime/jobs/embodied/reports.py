@@ -175,7 +175,8 @@ def pictures(
         )
 
     found: dict[str, Draw] = {"learning curve": curve}
-    if config.evaluation.video_episodes:
+    # A simulator of many environments has no picture of one.
+    if config.evaluation.video_episodes and config.env.simulator == "single":
         found["video"] = lambda: draw_video(config, folder, headline())
     return found
 

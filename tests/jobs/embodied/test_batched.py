@@ -1,0 +1,30 @@
+"""Runs on simulators that step many environments in one call."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.jobs.embodied.kit import Job
+
+VECTOR = ("--env.simulator", "vector")
+
+
+def test_a_run_trains_on_a_vector_environment_and_counts_only_samples(job: Job) -> None:
+    summary = job.succeed(*VECTOR)
+    assert summary.iterations == 6
+    # Gymnasium's own begins an episode in a step of its own, which is no sample.
+    assert 300 < summary.env_steps < 384
+    assert summary.evaluation_episodes == 3
+
+
+def test_a_run_trains_on_envpool(job: Job) -> None:
+    pytest.importorskip("envpool")
+    summary = job.succeed("--env.simulator", "envpool", "--env.stages", 1)
+    assert 300 < summary.env_steps < 384
+
+
+def test_a_batched_environment_given_as_a_single_one_is_found_by_check(job: Job) -> None:
+    entry = "tests.workers.env.test_batched:three"
+    ended = job.command("check", job.file, "--env.entry_point", entry, "--env.id", "Three")
+    assert ended.code == 2
+    assert "env.simulator: Three: SyncVectorEnv steps 3 environments in one call" in ended.err
