@@ -81,13 +81,13 @@ def test_the_vision_language_action_policy_is_cloned_and_trained(tmp_path: pathl
     """Which takes the environment and the script of "reach_env.py"."""
     done = run(
         *("-m", "rlinf_async.cli", "train", EXAMPLES / "vla_reach.toml"),
-        *("--out", tmp_path / "run", "--training.total_steps", 4096, "--env.envs", 64),
+        *("--out", tmp_path / "run", "--training.total_steps", 2048, "--env.envs", 32),
         *("--actor.cloning.steps", 5, "--demonstrations.episodes", 5),
         *("--evaluation.episodes", 4, "--evaluation.video_episodes", 1),
     )
-    assert (done.returncode, done.stderr) == (1, "")  # 4096 steps do not reach the target
+    assert (done.returncode, done.stderr) == (1, "")  # 2048 steps do not reach the target
     summary = read_summary(tmp_path / "run" / "summary.json", EmbodiedSummary)
-    assert (summary.outcome, summary.iterations, summary.env_steps) == ("fell short", 2, 4096)
+    assert (summary.outcome, summary.iterations, summary.env_steps) == ("fell short", 2, 2048)
     assert summary.success_rate_before is not None
     assert (tmp_path / "run" / "video.mp4").stat().st_size > 1000
 
@@ -95,12 +95,12 @@ def test_the_vision_language_action_policy_is_cloned_and_trained(tmp_path: pathl
 def test_the_policy_that_sees_pixels_alone_trains(tmp_path: pathlib.Path) -> None:
     done = run(
         *("-m", "rlinf_async.cli", "train", EXAMPLES / "pixel_reach.toml"),
-        *("--out", tmp_path / "run", "--training.total_steps", 4096),
-        *("--evaluation.episodes", 4, "--evaluation.video_episodes", 1),
+        *("--out", tmp_path / "run", "--training.total_steps", 2048),
+        *("--evaluation.episodes", 4, "--evaluation.video_episodes", 0, "--actor.ppo.epochs", 1),
     )
-    assert (done.returncode, done.stderr) == (1, "")  # 4096 steps do not reach the target
+    assert (done.returncode, done.stderr) == (1, "")  # 2048 steps do not reach the target
     summary = read_summary(tmp_path / "run" / "summary.json", EmbodiedSummary)
-    assert (summary.outcome, summary.iterations, summary.env_steps) == ("fell short", 2, 4096)
+    assert (summary.outcome, summary.iterations, summary.env_steps) == ("fell short", 1, 2048)
 
 
 @pytest.mark.parametrize("example", ["simulated_long_reasoning.toml", "simulated_1024.toml"])
