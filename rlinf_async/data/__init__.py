@@ -8,6 +8,7 @@
     rendering.py    record -> text -> tokens        tokenizer.py   a checkpoint folder's
     prompts.py      `Prompts`: which record comes when, a function of seed and epoch
     arithmetic.py   a tokenizer of single characters
+    demonstrations.py   episodes to clone, for robots      lerobot.py   those in LeRobot's format
 
 Nothing here imports torch, datasets or transformers before data that need them are opened.
 """
