@@ -51,7 +51,8 @@ def candidates(state: ClusterState) -> list[ScalingDecision]:
         sizes = [
             one for one in state.actor.strategies if one.world_size >= state.actor.home.world_size
         ]
-        found = [take_back(state, one) for one in sizes] if has_work(state) else []
+        due = has_work(state) or not state.unfinished
+        found = [take_back(state, one) for one in sizes] if due else []
     elif not state.actor.ready or not has_work(state):
         found = []
     else:
