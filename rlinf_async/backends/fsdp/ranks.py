@@ -5,27 +5,14 @@ At world size 1 all of them are local, or do nothing.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Protocol
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlinf_async.backends.fsdp.errors import CheckpointError
+from rlinf_async.backends.checkpoint.together import Rank as Rank
+from rlinf_async.backends.checkpoint.together import all_gather as all_gather
+from rlinf_async.backends.checkpoint.together import fail_together as fail_together
 from rlinf_async.backends.policies.moments import Moments, merge_moments
-
-
-class Rank(Protocol):
-    """One of the active ranks."""
-
-    rank: int
-    world_size: int
-    """number of active ranks"""
-    group: dist.ProcessGroup | None
-    """of the active ranks, in the order of their shards; None is torch's default group"""
-    device: torch.device
 
 
 def broadcast_module(module: nn.Module, world_size: int) -> None:
@@ -33,17 +20,6 @@ def broadcast_module(module: nn.Module, world_size: int) -> None:
     if world_size > 1:
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), src=0)
-
-
-def all_gather(member: Rank, tensor: Tensor) -> list[Tensor]:
-    """Return the tensor of every rank, in rank order; shapes and dtypes must be the same."""
-    if member.world_size == 1:
-        return [tensor]
-    local = tensor.to(member.device).contiguous()
-    gathered = [torch.empty_like(local) for _ in range(member.world_size)]
-    places = [gathered[rank] for rank in dist.get_process_group_ranks(member.group)]
-    dist.all_gather(places, local, group=member.group)
-    return [one.to(tensor.device) for one in gathered]
 
 
 def all_reduce(
@@ -90,25 +66,3 @@ def require_equal(member: Rank, number: int, what: str) -> None:
         raise ValueError(
             f"{what} differs between the ranks: {found}; every rank must train the same number"
         )
-
-
-@contextlib.contextmanager
-def fail_together(member: Rank, doing: str) -> Iterator[None]:
-    """Leave normally only if every rank did.
-
-    A rank that failed raises its own error, the others `CheckpointError` naming it, so that no rank
-    waits in the next collective for one that has left. If a rank has died, the error names that.
-    """
-    failed = torch.ones(1, dtype=torch.int64)
-    try:
-        yield
-        failed.zero_()
-    finally:
-        # Runs on the failing rank too: its own error then goes on from here.
-        try:
-            flags = all_gather(member, failed)
-        except RuntimeError as lost:
-            raise CheckpointError(f"{doing}: another rank was lost ({lost})") from lost
-    culprits = [rank for rank, flag in enumerate(flags) if flag.item()]
-    if culprits:
-        raise CheckpointError(f"{doing} failed on rank {culprits}; see that rank's error")

@@ -10,6 +10,7 @@ So any strategy loads any other's, and either backend the other's.
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlinf_async.backends.checkpoint.errors import CheckpointError
@@ -29,10 +31,12 @@ from rlinf_async.backends.checkpoint.folders import (
 from rlinf_async.backends.checkpoint.part import Part
 from rlinf_async.backends.checkpoint.reading import Saved, read_checkpoint
 from rlinf_async.backends.checkpoint.tensor_file import Box, Entry, in_file_order
+from rlinf_async.backends.checkpoint.together import fail_together
 from rlinf_async.backends.checkpoint.writer import CheckpointWriter, Content
 from rlinf_async.backends.megatron.architecture import VALUE_HEAD
 from rlinf_async.backends.megatron.manager import MegatronModelManager
 from rlinf_async.backends.megatron.state import MOMENTS, set_state, torch_optimizers, whole_state
+from rlinf_async.backends.megatron.weights import Held
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 FOREIGN = "it was not written by save_checkpoint()"
@@ -46,20 +50,95 @@ class Own(NamedTuple):
     extra: dict[str, Any]
 
 
+class Member(NamedTuple):
+    """An active rank, among those that write and read together."""
+
+    rank: int
+    world_size: int
+    group: dist.ProcessGroup | None
+    device: torch.device
+
+
 def begin(
     manager: MegatronModelManager, writer: CheckpointWriter, path: Path, extra: Mapping[str, object]
 ) -> Future[Path]:
     """Start writing a checkpoint folder. Collective. Everything is copied before this returns.
 
-    An idle rank has no part in it.
+    An idle rank has no part in it. What fails on one active rank is an error on all of them.
     """
     if not manager.active:
         return writer.idle(path)
-    writer.wait()
-    if manager.rank == 0:
-        fresh_staging(path)
-    manager.wait_for_all()
+    member = _member(manager)
+    staging = staging_folder(path)
+    with fail_together(member, "writing the checkpoint before"):
+        writer.wait()
+    with fail_together(member, f"preparing {staging}"):
+        if manager.rank == 0:
+            fresh_staging(path)
+    # Data ranks gather their ranges in collectives: outside of what may fail on one rank.
     part = _part(manager)
+    with fail_together(member, f"copying what goes to {path}"):
+        if not staging.is_dir():
+            raise CheckpointError(
+                f"{path} cannot be written: not all ranks write to the same disk; give a path that "
+                "they share"
+            )
+        stepped = next(torch_optimizers(manager.optimizer))
+        content = _content(manager, part, extra)
+        return writer.begin(path, content, manager.rank, manager.world_size, stepped)
+
+
+def finish(manager: MegatronModelManager, writer: CheckpointWriter, path: Path) -> None:
+    """Wait until the checkpoint that was begun is complete. Collective; idle ranks do not wait."""
+    if manager.active:
+        with fail_together(_member(manager), f"writing {path}"):
+            writer.wait()
+
+
+def load(manager: MegatronModelManager, writer: CheckpointWriter, path: Path) -> list[Own]:
+    """Load model and optimizer; return what every rank saved besides. Collective.
+
+    Where a rank cannot read its part, or it does not fit, every rank raises, and nothing was
+    changed on any.
+    """
+    manager.active_part()
+    member = _member(manager)
+    with fail_together(member, "writing the checkpoint before"):
+        writer.settle()
+        writer.wait()
+    with contextlib.ExitStack() as reading:
+        with fail_together(member, f"reading {path}"):
+            folder = find_checkpoint(path)
+            reading.enter_context(being_read(folder))
+        with fail_together(member, f"reading {folder}"):
+            size = manager.world_size
+            saved = read_checkpoint(folder, lambda number: number % size == manager.rank)
+            own = [_own(one, folder) for one in saved.own]
+            if not own:
+                raise CheckpointError(f"{folder} has no file with a rank's own state: {FOREIGN}")
+            _check(manager, saved)
+        # Not assembled before: that would take the memory of a second float32 model with moments.
+        # All that the files can lack was checked.
+        with fail_together(member, f"loading {folder}"):
+            for held in manager.held:
+                found = _assembled(held, saved)
+                set_state(manager.optimizer, held.parameter, found, own[0].steps)
+    manager.steps, manager.skipped_steps = own[0].steps, own[0].skipped_steps
+    return own
+
+
+def saved_name(tensor: str) -> str:
+    """Return the name of a tensor in the FSDP backend's networks: the model of transformers is a
+    part of them, as the head of a critic is."""
+    return tensor if tensor.startswith(VALUE_HEAD) else f"language.{tensor}"
+
+
+def _member(manager: MegatronModelManager) -> Member:
+    everyone = manager.grid.groups.intra_dist_opt
+    return Member(manager.rank, manager.world_size, everyone, manager.device)
+
+
+def _content(manager: MegatronModelManager, part: Part, extra: Mapping[str, object]) -> Content:
     own = {
         "progress": {
             "steps": manager.steps,
@@ -72,47 +151,13 @@ def begin(
     }
     buffer = io.BytesIO()
     torch.save(own, buffer)
-    content = Content(
+    return Content(
         part=part,
         at_once=part.live.keys(),
         own=buffer.getvalue(),
         model=manager.model_files if manager.rank == 0 else {},
         aliases={},
     )
-    stepped = next(torch_optimizers(manager.optimizer))
-    if not staging_folder(path).is_dir():
-        raise CheckpointError(
-            f"{path} cannot be written: not all ranks write to the same disk; give a path that "
-            "they share"
-        )
-    return writer.begin(path, content, manager.rank, manager.world_size, stepped)
-
-
-def load(manager: MegatronModelManager, writer: CheckpointWriter, path: Path) -> list[Own]:
-    """Load model and optimizer; return what every rank saved besides. Collective.
-
-    Where this raises `CheckpointError`, nothing was changed on this rank.
-    """
-    manager.active_part()
-    writer.settle()
-    writer.wait()
-    folder = find_checkpoint(path)
-    with being_read(folder):
-        saved = read_checkpoint(folder, lambda number: number % manager.world_size == manager.rank)
-        own = [_own(one, folder) for one in saved.own]
-        if not own:
-            raise CheckpointError(f"{folder} has no file with a rank's own state: {FOREIGN}")
-        _check(manager, saved)
-        manager.steps, manager.skipped_steps = own[0].steps, own[0].skipped_steps
-        for held in manager.held:
-            set_state(manager.optimizer, held.parameter, _assembled(held, saved), manager.steps)
-    return own
-
-
-def saved_name(tensor: str) -> str:
-    """Return the name of a tensor in the FSDP backend's networks: the model of transformers is a
-    part of them, as the head of a critic is."""
-    return tensor if tensor.startswith(VALUE_HEAD) else f"language.{tensor}"
 
 
 def _part(manager: MegatronModelManager) -> Part:
@@ -127,7 +172,7 @@ def _part(manager: MegatronModelManager) -> Part:
         if manager.data_rank.rank:
             continue
 
-        def add(name: str, data: Tensor, prefix: str, suffix: str, held: Any = held) -> None:
+        def add(name: str, data: Tensor, prefix: str, suffix: str, held: Held = held) -> None:
             boxes = tuple(
                 Box(prefix + saved_name(one.tensor) + suffix, one.start, one.size, one.offset)
                 for one in held.pieces
@@ -153,14 +198,18 @@ def _part(manager: MegatronModelManager) -> Part:
     return Part(in_file_order(entries), shapes, live)
 
 
-def _assembled(held: Any, saved: Saved) -> dict[str, Tensor]:
-    """Return a parameter, and its moments if they were saved, flat."""
-    first = saved_name(held.pieces[0].tensor)
+def _kinds(held: Held, saved: Saved) -> dict[str, tuple[str, str]]:
+    """Return what was saved of a parameter, with prefix and suffix of its names in the files."""
     kinds = {"param": (MODEL, "")}
-    if f"{OPTIMIZER}{first}.step" in saved.tensors:
+    if any(f"{OPTIMIZER}{saved_name(one.tensor)}.step" in saved.tensors for one in held.pieces):
         kinds |= {kind: (OPTIMIZER, f".{kind}") for kind in MOMENTS}
+    return kinds
+
+
+def _assembled(held: Held, saved: Saved) -> dict[str, Tensor]:
+    """Return a parameter, and its moments if they were saved, flat."""
     found = {}
-    for kind, (prefix, suffix) in kinds.items():
+    for kind, (prefix, suffix) in _kinds(held, saved).items():
         whole = torch.zeros(held.parameter.numel(), dtype=torch.float32)
         for one in held.pieces:
             size = torch.Size(one.size).numel()
@@ -171,9 +220,16 @@ def _assembled(held: Any, saved: Saved) -> dict[str, Tensor]:
 
 
 def _check(manager: MegatronModelManager, saved: Saved) -> None:
-    """Raise `CheckpointError` unless names and shapes are those of the model."""
-    wanted = {MODEL + saved_name(one.name): tuple(one.shape) for one in manager.tensors}
-    there = {name: one.shape for name, one in saved.tensors.items() if name.startswith("model.")}
+    """Raise `CheckpointError` unless names and shapes are those of the model, and of its moments
+    where there are any."""
+    shapes = {one.name: tuple(one.shape) for one in manager.tensors}
+    wanted = {MODEL + saved_name(name): shape for name, shape in shapes.items()}
+    there = {name: one.shape for name, one in saved.tensors.items() if name.startswith(MODEL)}
+    for held in manager.held:
+        for prefix, suffix in _kinds(held, saved).values():
+            names = {prefix + saved_name(one.tensor) + suffix: one.tensor for one in held.pieces}
+            wanted |= {name: shapes[tensor] for name, tensor in names.items()}
+            there |= {name: saved.tensors[name].shape for name in names if name in saved.tensors}
     faults = [f"missing {name!r}" for name in wanted if name not in there]
     faults += [f"unexpected {name!r}" for name in there if name not in wanted]
     faults += [

@@ -294,8 +294,7 @@ class MegatronTrainerBase:
     def save_checkpoint(self, path: Path, extra: Mapping[str, object] | None = None) -> None:
         """Write a checkpoint folder, atomically; ``extra`` is this rank's own. Collective."""
         self.begin_checkpoint(path, extra)
-        self._writer.wait()
-        self.manager.wait_for_all()
+        checkpoint.finish(self.manager, self._writer, path)
 
     def begin_checkpoint(
         self, path: Path, extra: Mapping[str, object] | None = None
