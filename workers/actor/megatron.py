@@ -62,6 +62,8 @@ class MegatronActor(LanguageActor):
                 that are given to ranks which do not read are ignored.
             forward_only: compute log-probs. Otherwise gradients are added, undivided, to those that
                 are there; the next `training_step` begins without them.
+
+        Raises `ValueError` on all ranks if gradients are asked for and a data rank has no samples.
         """
         await self.onload()
         if forward_only:
@@ -101,7 +103,8 @@ class MegatronActor(LanguageActor):
             batch_iterator: where they arrive; advantages are then computed, and normalised.
 
         Returns the metrics: ``loss``, ``grad_norm``, ``lr``, ``skipped`` and those of the loss.
-        Raises `ValueError` unless exactly one is given.
+        Raises `ValueError` unless exactly one is given, and on all ranks if a data rank has no
+        samples.
         """
         if (batch is None) == (batch_iterator is None):
             raise ValueError("give either a batch or a batch_iterator")
@@ -128,8 +131,12 @@ class MegatronActor(LanguageActor):
         return dict(metrics)
 
     def _given(self, samples: Sequence[TrainingSample], step: Step) -> Mapping[str, float]:
-        at = self._trainer.data_rank
-        return step(_micro_batches(samples, self._sizes) if at.is_io else ())
+        """Give this rank's samples to ``step``; none on any rank if one that reads has none, so
+        that each of them raises `ValueError` instead of waiting for gradients of that one."""
+        trainer = self._trainer
+        if not trainer.data_rank.is_io or trainer.agree(int(not samples)):
+            return step(())
+        return step(_micro_batches(samples, self._sizes))
 
 
 def _micro_batches(samples: Sequence[TrainingSample], sizes: BatchSizes) -> Iterable[MicroBatch]:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Iterator
-from typing import Any
+from itertools import chain
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlinf_async.backends.language import MicroBatch
+
+NO_SAMPLES: Final = (
+    "a global batch has no samples on a rank that reads them: give every data rank at least one"
+)
 
 
 class Feed:
@@ -33,15 +38,21 @@ class Feed:
         """Yield the micro-batches of one global batch on every rank; only one rank's are read.
 
         ``counted``: every one says how many there are, if need be once all were read.
+
+        Raises `ValueError` on every rank where there are none.
         """
         if not self._reads:
             yield from self._received()
             return
-        if counted:
-            micro_batches = _counted(micro_batches)
-        for one in micro_batches:
-            if self._group is not None:
-                self._send(one)
+        arriving = iter(micro_batches)
+        first = next(arriving, None)
+        if first is None:
+            self._send(None)
+            self.finish()
+            raise ValueError(NO_SAMPLES)
+        every: Iterator[MicroBatch] = chain([first], arriving)
+        for one in _counted(every) if counted else every:
+            self._send(one)
             yield one
 
     def finish(self) -> None:
@@ -63,11 +74,14 @@ class Feed:
     def _received(self) -> Iterator[MicroBatch]:
         last = False
         while not last:
-            one: MicroBatch = self._receive()
+            one: MicroBatch | None = self._receive()
+            if one is None:
+                raise ValueError(NO_SAMPLES)
             last = one.is_last
             yield one
 
-    def _send(self, one: MicroBatch) -> None:
+    def _send(self, one: MicroBatch | None) -> None:
+        """None: there are no micro-batches."""
         data = torch.frombuffer(bytearray(pickle.dumps(one)), dtype=torch.uint8)
         size = torch.tensor([len(data)])
         for rank in self._ranks[1:]:

@@ -196,9 +196,9 @@ class MegatronTrainerBase:
     def _accumulate(
         self, micro_batches: Iterable[MicroBatch], loss: LanguageLossConfig | None
     ) -> Accumulated:
-        """Raises `TrainingDiverged` for a loss that is not finite."""
+        """Raises `TrainingDiverged` for a loss that is not finite, `ValueError` where there are no
+        micro-batches: no gradients are added then."""
         manager = self.manager
-        manager.pending = True
         shared = manager.feed.share(micro_batches, counted=manager.strategy.pp > 1)
         totals = Totals()
         for part in manager.training.train(self._work(one, loss) for one in shared):
@@ -213,6 +213,7 @@ class MegatronTrainerBase:
         return found
 
     def _work(self, micro_batch: MicroBatch, loss: LanguageLossConfig | None) -> Work:
+        self.manager.pending = True
         forward = self.objective.prepare(
             micro_batch.samples, self.manager.device, loss=loss, always=True
         )

@@ -194,6 +194,8 @@ async def test_pipeline_stages_train_while_samples_arrive_and_answer_as_fsdp_doe
             for mine, same in zip(found.log_probs, after, strict=True):
                 np.testing.assert_allclose(mine, same, atol=1e-4)
         await gradients_of_both_modes(channels, actors)
+        with pytest.raises(WorkerError, match="a global batch has no samples on a rank"):
+            await actors.call(Noting.training_step, SampleGroup(iteration=0, group=0, samples=[]))
         step = await actors.call(Noting.training_step, ready(groups(2)))
         assert step[0] == step[1]
         assert step[0]["grad_norm"] > 0.0
@@ -203,3 +205,33 @@ async def test_pipeline_stages_train_while_samples_arrive_and_answer_as_fsdp_doe
         with pytest.raises(WorkerError, match=r"trains on what arrives; for log-probs alone"):
             await actors.call(iterator, channels.groups.receiver, True)
         kept.close()
+
+
+class OneSided(MegatronActor):
+    """Has samples on one data rank only."""
+
+    async def error(self, batch: SampleGroup) -> str:
+        """What a step raises."""
+        samples = batch.samples if self.rank == 0 else []
+        try:
+            await self.training_step(SampleGroup(iteration=0, group=0, samples=samples))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+async def test_no_data_rank_waits_for_one_without_samples() -> None:
+    from rlinf_async.backends.language_training.config import LanguageModelConfig
+    from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
+
+    described = LanguageModelConfig(config=QWEN3)
+    config = MegatronTrainerConfig(megatron=MegatronConfig(model=described, optimizer=OPTIMIZER))
+    batch, env = ready(groups(0)), {"OMP_NUM_THREADS": "1"}
+    async with ra.Cluster.process() as cluster:
+        actors = await cluster.launch(
+            OneSided, config, BATCHES, count=2, collective="gloo", env_vars=env
+        )
+        for error in await actors.call(OneSided.error, batch):
+            assert error.startswith("a global batch has no samples on a rank")
+        one, other = await actors.call(OneSided.training_step, batch)
+        assert one["grad_norm"] == other["grad_norm"] > 0.0
