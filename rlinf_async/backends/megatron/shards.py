@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 from torch import Tensor
 
 from rlinf_async.backends.megatron.architecture import Architecture, layout_of
 from rlinf_async.backends.megatron.grid import Grid, place_of
 from rlinf_async.backends.megatron.optimizer import Sharding
-from rlinf_async.backends.megatron.state import MOMENTS, kept_of
+from rlinf_async.backends.megatron.state import MOMENTS, kept_of, replace_moments
 from rlinf_async.backends.megatron.weights import Held
 from rlinf_async.parallel import DistributedOptimizer, Layout, ModelMismatch, Strategy
 from rlinf_async.parallel.sharding import GroupBuffer, Shards
@@ -128,10 +127,8 @@ def set_moments(
         kept = kept_of(optimizer, one.parameter)
         if kept is None:
             continue
-        found: dict[str, Any] = {"step": torch.tensor(float(steps))}
-        for kind in MOMENTS:
-            found[kind] = moments[kind][one.name].view(kept.main.shape)
-        kept.optimizer.state[kept.main] = found
+        found = {kind: moments[kind][one.name].view(kept.main.shape) for kind in MOMENTS}
+        replace_moments(kept, found, steps)
 
 
 def same_slices(old: Layout, new: Layout, rank: int) -> bool:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlinf_async.backends.megatron.grid import Grid
+from rlinf_async.backends.megatron.library import of_megatron
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
@@ -80,13 +81,31 @@ def set_state(
     end = kept.start + kept.main.numel()
     with torch.no_grad():
         kept.main.view(-1).copy_(whole["param"][kept.start : end])
-    kept.state.clear()
-    if MOMENTS[0] not in whole:
-        return
-    kept.state["step"] = torch.tensor(float(steps))
-    for name in MOMENTS:
-        part = whole[name][kept.start : end].to(kept.main.device)
-        kept.state[name] = part.clone().view(kept.main.shape)
+    moments = {
+        name: whole[name][kept.start : end].to(kept.main.device).clone().view(kept.main.shape)
+        for name in MOMENTS
+        if name in whole
+    }
+    replace_moments(kept, moments, steps)
+
+
+def replace_moments(kept: Kept, moments: Mapping[str, Tensor], steps: float) -> None:
+    """Make these very tensors the optimizer's moments, after so many steps; without moments, it
+    begins anew.
+
+    The step counter is where Megatron's Adam has it: PyTorch's has one in the state of each
+    parameter; that of Transformer Engine or Apex, which Megatron takes where one is installed, has
+    one in each group of parameters.
+    """
+    state: dict[str, Any] = dict(moments)
+    if of_megatron("optimizer").USING_PYTORCH_OPTIMIZER:
+        if moments:
+            state["step"] = torch.tensor(float(steps))
+    else:
+        for group in kept.optimizer.param_groups:
+            if any(kept.main is held for held in group["params"]):
+                group["step"] = int(steps) if moments else 0
+    kept.optimizer.state[kept.main] = state
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
