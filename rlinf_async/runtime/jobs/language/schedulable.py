@@ -40,8 +40,8 @@ def _check_actors(config: LanguageConfig, plan: Plan) -> None:
     if actor.backend not in ("fsdp", "toy") or actor.strategy == "fsdp1":
         name = "backend" if actor.backend not in ("fsdp", "toy") else "strategy"
         raise ConfigError(
-            f"{getattr(actor, name)!r} cannot change its ranks while it trains, and {wanted}use "
-            "actor.backend = 'fsdp' with strategy = 'fsdp2'",
+            f"the scheduler changes the ranks of fsdp2 actors alone so far, not of "
+            f"{getattr(actor, name)!r}: {wanted}use actor.backend = 'fsdp' with strategy = 'fsdp2'",
             path=("actor", name),
         )
     if actor.epochs > 1:
