@@ -144,7 +144,7 @@ def test_every_sample_is_used_once_an_epoch() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "rlinf_async.backends.fsdp.ppo_update.choose_gradient",
-            lambda manager, config: Recorder(manager, config.loss),
+            lambda manager, config, masked: Recorder(manager, config.loss),
         )
         batch = samples(0, 10)
         metrics = ppo_epochs(manager, batch, PPOConfig(epochs=2, minibatch_size=4))

@@ -111,7 +111,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # engines that die are part of it
+    try:
+        return tried(options)
+    finally:
+        logging.disable(before)
+
+
+def tried(options: argparse.Namespace) -> int:
+    """Run what was asked for."""
     if options.seed is not None:
         print(scenario(options.seed))
         print(run(options.seed).result)

@@ -142,6 +142,10 @@ class Server:
         await asyncio.gather(*(connection.wait_closed() for connection in cut))
         listener.close()
         self._closing = True
+        for _ in range(
+            2
+        ):  # asyncio makes the link of a socket that it has accepted two turns later
+            await asyncio.sleep(0)
         if isinstance(self._address, UnixAddress) and not self._address.abstract:
             with contextlib.suppress(FileNotFoundError):
                 self._address.path.unlink()

@@ -168,10 +168,10 @@ def check_sizes(config: LanguageConfig) -> None:
         ConfigError: with the values, and the nearest valid ones.
     """
     _check_batches(config)
-    _check_places(config)
     _check_evaluation(config)
     _check_learning(config)
     _check_critics(config)
+    _check_places(config)
     _check_reference(config)
 
 
