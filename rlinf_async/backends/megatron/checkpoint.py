@@ -62,7 +62,8 @@ class Member(NamedTuple):
 def begin(
     manager: MegatronModelManager, writer: CheckpointWriter, path: Path, extra: Mapping[str, object]
 ) -> Future[Path]:
-    """Start writing a checkpoint folder. Collective. Everything is copied before this returns.
+    """Start writing a checkpoint folder, also while offloaded. Collective. Everything is copied
+    before this returns.
 
     An idle rank has no part in it. What fails on one active rank is an error on all of them.
     """
@@ -75,8 +76,11 @@ def begin(
     with fail_together(member, f"preparing {staging}"):
         if manager.rank == 0:
             fresh_staging(path)
-    # Data ranks gather their ranges in collectives: outside of what may fail on one rank.
-    part = _part(manager)
+    with contextlib.ExitStack() as awake:
+        with fail_together(member, "taking weights and moments back to the device"):
+            awake.enter_context(manager.awake())
+        # Data ranks gather their ranges in collectives: outside of what may fail on one rank.
+        part = _part(manager)
     with fail_together(member, f"copying what goes to {path}"):
         if not staging.is_dir():
             raise CheckpointError(
@@ -98,8 +102,8 @@ def finish(manager: MegatronModelManager, writer: CheckpointWriter, path: Path) 
 def load(manager: MegatronModelManager, writer: CheckpointWriter, path: Path) -> list[Own]:
     """Load model and optimizer; return what every rank saved besides. Collective.
 
-    Where a rank cannot read its part, or it does not fit, every rank raises, and nothing was
-    changed on any.
+    What was offloaded stays offloaded. Where a rank cannot read its part, or it does not fit, every
+    rank raises, and nothing was changed on any.
     """
     manager.active_part()
     member = _member(manager)
@@ -119,7 +123,7 @@ def load(manager: MegatronModelManager, writer: CheckpointWriter, path: Path) ->
             _check(manager, saved)
         # Not assembled before: that would take the memory of a second float32 model with moments.
         # All that the files can lack was checked.
-        with fail_together(member, f"loading {folder}"):
+        with fail_together(member, f"loading {folder}"), manager.awake():
             for held in manager.held:
                 found = _assembled(held, saved)
                 set_state(manager.optimizer, held.parameter, found, own[0].steps)

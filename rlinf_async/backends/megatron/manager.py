@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlinf_async.backends.building import building
+from rlinf_async.backends.language import OPTIMIZER, PARTS, WEIGHTS
 from rlinf_async.backends.language_training.describing import describing_files
 from rlinf_async.backends.language_training.hugging_face import build_language_model
 from rlinf_async.backends.megatron.architecture import VALUE_HEAD, architecture_of, layout_of
@@ -362,6 +364,35 @@ class MegatronModelManager:
             self.memory.load_optimizer()
         self.optimizer_offloaded = False
 
+    @contextmanager
+    def awake(self, parts: Collection[str] = PARTS) -> Iterator[None]:
+        """Have these parts on the device for the block. Those that were offloaded are offloaded
+        again after it, also after an error; no rank waits for another.
+
+        It is for reading and replacing weights and moments: gradients stay where they are.
+        """
+        weights = self.weights_offloaded and WEIGHTS in parts
+        optimizer = self.optimizer_offloaded and OPTIMIZER in parts
+        moves = self._on_device and self.active and (weights or optimizer)
+        try:
+            if weights:
+                self.load_weights()
+            if optimizer:
+                if moves:
+                    self.memory.load_state()
+                self.optimizer_offloaded = False
+            yield
+        finally:
+            # Nothing was stepped: parameters need not be gathered, as they were when offloaded.
+            if moves and optimizer:
+                self.memory.offload_optimizer()
+            if moves and weights:
+                self.memory.offload_weights()
+            if moves:
+                torch.cuda.empty_cache()
+            self.weights_offloaded |= weights
+            self.optimizer_offloaded |= optimizer
+
     @property
     def _on_device(self) -> bool:
         return self.device.type != "cpu"
@@ -402,8 +433,9 @@ class MegatronModelManager:
 
     def gather_parameters(self) -> None:
         """Have the last step's parameters of all data ranks, where they are gathered as the next
-        forward pass needs them. Collective among the data ranks."""
-        if self.cfg.overlap and self.cfg.distributed_optimizer:
+        forward pass needs them; those that are offloaded were gathered before. Collective among
+        the data ranks."""
+        if self.cfg.overlap and self.cfg.distributed_optimizer and not self.weights_offloaded:
             for one in self.models:
                 one.start_param_sync(force_sync=True)
 
@@ -417,10 +449,14 @@ class MegatronModelManager:
         """Return at once: a checkpoint is copied before it is written."""
 
     def whole_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the weights by their names in a checkpoint on rank 0, ``{}`` elsewhere.
-        Collective; one slice travels at a time."""
+        """Return the weights by their names in a checkpoint on rank 0, ``{}`` elsewhere, also
+        while offloaded. Collective; one slice travels at a time."""
         if not self.active:
             return {}
+        with self.awake({WEIGHTS}):
+            return self._whole_weights(dtype)
+
+    def _whole_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         layout = layout_of(self.architecture, self.strategy)
         self.gather_parameters()
         place, found = self.grid.place, dict[str, Tensor]()

@@ -52,12 +52,13 @@ class HostCopies:
         """Fill tensors whose memory was given back. Does nothing to others."""
         for one in tensors:
             storage = one.untyped_storage()
-            kept = self._kept.pop(storage._cdata, None)
+            kept = self._kept.get(storage._cdata)
             if kept is None:
                 continue
-            storage.resize_(kept.bytes)
+            storage.resize_(kept.bytes)  # where the device is full, the copy stays the only one
             with torch.no_grad():
                 kept.tensor.copy_(kept.on_cpu.view(kept.tensor.shape))
+            del self._kept[storage._cdata]
             self._free[kept.on_cpu.dtype, kept.on_cpu.numel()].append(kept.on_cpu)
 
     def _buffer(self, like: Tensor) -> Tensor:
@@ -106,6 +107,10 @@ class StageMemory:
             if not storage.size() and at in self._gradient_bytes:
                 storage.resize_(self._gradient_bytes[at])
                 gradients.zero_()
+        self.load_state()
+
+    def load_state(self) -> None:
+        """Take moments and float32 copies back, without gradients."""
         self._copies.load(self._moments())
         self.load_copies(self._optimizer)
 

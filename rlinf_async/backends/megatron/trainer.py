@@ -232,6 +232,12 @@ class MegatronTrainerBase:
     ) -> list[Floats]:
         """Return ``[R]`` of each response of the rank that reads, on every rank of its model;
         ``read`` takes them from what is found in a micro-batch. Collective."""
+        with self.manager.awake({WEIGHTS}):
+            return self._computed(samples, read)
+
+    def _computed(
+        self, samples: Sequence[TrainingSample], read: Callable[[Any], Tensor]
+    ) -> list[Floats]:
         manager = self.manager
         samples = manager.feed.broadcast(list(samples))
         if not samples:
@@ -293,7 +299,8 @@ class MegatronTrainerBase:
     # ---- checkpoints
 
     def save_checkpoint(self, path: Path, extra: Mapping[str, object] | None = None) -> None:
-        """Write a checkpoint folder, atomically; ``extra`` is this rank's own. Collective."""
+        """Write a checkpoint folder, atomically, also while offloaded; ``extra`` is this rank's
+        own. Collective."""
         self.begin_checkpoint(path, extra)
         checkpoint.finish(self.manager, self._writer, path)
 
@@ -329,7 +336,7 @@ class MegatronTrainer(MegatronTrainerBase):
         self, samples: Sequence[TrainingSample], *, reference: bool = False
     ) -> list[Floats]:
         """Return log-probs ``[R]`` of each response of the rank that reads, on every rank of its
-        model. Collective.
+        model, also while offloaded. Collective.
 
         Raises `ValueError` for the reference where none is kept.
         """
@@ -340,7 +347,7 @@ class MegatronTrainer(MegatronTrainerBase):
                 "reference log-probs were asked for, but no reference weights are kept: set "
                 "reference = true in the trainer's configuration"
             )
-        with self.kept_weights.swapped_in():
+        with self.manager.awake({WEIGHTS}), self.kept_weights.swapped_in():
             return self._answers(samples, _log_probs)
 
     def values(self, samples: Sequence[TrainingSample]) -> list[Floats]:
@@ -348,7 +355,8 @@ class MegatronTrainer(MegatronTrainerBase):
         raise ValueError("a policy has no values: ask a critic (backend 'megatron_critic')")
 
     def publish(self, allocate: Allocate | None = None) -> WeightUpdate:
-        """Return the weights of the present version; no buckets but on rank 0. Collective."""
+        """Return the weights of the present version, also while offloaded; no buckets but on rank
+        0. Collective."""
         if not self.manager.active:
             return pack({}, self._version)
         state = self.manager.whole_weights(DTYPES[self.config.publish_precision])
