@@ -38,7 +38,12 @@ STRATEGIES: dict[int, dict[str, dict[str, Any]]] = {
         "dp2": {"overlap": True},
         "dp2, copies of the optimizer": {"distributed_optimizer": False},
     },
-    4: {"tp2pp2": {"tp": 2, "pp": 2}, "tp2dp2": {"tp": 2}, "pp2dp2": {"pp": 2, "overlap": True}},
+    4: {
+        "tp2pp2": {"tp": 2, "pp": 2},
+        "tp2dp2": {"tp": 2},
+        "pp2dp2": {"pp": 2, "overlap": True},
+        "pp2dp2, interleaved": {"pp": 2, "virtual_stages": 2, "overlap": True},
+    },
 }
 
 
