@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _device as device_contexts
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
@@ -33,6 +34,8 @@ def install_cpu_shims() -> None:
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device="cuda": torch.get_rng_state()
     cuda.set_rng_state = cuda.random.set_rng_state = _set_rng_state
+    # ``with torch.device(...)`` knows the factories by identity, from its first use on: by now.
+    device_contexts._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     tensor: Any = Tensor
