@@ -15,7 +15,8 @@ from __future__ import annotations
 import inspect
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -87,3 +88,13 @@ async def _body(test: Callable[..., Any], arguments: dict[str, Any]) -> None:
                 await stack.enter_async_context(argument)
         await test(**arguments)
     no_tasks_left()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_process_group() -> Iterator[None]:
+    """A test that leaves torch's default process group behind breaks the next that makes one."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("torch's default process group was left behind")

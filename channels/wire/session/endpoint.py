@@ -140,12 +140,8 @@ class Server:
         for connection in cut:  # it can come back only while somebody listens
             connection.close(CLOSED)
         await asyncio.gather(*(connection.wait_closed() for connection in cut))
-        listener.close()
         self._closing = True
-        for _ in range(
-            2
-        ):  # asyncio makes the link of a socket that it has accepted two turns later
-            await asyncio.sleep(0)
+        await self._stop_accepting(listener)
         if isinstance(self._address, UnixAddress) and not self._address.abstract:
             with contextlib.suppress(FileNotFoundError):
                 self._address.path.unlink()
@@ -169,6 +165,20 @@ class Server:
         await self.close()
 
     # ---- accepting
+
+    async def _stop_accepting(self, listener: asyncio.AbstractServer) -> None:
+        """Close the listener, but not before what it has accepted has its link.
+
+        asyncio makes the transport in the turn after the one that accepts, and loses the socket if
+        the listener is closed between the two. It calls the link's ``connection_made`` one later.
+        uvloop does all of it at once, and has no reader of a listener that could be removed.
+        """
+        loop = asyncio.get_running_loop()
+        for one in getattr(listener, "sockets", ()):
+            loop.remove_reader(one.fileno())
+        for _ in range(2):
+            await asyncio.sleep(0)
+        listener.close()
 
     def _accept(self) -> Link:
         made: list[Connection] = []

@@ -141,26 +141,32 @@ def content(folder: Path) -> dict[str, bytes]:
     return {one.name: one.read_bytes() for one in folder.rglob("rank_*.safetensors")}
 
 
-def test_an_error_leaves_the_model_offloaded_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupted_by_errors(rank: int, world_size: int, folder: Path) -> None:
     from rlinf_async.backends.megatron.memory import StageMemory
 
-    trainer = made(1, 0, monkeypatch, tp=1, precision="bfloat16")
-    step(trainer, 0)
-    expected = observed(trainer, frozenset())
-    trainer.offload()
-    with pytest.raises(ZeroDivisionError), trainer.manager.awake():
-        _ = 1 / len(trainer.asleep)
-    assert_gone(trainer, PARTS)
+    with pytest.MonkeyPatch.context() as patch:
+        trainer = made(world_size, rank, patch, tp=1, precision="bfloat16")
+        step(trainer, 0)
+        expected = observed(trainer, frozenset())
+        trainer.offload()
+        with pytest.raises(ZeroDivisionError), trainer.manager.awake():
+            _ = 1 / len(trainer.asleep)
+        assert_gone(trainer, PARTS)
 
-    def full(_: StageMemory) -> None:
-        raise torch.OutOfMemoryError("the device is full")
+        def full(_: StageMemory) -> None:
+            raise torch.OutOfMemoryError("the device is full")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(StageMemory, "load_state", full)
-        with pytest.raises(torch.OutOfMemoryError), trainer.manager.awake():
-            pytest.fail("the block runs without its memory")
-    assert_gone(trainer, PARTS)
-    assert_same(observed(trainer, PARTS), expected)
+        with patch.context() as inner:
+            inner.setattr(StageMemory, "load_state", full)
+            with pytest.raises(torch.OutOfMemoryError), trainer.manager.awake():
+                pytest.fail("the block runs without its memory")
+        assert_gone(trainer, PARTS)
+        assert_same(observed(trainer, PARTS), expected)
+    save_result(folder, rank, "as before")
+
+
+def test_an_error_leaves_the_model_offloaded_and_whole(tmp_path: Path) -> None:
+    assert in_processes(interrupted_by_errors, 1, tmp_path) == ["as before"]
 
 
 def test_a_full_device_does_not_lose_the_copy() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -198,6 +200,33 @@ async def test_who_proves_the_secret_just_when_the_server_is_closed_is_told_why(
     await connection.wait_closed()
     with pytest.raises(ConnectionLost, match="owner closed it: the server was closed"):
         connection.notify("anything", None)
+
+
+@pytest.mark.parametrize("loop_kind", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_socket_that_is_accepted_just_when_the_server_is_closed_is_closed_too(
+    folder: Path, turns: int, loop_kind: str
+) -> None:
+    server = await serve(folder / "s", SECRET, router=Router())
+    with socket.socket(socket.AF_UNIX) as client:
+        client.setblocking(False)
+        client.connect(str(server.path))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await server.close()
+        gc.collect()  # a socket that was lost is warned of
+        await until(lambda: _is_cut(client))
+
+
+def _is_cut(client: socket.socket) -> bool:
+    try:
+        while client.recv(1024):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:  # it had not been accepted
+        return True
+    return True
 
 
 async def test_sockets_that_prove_nothing_are_bounded_and_keep_no_peer_out(
