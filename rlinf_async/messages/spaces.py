@@ -87,6 +87,10 @@ class Factor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Columns that it takes in an array of actions."""
         return self.size if self.kind == "continuous" else 1
 
+    def __str__(self) -> str:
+        noun = "number" if self.kind == "continuous" else "choice"
+        return f"{self.size} {noun}{'' if self.size == 1 else 's'}"
+
 
 class ActionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The factors of an action; none while the environment has not been asked.
@@ -121,6 +125,9 @@ class ActionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def shape(self) -> tuple[int, ...]:
         """The shape of one action."""
         return () if self.discrete else (self.columns,)
+
+    def __str__(self) -> str:
+        return ", ".join(str(factor) for factor in self.factors)
 
 
 class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """Gymnasium, and the ids that it knows.
 
-gymnasium is imported here when the first environment is made, gymnasium_robotics only for an id
-that gymnasium does not know.
+gymnasium is imported here when the first environment is made, gymnasium_robotics and others only
+for an id that gymnasium does not know.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from rlinf_async.config import ConfigError, MissingExtra
 from rlinf_async.workers.env.config import EnvConfig
+from rlinf_async.workers.env.simulators import simulator_of
 
 
 def known_gymnasium(config: EnvConfig) -> Any:
@@ -44,6 +45,14 @@ def _register(name: str) -> None:
     gym = importlib.import_module("gymnasium")
     if ":" in name or name in gym.registry:  # "module:Id" is for gymnasium to import
         return
+    if (simulator := simulator_of(name)) is not None:
+        if simulator.missing:
+            raise ConfigError(
+                f"{name!r} is of {simulator.name}, which is not installed: pip install "
+                f"{simulator.install}",
+                path=("id",),
+            )
+        gym.register_envs(importlib.import_module(simulator.modules[0]))
     has_robotics = importlib.util.find_spec("gymnasium_robotics") is not None
     if has_robotics:
         gym.register_envs(_robotics())
