@@ -93,6 +93,9 @@ class LanguageSummary(Summary, kw_only=True):
     evaluation_samples: int | None = None
     outcomes: dict[str, int] = {}
     """number of samples that were scored, rejected, failed"""
+    scheduler: dict[str, int | str] | None = None
+    """What the scheduler did: boundaries at which it decided, strategies that came into force,
+    ...; None where there was none, or it was given up"""
 
     def figures(self) -> list[str]:
         parts = []

@@ -60,12 +60,27 @@ class ChangingRank(Protocol):
         ...
 
     @property
+    def leads(self) -> bool:
+        """Whether the others do what it does."""
+        ...
+
+    @property
     def sizes(self) -> BatchSizes:
         """The sizes of its share, while it trains."""
         ...
 
-    async def boundary(self, done: int) -> None:
-        """Wait until it is known who trains the next global batch; ``done`` are trained."""
+    @property
+    def done(self) -> int:
+        """Global batches of the iteration that are trained, over all epochs."""
+        ...
+
+    async def boundary(self, done: int, tokens: int, seconds: float) -> None:
+        """Wait until it is known who trains the next global batch; ``done`` are trained, the last
+        of them by this rank with so many tokens in so many seconds."""
+        ...
+
+    async def again(self, samples: SampleGroup) -> None:
+        """Send trained samples on, which another epoch may give to other ranks."""
         ...
 
     def end_iteration(self) -> None:
@@ -102,6 +117,10 @@ class Iteration:
         self._number = trainer.version
         self._data = trainer.data_rank
         self._seconds = 0.0
+        self._tokens = 0
+        """that were trained"""
+        self._busy = 0.0
+        """seconds for which they were trained, without waits for samples"""
         self.arrived = ArrivalStatistics(trainer.version, max_staleness)
 
     async def collect(self, groups: Receiver[SampleGroup]) -> list[SampleGroup]:
@@ -154,25 +173,48 @@ class Iteration:
 
         Between two of them the strategy may change: this rank may begin or cease to train, and its
         part of the next global batch may have another size. Samples of a global batch are sent only
-        once it is known who trains it, so none is queued here when that changes.
+        once it is known who trains it, so none is queued here when that changes. Those of the first
+        epoch go back after each global batch, with their advantages: further epochs give them out
+        again, shuffled over all ranks.
         """
         steps: list[Mapping[str, float]] = []
         batches: Batches | None = None
+        of_epoch = self._sizes.num_global_batches
         with self._measured(arriving=True) as waiting:
-            for number in range(self._sizes.num_global_batches):
+            while rank.done < of_epoch * self._epochs:
+                epoch, position = divmod(rank.done, of_epoch)
+                tokens, busy = self._tokens, self._busy
                 if rank.active:
-                    batches = self._dispatched(batches, groups, rank.sizes)
+                    if not position:  # an epoch begins
+                        self._check_left(batches)
+                        batches = None
+                    batches = self._dispatched(batches, groups, rank.sizes, epoch)
                     steps.append(await self._global_batch(batches, waiting))
+                    await self._send_again(batches, rank, epoch)
                 else:
                     batches = None
-                if number + 1 < self._sizes.num_global_batches:
-                    await rank.boundary(number + 1)
+                ends = position + 1 == of_epoch and rank.leads and _is_spent(steps[-of_epoch:])
+                if ends or rank.done + 1 == of_epoch * self._epochs:
+                    break
+                await rank.boundary(rank.done + 1, self._tokens - tokens, self._busy - busy)
             self._check_learnt(steps)
             await self._worker.compute(rank.end_iteration)
         return self.report(steps, seconds=self._seconds)
 
+    async def _send_again(self, batches: Batches | None, rank: ChangingRank, epoch: int) -> None:
+        """Send the samples of a global batch of the first of several epochs back."""
+        if batches is None or epoch or self._epochs == 1:
+            return
+        kept = batches.get_all_batches()
+        assert kept is not None
+        await rank.again(kept)
+
+    def _check_left(self, batches: Batches | None) -> None:
+        if batches is not None:
+            self._check_queue(batches)
+
     def _dispatched(
-        self, batches: Batches | None, groups: Receiver[SampleGroup], sizes: BatchSizes
+        self, batches: Batches | None, groups: Receiver[SampleGroup], sizes: BatchSizes, epoch: int
     ) -> Batches | None:
         """Return the iterator for the next global batch; None: another rank reads the samples."""
         data = self._trainer.data_rank
@@ -180,6 +222,8 @@ class Iteration:
             return None
         if batches is None or data != self._data:
             self._data, self._sizes = data, sizes
+            if epoch:
+                return self._plain_batches(groups, key=data.rank)
             return self._batches(groups, key=data.rank)
         if sizes != self._sizes:
             self._check_queue(batches)
@@ -231,20 +275,34 @@ class Iteration:
 
     async def _global_batch(self, batches: Batches | None, waiting: Waiting) -> Mapping[str, float]:
         """Make one optimizer step. None: on samples that another rank reads."""
+        loop = asyncio.get_running_loop()
+        began, waited = loop.time(), self.arrived.wait_seconds
+        try:
+            return await self._stepped(batches, waiting, loop)
+        finally:
+            self._busy += loop.time() - began - (self.arrived.wait_seconds - waited)
+
+    async def _stepped(
+        self, batches: Batches | None, waiting: Waiting, loop: asyncio.AbstractEventLoop
+    ) -> Mapping[str, float]:
         if batches is None:
             return await self._worker.compute(self._step, ())
-        loop = asyncio.get_running_loop()
         if getattr(loop, "virtual", False):  # it computes inline: nothing could be waited for there
             there = await _all_micro_batches(batches, waiting)
-            return await self._worker.compute(self._step, there)
+            return await self._worker.compute(self._step, self._counted(there))
         view = batches.blocking(loop)
         try:
             arriving = _micro_batches(batches, view, waiting, batches.sizes)
-            return await self._worker.compute(self._step, arriving)
+            return await self._worker.compute(self._step, self._counted(arriving))
         except HandlerFailed as failed:
             raise (failed.__cause__ or failed) from None
         finally:
             view.close()  # a cancelled call leaves the thread waiting for samples otherwise
+
+    def _counted(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        for one in micro_batches:
+            self._tokens += sum(sample.tokens for sample in one.samples)
+            yield one
 
     def _check_queue(self, batches: Batches) -> None:
         if batches.queued_samples:
@@ -288,8 +346,14 @@ class Iteration:
         seed = (self._trainer.version, epoch, self._data.rank)
         order = np.random.default_rng(seed).permutation(len(batch.samples))
         shuffled = msgspec.structs.replace(batch, samples=[batch.samples[at] for at in order])
+        return self._plain_batches(
+            _channel_of([shuffled], f"{self._worker.name} epoch {epoch}").receiver
+        )
+
+    def _plain_batches(self, receiver: Receiver[SampleGroup], key: int | None = None) -> Batches:
+        """Iterate over samples that have their advantages and were counted."""
         return BatchResizingIterator(
-            _channel_of([shuffled], f"{self._worker.name} epoch {epoch}").receiver,
+            receiver,
             GroupOps(),
             total_batch_size=self._sizes.total_batch_size,
             num_global_batches=self._sizes.num_global_batches,
@@ -297,6 +361,7 @@ class Iteration:
             max_tokens_per_micro_batch=self._sizes.max_tokens_per_micro_batch,
             balance_window=self._sizes.balance_window,
             agree=self._trainer.agree,
+            key=key,
         )
 
     def _check_learnt(self, steps: Sequence[Mapping[str, float]]) -> None:

@@ -31,6 +31,7 @@ from rlinf_async.workers.actor.scheduled import SchedulerLink
 from rlinf_async.workers.actor.training_worker import TrainingWorker
 from rlinf_async.workers.errors import BuildError
 from rlinf_async.workers.scheduler.messages import (
+    ActorReady,
     Boundary,
     DataShare,
     Orders,
@@ -68,16 +69,12 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         scheduled: bool = False,
     ) -> None:
         super().__init__(trainer, backend=backend or self.backend, resume=resume)
-        if scheduled and batches.epochs > 1:
-            raise BuildError(
-                f"{self.name} is scheduled and goes {batches.epochs} times through its samples: "
-                "its strategy could not change between mini-batches, whose samples are on ranks "
-                "already; set epochs to 1, or the scheduler's policy to 'static'"
-            )
         self._scheduled = scheduled
         self._linked = asyncio.Event()
         self._link: SchedulerLink | None = None
         self._boundary = Boundary(0, 0)
+        self._counted = True
+        """the iteration was counted, trained or not"""
         self._max_staleness = max_staleness
         self._batches = batches
         self._sizes = batches.of_rank(1)  # until the trainer knows its data ranks
@@ -140,10 +137,11 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         async with self.training():
             await self.onload()
             iteration, number = self._iteration(), self._trainer.version
-            self._boundary = Boundary(number, 0)
+            self._boundary, self._counted = Boundary(number, 0), False
             await self.scheduler_pre_process()
             report = await iteration.train_dispatched(groups, self)
-            await self.boundary(self._sizes.num_global_batches)
+            if self.done < self._mini_batches:
+                await self.boundary(self._mini_batches)
             report.ranks = self._trainer.data_rank.size
             return report
 
@@ -165,7 +163,19 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         async def skip(iteration: Iteration) -> LanguageTrainReport:
             return await iteration.skip(await iteration.collect(input_channel))
 
-        return await self.trained(skip)
+        if not self._scheduled:
+            return await self.trained(skip)
+        await self._linked.wait()
+        iteration = self._iteration()
+        for done in range(self._sizes.num_global_batches):  # nobody is asked who trains them
+            await self._share(Boundary(self._trainer.version, done))
+        if self.active:
+            report = await skip(iteration)
+        else:
+            await self.compute(self.rescalable().skip_iteration)
+            report = iteration.report([], seconds=0.0)
+        report.ranks = self._trainer.data_rank.size
+        return report
 
     async def trained(
         self, train: Callable[[Iteration], Awaitable[LanguageTrainReport]]
@@ -192,6 +202,7 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         followed: LatestReceiver[Verdict],
         shares: Sender[DataShare],
         patience: float,
+        again: Sender[SampleGroup] | None = None,
     ) -> None:
         """Follow a scheduler until its orders end, beside the calls that train. On all ranks.
 
@@ -202,8 +213,10 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
             followed: the same, for the other ranks.
             shares: to whoever dispatches samples: who trains the next global batch.
             patience: seconds that rank 0 waits for orders at a boundary; then nothing changes.
+            again: to whoever dispatches samples: those that another epoch trains, too. Needed where
+                there are several.
         """
-        link = SchedulerLink(self, orders, reports, verdicts, followed, shares, patience)
+        link = SchedulerLink(self, orders, reports, verdicts, followed, shares, patience, again)
         self._link = link
         self._linked.set()
         await link.listen()
@@ -222,19 +235,60 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         if self._link is None:
             await super().scheduler_scale_sync()
             return
-        link, boundary = self._link, self._boundary
-        batches = self._sizes.num_global_batches
-        strategy = await link.decided(boundary, batches, self._changes.strategy)
-        if strategy is not None:
-            error = await self._changes.at_boundary(strategy)
-            await link.changed(boundary, self._changes.strategy, error)
-        if boundary.done < batches:
-            await link.share(boundary, self._trainer.data_rank.size)
+        await self._at_boundary(self._link, tokens=0, seconds=0.0)
 
-    async def boundary(self, done: int) -> None:
+    async def _at_boundary(self, link: SchedulerLink, tokens: int, seconds: float) -> None:
+        ready = ActorReady(
+            boundary=self._boundary,
+            mini_batches=self._mini_batches,
+            epochs=self._batches.epochs,
+            strategy=self._changes.strategy,
+            tokens=tokens,
+            seconds=seconds,
+        )
+        verdict = await link.decided(ready)
+        self._boundary = boundary = verdict.boundary
+        if boundary.done == self._mini_batches:  # rank 0 may have ended it early
+            await self.compute(self.end_iteration)
+        if verdict.strategy is not None:
+            error = await self._changes.at_boundary(verdict.strategy)
+            await link.changed(boundary, self._changes.strategy, error)
+        if boundary.done < self._mini_batches:
+            await self._share(boundary)
+
+    async def _share(self, boundary: Boundary) -> None:
+        assert self._link is not None  # it is scheduled
+        await self._link.share(boundary, self._trainer.data_rank.size)
+
+    async def boundary(self, done: int, tokens: int = 0, seconds: float = 0.0) -> None:
         """Go on after so many mini-batches of the iteration, once it is known how."""
+        assert self._link is not None
         self._boundary = Boundary(self._boundary.iteration, done)
-        await self.scheduler_scale_sync()
+        await self._at_boundary(self._link, tokens, seconds)
+
+    async def again(self, samples: SampleGroup) -> None:
+        """Send trained samples on, which another epoch may give to other ranks."""
+        assert self._link is not None
+        if self._link.again is None:
+            raise BuildError(
+                f"{self.name} goes {self._batches.epochs} times through its samples: "
+                "follow_scheduler() needs a channel `again` to give them out anew"
+            )
+        await self._link.again.put(samples)
+
+    @property
+    def leads(self) -> bool:
+        """Whether the other ranks do at a boundary what this one does."""
+        return self.rank == 0
+
+    @property
+    def done(self) -> int:
+        """Mini-batches of the iteration that are trained, over all epochs."""
+        return self._boundary.done
+
+    @property
+    def _mini_batches(self) -> int:
+        return self._sizes.num_global_batches * self._batches.epochs
 
     @property
     def sizes(self) -> BatchSizes:
@@ -242,7 +296,10 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         return self._sizes
 
     def end_iteration(self) -> None:
-        """Count the iteration. Runs in the compute thread."""
+        """Count the iteration, once. Runs in the compute thread."""
+        if self._counted:
+            return
+        self._counted = True
         if self.active:
             self._trainer.end_iteration()
         else:

@@ -5,7 +5,9 @@
     rank 0          ActorReady --> scheduler --Orders--> rank 0 --Verdict--> other ranks
     all ranks       change together
     all ranks       ActorChanged --> scheduler
-    rank 0          DataShare --> collector
+    rank 0          DataShare --> dispatcher
+    ranks that read samples, in the first of several epochs
+                    trained samples --> dispatcher, which gives them out again
 
                     waits for                             unblocked by
     rank 0          orders for its boundary               the scheduler; `patience`
@@ -21,6 +23,7 @@ from __future__ import annotations
 import asyncio
 
 from rlinf_async.channels import EndOfChannel, LatestReceiver, LatestSender, Sender
+from rlinf_async.messages.language import SampleGroup
 from rlinf_async.parallel import Strategy
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.scheduler.messages import (
@@ -43,8 +46,9 @@ class SchedulerLink:
         reports: to the scheduler.
         verdicts: rank 0's.
         followed: the same, of other ranks.
-        shares: to the collector.
+        shares: to the dispatcher.
         patience: seconds that rank 0 waits for the scheduler.
+        again: to the dispatcher: samples that are to be trained in another epoch, too.
     """
 
     def __init__(
@@ -56,8 +60,10 @@ class SchedulerLink:
         followed: LatestReceiver[Verdict],
         shares: Sender[DataShare],
         patience: float,
+        again: Sender[SampleGroup] | None = None,
     ) -> None:
         self._worker = worker
+        self.again = again
         self._orders, self._reports = orders, reports
         self._verdicts, self._followed = verdicts, followed
         self._shares = shares
@@ -95,28 +101,26 @@ class SchedulerLink:
             async with self._changed:
                 self._changed.notify_all()
 
-    async def decided(
-        self, boundary: Boundary, mini_batches: int, strategy: Strategy
-    ) -> Strategy | None:
-        """Return the strategy that all ranks change to at this boundary; None: none.
-
-        Args:
-            boundary: where this rank is.
-            mini_batches: of an iteration.
-            strategy: in force.
-        """
+    async def decided(self, ready: ActorReady) -> Verdict:
+        """Return what all ranks do where this rank is, or, on another rank than 0, at the later
+        boundary that rank 0 has reached."""
         if self._worker.rank:
-            return await self._verdict_on(boundary)
-        ready = ActorReady(boundary=boundary, mini_batches=mini_batches, strategy=strategy)
+            return await self._verdict_on(ready)
         found = await self._ask(ready)
-        await self._verdicts.publish(Verdict(boundary=boundary, strategy=found))
-        return found
+        verdict = Verdict(boundary=ready.boundary, strategy=found)
+        await self._verdicts.publish(verdict)
+        return verdict
 
-    async def _verdict_on(self, boundary: Boundary) -> Strategy | None:
+    async def _verdict_on(self, ready: ActorReady) -> Verdict:
+        boundary = ready.boundary
         async with self._changed:
             await self._changed.wait_for(lambda: self._over or self._reached(boundary))
         verdict = self._verdict
-        return verdict.strategy if verdict and verdict.boundary == boundary else None
+        if verdict is None or not self._reached(boundary):
+            return Verdict(boundary=boundary)
+        if verdict.boundary.iteration > boundary.iteration:  # this one has ended, in what it had
+            return Verdict(boundary=Boundary(boundary.iteration, ready.mini_batches))
+        return verdict
 
     def _reached(self, boundary: Boundary) -> bool:
         return self._verdict is not None and self._verdict.boundary >= boundary

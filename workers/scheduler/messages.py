@@ -26,7 +26,7 @@ class Boundary(msgspec.Struct, frozen=True, order=True):
 
     iteration: int
     done: int
-    """mini-batches of the iteration that are trained"""
+    """mini-batches of the iteration that are trained, over all epochs"""
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,9 +84,15 @@ class ActorReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
     boundary: Boundary
     mini_batches: int
-    """of an iteration"""
+    """of an iteration, over all epochs"""
     strategy: Strategy
     """in force"""
+    epochs: int = 1
+    """passes over the samples of an iteration"""
+    tokens: int = 0
+    """that this data rank trained since the last boundary"""
+    seconds: float = 0.0
+    """for which it trained them, without waits for samples"""
 
 
 class ActorChanged(msgspec.Struct, frozen=True, kw_only=True, tag="changed"):
@@ -106,7 +112,7 @@ SchedulerReport = InstanceReport | ActorReady | ActorChanged
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """actor rank 0 -> other ranks: what all of them do at a boundary. Those that are skipped
-    changed nothing."""
+    changed nothing: a rank that waits for one of them goes on from this one."""
 
     boundary: Boundary
     strategy: Strategy | None = None

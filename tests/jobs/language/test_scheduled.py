@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from tests.jobs.language.kit import TOY, Job
+from tests.jobs.language.kit import LOSSES, TINY, TOY, Job
 
 SCHEDULED = (
     TOY.replace("prompts = 4", "prompts = 8")
@@ -40,12 +40,10 @@ def test_a_scheduled_run_trains_every_sample_once_and_goes_on_when_it_is_resumed
     ("changes", "message"),
     [
         ({"scheduler.policy": "tale"}, "no policy is called 'tale'; did you mean 'tail'?"),
-        ({"scheduler.policy": "longest_first"}, "'longest_first' is for simulations alone"),
         ({"scheduler.answer_seconds": "0"}, "answer_seconds is 0.0; it must be above 0"),
         ({"cluster.rollout_workers": "1"}, "only 1 rollout worker, which has to serve"),
         ({"actor.global_batches": "1"}, "an iteration has 1: use 2 or more"),
         ({"training.prompts": "4"}, "no more than 1 of up to 2 actors can share 4 prompts in 4"),
-        ({"actor.epochs": "2"}, "epochs is 2: from the second on samples are on their ranks"),
     ],
 )
 def test_a_run_that_cannot_be_scheduled_is_refused_with_what_to_do(
@@ -66,4 +64,46 @@ def test_a_backend_that_cannot_change_its_ranks_is_refused(
     ).replace("toy = {{ seconds_per_token = 0.0, seconds_per_step = 0.0 }}", 'strategy = "fsdp1"')
     ended = Job(tmp_path, capsys, text).train()
     assert ended.code == 2
-    assert "the ranks of fsdp2 actors alone so far, not of 'fsdp1'" in ended.err
+    assert "the ranks of actors while they train, which fsdp1 cannot" in ended.err
+
+
+SETTINGS = (
+    *("--training.iterations", 2, "--training.prompts", 8, "--actor.global_batches", 4),
+    *("--data.verifier", "tests.jobs.language.verifiers:letters", "--actor.pipelined", "false"),
+    *("--actor.micro_batch_size", 2, "--training.checkpoint_every", 0, "--evaluation.samples", 0),
+    *("--training.export", "false"),
+)
+MOVED = ("--scheduler.policy", "tail", "--cluster.backend", "process")
+PPO = ("--actor.advantage.name", "gae", "--critic.optimizer.lr", 1e-2, "--actor.epochs", 2)
+
+
+def trained(
+    folder: pathlib.Path, capsys: pytest.CaptureFixture[str], *settings: object
+) -> tuple[Job, dict[str, int | str] | None]:
+    folder.mkdir()
+    job = Job(folder, capsys, TINY)
+    return job, job.succeed(*SETTINGS, *settings).scheduler
+
+
+def same(job: Job, expected: Job, names: tuple[str, ...], within: float) -> None:
+    assert len(job.iterations) == len(expected.iterations) == 2
+    for mine, theirs in zip(job.iterations, expected.iterations, strict=True):
+        for name in names:
+            assert float(mine[name]) == pytest.approx(float(theirs[name]), abs=within), name
+
+
+def test_megatron_actors_grow_and_shrink_beside_a_critic_through_two_epochs_and_learn_the_same(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Against FSDP, on one rank, that never changes."""
+    pytest.importorskip("megatron.core")
+    ppo = (*PPO, "--cluster.critics", 1)
+    megatron = ("--actor.backend", "megatron", "--critic.backend", "fsdp")
+    workers = ("--cluster.rollout_workers", 2)
+    job, scheduler = trained(tmp_path / "moved", capsys, *ppo, *megatron, *MOVED, *workers)
+    assert scheduler is not None
+    assert (scheduler["decisions"], scheduler["changes"]) == (2 * 9, 4)
+    assert scheduler["unanswered"] == scheduler["failed"] == 0
+    expected, nothing = trained(tmp_path / "static", capsys, *ppo)
+    assert nothing is None
+    same(job, expected, ("critic_loss", "critic_value", "critic_grad_norm", *LOSSES), 1e-4)

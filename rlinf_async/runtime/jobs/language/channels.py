@@ -6,6 +6,7 @@
          ^                                                                  |
          +--------------------------ScoredSample----------------------------+
     this process --SampleGroup, by key of the DP rank--> [critic] --SampleGroup--> actor
+    where the actors' number changes: critic --SampleGroup--> this process --SampleGroup--> actor
     actor --WeightUpdate, `Latest`--> rollout --WeightsTaken--> this process
 """
 
@@ -75,11 +76,17 @@ class LanguageChannels:
         self.groups: Channel[SampleGroup] = cluster.channel(
             SampleGroup, name="groups", capacity=training.prompts * ahead
         )
-        self.to_train: Channel[SampleGroup] = self.groups
-        """with values; the same channel where there is no critic"""
+        self.valued: Channel[SampleGroup] = self.groups
+        """with values, by key of the critic; the same channel where there is no critic"""
         if config.has_critic:
-            self.to_train = cluster.channel(
+            self.valued = cluster.channel(
                 SampleGroup, name="valued groups", capacity=training.prompts * ahead
+            )
+        self.to_train: Channel[SampleGroup] = self.valued
+        """by key of the actor; the same channel where each actor has the critic of its rank"""
+        if config.has_critic and config.scheduled:
+            self.to_train = cluster.channel(
+                SampleGroup, name="dispatched groups", capacity=training.prompts * ahead
             )
         self.weights: Latest[WeightUpdate] = cluster.latest(WeightUpdate, name="weights")
         self.taken: Channel[WeightsTaken] = cluster.channel(
@@ -93,7 +100,8 @@ class LanguageChannels:
             ends.enter_context(self.scored.receiver)
             ends.enter_context(self.groups.sender)
             ends.enter_context(self.groups.receiver)
-            ends.enter_context(self.to_train.receiver)  # the same where there is no critic
-            ends.enter_context(self.to_train.sender)
+            for channel in (self.valued, self.to_train):  # the same where there is no critic
+                ends.enter_context(channel.receiver)
+                ends.enter_context(channel.sender)
             with self.requests.sender:
                 yield

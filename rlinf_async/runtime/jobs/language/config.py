@@ -418,18 +418,6 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.scheduler.policy != "static"
 
     @property
-    def launched_actors(self) -> int:
-        """Number of actors that are started: with a scheduler also those that begin as idle members
-        on the devices of rollout workers, of which one always serves."""
-        if not self.scheduled:
-            return self.actors
-        most = self.actors + self.rollout_workers - 1
-        return max(
-            (one for one in range(self.actors, most + 1) if self.fits_actors(one)),
-            default=self.actors,
-        )
-
-    @property
     def data_ranks(self) -> int:
         """Number of actors, or of groups of actors, that train on samples of their own."""
         return self.actors // self.actor.model_ranks

@@ -37,7 +37,8 @@ from rlinf_async.runtime.jobs.checkpoints import sibling
 from rlinf_async.runtime.jobs.language.backends import BACKENDS, actor_config, critic_config
 from rlinf_async.runtime.jobs.language.channels import LanguageChannels
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
-from rlinf_async.runtime.jobs.placement import Plan
+from rlinf_async.runtime.jobs.language.layout import actor_options, layout_of
+from rlinf_async.runtime.jobs.placement import LaunchOptions, Plan
 from rlinf_async.workers.actor import LanguageActor, LanguageBatches
 from rlinf_async.workers.critic import LanguageCritic
 
@@ -72,6 +73,7 @@ class Learners:
         plan: Plan,
     ) -> None:
         self._plan = plan
+        self._layout = layout_of(config, plan) if config.scheduled else None
         self._in_turns = plan.shared("actor", "critic")
         self._cluster = cluster
         self._config = config
@@ -90,10 +92,10 @@ class Learners:
             resume=None if resume is None else str(resume),
             max_staleness=config.training.max_staleness,
             scheduled=config.scheduled,
-            count=config.launched_actors,
+            count=config.actors if self._layout is None else len(self._layout.actor),
             name="Actor",
             collective=self._collective(),
-            **self._plan.options("actor", config.cluster.environment),
+            **self._actor_options(),
         )
 
     async def launch_critics(self, resume: Path | None) -> None:
@@ -125,9 +127,15 @@ class Learners:
         """torch.distributed's backend between the actors."""
         if self._config.actor.backend == "toy":
             return None
-        if self._config.launched_actors > self._config.actors:
-            return "gloo"  # a scheduled run has no accelerators: see `check_scheduler`
+        if self._layout is not None:
+            return "nccl" if self._layout.accelerated else "gloo"
         return self._plan.collective("actor")
+
+    def _actor_options(self) -> LaunchOptions:
+        environment = self._config.cluster.environment
+        if self._layout is None:
+            return self._plan.options("actor", environment)
+        return actor_options(self._layout, self._plan, environment)
 
     def _device(self, role: str) -> str:
         return self._plan.device(role, own_process=self._config.cluster.processes)
@@ -160,7 +168,7 @@ class Learners:
             return None
         channels = self._channels
         return self._critics.call(
-            LanguageCritic.value_and_train, channels.groups.receiver, channels.to_train.sender
+            LanguageCritic.value_and_train, channels.groups.receiver, channels.valued.sender
         )
 
     async def publish(self) -> int:

@@ -146,7 +146,7 @@ def _rollout(config: LanguageConfig, plan: Plan) -> RolloutConfig:
         vllm,
         tensor_parallel=devices,
         gpu_memory=memory if vllm.gpu_memory is None else vllm.gpu_memory,
-        sleep=takes_turns(plan) if vllm.sleep is None else vllm.sleep,
+        sleep=takes_turns(plan) or config.scheduled if vllm.sleep is None else vllm.sleep,
     )
     return msgspec.structs.replace(config.rollout, vllm=engine)
 

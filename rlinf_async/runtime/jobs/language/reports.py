@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
 from rlinf_async.channels import Sender
@@ -31,6 +32,7 @@ from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.learners import Trained
 from rlinf_async.runtime.jobs.language.samples import Collector
 from rlinf_async.runtime.jobs.view import Headline
+from rlinf_async.workers.scheduler import SchedulerSummary
 
 OF_THE_CRITIC = ("loss", "value", "value_error", "grad_norm", "lr")
 """metrics of a critic that become columns, ``critic_loss`` and so on"""
@@ -281,6 +283,7 @@ def summary(
     progress: LanguageProgress,
     evaluated: Evaluated | None,
     stopped: Stopped | None,
+    scheduled: SchedulerSummary | None = None,
 ) -> LanguageSummary:
     """What came of a run.
 
@@ -289,6 +292,7 @@ def summary(
         progress: how far it came.
         evaluated: by the evaluation at the end.
         stopped: how it ended, where it did not come to its end.
+        scheduled: what its scheduler did.
     """
     accuracy = evaluated.accuracy if evaluated else None
     made = LanguageSummary(
@@ -302,6 +306,7 @@ def summary(
         eval_accuracy=accuracy,
         evaluation_samples=evaluated.samples if evaluated else None,
         outcomes=progress.outcomes,
+        scheduler=None if scheduled is None else msgspec.structs.asdict(scheduled),
         error=stopped.error if stopped else None,
     )
     if progress.version:

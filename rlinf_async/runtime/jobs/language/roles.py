@@ -29,6 +29,7 @@ from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.language.backends import inference_backend, inference_config
 from rlinf_async.runtime.jobs.language.channels import LanguageChannels
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
+from rlinf_async.runtime.jobs.language.layout import layout_of
 from rlinf_async.runtime.jobs.language.learners import Learners, Trained
 from rlinf_async.runtime.jobs.language.placement import plan_roles, takes_turns
 from rlinf_async.runtime.jobs.language.scheduling import Scheduling
@@ -37,6 +38,7 @@ from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.inference import InferenceConfig, InferenceReport, InferenceWorker
 from rlinf_async.workers.reward import RewardReport, RewardWorker
 from rlinf_async.workers.rollout.language import LanguageRolloutReport, LanguageRolloutWorker
+from rlinf_async.workers.scheduler import SchedulerSummary
 
 COMPARED_TOKENS = 8
 """tokens of each sequence that the engine's and the actor's log-probs are compared on"""
@@ -73,8 +75,12 @@ class Roles:
         self._apart = not any(self._plan.shared("rollout", other) for other in others)
         """whether rollout workers share devices with no other role"""
         self._rollouts_offloaded = False
-        self.scheduling = Scheduling(cluster, config) if config.scheduled else None
+        self.scheduling: Scheduling | None = None
         """of a run with a scheduler"""
+        if config.scheduled:
+            layout = layout_of(config, self._plan)
+            self.scheduling = Scheduling(cluster, config, layout)
+            self._apart = self._apart and not layout.accelerated  # idle ranks free memory first
         self._version_taken = WorkEvent()
         self._inferring: GroupCall[list[InferenceReport]] | None = None
 
@@ -83,7 +89,7 @@ class Roles:
         learners = self.learners
         if self._config.cluster.processes and self._apart:
             await asyncio.gather(
-                learners.launch_actors(resume),
+                self._launch_actors(resume),
                 learners.launch_critics(resume),
                 self._launch_rollouts(),
                 self._launch_others(),
@@ -91,12 +97,17 @@ class Roles:
             return
         # Threads of one process share torch's random numbers, and roles that share a device its
         # memory, of which an engine that starts measures what others use: one after the other.
-        await learners.launch_actors(resume)
+        await self._launch_actors(resume)
         await learners.launch_critics(resume)
         if self._shared:
             await learners.offload()  # an engine takes its share of memory that must be free
         await self._launch_rollouts()
         await self._launch_others()
+
+    async def _launch_actors(self, resume: Path | None) -> None:
+        await self.learners.launch_actors(resume)
+        if self.scheduling is not None:
+            await self.scheduling.prepare(self.learners.actors)
 
     async def connect(self) -> None:
         """Give each worker that streams its channels: it runs until they end."""
@@ -121,7 +132,7 @@ class Roles:
             RewardWorker.run, channels.inferred.receiver, channels.scored.sender
         )
         if self.scheduling is not None:
-            await self.scheduling.launch(self.learners.actors)
+            await self.scheduling.launch()
             await self.scheduling.connect(self.learners.actors, self._rollouts)
 
     async def _watch_versions(self) -> None:
@@ -129,15 +140,15 @@ class Roles:
         async for _ in self._channels.taken.receiver:
             self._version_taken.set()
 
-    async def finish(self) -> None:
-        """Wait for the workers that stream, once the requests have ended."""
-        if self.scheduling is not None:
-            await self.scheduling.finish()
+    async def finish(self) -> SchedulerSummary | None:
+        """Wait for the workers that stream, once the requests have ended; what a scheduler did."""
+        scheduled = None if self.scheduling is None else await self.scheduling.finish()
         await self._serving
         await self._watching_versions
         if self._inferring is not None:
             await self._inferring
         await self._scoring
+        return scheduled
 
     async def train(self, iteration: int, whole: Callable[[], Awaitable[None]]) -> Trained:
         """Train the next iteration.

@@ -71,6 +71,7 @@ from rlinf_async.runtime.jobs.language.samples import Collector, Ledger, Source,
 from rlinf_async.runtime.jobs.run import Draw, TrainingClock
 from rlinf_async.runtime.jobs.view import Headline, LiveView
 from rlinf_async.runtime.signals import run_signals
+from rlinf_async.workers.scheduler import SchedulerSummary
 
 COMPARED_PROMPTS = 4
 """prompts that the engine's and the actor's log-probs are compared on"""
@@ -108,6 +109,7 @@ class LanguageRun:
         self.progress = load_language_progress(folder.checkpoints) or LanguageProgress()
         self._prompts = prompts
         self._last: dict[str, float] | None = None
+        self._scheduled: SchedulerSummary | None = None
         self._evaluated: Evaluated | None = None
         """by the evaluation at the end"""
         training = config.training
@@ -145,13 +147,14 @@ class LanguageRun:
             generated=self._in_flight.names,
         )
         dispatcher = self._dispatcher(channels, roles)
+        valued = self.config.has_critic and dispatcher is not None
         collector = Collector(
             self._ledger,
             channels.scored.receiver,
             channels.groups.sender,
             ranks=self.config.data_ranks,
             version=self.progress.version,
-            dispatcher=dispatcher,
+            dispatcher=None if valued else dispatcher,
         )
         kept = self.config.training.keep_checkpoints
         checkpointer = Checkpointer(cluster, roles.learners, self.folder.checkpoints, kept)
@@ -164,6 +167,13 @@ class LanguageRun:
             nullcontext()
             if dispatcher is None
             else in_background(cluster, dispatcher.run(), "dispatcher"),
+            in_background(
+                cluster,
+                dispatcher.receive(channels.valued.receiver, self.config.data_ranks),
+                "groups with values",
+            )
+            if valued and dispatcher is not None
+            else nullcontext(),
         ):
             flow = Flow(channels, roles, source, collector, checkpointer, metrics, view)
             await roles.publish()
@@ -181,7 +191,7 @@ class LanguageRun:
             await self._evaluate_last(flow)
             await self._export(flow)
         await channels.weights.sender.close()
-        await roles.finish()
+        self._scheduled = await roles.finish()
 
     def _dispatcher(self, channels: LanguageChannels, roles: Roles) -> Dispatcher | None:
         """Who gives groups to actors whose number changes."""
@@ -189,9 +199,12 @@ class LanguageRun:
             return None
         actor, prompts = self.config.actor, self.config.training.prompts
         return Dispatcher(
-            channels.groups.sender,
+            channels.to_train.sender,
             roles.scheduling.shares.receiver,
             batch=prompts // actor.global_batches,
+            batches=actor.global_batches,
+            samples=self.config.iteration_samples,
+            again=roles.scheduling.again.receiver if actor.epochs > 1 else None,
             first=None if actor.pipelined else self.progress.version * prompts,
         )
 
@@ -342,7 +355,7 @@ class LanguageRun:
 
     def summary(self, stopped: Stopped | None) -> LanguageSummary:
         """What came of the run."""
-        return summary(self.config, self.progress, self._evaluated, stopped)
+        return summary(self.config, self.progress, self._evaluated, stopped, self._scheduled)
 
 
 def _first_of(prompts: Prompts) -> list[Prompt]:

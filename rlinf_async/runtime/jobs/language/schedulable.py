@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from rlinf_async.config import ConfigError
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
+from rlinf_async.runtime.jobs.language.layout import Layout, layout_of
 from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.scheduling import load_policy
 
 POLICY = ("scheduler", "policy")
-SIMULATED = {
-    "greedy": "it decides by measured rates, which a real run does not tell it yet",
-    "longest_first": "it moves requests between instances that serve, which a real run cannot yet",
-}
-"""policies that a real run cannot carry out"""
+PLACEMENT = ("cluster", "placement")
 
 
 def check_scheduler(config: LanguageConfig, plan: Plan) -> None:
@@ -25,42 +22,28 @@ def check_scheduler(config: LanguageConfig, plan: Plan) -> None:
     if policy == "static":
         return
     load_policy(policy, POLICY)
-    if policy in SIMULATED:
-        raise ConfigError(
-            f"policy {policy!r} is for simulations alone: {SIMULATED[policy]}; use 'tail'",
-            path=POLICY,
-        )
-    _check_actors(config, plan)
-    _check_sizes(config)
+    _check_actors(config)
+    _check_devices(config, plan)
+    _check_sizes(config, layout_of(config, plan))
 
 
-def _check_actors(config: LanguageConfig, plan: Plan) -> None:
-    actor = config.actor
-    wanted = f"scheduler.policy is {config.scheduler.policy!r}: set it to 'static', or "
-    if actor.backend not in ("fsdp", "toy") or actor.strategy == "fsdp1":
-        name = "backend" if actor.backend not in ("fsdp", "toy") else "strategy"
+def _wanted(config: LanguageConfig) -> str:
+    return f"scheduler.policy is {config.scheduler.policy!r}: set it to 'static', or "
+
+
+def _check_actors(config: LanguageConfig) -> None:
+    actor, wanted = config.actor, _wanted(config)
+    if actor.backend == "fsdp" and actor.strategy == "fsdp1":
         raise ConfigError(
-            f"the scheduler changes the ranks of fsdp2 actors alone so far, not of "
-            f"{getattr(actor, name)!r}: {wanted}use actor.backend = 'fsdp' with strategy = 'fsdp2'",
-            path=("actor", name),
+            f"the scheduler changes the ranks of actors while they train, which fsdp1 cannot: "
+            f"{wanted}use strategy = 'fsdp2'",
+            path=("actor", "strategy"),
         )
-    if actor.epochs > 1:
+    if actor.backend == "megatron" and actor.megatron.virtual_stages > 1:
         raise ConfigError(
-            f"epochs is {actor.epochs}: from the second on samples are on their ranks already, and "
-            f"{wanted}set epochs to 1",
-            path=("actor", "epochs"),
-        )
-    if config.has_critic:
-        raise ConfigError(
-            f"there are {config.cluster.critics} critics, whose ranks are paired with the actors' "
-            f"and would have to change with them, and {wanted}train without critics",
-            path=("cluster", "critics"),
-        )
-    if any(plan.accelerated(role) for role in ("actor", "rollout")):
-        raise ConfigError(
-            "actors that take over the accelerators of rollout workers are not supported yet, and "
-            f"{wanted}run on CPUs",
-            path=POLICY,
+            "actors with interleaved stages cannot change while they train: "
+            f"{wanted}set virtual_stages to 1",
+            path=("actor", "megatron", "virtual_stages"),
         )
     if config.cluster.backend == "local" and actor.backend != "toy":
         raise ConfigError(
@@ -69,30 +52,67 @@ def _check_actors(config: LanguageConfig, plan: Plan) -> None:
         )
 
 
-def _check_sizes(config: LanguageConfig) -> None:
+def _check_devices(config: LanguageConfig, plan: Plan) -> None:
+    """The devices that move are whole ones, of one kind, and nobody else's."""
+    wanted = _wanted(config)
+    on_gpus = {role for role in ("actor", "rollout") if plan.accelerated(role)}
+    if len(on_gpus) == 1:
+        (role,) = on_gpus
+        raise ConfigError(
+            f"{role} workers have accelerators and the other role does not, so none can move: "
+            f"{wanted}give both accelerators, or none",
+            path=PLACEMENT,
+        )
+    if not on_gpus:
+        return
+    for one, other in (("rollout", "actor"), ("rollout", "critic"), ("actor", "critic")):
+        if plan.shared(one, other):
+            raise ConfigError(
+                f"{one} and {other} workers share devices, which take turns for a whole iteration: "
+                f"{wanted}give each role its own (placement = 'disaggregated')",
+                path=PLACEMENT,
+            )
+    held = [device for rank in plan.ranks["rollout"] for device in rank]
+    if len(set(held)) < len(held):
+        raise ConfigError(
+            "several rollout workers share a device, which could not be given away by one of them: "
+            f"{wanted}set devices_per_worker to 1 or more",
+            path=(*PLACEMENT, "rollout"),
+        )
+    if config.rollout.backend == "vllm" and config.rollout.vllm.sleep is False:
+        raise ConfigError(
+            "a rollout worker that gives its devices away has to free their memory, and sleep is "
+            f"false: {wanted}leave it out",
+            path=("rollout", "vllm", "sleep"),
+        )
+
+
+def _check_sizes(config: LanguageConfig, layout: Layout) -> None:
     if config.rollout_workers < 2:
         raise ConfigError(
             f"scheduler.policy is {config.scheduler.policy!r}, but there is only "
             f"{config.rollout_workers} rollout worker, which has to serve: use 2 or more",
             path=("cluster", "rollout_workers"),
         )
-    if config.actor.global_batches < 2:
+    if config.actor.global_batches * config.actor.epochs < 2:
         raise ConfigError(
             f"scheduler.policy is {config.scheduler.policy!r}, but actors change between two "
             f"global batches and an iteration has {config.actor.global_batches}: use 2 or more",
             path=("actor", "global_batches"),
         )
-    if config.launched_actors == config.actors:
-        most = config.actors + config.rollout_workers - 1
-        raise ConfigError(
-            f"scheduler.policy is {config.scheduler.policy!r}, but no more than {config.actors} of "
-            f"up to {most} actors can share {config.training.prompts} prompts in "
-            f"{config.actor.global_batches} global batches of whole groups"
-            + (
-                f" and micro-batches of {config.actor.micro_batch_size}"
-                if config.actor.micro_batch_size
-                else ""
-            )
-            + ": use prompts that more actors divide, or fewer global batches",
-            path=("training", "prompts"),
-        )
+    if len(layout.actor) == config.actors:
+        raise ConfigError(_no_size(config, layout), path=("training", "prompts"))
+
+
+def _no_size(config: LanguageConfig, layout: Layout) -> str:
+    most = config.actors + sum(map(len, layout.instances[1:]))
+    together, batch = config.actor.model_ranks, config.actor.micro_batch_size
+    return (
+        f"scheduler.policy is {config.scheduler.policy!r}, but no more than {config.actors} of "
+        f"up to {most} actors can share {config.training.prompts} prompts in "
+        f"{config.actor.global_batches} global batches of whole groups"
+        + (f" and micro-batches of {batch}" if batch else "")
+        + (f", {together} actors for each copy of the model" if together > 1 else "")
+        + ": use prompts that more actors divide, fewer global batches"
+        + (", or more rollout workers" if together > 1 else "")
+    )

@@ -5,6 +5,7 @@
     actor rank 0, rollout --SchedulerReport--> scheduler --Orders, `Latest`--> actor, rollout
     actor rank 0 --Verdict, `Latest`--> other ranks of the actor
     actor rank 0 --DataShare--> Dispatcher --SampleGroup--> actors
+    actors --SampleGroup, trained, where there are several epochs--> Dispatcher
 
 A scheduler that dies is restarted. One that dies too often is given up: nobody waits for it any
 more, and the run goes on with the actors and the rollout workers that it has.
@@ -19,11 +20,13 @@ from collections.abc import Sequence
 import msgspec
 
 from rlinf_async.channels import Channel, Latest
+from rlinf_async.messages.language import SampleGroup
 from rlinf_async.parallel import Strategy
 from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
+from rlinf_async.runtime.jobs.language.layout import Layout
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.actor import LanguageActor
 from rlinf_async.workers.errors import WorkerDied
@@ -41,20 +44,22 @@ from rlinf_async.workers.scheduler import (
 log = logging.getLogger(__name__)
 
 
-def topology(config: LanguageConfig, home: Strategy, strategies: Sequence[Strategy]) -> Topology:
-    """Number the devices of a run: the actors' own, then one of each rollout worker.
+def topology(layout: Layout, samples: int, home: Strategy, valid: Sequence[int]) -> Topology:
+    """Return what the scheduler has to know of a run.
 
-    The ranks of the actor beyond its own take the devices of the last rollout workers first.
+    Args:
+        layout: its devices.
+        samples: of an iteration.
+        home: the actor's strategy between two iterations.
+        valid: data parallel sizes that fit model and mini-batch.
     """
-    own, workers = config.actors, config.rollout_workers
-    beyond = range(own + workers - 1, own - 1, -1)
-    actor = (*range(own), *beyond)[: config.launched_actors]
     return Topology(
-        instances=tuple((own + number,) for number in range(workers)),
-        actor=actor,
+        instances=layout.instances,
+        actor=layout.actor,
         home=home,
-        strategies=tuple(strategies),
-        samples=config.iteration_samples,
+        strategies=tuple(msgspec.structs.replace(home, dp=dp) for dp in valid),
+        samples=samples,
+        hosts=layout.hosts,
     )
 
 
@@ -64,10 +69,11 @@ class Scheduling:
     Args:
         cluster: where to launch it.
         config: of the run.
+        layout: its devices.
     """
 
-    def __init__(self, cluster: Cluster, config: LanguageConfig) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: Cluster, config: LanguageConfig, layout: Layout) -> None:
+        self._cluster, self._layout = cluster, layout
         self._config = config
         self._orders: Latest[Orders] = cluster.latest(Orders, name="orders")
         self._verdicts: Latest[Verdict] = cluster.latest(Verdict, name="verdicts")
@@ -75,11 +81,17 @@ class Scheduling:
             SchedulerReport, name="scheduler reports", capacity=64 * (config.rollout_workers + 1)
         )
         self.shares: Channel[DataShare] = cluster.channel(DataShare, name="shares", capacity=8)
+        batches = config.actor.global_batches * config.actor.epochs
+        self.again: Channel[SampleGroup] = cluster.channel(
+            SampleGroup, name="samples of the next epoch", capacity=batches * len(layout.actor)
+        )
+        """trained once, to be trained again, where there are several epochs"""
         self._following: list[GroupCall[list[None]]] = []
         self._deciding: asyncio.Task[SchedulerSummary | None] | None = None
 
-    async def launch(self, actors: WorkerGroup[LanguageActor]) -> None:
-        """Prepare the actors for other strategies, and start the scheduler."""
+    async def prepare(self, actors: WorkerGroup[LanguageActor]) -> None:
+        """Prepare the actors for other strategies: those beyond home become idle, and give the
+        memory of their devices back."""
         config = self._config
         valid = await actors.call(
             LanguageActor.init_trainer_resharding,
@@ -87,10 +99,14 @@ class Scheduling:
             timeout=config.scheduler.change_seconds,
         )
         home = (await actors.call(LanguageActor.strategy))[0]
-        strategies = [msgspec.structs.replace(home, dp=dp) for dp in valid[0]]
+        self._topology = topology(self._layout, config.iteration_samples, home, valid[0])
+
+    async def launch(self) -> None:
+        """Start the scheduler."""
+        config = self._config
         self._scheduler: WorkerGroup[SchedulerWorker] = await self._cluster.launch(
             SchedulerWorker,
-            topology(config, home, strategies),
+            self._topology,
             config.scheduler,
             name="Scheduler",
             restart=Restart(max=config.cluster.max_restarts),
@@ -112,6 +128,7 @@ class Scheduling:
                 self._verdicts.receiver,
                 self.shares.sender,
                 self._config.scheduler.patience,
+                self.again.sender,
             ),
             rollouts.call(
                 LanguageRolloutWorker.follow_scheduler, self._orders.receiver, self._reports.sender
