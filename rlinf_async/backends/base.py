@@ -4,6 +4,7 @@
 
     PolicyBackend    rollout worker: observations -> actions, under one weight version
     TrainerBackend   actor worker: trajectories -> a better policy, its weights, its checkpoints
+    OffPolicyTrainer actor worker: batches of a replay worker -> the same
 
 A backend is loaded by name with `rlinf_async.backends.registry.load_policy_backend` and
 `load_trainer_backend`, so that only the worker that computes imports torch.
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from rlinf_async.messages.embodied import Floats, Ints, Trajectory
+from rlinf_async.messages.replay import ReplayBatch
 from rlinf_async.messages.spaces import Seen
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.parallel import Strategy
@@ -104,6 +106,30 @@ class TrainerBackend(Trainer, Protocol):
 
     def publish(self) -> WeightUpdate:
         """Return the weights and normalisers of the present version. Collective over ranks."""
+        ...
+
+
+class GradientStep(NamedTuple):
+    """Results of one gradient step."""
+
+    metrics: Mapping[str, float]
+    error: Floats
+    """``[B]``: absolute temporal-difference errors, before the step"""
+
+
+class OffPolicyTrainer(Trainer, Protocol):
+    """A policy that learns from transitions of any age."""
+
+    def step(self, batch: ReplayBatch) -> GradientStep:
+        """Take one gradient step."""
+        ...
+
+    def end_iteration(self) -> None:
+        """Count the version up."""
+        ...
+
+    def publish(self) -> WeightUpdate:
+        """Return the policy's weights of the present version."""
         ...
 
 

@@ -6,7 +6,7 @@ import difflib
 import importlib
 from typing import Any, Protocol
 
-from rlinf_async.backends.base import PolicyBackend, TrainerBackend
+from rlinf_async.backends.base import OffPolicyTrainer, PolicyBackend, TrainerBackend
 from rlinf_async.backends.language import GenerationEngine, LanguageTrainer
 
 
@@ -14,6 +14,12 @@ class TrainerFactory(Protocol):
     """Builds one rank's trainer from the backend's own configuration."""
 
     def __call__(self, config: Any, world_size: int, rank: int, /) -> TrainerBackend: ...
+
+
+class OffPolicyTrainerFactory(Protocol):
+    """Builds a trainer that learns from replayed transitions, for a policy of known spaces."""
+
+    def __call__(self, config: Any, policy: Any, /) -> OffPolicyTrainer: ...
 
 
 class PolicyFactory(Protocol):
@@ -39,6 +45,8 @@ class LanguageTrainerFactory(Protocol):
 
 TRAINERS = {"fsdp": "rlinf_async.backends.fsdp.embodied:EmbodiedTrainer"}
 """name -> ``module:factory``; the factory's module documents its configuration"""
+
+OFF_POLICY_TRAINERS = {"sac": "rlinf_async.backends.fsdp.sac:SacTrainer"}
 
 LANGUAGE_TRAINERS = {
     "toy": "rlinf_async.backends.toy.trainer:ToyTrainer",
@@ -69,6 +77,12 @@ class UnknownBackend(LookupError):
 def load_trainer_backend(name: str) -> TrainerFactory:
     """Return the factory of the trainer ``name``; raises `UnknownBackend`."""
     factory: TrainerFactory = _load("trainer", TRAINERS, name)
+    return factory
+
+
+def load_off_policy_trainer(name: str) -> OffPolicyTrainerFactory:
+    """Return the factory of the off-policy trainer ``name``; raises `UnknownBackend`."""
+    factory: OffPolicyTrainerFactory = _load("off-policy trainer", OFF_POLICY_TRAINERS, name)
     return factory
 
 

@@ -43,6 +43,8 @@ class Collect(msgspec.Struct, frozen=True, kw_only=True):
     """The oldest weights that may act: ``iteration - max_staleness``, at least 0."""
     actor_ranks: int | None = None
     """ranks that share the trajectories of this iteration; None: as many as the worker was given"""
+    transitions: bool = False
+    """Trajectories have the next observations, for a replay worker, instead of values."""
 
 
 class Observations(msgspec.Struct, kw_only=True):
@@ -116,6 +118,11 @@ class Trajectory(msgspec.Struct, kw_only=True):
     its own; None: all are samples"""
     incarnation: int = 0
     """Number of restarts of the env worker; another life has other episodes."""
+    last_observation: Seen | None = None
+    """``[E, D]``, with ``Collect.transitions``: the observations after the last step"""
+    final_observation: Seen | None = None
+    """``[K, D]``, with ``Collect.transitions``: the last observations of the K episodes that were
+    truncated, in the order of steps, then envs; None: there are none"""
     episode_return: list[float] = []
     """undiscounted return of each episode that ended in here"""
     episode_length: list[int] = []

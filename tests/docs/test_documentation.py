@@ -17,6 +17,7 @@ import pytest
 from rlinf_async.cli import commands
 from rlinf_async.config import Document
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
+from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig
 from rlinf_async.runtime.jobs.language.config import ClusterConfig, LanguageConfig
 from tests.docs.pages import PAGES, ROOT, Block, Script, anchors, blocks, links, scripts, settings
 
@@ -118,7 +119,9 @@ def test_every_python_block_is_python(block: Block) -> None:
     "block", [one for one in EVERY_BLOCK if one.language == "toml"], ids=lambda one: one.where
 )
 def test_every_configuration_shown_can_be_read(block: Block) -> None:
-    job: Any = LanguageConfig if 'job = "language_rl"' in block.text else EmbodiedConfig
+    jobs = {"language_rl": LanguageConfig, "embodied_sac": SacConfig}
+    shown = [kind for name, kind in jobs.items() if f'job = "{name}"' in block.text]
+    job: Any = shown[0] if shown else EmbodiedConfig
     if block.page.name == "placement.md":  # one section
         job = msgspec.defstruct("Section", [("cluster", ClusterConfig)], forbid_unknown_fields=True)
     if block.page.name == "jobs.md":  # tests/jobs/test_own_job.py runs that one
@@ -129,6 +132,15 @@ def test_every_configuration_shown_can_be_read(block: Block) -> None:
 def test_the_table_of_settings_has_every_setting_and_its_default() -> None:
     page = settings(ROOT / "docs" / "embodied.md")
     assert {name: written(cell) for name, cell in page.items()} == defaults(EmbodiedConfig)
+
+
+def test_the_tables_of_soft_actor_critic_have_every_setting_and_its_default() -> None:
+    """Sections that are those of the PPO job stand on its page."""
+    shared = ("env.", "rollout.", "evaluation.", "cluster.", "actor.fsdp.scheduler.")
+    others = settings(ROOT / "docs" / "embodied.md")
+    page = {name: cell for name, cell in others.items() if name.startswith(shared)}
+    page |= settings(ROOT / "docs" / "sac.md")
+    assert {name: written(cell) for name, cell in page.items()} == defaults(SacConfig)
 
 
 def test_the_tables_of_the_language_job_have_every_setting_and_its_default() -> None:

@@ -77,6 +77,17 @@ def test_the_robot_arm_trains_and_is_filmed(tmp_path: pathlib.Path, example: str
     assert (tmp_path / "run" / "video.mp4").stat().st_size > 1000
 
 
+def test_the_pendulum_is_learnt_from_replayed_transitions(tmp_path: pathlib.Path) -> None:
+    done = run(
+        *("-m", "rlinf_async.cli", "train", EXAMPLES / "sac_pendulum.toml"),
+        *("--out", tmp_path / "run", "--training.total_steps", 400, "--evaluation.episodes", 2),
+    )
+    assert (done.returncode, done.stderr) == (1, "")  # 400 steps do not reach the target
+    summary = read_summary(tmp_path / "run" / "summary.json", EmbodiedSummary)
+    assert (summary.outcome, summary.env_steps) == ("fell short", 400)
+    assert summary.extra == {"gradient steps": 200}
+
+
 def test_the_vision_language_action_policy_is_cloned_and_trained(tmp_path: pathlib.Path) -> None:
     """Which takes the environment and the script of "reach_env.py"."""
     done = run(

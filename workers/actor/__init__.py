@@ -6,16 +6,20 @@ from rlinf_async.workers.actor.errors import IncompleteShare, WeightsDisagree
 from rlinf_async.workers.actor.fsdp import FSDPActor
 from rlinf_async.workers.actor.language import LanguageActor
 from rlinf_async.workers.actor.megatron import MegatronActor
+from rlinf_async.workers.actor.sac import GradientPlan, SacActor, SacReport
 from rlinf_async.workers.actor.strategy import AppliedStrategy
 
 __all__ = [
     "AppliedStrategy",
     "EmbodiedFSDPActor",
     "FSDPActor",
+    "GradientPlan",
     "IncompleteShare",
     "LanguageActor",
     "LanguageBatches",
     "MegatronActor",
+    "SacActor",
+    "SacReport",
     "TrainingPlan",
     "WeightsDisagree",
 ]

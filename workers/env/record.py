@@ -34,6 +34,8 @@ class Record:
         steps, envs = ticket.steps, len(like)
         self._step = 0
         self._cut: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] | None = None
+        self._final: list[Seen] | None = [] if ticket.transitions else None
+        """last observations of cut episodes, where they travel with the trajectory"""
         self._made = Trajectory(
             iteration=ticket.iteration,
             env_rank=env_rank,
@@ -84,7 +86,10 @@ class Record:
             if made.valid is None:
                 made.valid = np.ones_like(made.terminated)
             made.valid[step] = outcome.valid
-        self._cut = None if outcome.final_observation is None else outcome.truncated
+        if self._final is None:
+            self._cut = None if outcome.final_observation is None else outcome.truncated
+        elif outcome.final_observation is not None:
+            self._final.append(outcome.final_observation)
         self._step = step + 1
         for episode in outcome.episodes:
             made.episode_return.append(episode.episode_return)
@@ -96,6 +101,15 @@ class Record:
         """Record the last answer, which has values only, and return the trajectory."""
         self._values(answer)
         return self._made
+
+    def finish_transitions(self, observation: Seen) -> Trajectory:
+        """Record the observations ``[E, D]`` after the last step, and return the trajectory."""
+        made = self._made
+        made.last_observation = observation
+        if self._final:
+            made.final_observation = np.concatenate(self._final)
+        made.value[-1] = 0.0  # there is none: nobody was asked
+        return made
 
     def _values(self, answer: Actions) -> None:
         made = self._made

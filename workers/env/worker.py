@@ -230,7 +230,9 @@ class EnvWorker(Worker):
             record.acted(stage.observation, answer)
             outcome = await self._step(number, stage, answer)
             record.stepped(outcome)
-            final = outcome.final_observation
+            final = None if ticket.transitions else outcome.final_observation
+        if ticket.transitions:
+            return record.finish_transitions(stage.observation)
         return record.finish(await ask(stage.observation, final_observation=final, value_only=True))
 
     def _group_seeds(self, ticket: Collect, stage: int) -> list[int]:

@@ -141,6 +141,7 @@ policies: Registry[PolicyBuilder] = Registry(
         "rlinf_async.backends.policies.mlp",
         "rlinf_async.backends.policies.factored",
         "rlinf_async.backends.policies.cnn",
+        "rlinf_async.backends.policies.squashed",
         "rlinf_async.backends.policies.vision_language.policy",
     ),
 )

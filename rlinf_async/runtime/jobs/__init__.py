@@ -12,7 +12,7 @@ by its import path: ``job = "file.py:Class"``. Packages add names by the entry p
     failures.py     what ends a run before its time
     config.py       settings that every run has, and checks
     placement.py    which devices each role gets
-    embodied/  language/    the built-in jobs
+    embodied/  embodied_sac/  language/    the built-in jobs
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 GROUP = "rlinf_async.jobs"
 BUILT_IN = {
     "embodied_ppo": "rlinf_async.runtime.jobs.embodied.job:EmbodiedPPO",
+    "embodied_sac": "rlinf_async.runtime.jobs.embodied_sac.job:EmbodiedSAC",
     "language_rl": "rlinf_async.runtime.jobs.language.job:LanguageRL",
 }
 """name -> ``module:class``"""

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rlinf_async.runtime.jobs.embodied import evaluation
 from rlinf_async.runtime.jobs.embodied.channels import EmbodiedChannels
-from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun
 from rlinf_async.runtime.jobs.view import LiveView
 from tests.jobs.embodied.kit import Job, record_training
 
@@ -137,11 +137,11 @@ def test_the_evaluation_says_how_many_episodes_are_done(
         def __setattr__(self, name: str, note: str) -> None:
             notes.append(note)
 
-    count: Any = EmbodiedRun._count_episodes
+    count: Any = evaluation._count
 
-    async def noted(run: EmbodiedRun, channels: EmbodiedChannels, view: LiveView) -> None:
-        await count(run, channels, Notes())
+    async def noted(wanted: int, channels: EmbodiedChannels, view: LiveView) -> None:
+        await count(wanted, channels, Notes())
 
-    monkeypatch.setattr(EmbodiedRun, "_count_episodes", noted)
+    monkeypatch.setattr(evaluation, "_count", noted)
     job.succeed(*form)
     assert notes[:2] == ["evaluating: 0 of 3 episodes", "evaluating: 1 of 3 episodes"]

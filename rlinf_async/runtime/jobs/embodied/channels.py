@@ -18,7 +18,7 @@ from rlinf_async.channels import Channel, Latest
 from rlinf_async.messages.embodied import Actions, Collect, Observations, Trajectory
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.runtime.cluster import Cluster
-from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
+from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings
 from rlinf_async.runtime.jobs.failures import max_deliveries
 from rlinf_async.workers.env import EvaluatedEpisode
 
@@ -30,17 +30,21 @@ class EmbodiedChannels:
     under way, and each stage of an env worker waits for one answer at a time.
     """
 
-    def __init__(self, cluster: Cluster, config: EmbodiedConfig) -> None:
+    def __init__(self, cluster: Cluster, config: EnvironmentSettings) -> None:
         counts = config.cluster
+        once = max_deliveries(1, counts.max_restarts)
         ahead = config.training.max_staleness + 1
         self.tickets: Channel[Collect] = cluster.channel(
             Collect,
             name="tickets",
             capacity=ahead,
-            max_deliveries=max_deliveries(1, counts.max_restarts),
+            max_deliveries=once,
         )
         self.trajectories: Channel[Trajectory] = cluster.channel(
-            Trajectory, name="trajectories", capacity=config.trajectories * ahead
+            Trajectory,
+            name="trajectories",
+            capacity=config.trajectories * ahead,
+            max_deliveries=once,  # where they are leased: by a replay worker
         )
         self.evaluated: Channel[EvaluatedEpisode] = cluster.channel(
             EvaluatedEpisode, name="evaluated"

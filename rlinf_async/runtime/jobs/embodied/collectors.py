@@ -14,7 +14,7 @@ from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.embodied.channels import EmbodiedChannels
-from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
+from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings
 from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.collocated import CollocatedEnvWorker
@@ -50,7 +50,7 @@ class SeparateCollectors:
     """Env workers and rollout workers, each in a process of its own: they overlap."""
 
     def __init__(
-        self, cluster: Cluster, config: EmbodiedConfig, channels: EmbodiedChannels, plan: Plan
+        self, cluster: Cluster, config: EnvironmentSettings, channels: EmbodiedChannels, plan: Plan
     ) -> None:
         self._cluster, self._config, self._channels = cluster, config, channels
         self._plan = plan
@@ -69,7 +69,7 @@ class SeparateCollectors:
             ),
             self._cluster.launch(
                 RolloutWorker,
-                config.actor.fsdp.policy,
+                config.acting_policy,
                 config.rollout,
                 count=counts.rollout_workers,
                 name="Rollout",
@@ -118,7 +118,7 @@ class CollocatedCollectors:
     """Each env worker runs the policy itself: for environments whose steps are short."""
 
     def __init__(
-        self, cluster: Cluster, config: EmbodiedConfig, channels: EmbodiedChannels, plan: Plan
+        self, cluster: Cluster, config: EnvironmentSettings, channels: EmbodiedChannels, plan: Plan
     ) -> None:
         self._cluster, self._config, self._channels = cluster, config, channels
         self._plan = plan
@@ -128,7 +128,7 @@ class CollocatedCollectors:
         self._envs: WorkerGroup[CollocatedEnvWorker] = await self._cluster.launch(
             CollocatedEnvWorker,
             config.env,
-            config.actor.fsdp.policy,
+            config.acting_policy,
             config.rollout,
             actor_ranks=counts.actors,
             count=counts.env_workers,
@@ -162,7 +162,7 @@ class CollocatedCollectors:
 
 
 def make_collectors(
-    cluster: Cluster, config: EmbodiedConfig, channels: EmbodiedChannels, plan: Plan
+    cluster: Cluster, config: EnvironmentSettings, channels: EmbodiedChannels, plan: Plan
 ) -> Collectors:
     """The collectors that the configuration asks for."""
     kind = SeparateCollectors if config.cluster.rollout_workers else CollocatedCollectors

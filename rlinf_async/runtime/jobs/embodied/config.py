@@ -12,6 +12,7 @@ from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.backends.policies.config import (
     MLPS,
     VISION_LANGUAGE,
+    PolicyConfig,
     mlp_for,
     mlp_misfit,
     policy_for,
@@ -140,6 +141,35 @@ class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields
         check_counts(self, least=0, names=("rollout_workers",))
 
 
+def plan_of(counts: ClusterConfig, devices: Sequence[Device]) -> Plan:
+    """The devices of every worker of a job in environments.
+
+    Raises: as `EmbodiedConfig.plan`.
+    """
+    asked = counts.placement
+    if isinstance(asked, str):
+        asked = EmbodiedPlacement(preset=asked)
+    hybrid = asked.preset == "hybrid"
+    roles = [
+        Role(name="actor", count=counts.actors, asked=asked.actor, one_device=True),
+        Role(name="rollout", count=counts.rollout_workers, asked=asked.rollout),
+        Role(name="env", count=counts.env_workers, asked=asked.env, accelerated=hybrid),
+    ]
+    plan = make_plan(
+        roles,
+        devices,
+        preset=asked.preset,
+        hybrid=(("actor",), ("rollout", "env")),
+        node_groups=counts.node_groups,
+    )
+    if counts.rollout_workers and plan.devices_per_worker("rollout") > 1:
+        raise ConfigError(
+            "a policy computes on one device: set devices_per_worker to 1, or to a fraction",
+            path=(*SETTING, "rollout"),
+        )
+    return plan
+
+
 class EmbodiedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """PPO on a Gymnasium environment."""
 
@@ -167,28 +197,12 @@ class EmbodiedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ConfigError: a setting of the placement is wrong.
             MissingDevice: there are too few devices.
         """
-        counts, asked = self.cluster, self.cluster.placement
-        if isinstance(asked, str):
-            asked = EmbodiedPlacement(preset=asked)
-        hybrid = asked.preset == "hybrid"
-        roles = [
-            Role(name="actor", count=counts.actors, asked=asked.actor, one_device=True),
-            Role(name="rollout", count=counts.rollout_workers, asked=asked.rollout),
-            Role(name="env", count=counts.env_workers, asked=asked.env, accelerated=hybrid),
-        ]
-        plan = make_plan(
-            roles,
-            devices,
-            preset=asked.preset,
-            hybrid=(("actor",), ("rollout", "env")),
-            node_groups=counts.node_groups,
-        )
-        if counts.rollout_workers and plan.devices_per_worker("rollout") > 1:
-            raise ConfigError(
-                "a policy computes on one device: set devices_per_worker to 1, or to a fraction",
-                path=(*SETTING, "rollout"),
-            )
-        return plan
+        return plan_of(self.cluster, devices)
+
+    @property
+    def acting_policy(self) -> PolicyConfig:
+        """The policy that acts in the environments."""
+        return self.actor.fsdp.policy
 
     @property
     def trajectories(self) -> int:
@@ -327,15 +341,19 @@ def reseeded(config: EmbodiedConfig, version: int) -> EmbodiedConfig:
     With the same seeds a resumed run would repeat the episodes, and the noise, of its first
     iterations. At version 0 nothing changes; evaluations keep their episodes.
     """
+    env, rollout = reseeded_sections(config.env, config.rollout, version)
+    return msgspec.structs.replace(config, env=env, rollout=rollout)
+
+
+def reseeded_sections(
+    env: EnvConfig, rollout: RolloutConfig, version: int
+) -> tuple[EnvConfig, RolloutConfig]:
+    """The sections with seeds for a start at this version; see `reseeded`."""
     if version == 0:
-        return config
+        return env, rollout
 
     def mixed(seed: int) -> int:
         return int(np.random.SeedSequence((seed, version)).generate_state(1)[0])
 
     replace = msgspec.structs.replace
-    return replace(
-        config,
-        env=replace(config.env, seed=mixed(config.env.seed)),
-        rollout=replace(config.rollout, seed=mixed(config.rollout.seed)),
-    )
+    return replace(env, seed=mixed(env.seed)), replace(rollout, seed=mixed(rollout.seed))

@@ -7,18 +7,21 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
 from rlinf_async.messages.embodied import TrainReport
+from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.observe.errors import ObserveError, VideoError
 from rlinf_async.observe.learning_curve import draw_learning_curve
 from rlinf_async.observe.progress import ProgressState, ProgressView, figure
 from rlinf_async.observe.run_folder import RunFolder
+from rlinf_async.observe.summary import EmbodiedSummary, Staleness
 from rlinf_async.observe.video import record_video
 from rlinf_async.runtime.jobs.checkpoints import RunProgress, load_progress
-from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
+from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings
+from rlinf_async.runtime.jobs.failures import Stopped
 from rlinf_async.runtime.jobs.run import Draw
 from rlinf_async.runtime.jobs.view import Headline
 from rlinf_async.workers.env import EnvError, EvaluatedEpisode, make_env
@@ -27,6 +30,13 @@ from rlinf_async.workers.env.observations import ObservationWriter
 
 if TYPE_CHECKING:
     from rlinf_async.messages.spaces import Seen
+
+
+class Checkpointed(Protocol):
+    """A trainer, as far as a picture needs one."""
+
+    def load_checkpoint(self, path: Path) -> object: ...
+    def publish(self) -> WeightUpdate: ...
 
 
 class EmbodiedProgress(RunProgress, kw_only=True):
@@ -94,7 +104,7 @@ def row(progress: EmbodiedProgress, report: TrainReport) -> dict[str, float]:
 
 
 def headline(
-    config: EmbodiedConfig, progress: EmbodiedProgress, last: TrainReport | None
+    config: EnvironmentSettings, progress: EmbodiedProgress, last: TrainReport | None
 ) -> Headline:
     """The top line of the live view."""
     rate = progress.env_steps / max(progress.train_seconds, 1e-9) if progress.version else None
@@ -114,7 +124,7 @@ def _mean(values: list[float] | list[bool]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def warn_of_no_success(config: EmbodiedConfig, report: TrainReport, *, warned: bool) -> bool:
+def warn_of_no_success(config: EnvironmentSettings, report: TrainReport, *, warned: bool) -> bool:
     """Warn where there is a target for the success rate, and the environment reports no success.
 
     It shows with the first episodes that end. Returns whether the run has been warned, now or
@@ -133,7 +143,7 @@ def warn_of_no_success(config: EmbodiedConfig, report: TrainReport, *, warned: b
 
 
 def outcome(
-    config: EmbodiedConfig, episodes: Sequence[EvaluatedEpisode]
+    config: EnvironmentSettings, episodes: Sequence[EvaluatedEpisode]
 ) -> Literal["succeeded", "fell short", "finished"]:
     """How the evaluation stands to the targets; one that cannot be judged is no target."""
     wanted, rate = config.evaluation, success_rate(episodes)
@@ -145,6 +155,36 @@ def outcome(
     if not judged:
         return "finished"
     return "succeeded" if all(judged) else "fell short"
+
+
+def summarized(
+    config: EnvironmentSettings,
+    progress: EmbodiedProgress,
+    episodes: Sequence[EvaluatedEpisode],
+    stopped: Stopped | None,
+) -> EmbodiedSummary:
+    """What came of a run, as far as all kinds of runs in environments have it."""
+    summary = EmbodiedSummary(
+        run=config.name,
+        outcome=stopped.outcome if stopped else outcome(config, episodes),
+        seed=config.seed,
+        iterations=progress.version,
+        env_steps=progress.env_steps,
+        train_seconds=progress.train_seconds,
+        error=stopped.error if stopped else None,
+    )
+    if progress.version:
+        summary.steps_per_second = progress.env_steps / max(progress.train_seconds, 1e-9)
+        summary.staleness = Staleness(
+            mean=progress.lag_mean, max=progress.lag_max, allowed=config.training.max_staleness
+        )
+    if episodes:
+        summary.success_rate = success_rate(episodes)
+        summary.return_ = mean_return(episodes)
+        summary.evaluation_episodes = len(episodes)
+        if summary.success_rate is None and config.evaluation.target_success_rate:
+            summary.extra["target_success_rate"] = "not judged: no success was reported"
+    return summary
 
 
 def success_rate(episodes: Sequence[EvaluatedEpisode]) -> float | None:
@@ -159,11 +199,16 @@ def mean_return(episodes: Sequence[EvaluatedEpisode]) -> float:
 
 
 def pictures(
-    config: EmbodiedConfig, folder: RunFolder, title: str, headline: Callable[[], Headline]
+    config: EnvironmentSettings,
+    folder: RunFolder,
+    title: str,
+    headline: Callable[[], Headline],
+    make_trainer: Callable[[], Checkpointed],
 ) -> dict[str, Draw]:
     """The learning curve, and a video of the trained policy where one is configured.
 
-    ``headline`` is the top line of the view that shows how far the video has come.
+    ``headline`` is the top line of the view that shows how far the video has come;
+    ``make_trainer`` builds what reads the checkpoint.
     """
 
     def curve() -> None:
@@ -177,11 +222,16 @@ def pictures(
     found: dict[str, Draw] = {"learning curve": curve}
     # A simulator of many environments has no picture of one.
     if config.evaluation.video_episodes and config.env.simulator == "single":
-        found["video"] = lambda: draw_video(config, folder, headline())
+        found["video"] = lambda: draw_video(config, folder, headline(), make_trainer)
     return found
 
 
-def draw_video(config: EmbodiedConfig, folder: RunFolder, headline: Headline) -> None:
+def draw_video(
+    config: EnvironmentSettings,
+    folder: RunFolder,
+    headline: Headline,
+    make_trainer: Callable[[], Checkpointed],
+) -> None:
     """Record the trained policy, for ``evaluation.video_seconds`` at most.
 
     Raises:
@@ -189,13 +239,18 @@ def draw_video(config: EmbodiedConfig, folder: RunFolder, headline: Headline) ->
         UsageError: the environment cannot be made any more.
     """
     try:
-        _record(config, folder, headline)
+        _record(config, folder, headline, make_trainer)
     except EnvError as error:
         raise VideoError(str(error)) from error
 
 
-def _record(config: EmbodiedConfig, folder: RunFolder, headline: Headline) -> None:
-    policy = _trained_policy(config, folder.checkpoints)
+def _record(
+    config: EnvironmentSettings,
+    folder: RunFolder,
+    headline: Headline,
+    make_trainer: Callable[[], Checkpointed],
+) -> None:
+    policy = _trained_policy(config, folder.checkpoints, make_trainer)
     env = make_env(config.env)
     try:
         writer = ObservationWriter(env.observation_space, config.env.name)
@@ -232,15 +287,17 @@ def _record(config: EmbodiedConfig, folder: RunFolder, headline: Headline) -> No
         )
 
 
-def _trained_policy(config: EmbodiedConfig, checkpoints: Path) -> Callable[[Seen], Any]:
+def _trained_policy(
+    config: EnvironmentSettings, checkpoints: Path, make_trainer: Callable[[], Checkpointed]
+) -> Callable[[Seen], Any]:
     """The deterministic policy of the newest checkpoint."""
-    from rlinf_async.backends.registry import load_policy_backend, load_trainer_backend
+    from rlinf_async.backends.registry import load_policy_backend
 
     progress = load_progress(checkpoints, EmbodiedProgress)
     if progress is None:
         raise ObserveError(f"there is no checkpoint in {checkpoints}")
-    trainer = load_trainer_backend("fsdp")(config.actor, 1, 0)
+    trainer = make_trainer()
     trainer.load_checkpoint(checkpoints / progress.checkpoint)
-    policy = load_policy_backend("torch")(config.actor.fsdp.policy, 0, "cpu")
+    policy = load_policy_backend("torch")(config.acting_policy, 0, "cpu")
     policy.load(trainer.publish())
     return policy.mode

@@ -25,10 +25,11 @@ from pathlib import Path
 
 import msgspec
 
+from rlinf_async.backends.base import TrainerBackend
 from rlinf_async.messages.embodied import Collect, TrainReport
 from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.run_folder import RunFolder
-from rlinf_async.observe.summary import EmbodiedSummary, Staleness
+from rlinf_async.observe.summary import EmbodiedSummary
 from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
@@ -37,25 +38,25 @@ from rlinf_async.runtime.jobs.config import HostConfig
 from rlinf_async.runtime.jobs.embodied.channels import EmbodiedChannels
 from rlinf_async.runtime.jobs.embodied.collectors import Collectors, make_collectors
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig, reseeded
+from rlinf_async.runtime.jobs.embodied.evaluation import evaluate, write_evaluation
 from rlinf_async.runtime.jobs.embodied.recording import record_demonstrations
 from rlinf_async.runtime.jobs.embodied.reports import (
     EmbodiedProgress,
     headline,
-    mean_return,
     merged,
-    outcome,
     pictures,
     row,
     success_rate,
+    summarized,
     warn_of_no_success,
 )
-from rlinf_async.runtime.jobs.failures import Stopped, in_background
+from rlinf_async.runtime.jobs.failures import Stopped
 from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.jobs.run import Draw, TrainingClock
 from rlinf_async.runtime.jobs.view import Headline, LiveView
 from rlinf_async.runtime.signals import run_signals
 from rlinf_async.workers.actor import EmbodiedFSDPActor, TrainingPlan
-from rlinf_async.workers.env import EnvReport, EvaluatedEpisode, EvaluationPlan
+from rlinf_async.workers.env import EnvReport, EvaluatedEpisode
 
 
 class ActorShards:
@@ -111,9 +112,15 @@ class EmbodiedRun:
             writers = ActorShards(actors)
             checkpointer = Checkpointer(cluster, writers, self.folder.checkpoints, kept)
             await self._train(cluster, channels, collectors, actors, checkpointer, metrics, view)
-            with in_background(cluster, self._count_episodes(channels, view), "evaluation"):
-                self._episodes = await collectors.evaluate(self._evaluation())
-            self._write_evaluation(metrics, self._episodes)
+            self._episodes = await evaluate(
+                cluster,
+                self.config,
+                channels,
+                collectors,
+                view,
+                min_version=self.config.iterations,
+            )
+            write_evaluation(metrics, self.progress, self._episodes)
         await channels.weights.sender.close()
         await collectors.finish()
 
@@ -176,10 +183,7 @@ class EmbodiedRun:
         view: LiveView,
     ) -> None:
         """Evaluate the policy that the training begins with."""
-        with in_background(cluster, self._count_episodes(channels, view), "evaluation"):
-            episodes = await collectors.evaluate(
-                msgspec.structs.replace(self._evaluation(), min_version=0)
-            )
+        episodes = await evaluate(cluster, self.config, channels, collectors, view, min_version=0)
         self._rate_before = success_rate(episodes)
         view.note = ""
 
@@ -263,40 +267,12 @@ class EmbodiedRun:
         self._warned = warn_of_no_success(self.config, report, warned=self._warned)
         metrics.write(self.progress.env_steps, row(self.progress, report))
 
-    # ---- evaluation, metrics, summary
-
-    async def _count_episodes(self, channels: EmbodiedChannels, view: LiveView) -> None:
-        """Show how far the evaluation has come."""
-        wanted = self.config.evaluation.episodes
-        view.note = f"evaluating: 0 of {wanted} episodes"
-        done = set[int]()  # an env worker that was restarted evaluates its share again
-        async for one in channels.evaluated.receiver:
-            done.add(one.episode)
-            view.note = f"evaluating: {len(done)} of {wanted} episodes"
-
-    def _evaluation(self) -> EvaluationPlan:
-        return EvaluationPlan(
-            episodes=self.config.evaluation.episodes,
-            seed=self.config.evaluation.seed,
-            min_version=self.config.iterations,
-        )
+    # ---- metrics, summary
 
     def _metrics(self) -> MetricsWriter:
         kept = self.progress.env_steps if self.progress.version else None
         sinks = self.config.training.metrics
         return MetricsWriter(self.folder.path, resume_at=kept, sinks=sinks)
-
-    def _write_evaluation(self, metrics: MetricsWriter, episodes: list[EvaluatedEpisode]) -> None:
-        """A row of its own, a step after the last: a resumed run drops it and evaluates again."""
-        row = {
-            "env_steps": float(self.progress.env_steps),
-            "train_seconds": self.progress.train_seconds,
-            "eval_return": mean_return(episodes),
-        }
-        rate = success_rate(episodes)
-        if rate is not None:
-            row["eval_success_rate"] = rate
-        metrics.write(self.progress.env_steps + 1, row)
 
     def headline(self) -> Headline:
         """The top line of the live view."""
@@ -316,38 +292,22 @@ class EmbodiedRun:
         """The learning curve, and of a run that came to its end a video of the trained policy."""
         if not (ended or self.progress.version):
             return {}
-        made = pictures(self.config, self.folder, self.title, self.headline)
+        made = pictures(self.config, self.folder, self.title, self.headline, self._make_trainer)
         return made if ended else {"learning curve": made["learning curve"]}
+
+    def _make_trainer(self) -> TrainerBackend:
+        from rlinf_async.backends.registry import load_trainer_backend
+
+        return load_trainer_backend("fsdp")(self.config.actor, 1, 0)
 
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
         """What came of the run."""
-        progress, episodes = self.progress, self._episodes
-        summary = EmbodiedSummary(
-            run=self.config.name,
-            outcome=stopped.outcome if stopped else outcome(self.config, episodes),
-            seed=self.config.seed,
-            iterations=progress.version,
-            env_steps=progress.env_steps,
-            train_seconds=progress.train_seconds,
-            error=stopped.error if stopped else None,
-        )
+        summary = summarized(self.config, self.progress, self._episodes, stopped)
         summary.success_rate_before = self._rate_before
         summary.extra.update({name: f"{value:g}" for name, value in self._cloned.items()})
-        if progress.version:
-            summary.steps_per_second = progress.env_steps / max(progress.train_seconds, 1e-9)
-            summary.staleness = Staleness(
-                mean=progress.lag_mean,
-                max=progress.lag_max,
-                allowed=self.config.training.max_staleness,
-            )
+        if self.progress.version:
             summary.dropped = {
                 "stale answers": sum(report.dropped_answers for report in self._env_reports),
-                "second trajectories": progress.duplicates,
+                "second trajectories": self.progress.duplicates,
             }
-        if episodes:
-            summary.success_rate = success_rate(episodes)
-            summary.return_ = mean_return(episodes)
-            summary.evaluation_episodes = len(episodes)
-            if summary.success_rate is None and self.config.evaluation.target_success_rate:
-                summary.extra["target_success_rate"] = "not judged: no success was reported"
         return summary

@@ -1,0 +1,16 @@
+"""The ``embodied_sac`` job: soft actor-critic with a replay worker, on Gymnasium environments.
+
+::
+
+    job.py         checks a configuration, and runs it
+    run.py         the flow, from the first ticket to the evaluation
+    channels.py    the channels between replay worker and actor
+    config.py      the configuration
+
+Collectors, evaluation and reports are those of `rlinf_async.runtime.jobs.embodied`.
+"""
+
+from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig, SacTrainingConfig
+from rlinf_async.runtime.jobs.embodied_sac.job import EmbodiedSAC
+
+__all__ = ["EmbodiedSAC", "SacConfig", "SacTrainingConfig"]

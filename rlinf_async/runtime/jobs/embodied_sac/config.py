@@ -1,0 +1,266 @@
+"""The configuration of the ``embodied_sac`` job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import floor
+
+import msgspec
+
+from rlinf_async.backends.policies.config import PolicyConfig
+from rlinf_async.backends.sac_config import SacTrainerConfig
+from rlinf_async.config import ConfigError
+from rlinf_async.messages.spaces import EnvSpec
+from rlinf_async.runtime.jobs.config import check_counts
+from rlinf_async.runtime.jobs.embodied.config import ClusterConfig, EvaluationConfig, plan_of
+from rlinf_async.runtime.jobs.placement import Plan
+from rlinf_async.workers.context import Device
+from rlinf_async.workers.env.config import EnvConfig
+from rlinf_async.workers.replay.config import ReplayConfig
+from rlinf_async.workers.rollout.config import RolloutConfig
+
+MAY_DIFFER = (
+    "name",
+    "training.total_steps",
+    "training.keep_checkpoints",
+    "training.return_window",
+    "training.metrics",
+    "replay.prefetch",
+    "rollout.max_batch",
+    "rollout.torch_threads",
+    "actor.bucket_bytes",
+    "evaluation",
+    "cluster",
+)
+"""settings and sections that a resumed run may change"""
+
+POLICY = "mlp_squashed_gaussian"
+
+
+class SacTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Length of the training, and sizes of its steps."""
+
+    total_steps: int
+    """environment steps, over all environments; rounded up to whole iterations"""
+    steps_per_iteration: int
+    """steps of each environment in one iteration, after which the policy's weights are published"""
+    learning_starts: int = 100
+    """environment steps before the first gradient step, in which actions are uniform"""
+    updates_per_step: float = 1.0
+    """gradient steps for each environment step after those"""
+    max_staleness: int = 1
+    """iterations that are collected while the actor trains; 0: they take turns"""
+    checkpoint_every: int = 10
+    """iterations between two checkpoints; one is always written at the end"""
+    keep_checkpoints: int = 2
+    """newest checkpoints that are kept"""
+    return_window: int = 100
+    """episodes over which the return and the success rate are averaged while training"""
+    metrics: tuple[str, ...] = ("tensorboard",)
+    """sinks beside ``metrics.csv``; others by the entry point group ``rlinf_async.metrics``"""
+
+    def __post_init__(self) -> None:
+        positive = ("total_steps", "steps_per_iteration", "keep_checkpoints", "return_window")
+        check_counts(self, least=1, names=positive)
+        check_counts(self, least=0, names=("learning_starts", "max_staleness", "checkpoint_every"))
+        if not 0.0 < self.updates_per_step <= 1000.0:
+            raise ValueError(
+                f"updates_per_step is {self.updates_per_step}; it must be above 0 and at most 1000"
+            )
+        if self.learning_starts >= self.total_steps:
+            raise ValueError(
+                f"learning_starts is {self.learning_starts}, but the run has total_steps = "
+                f"{self.total_steps}: nothing would be learnt"
+            )
+
+
+class SacConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Soft actor-critic on a Gymnasium environment."""
+
+    job: str = "embodied_sac"
+    name: str = "embodied-sac"
+    """name of the run, in reports and in the default run folder"""
+    seed: int = 0
+    """seed of everything; ``env.seed``, ``rollout.seed``, ... are added to it"""
+    env: EnvConfig
+    training: SacTrainingConfig
+    replay: ReplayConfig = ReplayConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    actor: SacTrainerConfig = SacTrainerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"{self.seed} is below 0: seeds count from 0", path=("seed",))
+
+    def plan(self, devices: Sequence[Device]) -> Plan:
+        """The devices of every worker. Raises: as `EmbodiedConfig.plan`."""
+        return plan_of(self.cluster, devices)
+
+    @property
+    def trajectories(self) -> int:
+        """Trajectories of one iteration: one for each stage of each env worker."""
+        return self.cluster.env_workers * self.env.stages
+
+    @property
+    def iteration_steps(self) -> int:
+        """Environment steps of one iteration, over all environments."""
+        return self.cluster.env_workers * self.env.envs * self.training.steps_per_iteration
+
+    @property
+    def iterations(self) -> int:
+        """Iterations of the whole run."""
+        return -(-self.training.total_steps // self.iteration_steps)
+
+    def updates(self, iteration: int) -> int:
+        """Gradient steps of an iteration: their sum keeps to ``updates_per_step``."""
+        return self._updates_until(iteration + 1) - self._updates_until(iteration)
+
+    def _updates_until(self, iteration: int) -> int:
+        trained = iteration * self.iteration_steps - self.training.learning_starts
+        return floor(max(0, trained) * self.training.updates_per_step)
+
+    @property
+    def spare(self) -> int:
+        """Slots of a store on disk beyond its capacity, for two spans between checkpoints: one may
+        still be written when the next begins."""
+        return self.iteration_steps * (2 * self.training.checkpoint_every + 1)
+
+
+class FittedSac(msgspec.Struct, frozen=True, kw_only=True):
+    """A configuration, with what the environment says."""
+
+    config: SacConfig
+    acting_policy: PolicyConfig
+    """the policy, with its spaces"""
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def seed(self) -> int:
+        return self.config.seed
+
+    @property
+    def env(self) -> EnvConfig:
+        return self.config.env
+
+    @property
+    def training(self) -> SacTrainingConfig:
+        return self.config.training
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        return self.config.rollout
+
+    @property
+    def evaluation(self) -> EvaluationConfig:
+        return self.config.evaluation
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        return self.config.cluster
+
+    @property
+    def trajectories(self) -> int:
+        """Trajectories of one iteration."""
+        return self.config.trajectories
+
+    @property
+    def iterations(self) -> int:
+        """Iterations of the whole run."""
+        return self.config.iterations
+
+
+def check_sizes(config: SacConfig) -> None:
+    """Refuse sizes that do not fit together, and what soft actor-critic cannot have.
+
+    Raises:
+        ConfigError: with the sizes, and what to do.
+    """
+    steps, n_step = config.training.steps_per_iteration, config.replay.n_step
+    if n_step > steps:
+        raise ConfigError(
+            f"returns of {n_step} steps were asked for, but a trajectory has "
+            f"training.steps_per_iteration = {steps} steps: take at most that",
+            path=("replay", "n_step"),
+        )
+    if config.iteration_steps > config.replay.capacity:
+        raise ConfigError(
+            f"{config.replay.capacity} transitions are less than one iteration collects: "
+            f"{config.cluster.env_workers} env workers x {config.env.envs} envs x {steps} steps = "
+            f"{config.iteration_steps}",
+            path=("replay", "capacity"),
+        )
+    if config.cluster.actors != 1:
+        raise ConfigError(
+            f"{config.cluster.actors} actors were asked for; soft actor-critic trains on one rank: "
+            "leave it out",
+            path=("cluster", "actors"),
+        )
+    for setting in ("action_chunk", "group_size"):
+        if getattr(config.env, setting) != 1:
+            raise ConfigError(
+                f"{getattr(config.env, setting)} was given; soft actor-critic learns from single "
+                "actions: leave it out",
+                path=("env", setting),
+            )
+    if config.env.actions != "rescale":
+        raise ConfigError(
+            f"{config.env.actions!r}, but the policy's actions lie in [-1, 1], which the "
+            "environment stretches to its bounds: set actions = 'rescale'",
+            path=("env", "actions"),
+        )
+    if config.actor.fsdp.critic_warmup_steps:
+        raise ConfigError(
+            f"{config.actor.fsdp.critic_warmup_steps} was given; soft actor-critic has "
+            "training.learning_starts instead: leave it out",
+            path=("actor", "fsdp", "critic_warmup_steps"),
+        )
+
+
+def fitted(config: SacConfig, spec: EnvSpec) -> FittedSac:
+    """The configuration with the environment's spaces, and one seed spread over all.
+
+    Raises:
+        ConfigError: the policy cannot have the environment's spaces.
+    """
+    if not spec.action.continuous:
+        kinds = ", ".join(f"{factor.kind} ({factor.size})" for factor in spec.action.factors)
+        raise ConfigError(
+            f"{config.env.name} takes actions that are no single Box ({kinds}); soft "
+            "actor-critic takes one Box of continuous actions: wrap the environment, or use "
+            "job = 'embodied_ppo'",
+            path=("env",),
+        )
+    if not spec.observation.flat:
+        raise ConfigError(
+            f"{config.env.name} shows {spec.observation}; the networks of soft actor-critic take "
+            "one vector of numbers: wrap the environment (gymnasium.wrappers.FilterObservation, "
+            "FlattenObservation), or use job = 'embodied_ppo'",
+            path=("env",),
+        )
+    replace = msgspec.structs.replace
+
+    def seeded(section: EnvConfig | RolloutConfig | ReplayConfig | SacTrainerConfig) -> int:
+        return section.seed + config.seed
+
+    spread = replace(
+        config,
+        env=replace(config.env, seed=seeded(config.env)),
+        rollout=replace(config.rollout, seed=seeded(config.rollout)),
+        replay=replace(config.replay, seed=seeded(config.replay)),
+        actor=replace(config.actor, seed=seeded(config.actor)),
+    )
+    policy = PolicyConfig(
+        name=POLICY,
+        observation_size=spec.observation_size,
+        action_size=spec.action_size,
+        observation=spec.observation,
+        action=spec.action,
+        hidden_sizes=config.actor.fsdp.policy.hidden_sizes,
+        action_chunk=1,
+    )
+    return FittedSac(config=spread, acting_policy=policy)

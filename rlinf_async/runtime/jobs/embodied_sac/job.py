@@ -1,0 +1,118 @@
+"""The ``embodied_sac`` job, as the command line uses it: checks a configuration, and runs it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from rlinf_async.config import ConfigError
+from rlinf_async.observe.run_folder import RunFolder
+from rlinf_async.observe.summary import EmbodiedSummary
+from rlinf_async.runtime.jobs.config import check_sinks
+from rlinf_async.runtime.jobs.embodied_sac.config import (
+    MAY_DIFFER,
+    FittedSac,
+    SacConfig,
+    check_sizes,
+    fitted,
+)
+from rlinf_async.runtime.jobs.embodied_sac.run import SacRun
+from rlinf_async.runtime.jobs.placement import Plan
+from rlinf_async.runtime.jobs.run import run_in_folder
+from rlinf_async.workers.context import Device
+from rlinf_async.workers.env import EnvError, describe_env
+from rlinf_async.workers.replay.store import bytes_of, columns_of
+
+
+class EmbodiedSAC:
+    """Soft actor-critic on a Gymnasium environment, over env, rollout, replay and actor workers."""
+
+    name = "embodied_sac"
+    config_type = SacConfig
+
+    def plan(self, config: SacConfig, devices: Sequence[Device] | None = None) -> Plan:
+        """The devices of every worker: on this host, or on a machine with these devices."""
+        return config.plan(config.cluster.devices() if devices is None else devices)
+
+    def check(self, config: SacConfig, devices: Sequence[Device] | None = None) -> None:
+        """Check all that can be checked before a worker starts; asks an environment.
+
+        Args:
+            config: of the run.
+            devices: those of another machine, to check the run for; None: of this host.
+
+        Raises:
+            UsageError: with the setting, and what is wrong with it.
+        """
+        check_sizes(config)
+        if config.actor.fsdp.device != "cpu":
+            raise ConfigError(
+                f"{config.actor.fsdp.device!r} is set, but a job takes the actor's device from "
+                "cluster.placement.actor: leave it out",
+                path=("actor", "fsdp", "device"),
+            )
+        self.plan(config, devices)
+        check_sinks(config.training.metrics)
+        self._fitted(config)
+
+    def run(self, config: SacConfig, out: Path | None, resume: bool) -> EmbodiedSummary:
+        """Train, evaluate, and leave everything in the run folder."""
+        full = self._fitted(config)
+
+        def build(folder: RunFolder) -> SacRun:
+            return SacRun(full, folder)
+
+        return run_in_folder(config, out, resume=resume, may_differ=MAY_DIFFER, build=build)
+
+    def _fitted(self, config: SacConfig) -> FittedSac:
+        try:
+            full = fitted(config, describe_env(config.env))
+        except EnvError as error:
+            setting = "entry_point" if config.env.entry_point else "id"
+            raise ConfigError(str(error), path=("env", setting)) from error
+        _check_store(full)
+        return full
+
+
+def _check_store(full: FittedSac) -> None:
+    """Raise `ConfigError` where the store has no room, or its folder cannot be written."""
+    replay = full.config.replay
+    columns = columns_of(full.acting_policy.observation, full.acting_policy.action)
+    if replay.storage == "memory":
+        needed, there = bytes_of(columns, replay.capacity), psutil.virtual_memory().total
+        place = "this host's memory"
+    else:
+        folder = _existing(Path(replay.folder or "."))
+        _check_writable(folder)
+        needed = bytes_of(columns, replay.capacity + full.config.spare)
+        there, place = shutil.disk_usage(folder).free, f"the disk of {folder.absolute()}"
+    if needed > there:
+        raise ConfigError(
+            f"{replay.capacity} transitions of {bytes_of(columns, 1)} bytes need "
+            f"{needed / 2**30:.1f} GiB, and {place} has {there / 2**30:.1f} GiB: take fewer",
+            path=("replay", "capacity"),
+        )
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is no folder")
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} cannot be written")
+        with tempfile.TemporaryFile(dir=folder):  # a disk may be read-only, whatever it says
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the replay store cannot be written there: {error}", path=("replay", "folder")
+        ) from error

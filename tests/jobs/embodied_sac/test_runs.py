@@ -1,0 +1,113 @@
+"""Whole runs: what they leave, what is killed in them, and what they go on with."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from rlinf_async.messages.embodied import TrainReport
+from rlinf_async.runtime.jobs.embodied_sac.run import SacRun
+from tests.jobs import killing
+from tests.jobs.embodied_sac.kit import STEPS, Job
+from tests.jobs.killing import nothing_left_behind
+from tests.jobs.processes import Start
+
+PROCESS = ("--cluster.backend", "process")
+MEMORY = ("--replay.storage", "memory")
+PRIORITIZED = ("--replay.sampling", "prioritized", "--replay.n_step", 3)
+
+
+class Killer(killing.Killer):
+    """Kills workers as soon as a certain iteration is booked: the next one is collected by then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
+        write_row = SacRun._write_row
+
+        def writing(run: SacRun, report: TrainReport, *rest: Any) -> None:
+            write_row(run, report, *rest)
+            self._kill(self.victims.pop(report.iteration, None))
+
+        monkeypatch.setattr(SacRun, "_write_row", writing)
+
+
+@pytest.mark.parametrize("storage", [(), MEMORY], ids=["disk", "memory"])
+@pytest.mark.parametrize("form", [(), ("--cluster.rollout_workers", 1)], ids=["together", "apart"])
+def test_a_run_keeps_its_books(
+    job: Job, form: tuple[object, ...], storage: tuple[object, ...]
+) -> None:
+    summary = job.succeed(*form, *storage)
+    job.check_books(6)
+    assert summary.outcome == "finished"
+    assert summary.evaluation_episodes == 2
+    assert set(summary.dropped.values()) == {0}
+    last = job.iterations[-1]
+    assert math.isfinite(float(last["critic_loss"]))
+    assert 0.0 < float(last["replay_age_max"]) <= 3.0
+
+
+@pytest.mark.parametrize("storage", [(), MEMORY], ids=["disk", "memory"])
+def test_a_resumed_run_goes_on_with_the_same_store(job: Job, storage: tuple[object, ...]) -> None:
+    job.succeed(*PRIORITIZED, *storage, "--training.total_steps", 4 * STEPS)
+    job.check_books(4)
+    summary = job.succeed(*PRIORITIZED, *storage, "--resume")
+    job.check_books(6)
+    assert summary.dropped["second trajectories"] == 0
+
+
+def test_a_store_that_is_gone_is_named_when_the_run_goes_on(job: Job) -> None:
+    job.succeed("--training.total_steps", 4 * STEPS)
+    (job.out / "replay" / "reward.bin").unlink()
+    ended = job.train("--resume")
+    assert ended.code == 1
+    assert "reward.bin is missing: restore it" in ended.err
+    folder = job.out / "checkpoints" / job.note["checkpoint"] / "replay"
+    (folder / "state.json").unlink()
+    ended = job.train("--resume")
+    assert ended.code == 2
+    assert "has no replay/state.json" in ended.err
+
+
+def test_killed_workers_are_replaced_and_nothing_is_lost_or_stored_twice(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killer = Killer(monkeypatch)
+    killer.victims = {1: "Replay[0]", 2: "Env[0]", 4: "Replay[0]", 6: "Env[1]"}
+    with nothing_left_behind():
+        two = ("--cluster.env_workers", 2, "--env.envs", 2, "--env.stages", 1)
+        ten = ("--training.total_steps", 10 * STEPS)
+        summary = job.succeed(*PROCESS, *PRIORITIZED, *two, *ten)
+    assert summary.restarts == {"Replay[0]": 2, "Env[0]": 1, "Env[1]": 1}
+    job.check_books(10)
+    assert killer.dead_letters == []
+
+
+def test_a_killed_store_in_memory_ends_the_run_which_can_be_resumed(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killer = Killer(monkeypatch)
+    killer.victims = {3: "Replay[0]"}
+    ended = job.train(*PROCESS, *MEMORY)
+    assert ended.code == 1
+    assert "Replay[0] failed in its process" in ended.err
+    job.succeed(*MEMORY, "--resume")
+    job.check_books(6)
+
+
+def test_a_killed_driver_leaves_a_run_that_can_be_resumed(job: Job, start_driver: Start) -> None:
+    endless = ("--training.total_steps", 10**6 * STEPS)
+
+    def booked() -> int:
+        path = job.out / "metrics.csv"
+        return path.read_text().count("\n") - 1 if path.exists() else 0
+
+    arguments = ("train", job.file, "--out", job.out, "--resume", *PROCESS)
+    driver = start_driver(*arguments, *endless)
+    driver.until(lambda: booked() >= 5, "five iterations")
+    driver.kill()
+    assert driver.wait() == -9
+    iterations = booked() + 4
+    job.succeed("--resume", "--training.total_steps", iterations * STEPS)
+    job.check_books(iterations)

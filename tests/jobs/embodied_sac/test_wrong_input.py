@@ -1,0 +1,66 @@
+"""What cannot be is named before any worker starts."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from tests.jobs.embodied_sac.kit import Job
+
+pytestmark = pytest.mark.usefixtures("no_cluster")
+KITCHEN = "tests.jobs.embodied.envs:Kitchen"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("env.id", "CartPole-v1", "CartPole-v1 takes actions that are no single Box (choice (2))"),
+        ("env.entry_point", KITCHEN, "takes actions that are no single Box"),
+        ("env.actions", "clip", "env.actions: 'clip', but the policy's actions lie in [-1, 1]"),
+        ("env.group_size", 2, "env.group_size: 2 was given; soft actor-critic learns from single"),
+        ("replay.capacity", 8, "batch_size is 16, which is more than the capacity of 8"),
+        ("replay.capacity", 31, "replay.capacity: 31 transitions are less than one iteration"),
+        ("replay.capacity", 10**15, "replay.capacity: 1000000000000000 transitions of 48 bytes"),
+        ("replay.n_step", 9, "replay.n_step: returns of 9 steps were asked for, but a trajectory"),
+        ("replay.priority_alpha", 1.5, "priority_alpha is 1.5; it must be above 0 and at most 1"),
+        ("replay.sampling", "priority", "replay.sampling"),
+        ("replay.folder", __file__, "replay.folder: the replay store cannot be written there"),
+        ("training.learning_starts", 192, "nothing would be learnt"),
+        ("training.updates_per_step", 0, "updates_per_step is 0.0; it must be above 0"),
+        ("cluster.actors", 2, "cluster.actors: 2 actors were asked for; soft actor-critic trains"),
+        ("actor.sac.tau", 0, "tau is 0.0; it must be above 0"),
+        ("actor.fsdp.critic_warmup_steps", 5, "soft actor-critic has training.learning_starts"),
+    ],
+)
+def test_it_is_named(job: Job, setting: str, value: object, message: str) -> None:
+    for command in (("check", job.file), ("train", job.file, "--out", job.out)):
+        ended = job.command(*command, f"--{setting}", value)
+        assert ended.code == 2, ended.err
+        [line] = ended.err.splitlines()
+        assert message in line
+    assert not job.out.exists()
+
+
+def test_images_are_refused_with_what_to_do(job: Job, tmp_path: pathlib.Path) -> None:
+    env = tmp_path / "camera.py"
+    env.write_text(
+        "import gymnasium, numpy\n"
+        "class Camera(gymnasium.Env):\n"
+        "    observation_space = gymnasium.spaces.Box(0, 255, (8, 8, 3), numpy.uint8)\n"
+        "    action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,))\n"
+    )
+    ended = job.train("--env.entry_point", f"{env}:Camera", "--env.probe", "false")
+    assert ended.code == 2
+    assert "shows image 'image' [8, 8, 3]; the networks of soft actor-critic take one vector" in (
+        ended.err
+    )
+
+
+def test_the_store_of_another_run_is_not_overwritten(job: Job, tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    (folder / "state.json").write_text('{"start": "/another/run, started at 1"}')
+    ended = job.train("--replay.folder", folder)
+    assert ended.code == 2
+    assert "holds the replay store of another run (/another/run, started at 1)" in ended.err

@@ -1,0 +1,333 @@
+"""`ReplayWorker`: keeps transitions, and draws batches from them.
+
+::
+
+    env workers --Trajectory, leased--> +--- ReplayWorker ---+ <--BatchRequest, leased-- actor
+                                        |       store        |
+       this process <--Collected------- +--------------------+ ---ReplayBatch, bounded--> actor
+
+                 waits for                                   unblocked by
+    serve        trajectories, and requests for batches      env workers, the actor
+    collect      all trajectories of an iteration            env workers
+
+While the actor computes, the next batches are drawn and the next trajectories arrive. These enter
+the store at the step boundary, in `collect`: what a batch is drawn from depends on its iteration
+alone, and its random numbers on the seed, the iteration and the number of the batch. So there is no
+random state to save, and a request that is delivered again has the same answer.
+
+Exactly once, with ``storage = "disk"``: a trajectory's lease ends when its transitions and their
+count are written. A worker that is killed before gets it again, and writes it to the same place;
+one that is killed afterwards leaves it out the second time. A request's lease ends when its batch
+is in the channel; the actor leaves out a batch that comes twice. With ``storage = "memory"`` the
+store dies with the process, and the run has to go on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from rlinf_async.channels import EndOfChannel, Receiver, Sender
+from rlinf_async.channels.waitfor import WaitFuture
+from rlinf_async.messages.embodied import Trajectory, samples_of
+from rlinf_async.messages.replay import BatchRequest, Collected, ReplayBatch
+from rlinf_async.messages.spaces import ActionSpec, ObservationSpec
+from rlinf_async.observe.files import atomic_write
+from rlinf_async.workers.base import Worker
+from rlinf_async.workers.pace import Pace
+from rlinf_async.workers.replay.config import ReplayConfig
+from rlinf_async.workers.replay.errors import ReplayError
+from rlinf_async.workers.replay.priorities import Priorities
+from rlinf_async.workers.replay.store import ReplayStore, columns_of
+from rlinf_async.workers.replay.transitions import transitions_of
+from rlinf_async.workers.tasks import task_group
+
+STATE: Final = "state.json"
+
+
+class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replay worker has to know of its run."""
+
+    observation: ObservationSpec
+    action: ActionSpec
+    gamma: float
+    seed: int
+    iterations: int
+    """of the whole run: over these the exponent of the weights grows to 1"""
+    iteration_steps: int
+    """transitions of one iteration, at most"""
+    spare: int = 0
+    """slots beyond the capacity, so that a checkpoint's transitions outlive the next ones"""
+    folder: str = ""
+    """of the files of the store, with ``storage = "disk"``"""
+    start: str = ""
+    """name of this start of the run: a store that an earlier start left is taken back to the
+    checkpoint"""
+    resume: str = ""
+    """folder in the checkpoint to go on from; empty: the run begins"""
+
+
+class ReplayState(msgspec.Struct, kw_only=True):
+    """What is booked of a store."""
+
+    start: str
+    iteration: int = -1
+    """the newest whose trajectories are in the store"""
+    count: int = 0
+    oldest: int = 0
+    collected: Collected | None = None
+    """the report of that iteration"""
+
+
+class ReplayReport(msgspec.Struct, kw_only=True):
+    """The counts of `ReplayWorker.serve`."""
+
+    batches: int = 0
+    duplicates: int = 0
+    """trajectories that had come before"""
+
+
+class _Held(NamedTuple):
+    """A trajectory that is not in the store yet, and its lease."""
+
+    trajectory: Trajectory
+    lease: AsyncExitStack
+
+
+class ReplayWorker(Worker):
+    """The store of a run; there is one."""
+
+    def __init__(self, config: ReplayConfig, plan: ReplayPlan) -> None:
+        self.config, self.plan = config, plan
+        self._folder = Path(plan.folder) if config.storage == "disk" else None
+        self._pace = Pace(self)
+        self._held: dict[int, dict[tuple[int, int], _Held]] = {}
+        """by iteration; by env rank and stage"""
+        self._waiting: list[WaitFuture] = []
+        self._duplicates = 0
+        self._reported_duplicates = 0
+
+    async def setup(self) -> None:
+        """Open the store: as it is after a restart of this worker, or as in the checkpoint."""
+        await self.compute(self._open)
+
+    # ---- what others call
+
+    async def serve(
+        self,
+        trajectories: Receiver[Trajectory],
+        requests: Receiver[BatchRequest],
+        batches: Sender[ReplayBatch],
+    ) -> ReplayReport:
+        """Take trajectories and answer requests until these end."""
+        report = ReplayReport()
+        async with task_group() as group:
+            taking = group.create_task(self._take(trajectories))
+            async for taken in requests.leases():
+                async with taken as lease:
+                    batch = await self._pace.run("draw", self._draw, lease[0])
+                    await batches.put(batch)
+                report.batches += 1
+            taking.cancel()
+        report.duplicates = self._duplicates
+        return report
+
+    async def collect(self, iteration: int, trajectories: int) -> Collected:
+        """Wait until so many trajectories of the iteration are there, and put them into the store.
+
+        Called again after a restart, it does what is not done yet.
+        """
+        done = self._state.collected
+        if done is not None and self._state.iteration >= iteration:
+            return done
+        with self.span("wait trajectories", iteration=iteration):
+            while len(self._held.get(iteration, {})) < trajectories:
+                waiting = WaitFuture()
+                self._waiting.append(waiting)
+                await waiting
+        held = self._held.pop(iteration)
+        ordered = [held[place].trajectory for place in sorted(held)]
+        with self.span("store", iteration=iteration):
+            collected = await self.compute(self._store_all, iteration, ordered)
+        for one in held.values():
+            await one.lease.aclose()
+        return collected
+
+    async def begin_checkpoint(self, path: str) -> None:
+        """Write the folder of a checkpoint, between two iterations."""
+        with self.span("checkpoint"):
+            await self.compute(self._save, Path(path))
+
+    # ---- trajectories
+
+    async def _take(self, trajectories: Receiver[Trajectory]) -> None:
+        """Take trajectories as they come; each stays leased until it is in the store."""
+        try:
+            while True:
+                async with AsyncExitStack() as lease:
+                    try:
+                        batch = await lease.enter_async_context(trajectories.lease(key=0))
+                    except EndOfChannel:
+                        return
+                    self._keep(batch[0], lease)
+        finally:
+            left, self._held = self._held, {}
+            for one in left.values():
+                for held in one.values():
+                    await held.lease.aclose()
+
+    def _keep(self, one: Trajectory, lease: AsyncExitStack) -> None:
+        place, iteration = (one.env_rank, one.stage), one.iteration
+        if iteration <= self._state.iteration or place in self._held.get(iteration, {}):
+            self._duplicates += 1
+            self.log.warning(
+                "iteration %d of env worker %d, stage %d came twice and is stored once",
+                iteration,
+                *place,
+            )
+            return
+        self._held.setdefault(iteration, {})[place] = _Held(one, lease.pop_all())
+        waiting, self._waiting = self._waiting, []
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _store_all(self, iteration: int, ordered: Sequence[Trajectory]) -> Collected:
+        """Write an iteration's transitions, then the count of them."""
+        store, config = self._store, self.config
+        for one in ordered:
+            made = transitions_of(one, n_step=config.n_step, gamma=self.plan.gamma)
+            before = store.first
+            numbers = store.write(made._asdict())
+            store.count += len(numbers)
+            if self._priorities is not None:
+                self._priorities.added(numbers, np.arange(before, store.first))
+        collected = self._report(iteration, ordered)
+        self._book(iteration, collected)
+        return collected
+
+    def _report(self, iteration: int, ordered: Sequence[Trajectory]) -> Collected:
+        duplicates = self._duplicates - self._reported_duplicates
+        self._reported_duplicates = self._duplicates
+        ages = iteration - self._store.arrays["version"][self._store.slots_of(self._store.numbers)]
+        lags = iteration - np.concatenate([one.version for one in ordered])
+        return Collected(
+            iteration=iteration,
+            env_steps=sum(samples_of(one) for one in ordered),
+            size=len(self._store),
+            age_mean=float(ages.mean()),
+            age_max=int(ages.max()),
+            lag_mean=float(lags.mean()),
+            lag_max=int(lags.max()),
+            duplicates=duplicates,
+            episode_return=[value for one in ordered for value in one.episode_return],
+            episode_length=[value for one in ordered for value in one.episode_length],
+            episode_success=[value for one in ordered for value in one.episode_success],
+        )
+
+    # ---- batches
+
+    def _draw(self, request: BatchRequest) -> ReplayBatch:
+        store, size = self._store, self.config.batch_size
+        if not len(store):
+            raise ReplayError("a batch was asked for, but the store is empty")
+        random = np.random.default_rng((self.plan.seed, request.iteration, request.number))
+        if self._priorities is None:
+            numbers = random.integers(store.first, store.count, size)
+            weight = np.ones(size, np.float32)
+        else:
+            if request.index is not None and request.priority is not None:
+                self._priorities.update(request.index, request.priority)
+            share = min(request.iteration / max(self.plan.iterations, 1), 1.0)
+            beta = self.config.priority_beta + share * (1.0 - self.config.priority_beta)
+            numbers, weight = self._priorities.draw(random, size, beta)
+        rows = store.take(numbers)
+        del rows["priority"]
+        return ReplayBatch(
+            iteration=request.iteration,
+            number=request.number,
+            index=numbers,
+            weight=weight,
+            **rows,
+        )
+
+    # ---- files
+
+    def _open(self) -> None:
+        config, plan, folder = self.config, self.plan, self._folder
+        found = None if folder is None else read_state(folder / STATE)
+        restarted = found is not None and found.start == plan.start
+        if found is not None and restarted:
+            self._state = found
+        elif plan.resume:
+            saved = read_state(Path(plan.resume) / STATE)
+            if saved is None:
+                raise ReplayError(f"{plan.resume} has no {STATE}: the checkpoint is damaged")
+            self._state = saved
+            self._state.start = plan.start
+        else:
+            self._state = ReplayState(start=plan.start)
+        self._store = ReplayStore(
+            columns_of(plan.observation, plan.action),
+            config.capacity,
+            spare=plan.spare if folder is not None else 0,
+            folder=folder,
+            fresh=not (restarted or plan.resume),
+        )
+        self._store.count, self._store.oldest = self._state.count, self._state.oldest
+        if plan.resume and not restarted:
+            self._load(Path(plan.resume), None if found is None else found.count)
+        self._priorities = None
+        if config.prioritized:
+            self._priorities = Priorities(self._store, config.priority_alpha)
+        self._book(self._state.iteration, self._state.collected)
+
+    def _load(self, checkpoint: Path, newest: int | None) -> None:
+        """Take the store back to a checkpoint.
+
+        ``newest``: the count that the files were left with. Another iteration may have been written
+        behind it, and not have been booked.
+        """
+        store = self._store
+        if self._folder is not None and newest is not None:
+            written = newest + self.plan.iteration_steps
+            store.oldest = max(store.oldest, written - store.slots)
+        first = max(0, self._state.oldest, store.count - store.capacity)
+        slots = store.slots_of(np.arange(first, store.count))
+        for name in ("priority",) if self._folder is not None else store.arrays:
+            store.arrays[name][slots] = np.load(checkpoint / f"{name}.npy", allow_pickle=False)
+
+    def _save(self, path: Path) -> None:
+        store = self._store
+        path.mkdir(parents=True, exist_ok=True)
+        slots = store.slots_of(store.numbers)
+        for name in ("priority",) if self._folder is not None else store.arrays:
+            np.save(path / f"{name}.npy", store.arrays[name][slots], allow_pickle=False)
+        atomic_write(path / STATE, msgspec.json.encode(self._state))
+
+    def _book(self, iteration: int, collected: Collected | None) -> None:
+        store = self._store
+        self._state = ReplayState(
+            start=self.plan.start,
+            iteration=iteration,
+            count=store.count,
+            oldest=store.first,
+            collected=collected,
+        )
+        if self._folder is not None:
+            atomic_write(self._folder / STATE, msgspec.json.encode(self._state))
+
+
+def read_state(path: Path) -> ReplayState | None:
+    """Read what is booked of a store; None where there is none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ReplayState)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ReplayError(f"{path} cannot be read: {error}") from error
