@@ -3,7 +3,9 @@
 A message that one frame holds, which almost every one is, is read in one step: its header is looked
 at once, and its parts are cut straight out of what arrived. Everything else goes the long way; but
 a chunk of a large message is not held until it is complete: its bytes go where they belong as they
-arrive.
+arrive. Where that place is known before they arrive, a socket is read straight into it::
+
+    feed(header) -> space(): the chunk -> filled(count) ... -> space(): the next header
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from rlinf_async.channels.wire.frames.framing import (
     check_header,
 )
 from rlinf_async.channels.wire.frames.messages import Message
+from rlinf_async.channels.wire.frames.recycled import RECYCLED_BYTES, Recycled, process_recycled
 from rlinf_async.channels.wire.frames.reserved import MAPPED_BYTES, reserve
 
 _BODY, _MORE = int(Flag.BODY), int(Flag.MORE)  # enums are slow to ask
@@ -64,6 +67,32 @@ class MessageReader:
         self._incoming: _Incoming | None = None
         self._chunk = 0  # bytes of the last one that have not arrived
         self._max_message_bytes = max_message_bytes
+        self._recycled = process_recycled()
+        self._header = memoryview(bytearray(_HEADER_BYTES))
+
+    def space(self) -> memoryview | None:
+        """Where the bytes that come next are to be read to, before `filled`; None where they are
+        given to `feed`."""
+        incoming = self._incoming
+        if incoming is None or self._rest or (place := incoming.place) is None:
+            return None
+        return place[: self._chunk] if self._chunk else self._header
+
+    def filled(self, count: int) -> Iterator[Message]:
+        """So many bytes were read into the `space`; the message that they complete.
+
+        Raises:
+            MalformedFrame: the bytes are not of this protocol.
+        """
+        incoming = self._incoming
+        if incoming is None or not self._chunk:
+            yield from self.feed(bytes(self._header[:count]))
+            return
+        self._chunk -= count
+        incoming.filled(count)
+        if not incoming.missing:
+            self._incoming = None
+            yield incoming.message()
 
     def feed(self, received: bytes) -> Iterator[Message]:
         """The messages that these bytes complete.
@@ -145,7 +174,7 @@ class MessageReader:
             raise MalformedFrame(
                 f"a message of {total} bytes, at most {self._max_message_bytes} are allowed"
             )
-        self._incoming = _Incoming(frame, head, sizes)
+        self._incoming = _Incoming(frame, head, sizes, self._recycled)
         return self._take(rest)
 
     def _continue(self, frame: Frame) -> Message | None:
@@ -168,16 +197,23 @@ class _Incoming:
     """A message whose body has not arrived completely. Memory is taken as its bytes arrive: what a
     header announces costs nothing yet."""
 
-    __slots__ = ("_filled", "_index", "_sizes", "frame", "head", "missing", "parts")
+    __slots__ = (
+        "_filled", "_index", "_recycled", "_sizes", "frame", "head", "missing", "parts", "place"
+    )  # fmt: skip
 
-    def __init__(self, frame: Frame, head: bytes, sizes: tuple[int, ...]) -> None:
+    def __init__(
+        self, frame: Frame, head: bytes, sizes: tuple[int, ...], recycled: Recycled
+    ) -> None:
         self.frame = frame
         self.head = head
         self._sizes = (frame.data, *sizes)
+        self._recycled = recycled
         self.parts: list[bytearray | memoryview] = [bytearray() for _ in self._sizes]
         self.missing = sum(self._sizes)
         self._index = 0  # of the part that is being filled
         self._filled = 0  # bytes of it
+        self.place: memoryview | None = None
+        """the rest of that part, where it has all of its memory already"""
 
     def fill(self, received: memoryview) -> None:
         """Put the next bytes where they belong."""
@@ -186,21 +222,42 @@ class _Incoming:
                 f"{len(received)} bytes arrived for message {self.frame.number}, of which only "
                 f"{self.missing} were missing"
             )
-        self.missing -= len(received)
         while received:
-            size, filled = self._sizes[self._index], self._filled
-            if not filled and self._index and size >= MAPPED_BYTES:
-                self.parts[self._index] = reserve(size)
+            if not self._filled:
+                self._begin_part()
+            taken = min(self._sizes[self._index] - self._filled, len(received))
             part = self.parts[self._index]
-            taken = min(size - filled, len(received))
-            if isinstance(part, bytearray):
+            if self.place is not None:
+                self.place[:taken] = received[:taken]
+            elif isinstance(part, bytearray):
                 part += received[:taken]
-            else:
-                part[filled : filled + taken] = received[:taken]
             received = received[taken:]
-            self._filled += taken
-            if self._filled == size:
-                self._index, self._filled = self._index + 1, 0
+            self.filled(taken)
+
+    def filled(self, count: int) -> None:
+        """So many more bytes of a part are where they belong."""
+        self.missing -= count
+        self._filled += count
+        if self.place is not None:
+            self.place = self.place[count:]
+        if self._filled == self._sizes[self._index]:
+            self.place = None
+            part = self.parts[self._index]
+            if self._index and isinstance(part, bytearray):
+                self._recycled.keep(part)
+            self._index, self._filled = self._index + 1, 0
+
+    def _begin_part(self) -> None:
+        """Bytes of the next part have come: find memory for it."""
+        while not self._sizes[self._index]:
+            self._index += 1
+        size = self._sizes[self._index]
+        if not self._index or size < RECYCLED_BYTES:
+            return
+        found = self._recycled.take(size) if size < MAPPED_BYTES else reserve(size)
+        if found:
+            self.parts[self._index] = found
+            self.place = memoryview(found)
 
     def message(self) -> Message:
         frame = self.frame

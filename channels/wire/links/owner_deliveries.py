@@ -249,12 +249,19 @@ class Deliveries:
                 body = encoded_entry(entry, channel)
             except CANNOT_TRAVEL:  # the get that asks for it raises that
                 break
-            elsewhere = remote_payload_of(entry.item) is not None
-            payloads += elsewhere
-            if not (far or elsewhere) and (body.buffers or len(body.data) > PREFETCH_ITEM_BYTES):
-                break
-            bodies.append(body)
-            size += len(body.data) if elsewhere else body.nbytes
+            if not body.buffers:  # as most: without a detour
+                length = len(body.data)
+                if length > PREFETCH_ITEM_BYTES and not far:
+                    break
+                bodies.append(body)
+                size += length
+            else:
+                elsewhere = remote_payload_of(entry.item) is not None
+                if not (far or elsewhere):
+                    break
+                payloads += elsewhere
+                bodies.append(body)
+                size += len(body.data) if elsewhere else body.nbytes
             if size >= most or payloads >= PREFETCH_PAYLOADS:
                 break
         if len(bodies) == before:

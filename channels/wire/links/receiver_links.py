@@ -343,6 +343,8 @@ class ReceiverLinks:
         self.now = self.loop.time
         self._links: dict[tuple[int, Key | None], ReceiverLink] = {}
         self._unreported: list[Range] = []
+        self._taken_of = self._taken_from = self._taken_to = 0
+        """of this delivery, what was taken last; its number is 0 if nothing was"""
         self._due = False
         PeerRequests.of(connection).own.add_sync("delivery.recall", Recall, self._recalled)
         connection.on_close(self._lost, first=True)
@@ -389,19 +391,27 @@ class ReceiverLinks:
     def taken(self, number: int, index: int, count: int = 1) -> None:
         """These entries are settled as taken. It is reported with the next get that asks the
         owner, or with the next write."""
-        unreported = self._unreported
-        if unreported and (last := unreported[-1])[0] == number and last[1] + last[2] == index:
-            unreported[-1] = number, last[1], last[2] + count
-        else:
-            unreported.append((number, index, count))
-            if not self._due:
-                self._due = True
-                self.connection.outbox.collect(self._report_taken)
+        if self._taken_of == number and self._taken_to == index:
+            self._taken_to = index + count
+            return
+        self._close_run()
+        self._taken_of, self._taken_from, self._taken_to = number, index, index + count
+        if not self._due:
+            self._due = True
+            self.connection.outbox.collect(self._report_taken)
 
     def take_unreported(self) -> list[Range]:
         """What was taken and not reported: to be sent now."""
+        self._close_run()
         unreported, self._unreported = self._unreported, []
         return unreported
+
+    def _close_run(self) -> None:
+        """What is taken next is not the entry behind the last one."""
+        if self._taken_of:
+            first = self._taken_from
+            self._unreported.append((self._taken_of, first, self._taken_to - first))
+            self._taken_of = 0
 
     def settle(
         self, ranges: list[Range], outcome: Outcome, error: BaseException | str = ""
@@ -439,6 +449,7 @@ class ReceiverLinks:
     def _lost(self, connection: Connection, reason: str) -> None:
         for link in self._links.values():
             link.items.clear()
+        self._taken_of = 0
         self._unreported.clear()
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -375,9 +375,20 @@ class Connection:
 
     def read(self, data: bytes) -> None:
         """These bytes came next: handle the messages that they complete."""
+        self._handle(self._reader.feed(data))
+
+    def space(self) -> memoryview | None:
+        """Where the bytes of a large array are to be read to next, before `filled`."""
+        return self._reader.space()
+
+    def filled(self, count: int) -> None:
+        """So many bytes came next, into the `space`."""
+        self._handle(self._reader.filled(count))
+
+    def _handle(self, messages: Iterable[Message]) -> None:
         handlers = self._handlers
         try:
-            for message in self._reader.feed(data):
+            for message in messages:
                 body = message.body
                 if message.flags & _SHARED or (body is not None and body.buffers):
                     handlers[message.type](self._sharing.receive(message))

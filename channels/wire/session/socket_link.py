@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 from rlinf_async.channels.errors import ConnectionLost, HandshakeFailed, WireError, error_text
 from rlinf_async.channels.wire.session.auth import Handshake
@@ -24,6 +25,9 @@ from rlinf_async.channels.wire.session.hangup import HangUp
 from rlinf_async.deadlines import Timer
 
 CLOSED = "the other process closed it or died"
+READ_BYTES: Final = 256 * 1024
+"""are read at a time, at most, where it is not known where they belong"""
+_of_thread: Final = threading.local()
 
 
 class HandshakeTimeout(HandshakeFailed):
@@ -37,6 +41,10 @@ class LinkUser(Protocol):
 
     def data_received(self, data: bytes) -> None: ...
 
+    def space(self) -> memoryview | None: ...
+
+    def filled(self, count: int) -> None: ...
+
     def pause_writing(self) -> None: ...
 
     def resume_writing(self) -> None: ...
@@ -44,7 +52,7 @@ class LinkUser(Protocol):
     def cut(self, link: Link, reason: str) -> None: ...
 
 
-class Link(asyncio.Protocol):
+class Link(asyncio.BufferedProtocol):
     """A socket whose other side proves the secret.
 
     Args:
@@ -75,6 +83,8 @@ class Link(asyncio.Protocol):
         self._late_timer: Timer | None = None
         self._hanging = HangUp()
         self._poll = busy_poll(loop)
+        self._scratch = _read_buffer()
+        self._space: memoryview | None = None  # what the bytes that are read now go to
 
     @property
     def transport(self) -> asyncio.Transport | None:
@@ -146,14 +156,24 @@ class Link(asyncio.Protocol):
             if self._arrived is not None and self._plain is None:
                 self._arrived(self, self._transport)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go: straight to where they belong, where the user knows that."""
         user = self._user
-        if user is not None:
-            user.data_received(data)
-            if self._poll is not None:
-                self._poll.heard()
-        elif not self.opened.done():
-            self._greet(data)
+        self._space = None if user is None else user.space()
+        return self._scratch if self._space is None else self._space
+
+    def buffer_updated(self, nbytes: int) -> None:
+        user, straight, self._space = self._user, self._space is not None, None
+        if user is None:
+            if not self.opened.done():
+                self._greet(bytes(self._scratch[:nbytes]))
+            return
+        if straight:
+            user.filled(nbytes)
+        else:
+            user.data_received(bytes(self._scratch[:nbytes]))
+        if self._poll is not None:
+            self._poll.heard()
 
     def pause_writing(self) -> None:
         if self._user is not None:
@@ -223,3 +243,11 @@ class Link(asyncio.Protocol):
     def _end(self) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
+
+
+def _read_buffer() -> memoryview:
+    """The one of this thread: what is read into it is taken out before anything else is read."""
+    found: memoryview | None = getattr(_of_thread, "buffer", None)
+    if found is None:
+        found = _of_thread.buffer = memoryview(bytearray(READ_BYTES))
+    return found

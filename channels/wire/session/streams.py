@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Protocol
 
 from rlinf_async.channels.errors import MalformedFrame
@@ -44,6 +45,12 @@ class StreamUser(Protocol):
 
     def read(self, data: bytes) -> None:
         """These bytes came next."""
+
+    def space(self) -> memoryview | None:
+        """Where the next bytes are to be read to, before `filled`; None where `read` gets them."""
+
+    def filled(self, count: int) -> None:
+        """So many bytes came next, into the `space`."""
 
     def malformed(self, what: str) -> MalformedFrame:
         """The peer does not follow the protocol."""
@@ -180,17 +187,13 @@ class Streams:
             self.cut(link, "the peer connected again")
 
     def data_received(self, data: bytes) -> None:
-        self.monitor.heard = True
-        self.received_bytes += len(data)
-        if self.closed:
-            return
-        self.outbox.held = True
-        try:
-            self._user.read(data)
-            if self.received_bytes - self._said_arrived >= SAY_ARRIVED_BYTES and not self.closed:
-                self._say_arrived()
-        finally:
-            self.outbox.release()
+        self._came(len(data), partial(self._user.read, data))
+
+    def space(self) -> memoryview | None:
+        return None if self.closed else self._user.space()
+
+    def filled(self, count: int) -> None:
+        self._came(count, partial(self._user.filled, count))
 
     def pause_writing(self) -> None:
         self.outbox.pause()
@@ -220,6 +223,20 @@ class Streams:
         return True
 
     # ---- inside
+
+    def _came(self, count: int, read: Callable[[], None]) -> None:
+        """So many bytes came: ``read`` them."""
+        self.monitor.heard = True
+        self.received_bytes += count
+        if self.closed:
+            return
+        self.outbox.held = True
+        try:
+            read()
+            if self.received_bytes - self._said_arrived >= SAY_ARRIVED_BYTES and not self.closed:
+                self._say_arrived()
+        finally:
+            self.outbox.release()
 
     def _resume_reading(self) -> None:
         if self.reading_paused and not self.closed:
