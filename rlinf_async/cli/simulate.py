@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option("--devices", type=click.IntRange(min=2), help="Devices of the cluster.")
 @click.option("--policy", help="The same as the setting 'scheduler.policy' in the file.")
 @click.option("--compare", metavar="A,B,...", help="The same run under these policies.")
-@click.option("--oracle", is_flag=True, help="With --compare: the last one also knowing lengths.")
+@click.option("--oracle", is_flag=True, help="Also what no policy can beat, and where time goes.")
 @click.option("--sweep", is_flag=True, help="Try every placement; print the best configuration.")
 @click.option(
     "--picture",
@@ -57,17 +57,16 @@ def simulate(
             raise UsageError(f"{option} {file}: the folder {file.parent} does not exist")
     config = _config(tokens, devices, policy)
     policies = _policies(compare) if compare is not None else [config.scheduler.policy]
-    if oracle and compare is None:
-        raise UsageError("--oracle needs --compare: which policies is it compared with?")
+    if oracle and sweep:
+        raise UsageError("--oracle: simulate the configuration that --sweep prints with it")
     if sweep:
         return _sweep(config, policies, json_file)
     from rlinf_async.simulate.sweep import with_policy
 
-    configs = [with_policy(config, one) for one in policies]
+    records = _run([with_policy(config, one) for one in policies])
+    _table(records, at_best=_at_best(config, records[0]) if oracle else None)
     if oracle:
-        configs.append(with_policy(config, policies[-1], known_lengths=True))
-    records = _run(configs)
-    _table(records, oracle=oracle)
+        _causes(records)
     if picture is not None:
         from rlinf_async.simulate.picture import draw_devices
 
@@ -131,7 +130,30 @@ def _run(configs: Sequence[SimulationConfig]) -> list[Record]:
     return records
 
 
-def _table(records: Sequence[Record], *, oracle: bool) -> None:
+def _at_best(config: SimulationConfig, record: Record) -> float:
+    """Return the samples per device-hour that no policy can beat for the lengths of a record."""
+    from rlinf_async.simulate.bound import at_best
+
+    hours = at_best(config, record.lengths) * config.hardware.devices / 3600.0
+    return record.result.samples / hours
+
+
+def _causes(records: Sequence[Record]) -> None:
+    """Print what the device-seconds of each policy went into."""
+    from rich.console import Console
+    from rich.table import Table
+
+    causes = sorted({name for record in records for name in record.result.spent})
+    table = Table(title="share of all device-seconds")
+    for name in ("policy", *causes):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for record in records:
+        shares = (record.result.spent.get(name, 0.0) for name in causes)
+        table.add_row(record.result.policy, *(f"{share:.1%}" for share in shares))
+    Console(width=150).print(table)
+
+
+def _table(records: Sequence[Record], *, at_best: float | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -141,11 +163,10 @@ def _table(records: Sequence[Record], *, oracle: bool) -> None:
     for name in names:
         table.add_column(name, justify="left" if name == "policy" else "right")
     base = records[0].result.samples_per_device_hour
-    for number, record in enumerate(records):
+    for record in records:
         result = record.result
-        knows = oracle and number == len(records) - 1
         table.add_row(
-            result.policy + (" (knows lengths)" if knows else ""),
+            result.policy,
             f"{result.samples_per_device_hour:,.1f}",
             f"{result.samples_per_device_hour / base:.2f}",
             f"{result.seconds / len(result.step_seconds):,.1f}",
@@ -157,6 +178,8 @@ def _table(records: Sequence[Record], *, oracle: bool) -> None:
             str(result.decisions),
             f"{result.real_seconds:.1f}",
         )
+    if at_best is not None:
+        table.add_row("(at best)", f"{at_best:,.1f}", f"{at_best / base:.2f}")
     Console(width=150).print(table)
 
 

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 GROUP = "rlinf_async.scaling_policies"
 POLICIES = {
     "static": "rlinf_async.scheduling.policies.static:Static",
+    "turns": "rlinf_async.scheduling.policies.turns:Turns",
     "tail": "rlinf_async.scheduling.policies.tail:Tail",
     "greedy": "rlinf_async.scheduling.policies.greedy:Greedy",
     "longest_first": "rlinf_async.scheduling.policies.longest_first:LongestFirst",

@@ -117,6 +117,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """that each running sequence adds to a decoding step"""
     wider: float = 0.6
     """an instance on ``n`` times as many devices decodes ``n ** wider`` times as fast"""
+    prefill_seconds: float = 0.0
+    """of a token that an instance reads before it goes on with a response of another one"""
     train_seconds: float = 0.0
     """of a forward and backward pass of one token on one device"""
     mini_batch_seconds: float = 0.0
@@ -151,6 +153,10 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     """samples of this iteration that are generated"""
     tokens: float = 0.0
     """mean number of tokens of a finished sample, prompt included; 0: not known"""
+    longest: float = 0.0
+    """tokens of the longest response that was seen lately; 0: not known"""
+    group: int = 1
+    """samples of a prompt, which are trained together"""
     queued: int = 0
     """requests that no instance has taken"""
     queued_expected: float = 0.0

@@ -74,8 +74,6 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     policy: str = "tail"
     every: float = 0.02
     """share of an iteration's samples after which the policy is asked again"""
-    known_lengths: bool = False
-    """it sees the true remaining lengths instead of expected ones: an oracle"""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.every <= 1.0:

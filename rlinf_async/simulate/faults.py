@@ -47,7 +47,7 @@ class Faults:
         if serving:
             number = serving[int(self._rng.integers(len(serving)))]
             engine = self._world.rollouts[number].engine
-            self._world.usage.worked("rollout", engine.take_busy())
+            self._world.usage.spent_by(engine)
             engine.die()
             self.crashes += 1
 

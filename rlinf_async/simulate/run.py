@@ -36,6 +36,7 @@ from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.language.samples import Collector, Ledger, Source
 from rlinf_async.scheduling import ScalingDecision
+from rlinf_async.simulate.bound import by_cause
 from rlinf_async.simulate.config import SimulationConfig
 from rlinf_async.simulate.faults import Faults
 from rlinf_async.simulate.usage import Moment
@@ -74,6 +75,8 @@ class Simulated(msgspec.Struct, kw_only=True):
     lost_hosts: int
     price: float
     """of a device-hour"""
+    spent: dict[str, float] = {}
+    """share of all device-seconds, by cause"""
     fault: str = ""
     """why the policy was given up"""
     real_seconds: float = 0.0
@@ -105,6 +108,8 @@ class Record(msgspec.Struct, kw_only=True):
     decisions: list[tuple[float, ScalingDecision]] = []
     trained: list[str] = []
     """names of the samples that were trained, in the order of their iterations"""
+    lengths: list[list[int]] = []
+    """response tokens of the samples of each iteration"""
     history: list[Moment] = []
     trace: bytes = b""
     """of the loop, where it was asked for"""
@@ -167,6 +172,7 @@ async def _main(
             spans=spans,
             decisions=run.world.decisions,
             trained=run.trained,
+            lengths=run.lengths,
             history=run.world.usage.history,
         )
 
@@ -214,6 +220,8 @@ class SimulatedRun:
         )
         self.trained: list[str] = []
         """names of all samples that were trained"""
+        self.lengths: list[list[int]] = []
+        """response tokens of those, by iteration"""
         self._reports: list[LanguageTrainReport] = []
         self._step_seconds: list[float] = []
         self._faults = Faults(config, self.world)
@@ -278,7 +286,9 @@ class SimulatedRun:
                 self._faults.run(),
             )
         ]
+        self.world.settle()
         await self.actor.call(SimulatedActor.sync_model_to_rollout, self.weights.sender)
+        self.world.usage.restart()
         source: asyncio.Task[None] | None = None
         for number in range(self._config.work.iterations):
             began = loop.time()
@@ -290,6 +300,8 @@ class SimulatedRun:
                 SimulatedActor.run_training_pipeline, self.groups.receiver
             )
             await self.world.end()
+            if number == self._config.work.iterations - 1:
+                self.world.settle()  # nobody waits until its weights are loaded
             await self.actor.call(SimulatedActor.sync_model_to_rollout, self.weights.sender)
             self._account(report, number)
             self._step_seconds.append(loop.time() - began)
@@ -308,15 +320,14 @@ class SimulatedRun:
 
     def _account(self, report: LanguageTrainReport, number: int) -> None:
         self._reports.append(report)
-        for group in self.collector.trained(number):
-            self.trained += [one.sample.request.name for one in group]
+        samples = [one.sample for group in self.collector.trained(number) for one in group]
+        self.trained += [one.request.name for one in samples]
+        self.lengths.append([len(one.generated.token_ids) for one in samples])
         self.world.check()
 
     def result(self) -> Simulated:
         """What came of it."""
         config, world = self._config, self.world
-        for rollout in world.rollouts.values():
-            world.usage.worked("rollout", rollout.engine.take_busy())
         tokens = sum(one.response_tokens for one in self._reports)
         lags = sum(one.lag_mean * one.response_tokens for one in self._reports)
         return Simulated(
@@ -336,4 +347,5 @@ class SimulatedRun:
             lost_hosts=self._faults.lost_hosts,
             price=config.hardware.price,
             fault=world.policy.fault,
+            spent=by_cause(config, self.lengths, world.usage.spent, sum(self._step_seconds)),
         )

@@ -10,13 +10,9 @@ from rlinf_async.simulate.config import PolicyConfig, SimulationConfig, placemen
 from rlinf_async.simulate.run import Record, simulate
 
 
-def with_policy(
-    config: SimulationConfig, policy: str, *, known_lengths: bool = False
-) -> SimulationConfig:
+def with_policy(config: SimulationConfig, policy: str) -> SimulationConfig:
     """The same run under another policy."""
-    scheduler = PolicyConfig(
-        policy=policy, every=config.scheduler.every, known_lengths=known_lengths
-    )
+    scheduler = PolicyConfig(policy=policy, every=config.scheduler.every)
     return msgspec.structs.replace(config, scheduler=scheduler)
 
 

@@ -6,6 +6,8 @@ import asyncio
 
 import msgspec
 
+from rlinf_async.backends.cost.engine import CostEngine
+
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """Who held and used how many devices from a time on."""
@@ -29,6 +31,8 @@ class Usage:
         """device-seconds, by role"""
         self.busy: dict[str, float] = {}
         """device-seconds, by role"""
+        self.spent: dict[str, float] = {}
+        """device-seconds, by cause"""
         self.history: list[Moment] = []
 
     def note(self, busy: dict[str, int], left: int) -> None:
@@ -37,6 +41,11 @@ class Usage:
             time=self._loop.time() - self._began, held=dict(self._held), busy=busy, left=left
         )
         self.history.append(moment)
+
+    def restart(self) -> None:
+        """Begin here: forget all device-seconds so far."""
+        self._began = self._at = self._loop.time()
+        self.held, self.busy, self.spent = {}, {}, {}
 
     def holds(self, **devices: int) -> None:
         """Note how many devices each role holds from now on."""
@@ -49,6 +58,17 @@ class Usage:
     def worked(self, role: str, device_seconds: float) -> None:
         """Note that devices were busy."""
         self.busy[role] = self.busy.get(role, 0.0) + device_seconds
+
+    def spend(self, cause: str, device_seconds: float) -> None:
+        """Note what device-seconds were spent on."""
+        self.spent[cause] = self.spent.get(cause, 0.0) + device_seconds
+
+    def spent_by(self, engine: CostEngine) -> None:
+        """Note what an engine has spent since the last time."""
+        for cause, seconds in engine.take_spent().items():
+            self.spend(cause, seconds)
+            if cause == "decoding":
+                self.worked("rollout", seconds)
 
     @property
     def seconds(self) -> float:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from rlinf_async.backends.cost.engine import CostEngine
 from rlinf_async.backends.cost.trainer import CostTrainer
 from rlinf_async.backends.language import GenerationEngine
-from rlinf_async.channels import Receiver, Sender
+from rlinf_async.channels import LatestSender, Receiver, Sender
 from rlinf_async.messages.language import (
     LanguageTrainReport,
     Sample,
@@ -27,6 +27,7 @@ from rlinf_async.messages.language import (
     Scored,
     ScoredSample,
 )
+from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.actor.iteration import Batches, Iteration, Waiting
 from rlinf_async.workers.actor.language import LanguageActor
 from rlinf_async.workers.base import Worker
@@ -49,6 +50,9 @@ class Site(Protocol):
 
     async def boundary(self, arrived: int) -> None:
         """Change what is to be changed before the next mini-batch, and wait for devices."""
+
+    async def publishing(self, seconds: float) -> None:
+        """Let the time of gathering the weights of a version pass."""
 
     def mini_batch(self) -> AbstractAsyncContextManager[None]:
         """Return the context in which the actor trains, and does not change."""
@@ -91,7 +95,7 @@ class SimulatedRollout(LanguageRolloutWorker):
     async def widen(self, width: float) -> None:
         """Go on with other devices: all requests stop for as long as that takes."""
         self.engine.change(width=width)
-        self.engine.stall(2 * self.engine.config.move_seconds)
+        self.engine.stall(2 * self.engine.config.move_seconds, "moving")
 
 
 class SimulatedIteration(Iteration):
@@ -139,6 +143,11 @@ class SimulatedActor(LanguageActor):
         """Train on one iteration while it arrives. See `LanguageActor.run_training_pipeline`."""
         async with self._one_iteration() as iteration:
             return await iteration.train_arriving(input_channel)
+
+    async def sync_model_to_rollout(self, weights: LatestSender[WeightUpdate]) -> int:
+        """Publish the present version, which takes its time, too."""
+        await self._world.publishing(self.trainer.config.publish_seconds)
+        return await super().sync_model_to_rollout(weights)
 
     @asynccontextmanager
     async def _one_iteration(self) -> AsyncIterator[SimulatedIteration]:

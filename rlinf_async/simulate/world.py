@@ -121,6 +121,11 @@ class World:
         self.ledger.assign({ACTOR: range(self.config.hardware.actor_devices), **holdings})
         self._note_holdings()
 
+    def settle(self) -> None:
+        """Account for what the engines have done by now."""
+        for rollout in self.rollouts.values():
+            self.usage.spent_by(rollout.engine)
+
     async def begin(self, iteration: int) -> None:
         """An iteration begins: nothing of it is generated."""
         self.iteration, self.done, self.collected = iteration, 0, 0
@@ -173,10 +178,19 @@ class World:
         try:
             yield
         finally:
-            self.usage.worked("actor", (loop.time() - began) * self.strategy.world_size)
+            seconds = (loop.time() - began) * self.strategy.world_size
+            self.usage.worked("actor", seconds)
+            self.usage.spend("training", seconds)
             self.ready, self.collected = True, 0
             self.done += 1
             self.note()
+
+    async def publishing(self, seconds: float) -> None:
+        """Let the time of gathering the weights of a version pass, on the actor's devices."""
+        spent = seconds * self.strategy.world_size
+        self.usage.spend("publishing", spent)
+        self.usage.worked("actor", spent)
+        await asyncio.sleep(seconds)
 
     # -- deciding ------------------------------------------------------------------------------
 
@@ -194,6 +208,8 @@ class World:
             samples=config.samples,
             finished=self.finished,
             tokens=self._tokens,
+            longest=self._predictor.longest,
+            group=config.work.group_size,
             queued=waiting,
             queued_expected=waiting * self._predictor.left(0),
             hosts=self.ledger.hosts,
@@ -222,6 +238,7 @@ class World:
             decode_seconds=generation.decode_seconds,
             sequence_seconds=generation.sequence_seconds,
             wider=generation.wider,
+            prefill_seconds=generation.prefill_seconds,
             train_seconds=actor.token_seconds,
             mini_batch_seconds=actor.step_seconds,
             rescale_seconds=actor.rescale_seconds + actor.move_seconds,
@@ -234,10 +251,9 @@ class World:
         requests: list[RequestState] = []
         expected = 0.0
         left = self._predictor.left
-        known = self.config.scheduler.known_lengths
         progress = engine.progress()
-        for name, made, length in progress:
-            ahead = float(length - made) if known else left(made)
+        for name, made, _ in progress:
+            ahead = left(made)
             expected += ahead
             if detailed:
                 requests.append(RequestState(name=name, made=made, expected=ahead))
@@ -276,9 +292,9 @@ class World:
             self.migrated += sum(counts)
         actor = actor_after(decision, state.actor)
         if actor.strategy != self.strategy and actor.holds:
-            await asyncio.sleep(self.config.actor.rescale_seconds)
+            await self._reshard(self.config.actor.rescale_seconds, actor)
         if actor.holds != self.holds:
-            await asyncio.sleep(self.config.actor.move_seconds)
+            await self._reshard(self.config.actor.move_seconds, actor)
         self.strategy, self.holds = actor.strategy, actor.holds
         self.actor.trainer.strategy = actor.strategy
         until = f"end of iteration {self.iteration}"
@@ -286,6 +302,10 @@ class World:
         self._note_holdings()
         self._changed.set()
         await asyncio.gather(*(self._resume(one.instance, state) for one in decision.resume))
+
+    async def _reshard(self, seconds: float, actor: ActorState) -> None:
+        self.usage.spend("resharding", seconds * actor.strategy.world_size)
+        await asyncio.sleep(seconds)
 
     async def _resume(self, number: int, state: ClusterState) -> None:
         instance = state.instances[number]
@@ -300,7 +320,7 @@ class World:
         actor = held.pop(ACTOR, 0)
         self.usage.holds(actor=actor, rollout=sum(held.values()))
         for number, rollout in self.rollouts.items():
-            rollout.engine.devices = len(self.ledger.held_by(instance_name(number)))
+            rollout.engine.hold(len(self.ledger.held_by(instance_name(number))))
 
     # -- faults --------------------------------------------------------------------------------
 

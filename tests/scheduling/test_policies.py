@@ -27,7 +27,7 @@ def lent(state: ClusterState) -> ClusterState:
     return carried_out(load_policy("tail").decide(state), state)
 
 
-@pytest.mark.parametrize("name", ["tail", "greedy", "longest_first"])
+@pytest.mark.parametrize("name", ["turns", "tail", "greedy", "longest_first"])
 def test_rollout_borrows_the_actors_devices_when_an_iteration_begins(name: str) -> None:
     decision = load_policy(name).decide(cluster(tokens=8000.0))
     assert decision.actor_holds is False
@@ -59,6 +59,43 @@ def test_tail_grows_the_actor_into_what_the_tail_does_not_need(
     assert sum(one.count for one in decision.migrations) == sum(
         one.load for one in state.instances if one.number in stopped
     )
+
+
+@pytest.mark.parametrize("lends", [True, False])
+def test_turns_gives_the_actor_everything_once_everything_is_generated(lends: bool) -> None:
+    begun = lent(cluster()) if lends else cluster()
+    assert load_policy("turns").decide(with_load(begun, 1)).is_empty
+    decision = load_policy("turns").decide(with_load(begun, 0))
+    assert decision.actor == Strategy(dp=8)
+    assert decision.actor_holds is (True if lends else None)
+
+
+def test_longest_first_merges_instances_when_few_responses_are_left() -> None:
+    early, late = (
+        msgspec.structs.replace(with_load(cluster(), count), tokens=500.0, longest=4000.0)
+        for count in (96, 12)
+    )
+    policy = load_policy("longest_first")
+    assert policy.decide(early).is_empty
+    merged = policy.decide(late)
+    assert {len(one.devices) for one in merged.resume} == {2}
+    assert len(merged.stop) == len(merged.resume) == 3
+
+
+def test_greedy_waits_for_the_best_moment_to_take_devices_back() -> None:
+    state = lent(cluster())
+    ready = msgspec.structs.replace(state.actor, arrived=32)
+    many, few = (
+        msgspec.structs.replace(
+            with_load(state, left),
+            actor=ready,
+            tokens=500.0,
+            rates=msgspec.structs.replace(state.rates, train_seconds=5e-4),
+        )
+        for left in (90, 4)
+    )
+    assert load_policy("greedy").decide(many).is_empty
+    assert load_policy("greedy").decide(few).actor_holds is True
 
 
 def test_greedy_does_nothing_without_rates() -> None:

@@ -7,8 +7,8 @@
 
 Invariants: no device is held twice, and none by nobody that is not free or lost; every sample is
 trained exactly once; the actor's strategy always fits; no token is older than ``max_staleness``;
-built-in policies decide nothing that is invalid; when an iteration is over everybody is at home,
-as far as hosts are there.
+built-in policies decide nothing that is invalid; no run is faster than `at_best`; when an iteration
+is over everybody is at home, as far as hosts are there.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from concurrent.futures import ProcessPoolExecutor
 from rlinf_async.backends.cost.config import CostEngineConfig, CostTrainerConfig
 from rlinf_async.backends.cost.lengths import LogNormal
 from rlinf_async.simulate import Record, SimulationConfig, simulate
+from rlinf_async.simulate.bound import at_best
 from rlinf_async.simulate.config import FaultConfig, HardwareConfig, PolicyConfig, WorkConfig
 
-POLICIES = ("static", "tail", "greedy", "longest_first")
+POLICIES = ("static", "turns", "tail", "greedy", "longest_first")
 
 
 def scenario(seed: int) -> SimulationConfig:
@@ -90,6 +91,8 @@ def run(seed: int) -> Record:
     assert result.samples == expected, f"{result.samples} samples were trained, not {expected}"
     assert len(set(record.trained)) == expected, "a sample was trained twice"
     assert result.lag_max <= config.work.max_staleness, f"a token is {result.lag_max} versions old"
+    least = at_best(config, record.lengths)
+    assert result.seconds >= (1.0 - 1e-6) * least, f"{result.seconds} s, but {least} s at best"
     assert not result.fault, f"policy {result.policy}: {result.fault}"
     return record
 

@@ -29,11 +29,13 @@ def test_policies_are_compared(
     assert code == 0
     printed = capsys.readouterr().out
     assert "static" in printed
-    assert "tail (knows lengths)" in printed
+    assert "(at best)" in printed
+    assert "small batches" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
-    static, tail, oracle = msgspec.json.decode(results.read_bytes())
+    static, tail = msgspec.json.decode(results.read_bytes())
     assert static["decisions"] == 0 < tail["decisions"]
-    assert oracle["samples"] == static["samples"] == 2 * SMALL.samples
+    assert tail["samples"] == static["samples"] == 2 * SMALL.samples
+    assert sum(tail["spent"].values()) == pytest.approx(1.0)
 
 
 def test_a_sweep_prints_the_best_configuration(
@@ -52,7 +54,7 @@ def test_a_sweep_prints_the_best_configuration(
     [
         (["--policy", "tial"], "no policy is called 'tial'; did you mean 'tail'?"),
         (["--compare", "static,nobody"], "no policy is called 'nobody'"),
-        (["--oracle"], "--oracle needs --compare"),
+        (["--oracle", "--sweep"], "--oracle: simulate the configuration that --sweep prints"),
         (["--hardware.actor_devices", "3"], "sizes that can: [1, 2, 4]"),
         (["--generation.decode_seconds", "0"], "decode_seconds is 0.0; it must be above 0"),
         (["--work.iteration", "3"], "did you mean 'iterations'?"),

@@ -75,7 +75,9 @@ class CostEngine:
         """factor of every time: of a slow node"""
         self.devices = 1
         """devices that it holds now"""
-        self._busy = 0.0
+        self._spent: dict[str, float] = {}
+        self._stalled = ""
+        """for what it last stood still"""
         self._version = -1
         self._loop: asyncio.AbstractEventLoop
         self._position = 0.0
@@ -157,7 +159,7 @@ class CostEngine:
         self._check_alive()
         refuse_older(update.version, self._version)
         self._advance()
-        self.stall(self.config.load_seconds)
+        self.stall(self.config.load_seconds, "loading")
         await asyncio.sleep(self.config.load_seconds * self.slowness)
         self._check_alive()
         self._version = update.version
@@ -171,10 +173,12 @@ class CostEngine:
 
     async def offload(self) -> None:
         """Take the time of it."""
+        self._spend("moving", self.config.move_seconds)
         await asyncio.sleep(self.config.move_seconds * self.slowness)
 
     async def onload(self) -> None:
         """Take the time of it."""
+        self._spend("moving", self.config.move_seconds)
         await asyncio.sleep(self.config.move_seconds * self.slowness)
 
     # -- what the simulation changes and asks --------------------------------------------------
@@ -192,8 +196,16 @@ class CostEngine:
         for row in self._running.values():
             row.began = self._position
 
-    def stall(self, seconds: float) -> None:
-        """Make nothing for some more seconds."""
+    def hold(self, devices: int) -> None:
+        """Account for so many devices from now on."""
+        if devices != self.devices:
+            self._advance()
+            self.devices = devices
+
+    def stall(self, seconds: float, cause: str) -> None:
+        """Make nothing for some more seconds, for a cause that `take_spent` names."""
+        self._spend(cause, seconds)
+        self._stalled = cause
         now = self._loop.time()
         self._at = max(self._at, now) + seconds * self.slowness
         self._plan()
@@ -204,10 +216,15 @@ class CostEngine:
         position = self._position
         return [(row.request.name, row.made(position), row.length) for row in self._rows()]
 
-    def take_busy(self) -> float:
-        """Return the device-seconds of decoding since the last call."""
+    def take_spent(self) -> dict[str, float]:
+        """Return the device-seconds since the last call by cause: ``decoding``, ``prefill``,
+        ``loading``, ``moving``."""
         self._advance()
-        found, self._busy = self._busy, 0.0
+        found, self._spent = self._spent, {}
+        ahead = max(0.0, self._at - self._loop.time()) * self.devices
+        if ahead:  # it stands still for some more time, which is not spent yet
+            found[self._stalled] = found.get(self._stalled, 0.0) - ahead
+            self._spent[self._stalled] = ahead
         return found
 
     @property
@@ -221,6 +238,10 @@ class CostEngine:
         return len(self._waiting)
 
     # -- the machinery ------------------------------------------------------------------------
+
+    def _spend(self, cause: str, seconds: float) -> None:
+        spent = seconds * self.slowness * self.devices
+        self._spent[cause] = self._spent.get(cause, 0.0) + spent
 
     def _rows(self) -> list[Row]:
         return [*self._running.values(), *(row for _, _, row in self._waiting)]
@@ -245,7 +266,7 @@ class CostEngine:
         if self._running:
             steps = passed / self._step_seconds()
             self._position += steps
-            self._busy += passed * self.devices
+            self._spent["decoding"] = self._spent.get("decoding", 0.0) + passed * self.devices
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.config.slots:
@@ -258,7 +279,7 @@ class CostEngine:
             self._running[row.request.name] = row
             heapq.heappush(self._ends, (row.end, self._arrived, row))
             self._arrived += 1
-            self.stall(prompt * self.config.prefill_seconds)
+            self.stall(prompt * self.config.prefill_seconds, "prefill")
 
     def _plan(self) -> None:
         """Set the timer to the end of the next sequence."""

@@ -92,6 +92,11 @@ class Predictor:
         above = np.cumsum(self._sorted[::-1])[::-1]
         self._means = above / np.arange(len(self._sorted), 0, -1)
 
+    @property
+    def longest(self) -> float:
+        """The longest of them."""
+        return float(self._sorted[-1])
+
     def left(self, made: int) -> float:
         """Return the expectation for one sample."""
         at = int(np.searchsorted(self._sorted, made, side="right"))

@@ -1,25 +1,28 @@
 """`Greedy`: of the layouts that can be had now, the one with which the iteration ends first.
 
-It predicts with measured `Rates` (see `estimate`), and changes nothing for less than
-`LEAST_GAIN`. As in `Tail`, devices go one way within an iteration: rollout borrows at its
-beginning, the actor takes back and grows.
+It predicts with measured `Rates` (see `forecast`): where the actor lends its devices, it compares
+all moments at which they could be taken back, with all strategies, and takes them back when the
+best moment is now. It changes nothing for less than `LEAST_GAIN`. As in `Tail`, devices go one way
+within an iteration: rollout borrows at its beginning, the actor takes back and grows.
 """
 
 from __future__ import annotations
 
 from rlinf_async.scheduling.decision import ScalingDecision
-from rlinf_async.scheduling.policies.estimate import seconds_left
+from rlinf_async.scheduling.policies.forecast import Forecast
 from rlinf_async.scheduling.policies.growing import (
+    at_least_home,
     grow_to,
     has_work,
     larger_strategies,
     lend,
     take_back,
+    take_most,
 )
 from rlinf_async.scheduling.policies.home import go_home
 from rlinf_async.scheduling.state import ClusterState
 
-LEAST_GAIN = 0.03
+LEAST_GAIN = 0.02
 """share of the time that is left; a smaller gain is not worth a change"""
 
 
@@ -33,31 +36,43 @@ class Greedy:
             return go_home(state)
         if not state.rates.known:
             return nothing
-        best, least = nothing, seconds_left(nothing, state) * (1.0 - LEAST_GAIN)
-        if not state.unfinished and not state.actor.holds:
-            least = float("inf")  # nobody needs them any more
-        for one in candidates(state):
-            seconds = seconds_left(one, state)
-            if seconds < least:
-                best, least = one, seconds
-        return best
+        if state.phase == "begin":
+            return _begin(state) or nothing
+        if not state.actor.holds:
+            return _back(state) or nothing
+        return _grown(state) or nothing
 
 
-def candidates(state: ClusterState) -> list[ScalingDecision]:
-    """Return the changes that are possible now."""
-    if state.phase == "begin":
-        found = [lend(state)]
-    elif not state.actor.holds:
-        sizes = [
-            one for one in state.actor.strategies if one.world_size >= state.actor.home.world_size
-        ]
-        due = has_work(state) or not state.unfinished
-        found = [take_back(state, one) for one in sizes] if due else []
-    elif not state.actor.ready or not has_work(state):
-        found = []
-    else:
-        found = [
-            grow_to(state, one, f"{state.unfinished} samples are left to generate")
-            for one in larger_strategies(state)
-        ]
-    return [one for one in found if one is not None]
+def _begin(state: ClusterState) -> ScalingDecision | None:
+    """Lend the actor's devices where that ends the iteration earlier."""
+    lent = lend(state)
+    if lent is None:
+        return None
+    forecast = Forecast(state)
+    held = forecast.holding(state.actor.strategy).seconds
+    plan = forecast.best_lending(at_least_home(state))
+    return lent if plan.seconds < held * (1.0 - LEAST_GAIN) else None
+
+
+def _back(state: ClusterState) -> ScalingDecision | None:
+    """Take the actor's devices back where the best moment for it is now."""
+    if not state.unfinished:
+        return take_most(state)
+    if not has_work(state):
+        return None
+    plan = Forecast(state).best_lending(at_least_home(state))
+    return take_back(state, plan.strategy) if plan.strategy and plan.waits <= 0.0 else None
+
+
+def _grown(state: ClusterState) -> ScalingDecision | None:
+    """Grow the actor as far as that ends the iteration earlier."""
+    if not state.actor.ready or not has_work(state):
+        return None
+    forecast = Forecast(state)
+    best, least = None, forecast.holding(state.actor.strategy).seconds * (1.0 - LEAST_GAIN)
+    for one in larger_strategies(state):
+        grown = grow_to(state, one, f"{state.unfinished} samples are left to generate")
+        seconds = forecast.holding(one).seconds
+        if grown is not None and seconds < least:
+            best, least = grown, seconds
+    return best

@@ -52,6 +52,21 @@ def take_back(state: ClusterState, strategy: Strategy | None = None) -> ScalingD
     )
 
 
+def at_least_home(state: ClusterState) -> list[Strategy]:
+    """Return the strategies of the actor with no fewer ranks than at home."""
+    actor = state.actor
+    sizes = range(actor.home.world_size, len(actor.devices) + 1)
+    return [one for one in actor.strategies if one.world_size in sizes]
+
+
+def take_most(state: ClusterState) -> ScalingDecision | None:
+    """The actor takes its devices again, and as many others as it can have; None: it cannot."""
+    for one in sorted(at_least_home(state), key=lambda one: -one.world_size):
+        if (found := take_back(state, one)) is not None:
+            return found
+    return take_back(state)
+
+
 def migrations(leaving: Sequence[InstanceState]) -> tuple[Migration, ...]:
     """The requests of instances that stop go to whichever instance has room."""
     return tuple(Migration(source=one.number, count=one.load) for one in leaving if one.load)

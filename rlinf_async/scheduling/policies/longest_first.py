@@ -3,8 +3,8 @@
 As `Greedy`, and besides:
 
 - requests that wait are served longest first, so that the long ones do not begin last;
-- instances are merged into fewer and wider ones (see `widening`) where that ends the iteration
-  earlier: one on more devices makes the tokens of its tail faster;
+- instances are merged into fewer and wider ones (see `widening`) once a token takes a quarter less
+  time there, and that wins more than moving the responses costs;
 - devices that nobody needs go to the instances with the most to do for one request.
 
 Within an iteration instances only become wider.
@@ -15,14 +15,18 @@ from __future__ import annotations
 import msgspec
 
 from rlinf_async.scheduling.decision import Resume, ScalingDecision, holdings_after
-from rlinf_async.scheduling.policies.estimate import seconds_left
-from rlinf_async.scheduling.policies.greedy import LEAST_GAIN, Greedy
+from rlinf_async.scheduling.policies.forecast import Forecast
+from rlinf_async.scheduling.policies.greedy import Greedy
 from rlinf_async.scheduling.policies.growing import keep_order
 from rlinf_async.scheduling.policies.widening import widenings
 from rlinf_async.scheduling.state import ClusterState, InstanceState, RequestState
 
 THIN = 0.25
 """share of its slots below which an instance's tail is worth more devices"""
+
+FASTER = 0.25
+"""share of the time of a token that wider instances have to win now, or it is early to merge: the
+fewer responses are left, the less there is to move"""
 
 
 class LongestFirst:
@@ -36,22 +40,28 @@ class LongestFirst:
         decision = self._layout.decide(state)
         if state.phase == "end":
             return decision
-        if state.phase == "step" and state.rates.known and state.unfinished:
-            decision = _wider(decision, state)
-        if state.phase == "step" and not decision.stop:
-            decision = msgspec.structs.replace(
-                decision, resume=(*decision.resume, *widened(decision, state))
-            )
+        if state.phase == "step":
+            more = [] if decision.stop else widened(decision, state)
+            decision = msgspec.structs.replace(decision, resume=(*decision.resume, *more))
+            if state.rates.known and not decision.changes_devices:
+                decision = _wider(decision, state)
         return msgspec.structs.replace(decision, order=longest_first(state.queued_requests))
 
 
 def _wider(decision: ScalingDecision, state: ClusterState) -> ScalingDecision:
-    """Return the decision, or one with instances merged that ends the iteration earlier."""
-    best, least = decision, seconds_left(decision, state) * (1.0 - LEAST_GAIN)
+    """Return the decision, or one with instances merged where that pays (see `FASTER`)."""
+    forecast = Forecast(state)
+    units, width = forecast.units(), forecast.width
+    as_it_is = forecast.decode_seconds(units, width, 0.0, forecast.end)
+    best, most = decision, 0.0
     for one in widenings(decision, state):
-        seconds = seconds_left(one, state)
-        if seconds < least:
-            best, least = one, seconds
+        wide = max(len(each.devices) for each in one.resume) / len(state.instances[0].home)
+        moved = forecast.requests / units * (wide - width)
+        cost = forecast.move_seconds(moved)
+        now, then = (forecast.token_seconds(units, each) for each in (width, wide))
+        gain = as_it_is - forecast.decode_seconds(units, wide, 0.0, forecast.end) - cost
+        if gain > most and then <= (1.0 - FASTER) * now:
+            best, most = one, gain
     return best
 
 
