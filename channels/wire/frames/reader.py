@@ -27,7 +27,7 @@ from rlinf_async.channels.wire.frames.framing import (
     check_header,
 )
 from rlinf_async.channels.wire.frames.messages import Message
-from rlinf_async.channels.wire.frames.recycled import RECYCLED_BYTES, Recycled, process_recycled
+from rlinf_async.channels.wire.frames.recycled import RECYCLED_BYTES, Recycled, thread_recycled
 from rlinf_async.channels.wire.frames.reserved import MAPPED_BYTES, reserve
 
 _BODY, _MORE = int(Flag.BODY), int(Flag.MORE)  # enums are slow to ask
@@ -67,7 +67,7 @@ class MessageReader:
         self._incoming: _Incoming | None = None
         self._chunk = 0  # bytes of the last one that have not arrived
         self._max_message_bytes = max_message_bytes
-        self._recycled = process_recycled()
+        self._recycled = thread_recycled()
         self._header = memoryview(bytearray(_HEADER_BYTES))
 
     def space(self) -> memoryview | None:

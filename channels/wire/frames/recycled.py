@@ -10,22 +10,21 @@ and torch tensors over it refer to it, in any thread, for as long as they live.
 
 from __future__ import annotations
 
-import os
 import sys
+import threading
 from collections import OrderedDict, deque
-from functools import cache
 from typing import Final
 
 RECYCLED_BYTES: Final = 64 * 1024
 """Smaller arrays are not kept: the heap has memory for them."""
 KEPT_BYTES: Final = 64 * 1024**2
-"""of one process, at most, that nothing else may refer to"""
+"""of one thread, at most, that nothing else may refer to"""
 _ALONE: Final = 2
 """What `sys.getrefcount` says of an object that one name refers to."""
 
 
 class Recycled:
-    """The memory that one process keeps."""
+    """The memory that the event loop of one thread keeps."""
 
     def __init__(self, limit: int = KEPT_BYTES) -> None:
         self._limit = limit
@@ -39,8 +38,8 @@ class Recycled:
             assert kept is not None
             buffer = kept.popleft()
             if sys.getrefcount(buffer) == _ALONE:
-                self.kept_bytes -= size
                 self._by_size.move_to_end(size)
+                self._forget(size, kept)
                 return buffer
             kept.append(buffer)
         return None
@@ -57,16 +56,21 @@ class Recycled:
         while self.kept_bytes > self._limit:
             oldest, kept = next(iter(self._by_size.items()))
             kept.popleft()
-            self.kept_bytes -= oldest
-            if not kept:
-                del self._by_size[oldest]
+            self._forget(oldest, kept)
+
+    def _forget(self, size: int, kept: deque[bytearray]) -> None:
+        """One buffer of this size is kept no more."""
+        self.kept_bytes -= size
+        if not kept:
+            del self._by_size[size]
 
 
-def process_recycled() -> Recycled:
-    """That of this process; a forked one has its own."""
-    return _recycled_of(os.getpid())
+_of_thread: Final = threading.local()
 
 
-@cache
-def _recycled_of(pid: int) -> Recycled:
-    return Recycled()
+def thread_recycled() -> Recycled:
+    """That of this thread, and so of its event loop."""
+    found: Recycled | None = getattr(_of_thread, "recycled", None)
+    if found is None:
+        found = _of_thread.recycled = Recycled()
+    return found

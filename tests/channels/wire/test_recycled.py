@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from rlinf_async.channels.errors import MalformedFrame
 from rlinf_async.channels.wire.frames.framing import HEADER, FrameType, pack_header
 from rlinf_async.channels.wire.frames.messages import DATA, Message, outgoing
 from rlinf_async.channels.wire.frames.reader import MessageReader
-from rlinf_async.channels.wire.frames.recycled import RECYCLED_BYTES, Recycled
+from rlinf_async.channels.wire.frames.recycled import RECYCLED_BYTES, Recycled, thread_recycled
 
 SIZE = 700_000
 
@@ -107,6 +108,22 @@ def test_no_more_is_kept_than_the_limit() -> None:
     assert recycled.take(SIZE + 1) is None  # what was not asked for longest went first
     recycled.keep(bytearray(5 * SIZE))
     assert recycled.take(5 * SIZE) is None
+
+
+def test_a_size_whose_memory_was_all_taken_makes_room_as_any_other() -> None:
+    recycled = Recycled(limit=2 * SIZE)
+    recycled.keep(bytearray(SIZE + 1))
+    assert recycled.take(SIZE + 1) is not None
+    for _ in range(3):
+        recycled.keep(bytearray(SIZE))
+    assert recycled.kept_bytes == 2 * SIZE
+
+
+def test_each_thread_has_its_own() -> None:
+    here = thread_recycled()
+    assert thread_recycled() is here
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(thread_recycled).result() is not here
 
 
 def test_a_chunk_that_is_longer_than_its_message_is_malformed() -> None:
