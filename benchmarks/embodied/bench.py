@@ -1,23 +1,29 @@
-"""A whole PPO training against Stable-Baselines3's, on HalfCheetah-v5.
+"""Whole PPO trainings against others', and first-ready batching against lock-step.
 
-Both train 200,000 steps with the same settings (8 envs, 256 steps, 10 epochs, batch 256, lr 3e-4,
-tanh 64x64), for the same seeds, alternating, with two cores at their disposal. Stable-Baselines3
-runs with one torch thread and with two, and is judged by whichever is faster. Seconds are those of
-training: neither side's imports, start or evaluation count.
+Both sides train with the same settings and seeds, alternating, with two cores at their disposal.
+Others run with one torch thread and with two, and are judged by whichever is faster. Seconds are
+those of training: neither side's imports, start or evaluation count.
+
+::
+
+    cheetah    HalfCheetah-v5, 200,000 steps: Stable-Baselines3
+    envpool    HalfCheetah-v4 over EnvPool on both sides: a script after CleanRL's documentation
+    reach      FetchReachDense-v4, the shipped example: Stable-Baselines3, `DummyVecEnv` of 8
+    slow       one step in ten takes 50 ms: the same run with all environments in lock-step
 """
 
 from __future__ import annotations
 
-import json
+import math
 
-from rlinf_async.bench import Bar, Bench, Case, Outcome, Peer, Results
-from rlinf_async.bench.model import sample_of
-from rlinf_async.bench.results import Sample
+from rlinf_async.bench import Bar, Bench, Case, Peer, Results
 
-OURS = "ours"
-THEIRS = ("sb3, 1 thread", "sb3, 2 threads")
-SPEED = "steps_per_second"
-RETURN = "return"
+SPEED, RETURN, SECONDS = "steps_per_second", "return", "seconds_to_success"
+CHEETAH, CHEETAH_SB3 = "cheetah, ours", ("cheetah, sb3, 1 thread", "cheetah, sb3, 2 threads")
+ENVPOOL = "envpool, ours"
+ENVPOOL_CLEANRL = ("envpool, CleanRL's recipe, 1 thread", "envpool, CleanRL's recipe, 2 threads")
+REACH, REACH_SB3 = "reach, ours", ("reach, sb3, 1 thread", "reach, sb3, 2 threads")
+SLOW, LOCK_STEP = "slow, ours", "slow, lock-step"
 
 STABLE_BASELINES3 = Peer(
     name="stable-baselines3",
@@ -26,6 +32,7 @@ STABLE_BASELINES3 = Peer(
         (
             "stable-baselines3==2.9.2",
             "gymnasium==1.4.0",
+            "gymnasium-robotics==1.4.2",
             "mujoco==3.11.0",
             "imageio==2.38.1",
             "packaging==26.3",
@@ -34,73 +41,113 @@ STABLE_BASELINES3 = Peer(
 )
 
 
-def read_summary(outcome: Outcome) -> Sample:
-    """Our run's ``summary.json``."""
-    summary = sample_of(json.loads((outcome.out / "summary.json").read_text(encoding="utf-8")))
-    missing = [name for name in (SPEED, RETURN) if name not in summary]
-    if missing:
-        raise ValueError(f"summary.json has no number {' or '.join(missing)}")
-    return {SPEED: summary[SPEED], RETURN: summary[RETURN]}
+def fastest(results: Results, theirs: tuple[str, ...]) -> str:
+    """The peer's case with whichever thread count is faster."""
+    return max(theirs, key=lambda case: results.median(case, SPEED))
 
 
-def fastest_peer(results: Results) -> str:
-    """Stable-Baselines3 with whichever thread count is faster."""
-    return max(THEIRS, key=lambda case: results.median(case, SPEED))
+def _faster(name: str, ours: str, theirs: tuple[str, ...], at_least: float) -> Bar:
+    return Bar(
+        name=f"{name}: steps/s / theirs",
+        cases=(ours, *theirs),
+        value=lambda results: (
+            results.median(ours, SPEED) / results.median(fastest(results, theirs), SPEED)
+        ),
+        target=lambda _: at_least,
+        unit="x",
+    )
 
 
-def _speed_ratio(results: Results) -> float:
-    return results.median(OURS, SPEED) / results.median(fastest_peer(results), SPEED)
+def _sooner(results: Results) -> float:
+    """Their seconds to success by ours; inf where they alone did not reach it."""
+    own = results.median(REACH, SECONDS)
+    theirs = min(results.median(case, SECONDS) for case in REACH_SB3)
+    return 0.0 if math.isinf(own) else theirs / own
 
 
-def _lowest_return(results: Results) -> float:
-    return min(results.values(fastest_peer(results), RETURN))
-
-
-def _peer(name: str, threads: int) -> Case:
+def _ours(name: str, file: str, *overrides: str, needs: tuple[str, ...] = ()) -> Case:
     return Case(
         name,
-        ("{python}", "{here}/sb3_ppo.py", "{repetition}", str(threads)),
+        ("{python}", "{here}/ours.py", f"{{here}}/{file}", "{out}/run", *overrides),
+        requires=("gymnasium", *needs),
+        cores=2,
+        threads=None,
+    )
+
+
+def _sb3(name: str, script: str, threads: int) -> Case:
+    return Case(
+        name,
+        ("{python}", f"{{here}}/{script}", "{repetition}", str(threads)),
         peer=STABLE_BASELINES3,
         cores=2,
         threads=threads,
     )
 
 
-_TRAIN = ("{python}", "-m", "rlinf_async.cli", "train", "{here}/../half_cheetah_ppo.toml")
+def _cleanrl(name: str, threads: int) -> Case:
+    return Case(
+        name,
+        ("{python}", "{here}/cleanrl_style.py", "{repetition}", str(threads)),
+        cores=2,
+        threads=threads,
+    )
+
+
+_SEED = ("--seed", "{repetition}")
 
 BENCH = Bench(
     name="embodied",
-    summary="PPO on HalfCheetah-v5, 200 k steps, against Stable-Baselines3",
+    summary="PPO against Stable-Baselines3 and CleanRL's recipe; slow steps against lock-step",
     cases=(
-        Case(
-            OURS,
-            (*_TRAIN, "--out", "{out}", "--seed", "{repetition}"),
-            requires=("gymnasium", "mujoco"),
-            cores=2,
-            threads=None,
-            read=read_summary,
+        _ours(CHEETAH, "../half_cheetah_ppo.toml", *_SEED, needs=("mujoco",)),
+        _sb3(CHEETAH_SB3[0], "sb3_ppo.py", 1),
+        _sb3(CHEETAH_SB3[1], "sb3_ppo.py", 2),
+        _ours(ENVPOOL, "half_cheetah_envpool.toml", *_SEED),
+        _cleanrl(ENVPOOL_CLEANRL[0], 1),
+        _cleanrl(ENVPOOL_CLEANRL[1], 2),
+        _ours(
+            REACH,
+            "../../examples/fetch_reach_ppo.toml",
+            *_SEED,
+            "--evaluation.video_episodes",
+            "0",
+            needs=("gymnasium_robotics",),
         ),
-        _peer(THEIRS[0], 1),
-        _peer(THEIRS[1], 2),
+        _sb3(REACH_SB3[0], "sb3_fetch_reach.py", 1),
+        _sb3(REACH_SB3[1], "sb3_fetch_reach.py", 2),
+        _ours(SLOW, "slow_steps.toml", *_SEED),
+        _ours(
+            LOCK_STEP,
+            "slow_steps.toml",
+            *_SEED,
+            *("--env.simulator", "vector", "--env.entry_point", "slow_steps:LockStep"),
+            *("--env.stages", "1", "--env.parallel", "false"),
+        ),
     ),
     bars=(
+        _faster("HalfCheetah, Stable-Baselines3", CHEETAH, CHEETAH_SB3, 1.5),
         Bar(
-            name="training steps/s / Stable-Baselines3's",
-            cases=(OURS, *THEIRS),
-            value=_speed_ratio,
-            target=lambda _: 1.3,
+            name="HalfCheetah: median return / lowest of theirs over the seeds",
+            cases=(CHEETAH, *CHEETAH_SB3),
+            value=lambda results: results.median(CHEETAH, RETURN),
+            target=lambda results: min(results.values(fastest(results, CHEETAH_SB3), RETURN)),
+        ),
+        _faster("HalfCheetah over EnvPool, CleanRL's recipe", ENVPOOL, ENVPOOL_CLEANRL, 1.2),
+        _faster("FetchReach, Stable-Baselines3", REACH, REACH_SB3, 1.8),
+        Bar(
+            name="FetchReach: their seconds to success 0.95 / ours",
+            cases=(REACH, *REACH_SB3),
+            value=_sooner,
+            target=lambda _: 1.8,
             unit="x",
         ),
-        Bar(
-            name="median return / lowest of theirs over the seeds",
-            cases=(OURS, *THEIRS),
-            value=lambda results: results.median(OURS, RETURN),
-            target=_lowest_return,
-        ),
+        _faster("10 % of the steps take 50 ms, lock-step", SLOW, (LOCK_STEP,), 3.0),
     ),
     repetitions=3,
     notes=(
         "two cores each; seeds 0, 1, 2; theirs is the faster of one and two torch threads",
         "return: mean of deterministic evaluation episodes after training",
+        "success: of the last 100 episodes of the training, with sampled actions",
     ),
 )
