@@ -39,6 +39,7 @@ video_episodes = 0
 
 [cluster]
 backend = "local"
+rollout_workers = 1
 """
 """Six iterations of 64 steps."""
 

@@ -50,12 +50,12 @@ class EmbodiedChannels:
             EvaluatedEpisode, name="evaluated"
         )
         self.weights: Latest[WeightUpdate] = cluster.latest(WeightUpdate, name="weights")
-        if counts.rollout_workers:
+        if counts.rollout_count:
             stages = config.env.stages + 1  # one more for the evaluation
             self.observations: Channel[Observations] = cluster.channel(
                 Observations,
                 name="observations",
                 capacity=stages * counts.env_workers,
-                max_deliveries=max_deliveries(counts.rollout_workers, counts.max_restarts),
+                max_deliveries=max_deliveries(counts.rollout_count, counts.max_restarts),
             )
             self.actions: Channel[Actions] = cluster.channel(Actions, name="actions", capacity=2)

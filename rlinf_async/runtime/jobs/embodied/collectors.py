@@ -71,7 +71,7 @@ class SeparateCollectors:
                 RolloutWorker,
                 config.acting_policy,
                 config.rollout,
-                count=counts.rollout_workers,
+                count=counts.rollout_count,
                 name="Rollout",
                 restart=Restart(max=counts.max_restarts),
                 **self._plan.options("rollout", counts.environment),
@@ -165,5 +165,5 @@ def make_collectors(
     cluster: Cluster, config: EnvironmentSettings, channels: EmbodiedChannels, plan: Plan
 ) -> Collectors:
     """The collectors that the configuration asks for."""
-    kind = SeparateCollectors if config.cluster.rollout_workers else CollocatedCollectors
+    kind = SeparateCollectors if config.cluster.rollout_count else CollocatedCollectors
     return kind(cluster, config, channels, plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -130,15 +131,22 @@ class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     placement: Preset | EmbodiedPlacement = "auto"
     env_workers: int = 1
-    rollout_workers: int = 1
-    """0: each env worker runs the policy itself, for environments of short steps"""
+    rollout_workers: int | Literal["auto"] = "auto"
+    """0: each env worker runs the policy itself, for environments of short steps; ``auto``: 0 or 1,
+    whichever is faster as measured at the start"""
     actors: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_roles(self.placement)
         check_counts(self, least=1, names=("env_workers", "actors"))
-        check_counts(self, least=0, names=("rollout_workers",))
+        if self.rollout_workers != "auto":
+            check_counts(self, least=0, names=("rollout_workers",))
+
+    @property
+    def rollout_count(self) -> int:
+        """Rollout workers; where it is left to the run and nobody has chosen yet, 1."""
+        return 1 if self.rollout_workers == "auto" else self.rollout_workers
 
 
 def plan_of(counts: ClusterConfig, devices: Sequence[Device]) -> Plan:
@@ -152,7 +160,7 @@ def plan_of(counts: ClusterConfig, devices: Sequence[Device]) -> Plan:
     hybrid = asked.preset == "hybrid"
     roles = [
         Role(name="actor", count=counts.actors, asked=asked.actor, one_device=True),
-        Role(name="rollout", count=counts.rollout_workers, asked=asked.rollout),
+        Role(name="rollout", count=counts.rollout_count, asked=asked.rollout),
         Role(name="env", count=counts.env_workers, asked=asked.env, accelerated=hybrid),
     ]
     plan = make_plan(
@@ -162,7 +170,7 @@ def plan_of(counts: ClusterConfig, devices: Sequence[Device]) -> Plan:
         hybrid=(("actor",), ("rollout", "env")),
         node_groups=counts.node_groups,
     )
-    if counts.rollout_workers and plan.devices_per_worker("rollout") > 1:
+    if counts.rollout_count and plan.devices_per_worker("rollout") > 1:
         raise ConfigError(
             "a policy computes on one device: set devices_per_worker to 1, or to a fraction",
             path=(*SETTING, "rollout"),

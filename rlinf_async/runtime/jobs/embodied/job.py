@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.backends.policies.config import MLPS
 from rlinf_async.config import ConfigError
@@ -14,6 +16,7 @@ from rlinf_async.data.errors import DataError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
 from rlinf_async.runtime.jobs.config import check_sinks, refuse_unknown
+from rlinf_async.runtime.jobs.embodied.choosing import chosen
 from rlinf_async.runtime.jobs.embodied.config import (
     MAY_DIFFER,
     EmbodiedConfig,
@@ -37,6 +40,9 @@ class EmbodiedPPO:
 
     def plan(self, config: EmbodiedConfig, devices: Sequence[Device] | None = None) -> Plan:
         """The devices of every worker: on this host, or on a machine with these devices."""
+        if config.cluster.rollout_workers == "auto":
+            cluster = chosen(self._fitted(config), devices)
+            config = msgspec.structs.replace(config, cluster=cluster)
         return config.plan(config.cluster.devices() if devices is None else devices)
 
     def check(self, config: EmbodiedConfig, devices: Sequence[Device] | None = None) -> None:
@@ -51,7 +57,7 @@ class EmbodiedPPO:
         """
         check_sizes(config)
         _check_names(config)
-        self.plan(config, devices)
+        config.plan(config.cluster.devices() if devices is None else devices)
         check_sinks(config.training.metrics)
         self._fitted(config)
 
@@ -60,7 +66,7 @@ class EmbodiedPPO:
         full = self._fitted(config)
 
         def build(folder: RunFolder) -> EmbodiedRun:
-            return EmbodiedRun(full, folder)
+            return EmbodiedRun(msgspec.structs.replace(full, cluster=chosen(full)), folder)
 
         return run_in_folder(config, out, resume=resume, may_differ=MAY_DIFFER, build=build)
 

@@ -8,12 +8,14 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from rlinf_async.config import ConfigError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
 from rlinf_async.runtime.jobs.config import check_sinks
+from rlinf_async.runtime.jobs.embodied.choosing import chosen
 from rlinf_async.runtime.jobs.embodied_sac.config import (
     MAY_DIFFER,
     FittedSac,
@@ -37,6 +39,8 @@ class EmbodiedSAC:
 
     def plan(self, config: SacConfig, devices: Sequence[Device] | None = None) -> Plan:
         """The devices of every worker: on this host, or on a machine with these devices."""
+        if config.cluster.rollout_workers == "auto":
+            config = _placed(self._fitted(config), devices).config
         return config.plan(config.cluster.devices() if devices is None else devices)
 
     def check(self, config: SacConfig, devices: Sequence[Device] | None = None) -> None:
@@ -56,7 +60,7 @@ class EmbodiedSAC:
                 "cluster.placement.actor: leave it out",
                 path=("actor", "fsdp", "device"),
             )
-        self.plan(config, devices)
+        config.plan(config.cluster.devices() if devices is None else devices)
         check_sinks(config.training.metrics)
         self._fitted(config)
 
@@ -65,7 +69,7 @@ class EmbodiedSAC:
         full = self._fitted(config)
 
         def build(folder: RunFolder) -> SacRun:
-            return SacRun(full, folder)
+            return SacRun(_placed(full), folder)
 
         return run_in_folder(config, out, resume=resume, may_differ=MAY_DIFFER, build=build)
 
@@ -77,6 +81,12 @@ class EmbodiedSAC:
             raise ConfigError(str(error), path=("env", setting)) from error
         _check_store(full)
         return full
+
+
+def _placed(full: FittedSac, devices: Sequence[Device] | None = None) -> FittedSac:
+    """With a number of rollout workers, where it was left to the run."""
+    config = msgspec.structs.replace(full.config, cluster=chosen(full, devices))
+    return msgspec.structs.replace(full, config=config)
 
 
 def _check_store(full: FittedSac) -> None:

@@ -1,0 +1,193 @@
+"""Whether policy and environments share a process: chosen by measuring both, before a run starts.
+
+A pass is one step of all environments of an env worker, in ``S`` stages. With ``W`` env workers on
+``C`` cores, a step of a stage of ``t`` seconds, and a forward pass for it of ``f`` seconds::
+
+    together   S (t + f)                               x W / C, where there are more workers
+    apart      the longest of   S t                    an env worker has something to do always
+                                t + f + hop            each stage waits for its answer
+                                W S f                  the rollout worker answers all
+                                W S (t + f + hop) / C  what there is to compute, over the cores
+
+With ``env.parallel`` the stages of a worker step at the same time: ``S t`` is ``t`` then.
+Apart has to be a tenth better, because forward passes there are of what happens to be ready.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from rlinf_async.messages.spaces import Seen
+from rlinf_async.runtime.jobs.embodied.config import ClusterConfig
+from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings
+from rlinf_async.workers.context import Device
+from rlinf_async.workers.env.config import EnvConfig
+
+HOP: Final = 3e-4
+"""seconds from a question to its answer between two processes, without the forward pass"""
+GAIN: Final = 0.9
+ENOUGH: Final = 0.25
+"""seconds for measuring each of the two"""
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """How many rollout workers a run gets, and why."""
+
+    rollout_workers: int
+    reason: str
+
+    def __str__(self) -> str:
+        how = "apart" if self.rollout_workers else "in one process"
+        return f"rollout_workers = {self.rollout_workers} ({how}): {self.reason}"
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of one stage."""
+
+    step: float
+    """of all its environments"""
+    forward: float
+    """of the policy, for all its observations"""
+
+
+def chosen(config: EnvironmentSettings, devices: Sequence[Device] | None = None) -> ClusterConfig:
+    """The configuration's ``cluster`` with a number of rollout workers; what was chosen is printed.
+
+    ``devices`` are those of another machine; None: of this host.
+    """
+    cluster = config.cluster
+    if cluster.rollout_workers != "auto":
+        return cluster
+    choice = choose(config, devices)
+    print(f"{config.name}: {choice}", file=sys.stderr)
+    return msgspec.structs.replace(cluster, rollout_workers=choice.rollout_workers)
+
+
+def choose(config: EnvironmentSettings, devices: Sequence[Device] | None = None) -> Choice:
+    """The number of rollout workers, where it is left to the run.
+
+    Measures only where it matters: on CPUs of this host.
+    """
+    cluster = config.cluster
+    if not cluster.processes:
+        return Choice(rollout_workers=0, reason="everything is in one process")
+    if cluster.backend == "ray":
+        return Choice(rollout_workers=1, reason="other hosts are not measured")
+    seen = cluster.devices() if devices is None else devices
+    if any(device.kind != "cpu" for device in seen):
+        return Choice(rollout_workers=1, reason="the policy has a device of its own")
+    if not config.env.probe:
+        return Choice(rollout_workers=1, reason="not measured, because env.probe = false")
+    try:
+        measured = measure(config)
+    except Exception as error:  # its worker makes the environment again, and names step and seed
+        return Choice(rollout_workers=1, reason=f"not measured: {type(error).__name__}: {error}")
+    return compare(measured, config.env, cluster, len(os.sched_getaffinity(0)))
+
+
+def compare(measured: Measured, env: EnvConfig, cluster: ClusterConfig, cores: int) -> Choice:
+    """The faster of the two, by the model above."""
+    step, forward = measured.step, measured.forward
+    stages, workers = env.stages, cluster.env_workers
+    stepping = step if env.parallel else stages * step
+    together = (stepping + stages * forward) * max(1.0, workers / cores)
+    apart = max(
+        stepping,
+        step + forward + HOP,
+        workers * stages * forward,
+        workers * stages * (step + forward + HOP) / cores,
+    )
+    return Choice(
+        rollout_workers=int(apart < GAIN * together),
+        reason=f"{env.envs_per_stage} environments step in {step * 1e3:.2f} ms, the policy answers "
+        f"in {forward * 1e3:.2f} ms; a step of {stages} x {env.envs_per_stage} takes "
+        f"{together * 1e3:.2f} ms in one process, {apart * 1e3:.2f} ms apart, on {cores} cores",
+    )
+
+
+def measure(config: EnvironmentSettings) -> Measured:
+    """Step an environment, and let an untrained policy answer; for a fraction of a second each.
+
+    Raises whatever the environment or the policy raises.
+    """
+    env = config.env
+    seen, step = _stepping(env)
+    return Measured(step=step, forward=_answering(config, seen))
+
+
+def _stepping(env: EnvConfig) -> tuple[Seen, float]:
+    from rlinf_async.workers.env.make import make_env
+    from rlinf_async.workers.env.make_batched import make_batched
+    from rlinf_async.workers.env.observations import ObservationWriter
+
+    count = env.envs_per_stage
+    if env.simulator == "single":
+        one = make_env(env)
+        writer = ObservationWriter(one.observation_space, env.name)
+        rows = writer.spec.empty(count)
+        one.action_space.seed(0)
+        try:
+            first, _ = one.reset(seed=0)
+            for row in rows:
+                writer.write(first, row)
+            seconds = _seconds(lambda: _step_single(one)) * count
+        finally:
+            one.close()
+        return rows, seconds
+    many = make_batched(env, count, 0)
+    writer = ObservationWriter(many.single_observation_space, env.name)
+    rows = writer.spec.empty(count)
+    try:
+        shown, _ = many.reset(seed=0)
+        writer.write_all(shown, rows)
+        actions = _actions(many.single_action_space, count)
+        seconds = _seconds(lambda: many.step(actions))
+    finally:
+        many.close()
+    return rows, seconds
+
+
+def _step_single(env: Any) -> None:
+    _, _, terminated, truncated, _ = env.step(env.action_space.sample())
+    if terminated or truncated:
+        env.reset()
+
+
+def _actions(space: Any, count: int) -> Any:
+    from rlinf_async.workers.env.batched import batch_of
+
+    space.seed(0)
+    return batch_of([space.sample() for _ in range(count)])
+
+
+def _answering(config: EnvironmentSettings, seen: Seen) -> float:
+    import torch
+
+    from rlinf_async.backends.registry import load_policy_backend
+
+    before = torch.get_num_threads()
+    random = torch.random.get_rng_state()
+    try:
+        torch.set_num_threads(config.rollout.torch_threads or before)
+        policy = load_policy_backend("torch")(config.acting_policy, 0, "cpu")
+        return _seconds(lambda: policy.act(seen))
+    finally:
+        torch.set_num_threads(before)
+        torch.random.set_rng_state(random)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Mean seconds of a call, the first one left out: it allocates and loads."""
+    call()
+    started = time.perf_counter()
+    calls = 0
+    while (passed := time.perf_counter() - started) < ENOUGH:
+        call()
+        calls += 1
+    return passed / calls
