@@ -58,9 +58,8 @@ class Agent(nn.Module):
         """Actions (sampled where none are given), their log-probs, and values."""
         mean = self.actor(seen)
         normal: Any = torch.distributions.Normal(mean, self.log_std.exp().expand_as(mean))
-        if action is None:
-            action = normal.sample()
-        return action, normal.log_prob(action).sum(1), self.critic(seen)[:, 0]
+        taken: Tensor = normal.sample() if action is None else action
+        return taken, normal.log_prob(taken).sum(1), self.critic(seen)[:, 0]
 
 
 class Rollout:

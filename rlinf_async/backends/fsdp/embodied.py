@@ -250,6 +250,10 @@ def _policy_of(model: nn.Module) -> Policy[Any]:
 
 
 def _value_fit(batch: FlatBatch) -> dict[str, float]:
-    variance = batch.returns.var(correction=0)
-    residual = (batch.returns - batch.value).var(correction=0)
+    returns, value = batch.returns, batch.value
+    if batch.value_weight is not None:
+        counted = batch.value_weight > 0
+        returns, value = returns[counted], value[counted]
+    variance = returns.var(correction=0)
+    residual = (returns - value).var(correction=0)
     return {"explained_variance": float(1.0 - residual / (variance + 1e-8))}

@@ -75,9 +75,11 @@ def _plain(
     )
     valid = valid_steps(ordered)
     if valid is not None:
-        batch = batch.take(_as_many_on_every_rank(member, valid))
+        batch = _samples(member, batch, valid)
     if config.ppo.normalize_advantage == "batch":
-        batch = batch._replace(advantage=_normalized_over_ranks(member, batch.advantage))
+        counted = None if batch.weight is None else batch.weight > 0
+        advantage = _normalized_over_ranks(member, batch.advantage, counted)
+        batch = batch._replace(advantage=advantage)
     return batch
 
 
@@ -89,11 +91,31 @@ def valid_steps(ordered: Sequence[Trajectory]) -> Bools | None:
     return np.concatenate(every, axis=1)
 
 
-def _as_many_on_every_rank(member: ranks.Rank, valid: Bools) -> Tensor:
-    """Numbers of the samples ``[T, E]`` to train on; a rank that has more leaves some out."""
-    kept = _flat(member, valid).nonzero().squeeze(-1)
-    counts = ranks.all_gather(member, torch.tensor([len(kept)]))
-    return kept[: int(torch.cat(counts).min())]
+def _samples(member: ranks.Rank, batch: FlatBatch, valid: Bools) -> FlatBatch:
+    """Return the samples among the steps ``[T, E]``, as many rows on every rank. Collective.
+
+    Ranks make the same optimizer steps. One that has fewer samples than another fills up with steps
+    that are none: they have weight 0 in all means.
+    """
+    mask = _flat(member, valid)
+    kept = mask.nonzero().squeeze(-1)
+    counts = torch.cat(ranks.all_gather(member, torch.tensor([len(kept)])))
+    most = int(counts.max())
+    if most == int(counts.min()):
+        return batch.take(kept)
+    others = (~mask).nonzero().squeeze(-1)[: most - len(kept)]
+    rows = batch.take(torch.cat([kept, others]))
+    counted = (torch.arange(most, device=mask.device) < len(kept)).unsqueeze(1)
+    weight = levels.weights(member, counted)
+    return rows._replace(
+        log_prob=rows.log_prob.unsqueeze(1),
+        value=rows.value.unsqueeze(1),
+        advantage=rows.advantage.unsqueeze(1),
+        returns=rows.returns.unsqueeze(1),
+        executed=counted,
+        weight=weight,
+        value_weight=weight,
+    )
 
 
 def _masked(
