@@ -33,7 +33,11 @@ POLICIES = {
 
 
 class ScalingPolicy(Protocol):
-    """Decides who gets which devices."""
+    """Decides who gets which devices.
+
+    One that orders requests has an attribute ``orders = True``: it is then told of those that wait,
+    one by one, which costs a lease of the queue.
+    """
 
     def decide(self, state: ClusterState, /) -> ScalingDecision:
         """Return what changes now. Pure: the same state gives the same decision."""
@@ -84,6 +88,8 @@ class SafePolicy:
         self._policy = policy
         self._name = name
         self._report = report or log.warning
+        self.orders: bool = getattr(policy, "orders", False)
+        """whether it orders requests that wait, and has to know them one by one"""
         self.fault = ""
         """why it is not asked any more"""
 

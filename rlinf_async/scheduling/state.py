@@ -90,8 +90,10 @@ class ActorState(msgspec.Struct, frozen=True, kw_only=True):
     holds: bool = True
     """False: it is offloaded, and others may hold its devices"""
     mini_batches: int = 1
-    """of an iteration"""
+    """of an iteration, over all epochs"""
     mini_batches_done: int = 0
+    epochs: int = 1
+    """passes over the samples of an iteration"""
     arrived: int | None = None
     """samples that it has received and not trained; None: not known"""
     ready: bool = False

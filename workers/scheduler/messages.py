@@ -29,6 +29,13 @@ class Boundary(msgspec.Struct, frozen=True, order=True):
     """mini-batches of the iteration that are trained, over all epochs"""
 
 
+class HandBack(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that an instance hands back, with their tokens, and goes on serving others."""
+
+    instance: int
+    names: tuple[str, ...]
+
+
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """scheduler -> rollout, actor: how things are to be from now on."""
 
@@ -40,6 +47,10 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """instances that do not serve; all others do"""
     migrate: bool = True
     """an instance that stops hands its requests back, else it finishes them"""
+    takers: tuple[int, ...] | None = None
+    """instances that take requests, of those that serve; None: all. While requests move from one to
+    another, so that nobody else takes them"""
+    hand_back: tuple[HandBack, ...] = ()
     boundary: Boundary | None = None
     """the actor goes on from here"""
     strategy: Strategy | None = None
@@ -58,6 +69,21 @@ class RequestCount(msgspec.Struct, frozen=True, kw_only=True):
     """tokens of its response so far"""
     most: int
     """tokens that may still come"""
+    group: int = -1
+    """number of its prompt's group"""
+
+
+class EndedCount(msgspec.Struct, frozen=True, kw_only=True):
+    """A response that is finished."""
+
+    group: int
+    tokens: int
+    made: int = 0
+    """of these tokens, those that were made here, in one piece"""
+    seconds: float = 0.0
+    """for which its engine made them"""
+    running: float = 0.0
+    """requests that were decoded together meanwhile"""
 
 
 class InstanceReport(msgspec.Struct, frozen=True, kw_only=True, tag="instance"):
@@ -77,6 +103,8 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True, tag="instance"):
     requests: tuple[RequestCount, ...] = ()
     handed_back: int = 0
     """requests that it handed back to carry out these orders"""
+    ended: tuple[EndedCount, ...] = ()
+    """responses that were finished since its last report"""
 
 
 class ActorReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

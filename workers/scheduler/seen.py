@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rlinf_async.parallel import Strategy
 from rlinf_async.scheduling import (
     ActorState,
     ClusterState,
     DeviceLedger,
     InstanceState,
+    Rates,
     RequestState,
     instance_name,
 )
@@ -16,6 +19,8 @@ from rlinf_async.workers.scheduler.messages import ActorReady, InstanceReport, R
 
 UNKNOWN_TOKENS = 256.0
 """mean length of a response before one is finished"""
+KNOWN_GROUPS = 4096
+"""newest groups whose finished responses are remembered"""
 
 
 def same_sizes(one: Strategy, other: Strategy) -> bool:
@@ -34,7 +39,17 @@ class Seen:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self.instances: dict[int, InstanceReport] = {}
+        self._groups: dict[int, list[int]] = {}
+        """tokens of finished responses, by group"""
         self._refused: tuple[int, list[Strategy]] = (-1, [])
+
+    def note(self, report: InstanceReport) -> None:
+        """Take a report."""
+        self.instances[report.instance] = report
+        for one in report.ended:
+            self._groups.setdefault(one.group, []).append(one.tokens)
+            while len(self._groups) > KNOWN_GROUPS:
+                del self._groups[next(iter(self._groups))]
 
     def refused(self, iteration: int, strategy: Strategy) -> None:
         """Note that the actor could not apply a strategy: it is not offered again until the next
@@ -63,6 +78,8 @@ class Seen:
         silent: set[int],
         sequence: int,
         ledger: DeviceLedger,
+        rates: Rates,
+        queued: Sequence[RequestCount] | None = None,
     ) -> ClusterState:
         """Return what a policy decides by.
 
@@ -72,14 +89,19 @@ class Seen:
             silent: instances that have not answered.
             sequence: of the last orders.
             ledger: who holds which device.
+            rates: measured.
+            queued: requests that no instance has taken; None: their number alone is known.
         """
         topology, boundary = self._topology, ready.boundary
         instances = tuple(
             self._instance(number, home, silent, ledger)
             for number, home in enumerate(topology.instances)
         )
-        queued = max((one.queued for one in self.instances.values()), default=0)
-        unfinished = queued + sum(one.load for one in instances)
+        waiting = max((one.queued for one in self.instances.values()), default=0)
+        names = tuple(self._request(one) for one in queued or ())
+        if queued is not None:
+            waiting = len(names)
+        unfinished = waiting + sum(one.load for one in instances)
         phase = {0: "begin", ready.mini_batches: "end"}.get(boundary.done, "step")
         mean = self._mean_tokens()
         return ClusterState(
@@ -89,8 +111,11 @@ class Seen:
             samples=topology.samples,
             finished=max(0, topology.samples - unfinished),
             tokens=mean,
-            queued=queued,
-            queued_expected=queued * (mean or UNKNOWN_TOKENS),
+            queued=waiting,
+            queued_expected=sum(one.expected for one in names)
+            if names
+            else waiting * (mean or UNKNOWN_TOKENS),
+            queued_requests=names,
             hosts=topology.hosts,
             lost=ledger.lost,
             instances=instances,
@@ -101,8 +126,10 @@ class Seen:
                 strategies=self._offered(boundary.iteration),
                 mini_batches=ready.mini_batches,
                 mini_batches_done=boundary.done,
+                epochs=ready.epochs,
                 ready=True,
             ),
+            rates=rates,
             holdings=ledger.holdings(),
             loans=ledger.loans(),
             sequence=sequence,
@@ -121,10 +148,7 @@ class Seen:
         held = ledger.held_by(instance_name(number))
         if report is None:
             return InstanceState(number=number, home=home, devices=held, answers=False)
-        requests = tuple(
-            RequestState(name=one.name, made=one.made, expected=self._expected(one))
-            for one in report.requests
-        )
+        requests = tuple(self._request(one) for one in report.requests)
         running = min(len(requests), report.slots)
         return InstanceState(
             number=number,
@@ -144,8 +168,13 @@ class Seen:
         samples = sum(one.samples for one in self.instances.values())
         return sum(one.tokens for one in self.instances.values()) / samples if samples else 0.0
 
-    def _expected(self, request: RequestCount) -> float:
-        """Guess the tokens that are still to come: the mean's rest, or, of a request that is
-        longer than that already, half as many again as it has: lengths have a long tail."""
-        mean = self._mean_tokens() or UNKNOWN_TOKENS
+    def _request(self, request: RequestCount) -> RequestState:
+        return RequestState(name=request.name, made=request.made, expected=self.expected(request))
+
+    def expected(self, request: RequestCount) -> float:
+        """Guess the tokens that are still to come: the rest of the mean, of its own group where
+        others of that are finished; of a request that is longer already, half as many again as it
+        has: lengths have a long tail."""
+        group = self._groups.get(request.group)
+        mean = sum(group) / len(group) if group else self._mean_tokens() or UNKNOWN_TOKENS
         return min(float(request.most), max(mean - request.made, request.made / 2, 1.0))

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from contextlib import AsyncExitStack
 
 import msgspec
 
@@ -34,10 +35,13 @@ from rlinf_async.channels import (
     LatestSender,
     Receiver,
 )
+from rlinf_async.messages.language import Request
 from rlinf_async.parallel import Strategy
 from rlinf_async.scheduling import (
     ACTOR,
+    ClusterState,
     DeviceLedger,
+    Migration,
     ScalingDecision,
     ScalingPolicy,
     instance_name,
@@ -50,11 +54,19 @@ from rlinf_async.workers.scheduler.messages import (
     ActorChanged,
     ActorReady,
     Boundary,
+    HandBack,
     InstanceReport,
     Orders,
+    RequestCount,
     SchedulerReport,
 )
+from rlinf_async.workers.scheduler.rates import MeasuredRates
 from rlinf_async.workers.scheduler.seen import Seen, same_sizes
+
+ORDER_SECONDS = 0.2
+"""for which it waits for a request that was in the queue a moment ago"""
+LANDING_SECONDS = 0.02
+"""between two looks at whether an instance has taken what moves to it"""
 
 
 class SchedulerSummary(msgspec.Struct, kw_only=True):
@@ -67,7 +79,11 @@ class SchedulerSummary(msgspec.Struct, kw_only=True):
     stopped: int = 0
     """instances that released their devices"""
     migrated: int = 0
-    """requests that were handed back for that"""
+    """requests that were handed back, for that or for another instance"""
+    targeted: int = 0
+    """of these, those that went to an instance that the policy named"""
+    ordered: int = 0
+    """requests that were given another place in the queue"""
     unanswered: int = 0
     """waits that ended without an answer"""
     failed: int = 0
@@ -91,6 +107,8 @@ class SchedulerWorker(Worker):
             self.make_policy(), self.config.policy, lambda text: self.log.warning("%s", text)
         )
         self._seen = Seen(topology)
+        self._rates = MeasuredRates()
+        self._requests: Receiver[Request] | None = None
         self._newest = Orders()
         self._ready: ActorReady | None = None
         self._changed: dict[int, ActorChanged] = {}
@@ -107,6 +125,7 @@ class SchedulerWorker(Worker):
         orders: LatestSender[Orders],
         newest: LatestReceiver[Orders],
         reports: Receiver[SchedulerReport],
+        requests: Receiver[Request] | None = None,
     ) -> SchedulerSummary:
         """Decide at every boundary until nobody reports any more.
 
@@ -114,9 +133,10 @@ class SchedulerWorker(Worker):
             orders: to rollout workers and actors.
             newest: of the orders, the first of which are there before this is called.
             reports: of rollout workers and actors.
+            requests: that rollout workers take, for policies that order them.
         """
         summary = SchedulerSummary()
-        self._orders, self._reports = orders, reports
+        self._orders, self._reports, self._requests = orders, reports, requests
         self._newest = await newest.get(newer_than=0)
         await self._publish()  # every instance reports, and says whether it serves
         try:
@@ -139,14 +159,7 @@ class SchedulerWorker(Worker):
         await self._publish()
         silent = await self._gather(everyone, self.config.answer_seconds, "report", summary)
         self._take_stock(ready)
-        state = self._seen.state(
-            ready,
-            time=asyncio.get_running_loop().time(),
-            silent=silent,
-            sequence=self._newest.sequence,
-            ledger=self._ledger,
-        )
-        decision = self._policy.decide(state)
+        decision = await self._asked(ready, silent, summary)
         self._explain_what_is_left_out(decision)
         before = self._newest.stopped
         if late := await self._stop(decision, summary):
@@ -162,14 +175,124 @@ class SchedulerWorker(Worker):
             await self._resume([one.instance for one in decision.resume], summary)
         elif self._says(ready.boundary):  # it is known what the actor holds: as before
             await self._resume(decision.stop, summary)
+        await self._migrate(decision, summary)
+
+    async def _asked(
+        self, ready: ActorReady, silent: set[int], summary: SchedulerSummary
+    ) -> ScalingDecision:
+        """Ask the policy; where it orders requests, give those in the queue their new places.
+
+        The queue is leased meanwhile. What goes back replaces what was taken, place by place, in
+        one settlement: no request is lost or there twice, wherever this worker dies.
+        """
+        requests = self._requests
+        waiting = max((one.queued for one in self._seen.instances.values()), default=0)
+        if requests is None or not waiting or not self._policy.orders:
+            return self._policy.decide(self._state(ready, silent))
+        async with AsyncExitStack() as held:
+            try:
+                async with asyncio.timeout(ORDER_SECONDS):
+                    lease = await held.enter_async_context(
+                        requests.lease(weight=waiting, at_least=1)
+                    )
+            except (TimeoutError, EndOfChannel):  # instances have taken them all meanwhile
+                return self._policy.decide(self._state(ready, silent))
+            there = list(lease)
+            decision = self._policy.decide(
+                self._state(ready, silent, [request_count(one) for one in there])
+            )
+            ordered = in_order(there, decision.order)
+            for place, one in enumerate(ordered):
+                lease.replace(place, one)
+            summary.ordered += sum(a is not b for a, b in zip(there, ordered, strict=True))
+            return decision
+
+    def _state(
+        self, ready: ActorReady, silent: set[int], queued: list[RequestCount] | None = None
+    ) -> ClusterState:
+        return self._seen.state(
+            ready,
+            time=asyncio.get_running_loop().time(),
+            silent=silent,
+            sequence=self._newest.sequence,
+            ledger=self._ledger,
+            rates=self._rates.rates(),
+            queued=queued,
+        )
+
+    async def _migrate(self, decision: ScalingDecision, summary: SchedulerSummary) -> None:
+        """Move requests between instances that serve, one target after the other.
+
+        Those that leave go back to the queue in their places, and only the target takes requests
+        until it has them: whoever dies meanwhile, they are in the queue. A target that has no room
+        for them, or does not take them in time, leaves them to everyone.
+        """
+        for target, moves in _by_target(decision).items():
+            leaving = [
+                HandBack(instance=one.source, names=here)
+                for one in moves
+                if self._serves(one.source) and (here := self._names(one))
+            ]
+            names = {name for one in leaving for name in one.names}
+            sources = {one.instance for one in leaving}
+            takers = set(range(len(self._topology.instances))) - sources
+            takers = {one for one in takers if self._serves(one)} & (
+                takers if target is None else {target}
+            )
+            if not names or sum(map(self._room, takers)) < len(names):
+                continue
+            await self._publish(takers=tuple(sorted(takers)), hand_back=tuple(leaving))
+            if not await self._gather(
+                sources, self.config.answer_seconds, "hand requests back", summary
+            ):
+                summary.migrated += sum(self._seen.instances[one].handed_back for one in sources)
+                landed = await self._land(names, takers, summary)
+                summary.targeted += 0 if target is None else landed
+            await self._publish()  # all take requests again
+
+    async def _land(self, names: set[str], takers: set[int], summary: SchedulerSummary) -> int:
+        """Wait until these instances have taken these requests; how many they have."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.config.answer_seconds
+        landed: set[str] = set()
+        while loop.time() < until:
+            last = self._newest
+            await self._publish(takers=last.takers)
+            if await self._gather(takers, self.config.answer_seconds, "report", summary):
+                break
+            seen = [self._seen.instances[one] for one in takers]
+            landed |= {request.name for one in seen for request in one.requests} & names
+            if landed == names or not any(one.queued for one in seen):
+                break
+            await asyncio.sleep(LANDING_SECONDS)
+        return len(landed)
+
+    def _serves(self, instance: int) -> bool:
+        return bool(self._ledger.held_by(instance_name(instance)))
+
+    def _names(self, migration: Migration) -> tuple[str, ...]:
+        """Return the requests that leave: those named, or those with the most tokens to come."""
+        report = self._seen.instances.get(migration.source)
+        here = () if report is None else report.requests
+        if migration.names:
+            return tuple(one.name for one in here if one.name in migration.names)
+        longest = sorted(here, key=lambda one: (-self._seen.expected(one), one.name))
+        return tuple(one.name for one in longest[: migration.count])
+
+    def _room(self, instance: int) -> int:
+        report = self._seen.instances.get(instance)
+        return 0 if report is None else max(report.slots - len(report.requests), 0)
 
     async def _stop(self, decision: ScalingDecision, summary: SchedulerSummary) -> set[int]:
         """Stop instances; those that did not."""
         wanted = set(decision.stop)
         if not wanted:
             return set()
+        began = asyncio.get_running_loop().time()
         await self._publish(stopped={*self._newest.stopped, *wanted}, reason=decision.reason)
         late = await self._gather(wanted, self.config.stop_seconds, "stop", summary)
+        if not late:
+            self._rates.moved(asyncio.get_running_loop().time() - began)
         done = wanted - late
         for one in done:
             self._ledger.release(instance_name(one))
@@ -182,7 +305,7 @@ class SchedulerWorker(Worker):
     ) -> bool:
         """Wait until all ranks of the actor have their new strategy; False if they have not, or
         nobody knows."""
-        limit = self.config.change_seconds
+        limit, began = self.config.change_seconds, asyncio.get_running_loop().time()
         await self._until(lambda: self._ready is not None or self._says(boundary), limit)
         said = [self._changed[rank] for rank in sorted(self._changed)]
         if not self._says(boundary):
@@ -198,6 +321,7 @@ class SchedulerWorker(Worker):
             return False
         if all(same_sizes(one.strategy, strategy) for one in said):
             summary.changes += 1
+            self._rates.changed(asyncio.get_running_loop().time() - began)
             self._hold(strategy, until=f"end of iteration {boundary.iteration}")
             return True
         summary.failed += 1
@@ -262,9 +386,12 @@ class SchedulerWorker(Worker):
         stopped: Collection[int] | None = None,
         boundary: Boundary | None = None,
         strategy: Strategy | None = None,
+        takers: tuple[int, ...] | None = None,
+        hand_back: tuple[HandBack, ...] = (),
         reason: str = "",
     ) -> None:
-        """Publish the next orders; what is not said here stays as it was."""
+        """Publish the next orders. What is not said here stays as it was, but for what moves from
+        one instance to another: then all take requests."""
         last = self._newest
         self._newest = Orders(
             sequence=last.sequence + 1,
@@ -273,6 +400,8 @@ class SchedulerWorker(Worker):
             migrate=self.config.on_stop == "migrate",
             boundary=boundary or last.boundary,
             strategy=strategy if boundary else last.strategy,
+            takers=takers,
+            hand_back=hand_back,
             reason=reason,
         )
         await self._orders.publish(self._newest)
@@ -308,18 +437,41 @@ class SchedulerWorker(Worker):
     def _note(self, report: SchedulerReport) -> None:
         match report:
             case InstanceReport():
-                self._seen.instances[report.instance] = report
+                self._seen.note(report)
+                self._rates.decoded(report.ended)
             case ActorReady():
                 self._ready = report
+                self._rates.trained(report.tokens, report.seconds, report.strategy)
             case ActorChanged():
                 self._changed[report.rank] = report
 
     def _explain_what_is_left_out(self, decision: ScalingDecision) -> None:
-        moved = [one.source for one in decision.migrations if one.source not in decision.stop]
-        if moved or decision.order or decision.actor_holds is not None:
+        if decision.actor_holds is not None:
             self.log.warning(
-                "of the policy's decision in iteration %d this run carries out stop, actor and "
-                "resume alone: no migration between instances that serve, no order, no actor that "
-                "lends its own devices",
+                "the policy's decision in iteration %d that the actor lends its own devices is not "
+                "carried out in a run, whose actor has none of its own in common with instances",
                 decision.iteration,
             )
+
+
+def request_count(request: Request) -> RequestCount:
+    """Return how far a request in the queue is."""
+    made = 0 if request.partial is None else len(request.partial.token_ids)
+    return RequestCount(
+        name=request.name, made=made, most=request.sampling.max_tokens - made, group=request.group
+    )
+
+
+def in_order(requests: list[Request], names: Collection[str]) -> list[Request]:
+    """Return the requests with these names first, in their order; others after them."""
+    place = {name: at for at, name in enumerate(names)}
+    return sorted(requests, key=lambda one: place.get(one.name, len(place)))
+
+
+def _by_target(decision: ScalingDecision) -> dict[int | None, list[Migration]]:
+    """Return the migrations of instances that go on serving, by their target."""
+    found: dict[int | None, list[Migration]] = {}
+    for one in decision.migrations:
+        if one.source not in decision.stop:
+            found.setdefault(one.target, []).append(one)
+    return found

@@ -106,13 +106,13 @@ class Forecast:
     def arrives(self, number: int) -> float:
         """Return the tokens until the mini-batch of this number (of all, from 1) is there."""
         state, actor = self.state, self.state.actor
-        size = state.samples / actor.mini_batches
-        here = actor.mini_batches_done + (actor.arrived or 0) / size
+        first = actor.mini_batches // max(actor.epochs, 1)  # further epochs train the same samples
+        here = actor.mini_batches_done + (actor.arrived or 0) / self.batch_samples
         if number <= here or not self.requests:
             return 0.0
-        if number >= actor.mini_batches:
+        if number >= first:
             return self.end
-        groups = (number / actor.mini_batches) ** (1.0 / max(state.group, 1))
+        groups = (number / first) ** (1.0 / max(state.group, 1))
         unfinished = self.requests / state.samples
         return min(self._where((1.0 - groups) / unfinished), self.end)
 
@@ -141,10 +141,15 @@ class Forecast:
             total += step * queue * self._rates.token_seconds(together, width)
         return total
 
+    @property
+    def batch_samples(self) -> float:
+        """Samples of a mini-batch."""
+        actor = self.state.actor
+        return self.state.samples * actor.epochs / max(actor.mini_batches, 1)
+
     def batch_seconds(self, ranks: int) -> float:
         """Return the seconds of a mini-batch on so many ranks."""
-        samples = self.state.samples / max(self.state.actor.mini_batches, 1)
-        tokens = samples * max(self.state.tokens, 1.0)
+        tokens = self.batch_samples * max(self.state.tokens, 1.0)
         return tokens * self._rates.train_seconds / ranks + self._rates.mini_batch_seconds
 
     def move_seconds(self, moved: float) -> float:

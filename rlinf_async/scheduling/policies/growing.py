@@ -149,5 +149,5 @@ def grow_to(state: ClusterState, strategy: Strategy, reason: str) -> ScalingDeci
 def has_work(state: ClusterState) -> bool:
     """Whether the samples of the next mini-batch have arrived, as far as is known."""
     actor = state.actor
-    size = state.samples // max(actor.mini_batches, 1)
+    size = state.samples * actor.epochs // max(actor.mini_batches, 1)
     return actor.left > 0 and (actor.arrived is None or actor.arrived >= size)

@@ -5,7 +5,9 @@ As `Greedy`, and besides:
 - requests that wait are served longest first, so that the long ones do not begin last;
 - instances are merged into fewer and wider ones (see `widening`) once a token takes a quarter less
   time there, and that wins more than moving the responses costs;
-- devices that nobody needs go to the instances with the most to do for one request.
+- devices that nobody needs go to the instances with the most to do for one request;
+- of instances that are not merged, the one that ends last hands its longest requests to the one
+  that ends first (see `balancing`).
 
 Within an iteration instances only become wider.
 """
@@ -15,8 +17,9 @@ from __future__ import annotations
 import msgspec
 
 from rlinf_async.scheduling.decision import Resume, ScalingDecision, holdings_after
+from rlinf_async.scheduling.policies.balancing import balanced
 from rlinf_async.scheduling.policies.forecast import Forecast
-from rlinf_async.scheduling.policies.greedy import Greedy
+from rlinf_async.scheduling.policies.greedy import LEAST_GAIN, Greedy
 from rlinf_async.scheduling.policies.growing import keep_order
 from rlinf_async.scheduling.policies.widening import widenings
 from rlinf_async.scheduling.state import ClusterState, InstanceState, RequestState
@@ -32,6 +35,9 @@ fewer responses are left, the less there is to move"""
 class LongestFirst:
     """See the module."""
 
+    orders = True
+    """it wants to know the requests in the queue one by one"""
+
     def __init__(self) -> None:
         self._layout = Greedy()
 
@@ -45,7 +51,11 @@ class LongestFirst:
             decision = msgspec.structs.replace(decision, resume=(*decision.resume, *more))
             if state.rates.known and not decision.changes_devices:
                 decision = _wider(decision, state)
-        return msgspec.structs.replace(decision, order=longest_first(state.queued_requests))
+        migrations = decision.migrations
+        if state.phase == "step" and not decision.changes_devices:
+            migrations = balanced(state, LEAST_GAIN)
+        order = longest_first(state.queued_requests)
+        return msgspec.structs.replace(decision, order=order, migrations=migrations)
 
 
 def _wider(decision: ScalingDecision, state: ClusterState) -> ScalingDecision:

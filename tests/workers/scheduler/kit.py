@@ -157,6 +157,7 @@ class Run:
             self.orders.sender,
             self.orders.receiver,
             self.reports.receiver,
+            self.channels.requests.receiver,
         )
 
     async def train(

@@ -40,6 +40,7 @@ from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
 from rlinf_async.workers.rollout.language.live import LiveEngine
 from rlinf_async.workers.rollout.language.taking import Taking
 from rlinf_async.workers.scheduler.messages import (
+    EndedCount,
     InstanceReport,
     Orders,
     RequestCount,
@@ -105,6 +106,7 @@ class LanguageRolloutWorker(Worker):
         scheduled: bool = False,
     ) -> None:
         self._told = asyncio.Event()
+        self._scheduled = scheduled
         if not scheduled:
             self._told.set()
         self.config = config or LanguageRolloutConfig()
@@ -116,6 +118,8 @@ class LanguageRolloutWorker(Worker):
         self._interrupted: frozenset[str] = frozenset()
         """names of the requests that are to be handed back"""
         self._handed_back = self._samples = self._tokens = 0
+        self._ended: list[EndedCount] = []
+        """since the last report to a scheduler, where there is one"""
         self._requests: Receiver[Request] | None = None
         """while it serves"""
 
@@ -300,14 +304,28 @@ class LanguageRolloutWorker(Worker):
             elif stopped:
                 await self.onload()
                 stopped = False
+            if not stopped:
+                await self._share_out(newest)
             self._told.set()
             await reports.put(await self._report(newest, self._handed_back - before))
         self._told.set()
         self._taking.open()  # nothing is requested any more: `serve` sees the end
 
+    async def _share_out(self, orders: Orders) -> None:
+        """Hand requests back that move to another worker; take some, or leave them to others."""
+        names = [one.names for one in orders.hand_back if one.instance == self.rank]
+        takes = orders.takers is None or self.rank in orders.takers
+        if not takes:
+            await self._taking.close()
+        if names:
+            await self.interrupt([name for some in names for name in some])
+        if takes:
+            self._taking.open()
+
     async def _report(self, orders: Orders, handed_back: int) -> InstanceReport:
         progress = await self.progress()
         requests = self._requests
+        ended, self._ended = self._ended, []
         return InstanceReport(
             instance=self.rank,
             sequence=orders.sequence,
@@ -318,6 +336,7 @@ class LanguageRolloutWorker(Worker):
             queued=0 if requests is None else (await requests.state()).depth,
             requests=progress.requests,
             handed_back=handed_back,
+            ended=tuple(ended),
         )
 
     async def _start_next(
@@ -386,7 +405,32 @@ class LanguageRolloutWorker(Worker):
         if request.min_version > live.engine.version:
             report.waited += 1
             await live.weights.reach(request.min_version, request.name)
-        return None if request.name in self._interrupted else await live.generate(request)
+        if request.name in self._interrupted:
+            return None
+        loop, running = asyncio.get_running_loop(), self._running()
+        began = loop.time()
+        generated = await live.generate(request)
+        if self._scheduled and generated is not None and generated.finish != "abort":
+            self._note_ended(request, generated, loop.time() - began, running)
+        return generated
+
+    def _note_ended(
+        self, request: Request, generated: Generated, seconds: float, running: int
+    ) -> None:
+        brought = 0 if request.partial is None else len(request.partial.token_ids)
+        tokens = len(generated.token_ids)
+        self._ended.append(
+            EndedCount(
+                group=request.group,
+                tokens=tokens,
+                made=tokens - brought,
+                seconds=seconds,
+                running=(running + self._running()) / 2,
+            )
+        )
+
+    def _running(self) -> int:
+        return min(len(self._answering), self._live.engine.max_concurrent)
 
     def _sample(self, request: Request, generated: Generated) -> Sample:
         return Sample(
@@ -412,7 +456,7 @@ def _continued(request: Request, generated: Generated | None) -> Request:
 def _progress(request: Request) -> RequestCount:
     made = 0 if request.partial is None else len(request.partial.token_ids)
     most = request.sampling.max_tokens - made
-    return RequestCount(name=request.name, made=made, most=most)
+    return RequestCount(name=request.name, made=made, most=most, group=request.group)
 
 
 def _check(request: Request, generated: Generated) -> None:

@@ -49,7 +49,7 @@ class LanguageChannels:
             Request,
             name="requests",
             capacity=samples,
-            max_deliveries=restarted(config.rollout_workers),
+            max_deliveries=restarted(config.rollout_workers + config.scheduled),
         )
         self.generated: Channel[Sample] = cluster.channel(
             Sample,

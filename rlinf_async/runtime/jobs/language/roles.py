@@ -133,7 +133,9 @@ class Roles:
         )
         if self.scheduling is not None:
             await self.scheduling.launch()
-            await self.scheduling.connect(self.learners.actors, self._rollouts)
+            await self.scheduling.connect(
+                self.learners.actors, self._rollouts, channels.requests.receiver
+            )
 
     async def _watch_versions(self) -> None:
         """Note that a rollout worker serves new weights, each time one does."""

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rlinf_async.channels import Channel, Latest
-from rlinf_async.messages.language import SampleGroup
+from rlinf_async.channels import Channel, Latest, Receiver
+from rlinf_async.messages.language import Request, SampleGroup
 from rlinf_async.parallel import Strategy
 from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
@@ -114,9 +114,13 @@ class Scheduling:
         )
 
     async def connect(
-        self, actors: WorkerGroup[LanguageActor], rollouts: WorkerGroup[LanguageRolloutWorker]
+        self,
+        actors: WorkerGroup[LanguageActor],
+        rollouts: WorkerGroup[LanguageRolloutWorker],
+        requests: Receiver[Request],
     ) -> None:
         """Have everyone follow the scheduler, from its first orders on."""
+        self._requests = requests
         self._reports.receiver.open()  # while a scheduler is started again, nobody else reads them
         await self._orders.sender.publish(Orders())
         self._following = [
@@ -144,6 +148,7 @@ class Scheduling:
                 self._orders.sender,
                 self._orders.receiver,
                 self._reports.receiver,
+                self._requests,
             )
         except WorkerDied as death:
             log.warning(
@@ -151,7 +156,9 @@ class Scheduling:
                 death,
             )
             newest = await self._orders.receiver.get(newer_than=0)
-            await self._orders.sender.publish(msgspec.structs.replace(newest, over=True))
+            await self._orders.sender.publish(
+                msgspec.structs.replace(newest, over=True, takers=None, hand_back=())
+            )
             return None
         return summary
 
