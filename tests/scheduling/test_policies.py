@@ -264,3 +264,29 @@ class Quiet:
 
     def decide(self, state: ClusterState, /) -> ScalingDecision:
         return ScalingDecision()
+
+
+def test_longest_first_hands_the_longest_of_the_last_instance_to_the_first() -> None:
+    state = with_load(cluster(2, 2, guests=False), 6)
+    long = tuple(RequestState(name=f"long{n}", expected=1000.0 + n) for n in range(4))
+    short = (RequestState(name="short", expected=10.0),)
+    busy, idle = state.instances
+    rates = msgspec.structs.replace(state.rates, sequence_seconds=0.01, move_seconds=0.1)
+    state = msgspec.structs.replace(
+        state,
+        rates=rates,
+        actor=msgspec.structs.replace(state.actor, ready=False),
+        instances=(
+            msgspec.structs.replace(busy, running=4, waiting=0, requests=long),
+            msgspec.structs.replace(idle, running=1, waiting=0, requests=short),
+        ),
+    )
+    (move,) = load_policy("longest_first").decide(state).migrations
+    assert (move.source, move.target) == (busy.number, idle.number)
+    assert move.names == ("long3", "long2")
+    slow = msgspec.structs.replace(rates, move_seconds=1000.0)
+    assert (
+        not load_policy("longest_first")
+        .decide(msgspec.structs.replace(state, rates=slow))
+        .migrations
+    )

@@ -14,8 +14,9 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     policy: str = "static"
     """``static``: none, and there is no scheduler; ``tail``: the actors grow into the devices of
-    rollout workers that are not needed any more; or a policy of your own: ``module:Class``, or a
-    name of the entry point group ``rlinf_async.scaling_policies``"""
+    rollout workers that are not needed any more; ``greedy``, ``longest_first``: where that ends
+    the iteration earlier, by measured rates; or a policy of your own: ``module:Class``, or a name
+    of the entry point group ``rlinf_async.scaling_policies``"""
     on_stop: Literal["migrate", "wait"] = "migrate"
     """what a rollout worker that has to stop does with its requests: others go on with them, or it
     finishes them"""

@@ -40,9 +40,10 @@ def test_a_scheduled_run_trains_every_sample_once_and_goes_on_when_it_is_resumed
 def test_policies_that_predict_decide_by_what_the_run_takes(scheduled: Job, policy: str) -> None:
     summary = scheduled.succeed(
         *("--scheduler.policy", policy, "--training.iterations", 3, "--evaluation.samples", 0),
-        *("--rollout.toy.slots", 2, "--actor.toy.seconds_per_token", 0.005),
+        *("--rollout.toy.slots", 2, "--training.group_size", 8),
+        *("--actor.toy.seconds_per_token", 0.002, "--training.export", "false"),
     )
-    assert summary.samples == 3 * 16
+    assert summary.samples == 3 * 64
     assert summary.scheduler is not None
     assert summary.scheduler["policy_fault"] == ""
     assert int(summary.scheduler["changes"]) > 0
