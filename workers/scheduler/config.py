@@ -53,5 +53,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     """all that fit the model and the mini-batch"""
     samples: int
     """of an iteration"""
+    group: int = 1
+    """samples of a prompt, which are trained together"""
     hosts: dict[int, int] = {}
     """host of each device; one for all where left out"""

@@ -41,12 +41,14 @@ class Seen:
         self.instances: dict[int, InstanceReport] = {}
         self._groups: dict[int, list[int]] = {}
         """tokens of finished responses, by group"""
+        self._longest = 0
         self._refused: tuple[int, list[Strategy]] = (-1, [])
 
     def note(self, report: InstanceReport) -> None:
         """Take a report."""
         self.instances[report.instance] = report
         for one in report.ended:
+            self._longest = max(self._longest, one.tokens)
             self._groups.setdefault(one.group, []).append(one.tokens)
             while len(self._groups) > KNOWN_GROUPS:
                 del self._groups[next(iter(self._groups))]
@@ -111,6 +113,8 @@ class Seen:
             samples=topology.samples,
             finished=max(0, topology.samples - unfinished),
             tokens=mean,
+            longest=float(self._longest),
+            group=topology.group,
             queued=waiting,
             queued_expected=sum(one.expected for one in names)
             if names

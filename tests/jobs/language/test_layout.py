@@ -87,7 +87,7 @@ def test_actors_are_launched_on_their_devices_and_those_of_the_last_rollout_work
         assert found.rollout.vllm.sleep is True  # a worker that stops frees its devices' memory
     tp = found.actor.tp
     home = Strategy(dp=found.data_ranks, tp=tp)
-    seen = topology(layout, found.iteration_samples, home, (1, 2))
+    seen = topology(layout, found.iteration_samples, 4, home, (1, 2))
     assert seen.strategies == (Strategy(dp=1, tp=tp), Strategy(dp=2, tp=tp))
     hosts = [seen.hosts[device] for device in sorted(seen.hosts)]
     assert hosts == ([0, 0, 1, 1] if machine.startswith("2x2") else [0] * len(hosts))

@@ -54,6 +54,7 @@ def test_policies_that_predict_decide_by_what_the_run_takes(scheduled: Job, poli
     ("changes", "message"),
     [
         ({"scheduler.policy": "tale"}, "no policy is called 'tale'; did you mean 'tail'?"),
+        ({"scheduler.policy": "turns"}, "policy 'turns' lends the actors' devices to rollout"),
         ({"scheduler.answer_seconds": "0"}, "answer_seconds is 0.0; it must be above 0"),
         ({"cluster.rollout_workers": "1"}, "only 1 rollout worker, which has to serve"),
         ({"actor.global_batches": "1"}, "an iteration has 1: use 2 or more"),

@@ -22,6 +22,13 @@ def check_scheduler(config: LanguageConfig, plan: Plan) -> None:
     if policy == "static":
         return
     load_policy(policy, POLICY)
+    if policy == "turns":
+        raise ConfigError(
+            "policy 'turns' lends the actors' devices to rollout workers, which simulations do and "
+            "runs do by placement alone: set cluster.placement to 'collocated' and the policy to "
+            "'static', or use 'tail', 'greedy' or 'longest_first'",
+            path=POLICY,
+        )
     _check_actors(config)
     _check_devices(config, plan)
     _check_sizes(config, layout_of(config, plan))

@@ -44,12 +44,15 @@ from rlinf_async.workers.scheduler import (
 log = logging.getLogger(__name__)
 
 
-def topology(layout: Layout, samples: int, home: Strategy, valid: Sequence[int]) -> Topology:
+def topology(
+    layout: Layout, samples: int, group: int, home: Strategy, valid: Sequence[int]
+) -> Topology:
     """Return what the scheduler has to know of a run.
 
     Args:
         layout: its devices.
         samples: of an iteration.
+        group: samples of a prompt.
         home: the actor's strategy between two iterations.
         valid: data parallel sizes that fit model and mini-batch.
     """
@@ -59,6 +62,7 @@ def topology(layout: Layout, samples: int, home: Strategy, valid: Sequence[int])
         home=home,
         strategies=tuple(msgspec.structs.replace(home, dp=dp) for dp in valid),
         samples=samples,
+        group=group,
         hosts=layout.hosts,
     )
 
@@ -99,7 +103,8 @@ class Scheduling:
             timeout=config.scheduler.change_seconds,
         )
         home = (await actors.call(LanguageActor.strategy))[0]
-        self._topology = topology(self._layout, config.iteration_samples, home, valid[0])
+        samples, group = config.iteration_samples, config.training.group_size
+        self._topology = topology(self._layout, samples, group, home, valid[0])
 
     async def launch(self) -> None:
         """Start the scheduler."""
