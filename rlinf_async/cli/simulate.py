@@ -219,9 +219,12 @@ def _write(records: Sequence[Record], file: pathlib.Path | None) -> None:
 def calibrate(run: pathlib.Path) -> None:
     """Fit the cost models of `simulate` to the language run in the folder RUN.
 
-    Prints the sections of a simulation's file, and how well they fit.
+    Prints a simulation's file of the same run, how well the costs fit, and the seconds of a step,
+    real and simulated.
     """
+    from rlinf_async.simulate import simulate as run_simulation
     from rlinf_async.simulate.calibrate import calibrate as fitted
+    from rlinf_async.simulate.calibrate import simulation_of
 
     found = fitted(run)
     click.echo(f"# {found.iterations} iterations, {found.workers} rollout, {found.ranks} actor")
@@ -229,6 +232,13 @@ def calibrate(run: pathlib.Path) -> None:
         click.echo(
             f"# {fit.name}: {fit.measured:.4f} s an iteration, fitted within {fit.error:.1%}"
         )
+    config = simulation_of(found)
+    if config is not None:
+        result = run_simulation(config).result
+        simulated = result.seconds / len(result.step_seconds)
+        click.echo(f"# step: {found.step_seconds:.4f} s real, {simulated:.4f} s simulated")
+        click.echo(to_toml(config), nl=False)
+        return
     sections = {"generation": found.generation, "generation.lengths": found.lengths}
     for name, values in (sections | {"actor": found.actor}).items():
         click.echo(f"\n[{name}]")

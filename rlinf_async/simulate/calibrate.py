@@ -8,7 +8,10 @@
               = decode_seconds x steps + sequence_seconds x tokens / workers
 
 The steps of an iteration are at least the longest response of the iteration. `load_seconds`,
-`move_seconds`, `rescale_seconds` and `publish_seconds` are means of the spans of their names.
+`move_seconds` and `rescale_seconds` are means of the spans of their names. On-policy,
+`publish_seconds` is what lies between the end of training and the first token of the next
+iteration, without loading: publishing, dispatching, calls. Work and hardware are those of the run's
+configuration.
 """
 
 from __future__ import annotations
@@ -24,11 +27,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlinf_async.backends.cost.lengths import Z99
-from rlinf_async.config import UsageError
+from rlinf_async.config import Document, UsageError
 from rlinf_async.observe.csv_log import read_columns
 from rlinf_async.observe.perfetto import by_worker, read_perfetto
 from rlinf_async.observe.trace import Span
+from rlinf_async.simulate.config import SimulationConfig
 
+CUT = 0.95
+"""of the longest response: a 99th percentile above is that of the limit"""
 LEAST_ITERATIONS = 3
 """fewer do not tell two costs apart"""
 NEEDED = ("iteration", "samples", "response_tokens", "prompt_tokens", "response_tokens_max")
@@ -56,6 +62,12 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     lengths: dict[str, float]
     """of the log-normal distribution with the run's median, 99th percentile and longest"""
     fits: tuple[Fit, ...]
+    step_seconds: float = 0.0
+    """mean seconds from one trained version to the next"""
+    work: dict[str, float | int | bool] = {}
+    """of a simulation of the same run; empty where the folder has no configuration"""
+    hardware: dict[str, int] = {}
+    """the same"""
 
 
 def calibrate(run: Path) -> Calibration:
@@ -77,8 +89,19 @@ def calibrate(run: Path) -> Calibration:
     train, train_fit = _fit("train", seconds, tokens / ranks, np.ones_like(tokens))
     made, made_fit = _fit("generate", generated, responses / workers, rows["response_tokens_max"])
     every = [span for row in spans.values() for span in row]
+    work, hardware, slots = _shape(run, workers, ranks)
+    publish = _mean(every, "publish")
+    if work:
+        publish = publish if work["max_staleness"] else _between(spans, trained, publish)
+        work["prompt_tokens"] = max(1, round(float(rows["prompt_tokens"].mean())))
+    ends = [max(one.end for one in found) / 1e9 for found in trained]
     median = float(np.median(rows.get("response_tokens_median", rows["response_tokens"])))
     high = float(np.median(rows.get("response_tokens_p99", rows["response_tokens_max"])))
+    longest = float(math.ceil(rows["response_tokens_max"].max()))
+    ratio = _ratio(high / max(median, 1.0), float(samples.mean()))
+    if high > CUT * longest:  # the limit of the responses hides the tail
+        mean = float(responses.sum() / samples.sum())
+        ratio = max(ratio, _ratio_by_mean(median, mean, longest))
     return Calibration(
         iterations=len(tokens),
         workers=workers,
@@ -89,21 +112,91 @@ def calibrate(run: Path) -> Calibration:
             "prefill_seconds": 0.0,
             "load_seconds": _mean(every, "load weights"),
             "move_seconds": _mean(every, "onload"),
+            **slots,
         },
         actor={
             "token_seconds": max(train[0], 1e-12),
-            "step_seconds": train[1],
+            "step_seconds": train[1] / work.get("mini_batches", 1),
             "rescale_seconds": _mean(every, "rescale"),
             "move_seconds": _mean(every, "offload"),
-            "publish_seconds": _mean(every, "publish"),
+            "publish_seconds": publish,
         },
         lengths={
             "median": max(median, 1.0),
-            "ratio": _ratio(high / max(median, 1.0), float(samples.mean())),
-            "longest": float(math.ceil(rows["response_tokens_max"].max())),
+            "ratio": ratio,
+            "longest": longest,
         },
         fits=(train_fit, made_fit),
+        step_seconds=float(np.diff(ends).mean()),
+        work=work,
+        hardware=hardware,
     )
+
+
+def simulation_of(found: Calibration, iterations: int = 32) -> SimulationConfig | None:
+    """Return the same run as a simulation, under the policy `static`, of so many iterations; None
+    where the folder has no configuration."""
+    if not found.work:
+        return None
+    return msgspec.convert(
+        {
+            "work": found.work | {"iterations": iterations},
+            "hardware": found.hardware,
+            "generation": found.generation | {"lengths": {"type": "log_normal", **found.lengths}},
+            "actor": found.actor,
+            "scheduler": {"policy": "static"},
+        },
+        SimulationConfig,
+        strict=False,
+    )
+
+
+def _shape(
+    run: Path, workers: int, ranks: int
+) -> tuple[dict[str, float | int | bool], dict[str, int], dict[str, int]]:
+    """Work, hardware and slots of the run's configuration; empty where there is none."""
+    file = run / "config.toml"
+    if not file.is_file():
+        return {}, {}, {}
+    from rlinf_async.runtime.jobs.language.config import LanguageConfig
+
+    config = Document.read(file).to(LanguageConfig, {})
+    devices = workers + ranks
+    work: dict[str, float | int | bool] = {
+        "prompts_per_device": config.training.prompts / devices,
+        "group_size": config.training.group_size,
+        "mini_batches": config.actor.global_batches,
+        "max_staleness": config.training.max_staleness,
+        "pipelined": config.actor.pipelined,
+    }
+    hardware = {
+        "devices": devices,
+        "devices_per_host": devices,
+        "actor_devices": ranks,
+        "actor_tp": config.actor.model_ranks,
+    }
+    samples = config.training.prompts * config.training.group_size
+    engine = getattr(config.rollout, config.rollout.backend)
+    slots = min(getattr(engine, "slots", getattr(engine, "max_concurrent", samples)), samples)
+    return work, hardware, {"slots": config.rollout.serving.max_concurrent or slots}
+
+
+def _between(
+    spans: dict[str, list[Span]], trained: Sequence[Sequence[Span]], publish: float
+) -> float:
+    """Return the median seconds from the end of an iteration's training to the first token of the
+    next, without those of loading weights; at least those of publishing."""
+    every = [span for row in spans.values() for span in row]
+    begins = np.sort([span.start for span in every if span.name == "generate"])
+    gaps = []
+    for found in trained[:-1]:
+        end = max(span.end for span in found)
+        at = int(np.searchsorted(begins, end))
+        if at < len(begins):
+            gaps.append((int(begins[at]) - end) / 1e9)
+    if not gaps:
+        return publish
+    return max(publish, float(np.median(gaps)) - _mean(every, "load weights"))
 
 
 def _ratio(seen: float, samples: float) -> float:
@@ -113,6 +206,23 @@ def _ratio(seen: float, samples: float) -> float:
         return 1.0
     quantile = (0.99 * (samples - 1.0) + 0.5) / samples  # Hazen's plotting position
     return float(seen ** (Z99 / NormalDist().inv_cdf(quantile)))
+
+
+def _ratio_by_mean(median: float, mean: float, longest: float) -> float:
+    """Return the 99th percentile over the median of the log-normal distribution that has this
+    median and, cut at the longest, this mean; found by bisection."""
+    normal = NormalDist()
+    high = math.log(max(longest / median, 1.0 + 1e-9))
+
+    def cut_mean(sigma: float) -> float:
+        below = median * math.exp(sigma**2 / 2) * normal.cdf(high / sigma - sigma)
+        return below + longest * (1.0 - normal.cdf(high / sigma))
+
+    least, most = 1e-3, 3.0
+    for _ in range(50):
+        middle = (least + most) / 2
+        least, most = (middle, most) if cut_mean(middle) < mean else (least, middle)
+    return math.exp(least * Z99)
 
 
 def _rows(run: Path) -> dict[str, Floats]:

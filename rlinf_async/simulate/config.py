@@ -19,6 +19,8 @@ class WorkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """of an iteration: optimizer steps"""
     max_staleness: int = 0
     prompt_tokens: int = 300
+    pipelined: bool = False
+    """the actor trains groups while others of their mini-batch are generated, as runs do"""
 
     def __post_init__(self) -> None:
         for name in ("iterations", "group_size", "mini_batches", "prompt_tokens"):

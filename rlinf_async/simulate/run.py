@@ -253,7 +253,13 @@ class SimulatedRun:
             micro_batch_size=config.work.group_size,
         )
         self.actor = await self._cluster.launch_one(
-            SimulatedActor, world, config.actor, batches, config.work.max_staleness, name="actor"
+            SimulatedActor,
+            world,
+            config.actor,
+            batches,
+            config.work.max_staleness,
+            pipelined=config.work.pipelined,
+            name="actor",
         )
         self.scorer = await self._cluster.launch_one(Scorer, world, name="reward")
         world.group, world.requests, world.groups = self.rollout, self.requests, self.groups

@@ -39,6 +39,8 @@ class Site(Protocol):
 
     rollouts: dict[int, SimulatedRollout]
     actor: SimulatedActor
+    holds: bool
+    """whether the actor holds its devices"""
     collected: int
     """samples of the next mini-batch that the actor has"""
 
@@ -103,32 +105,71 @@ class SimulatedIteration(Iteration):
 
     world: Site
     """set by whoever makes it"""
+    pipelined = False
 
     async def _epoch(self, batches: Batches | None, waiting: Waiting) -> list[Mapping[str, float]]:
         assert batches is not None
         trainer = self._trainer
         assert isinstance(trainer, CostTrainer)
         steps: list[Mapping[str, float]] = []
+        loop = asyncio.get_running_loop()
         for _ in range(self._sizes.num_global_batches):
-            tokens: list[int] = []
+            count, later = 0, list[int]()
+            ahead = Ahead(trainer, loop.time())
             with waiting():
                 async for batch in batches.global_batch():
-                    tokens += [one.tokens for one in batch.samples]
-                    self.world.collected = len(tokens)
-                await self.world.boundary(arrived=len(tokens))
+                    tokens = [one.tokens for one in batch.samples]
+                    count += len(tokens)
+                    self.world.collected = count
+                    if self.pipelined and self.world.holds:
+                        ahead.arrived(batch.samples[0].group, sum(tokens), loop.time())
+                    else:
+                        later += tokens
+                await self.world.boundary(arrived=count)
             async with self.world.mini_batch():
-                seconds = trainer.seconds(tokens) + trainer.config.step_seconds
-                await asyncio.sleep(seconds)
-            steps.append({"samples_trained": float(len(tokens))})
+                seconds = trainer.seconds(later) + trainer.config.step_seconds
+                await asyncio.sleep(ahead.left(loop.time()) + seconds)
+            steps.append({"samples_trained": float(count)})
         return steps
+
+
+class Ahead:
+    """What an actor trains of a mini-batch while the rest of it is generated.
+
+    Groups go to the data ranks by their numbers; each rank trains what it has, one after the other.
+    """
+
+    def __init__(self, trainer: CostTrainer, now: float) -> None:
+        self._trainer = trainer
+        self._free = [now] * trainer.strategy.dp
+        """time at which each data rank has trained what it has"""
+
+    def arrived(self, group: int, tokens: int, now: float) -> None:
+        """Samples of a group are here, with so many tokens."""
+        rank = group % len(self._free)
+        self._free[rank] = max(self._free[rank], now) + self._trainer.rank_seconds(tokens)
+
+    def left(self, now: float) -> float:
+        """Return the seconds until all of it is trained, by the ranks that there are now."""
+        left = max(0.0, max(self._free) - now)
+        return left * len(self._free) / self._trainer.strategy.dp
 
 
 class SimulatedActor(LanguageActor):
     """All ranks of the actor."""
 
-    def __init__(self, world: Any, trainer: Any, batches: Any, max_staleness: int) -> None:
+    def __init__(
+        self,
+        world: Any,
+        trainer: Any,
+        batches: Any,
+        max_staleness: int,
+        *,
+        pipelined: bool = False,
+    ) -> None:
         super().__init__(trainer, batches, backend="cost", max_staleness=max_staleness)
         self._world: Site = world
+        self._pipelined = pipelined
         world.actor = self
 
     @property
@@ -155,7 +196,7 @@ class SimulatedActor(LanguageActor):
             iteration = SimulatedIteration(
                 self, self._trainer, self._sizes, epochs=1, max_staleness=self._max_staleness
             )
-            iteration.world = self._world
+            iteration.world, iteration.pipelined = self._world, self._pipelined
             yield iteration
 
 

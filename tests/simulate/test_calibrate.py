@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from rlinf_async.backends.cost.lengths import LogNormal
 from rlinf_async.cli import main
 from rlinf_async.config import Document, UsageError
 from rlinf_async.observe.perfetto import write_perfetto
 from rlinf_async.observe.trace import Span
 from rlinf_async.simulate import SimulationConfig
 from rlinf_async.simulate.calibrate import calibrate
+from tests.jobs.language.kit import TOY
 
 ROWS = [(16, 100.0, 400.0), (16, 150.0, 500.0), (16, 90.0, 800.0), (16, 200.0, 900.0)]
 """samples, mean and longest response of each iteration"""
@@ -79,3 +82,33 @@ def test_a_folder_without_a_run_is_refused(
 ) -> None:
     assert main(["calibrate", str(tmp_path)]) == 2
     assert "has no metrics.csv" in capsys.readouterr().err
+
+
+def test_lengths_whose_tail_was_cut_are_found_by_their_mean(tmp_path: Path) -> None:
+    lengths = LogNormal(median=25.0, ratio=10.0, longest=150).many(64 * 50, 0)
+    np.random.default_rng(1).shuffle(lengths)
+    names = ("response_tokens_median", "response_tokens_p99", "response_tokens_max")
+    head = ("step", "iteration", "samples", "response_tokens", "prompt_tokens", *names)
+    lines, spans = [",".join(head)], []
+    for number, batch in enumerate(lengths.reshape(50, 64)):
+        found = (np.median(batch), np.percentile(batch, 99), batch.max())
+        done = 64 * (number + 1)
+        lines.append(",".join(map(str, (done, number, done, batch.mean(), 10, *found))))
+        spans.append(span("rollout[0]", "generate", 2.0 * number, 1.0))
+        spans.append(span("actor[0]", "train", 2.0 * number + 1.0, 1.0, iteration=number))
+    (tmp_path / "metrics.csv").write_text("\n".join(lines) + "\n")
+    write_perfetto(spans, tmp_path / "trace.json.gz")
+    assert calibrate(tmp_path).lengths["ratio"] == pytest.approx(10.0, rel=0.1)
+
+
+def test_a_run_with_its_configuration_is_simulated_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = TOY.format(data=tmp_path).replace("prompts = 4", "prompts = 8")
+    (made(tmp_path) / "config.toml").write_text(settings)
+    assert main(["calibrate", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "s real, " in printed
+    config = Document("printed", printed).to(SimulationConfig)
+    assert (config.samples, config.hardware.actor_devices) == (16, 1)
+    assert config.work.pipelined

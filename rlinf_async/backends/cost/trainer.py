@@ -44,6 +44,11 @@ class CostTrainer:
         busiest = max(sum(tokens) / strategy.dp, max(tokens, default=0))
         return busiest * self.config.token_seconds / together
 
+    def rank_seconds(self, tokens: int) -> float:
+        """Seconds of a forward and backward pass of so many tokens of one data rank."""
+        together = self.strategy.world_size // self.strategy.dp
+        return tokens * self.config.token_seconds / together
+
     @property
     def version(self) -> int:
         """Number of iterations that were trained."""
