@@ -1,6 +1,7 @@
 """What is gained when devices follow the work, on toy backends whose seconds are those of devices.
 
 The same three devices, one actor and two rollout workers, with and without the policy ``tail``.
+The gain depends on how long training takes beside generation: so other costs are measured, too.
 """
 
 from __future__ import annotations
@@ -8,12 +9,23 @@ from __future__ import annotations
 from rlinf_async.bench import Bar, Bench, Case
 
 POLICIES = ("static", "tail")
+FACTORS = ("0.5", "2")
+"""of the seconds of training a token"""
 
 BENCH = Bench(
     name="scheduler",
     summary="step time of a run whose actor grows into rollout workers' devices, against static",
     cases=tuple(
         Case(policy, ("{python}", "{here}/toys.py", policy, "{out}"), cores=2)
+        for policy in POLICIES
+    )
+    + tuple(
+        Case(
+            f"{policy}, training x {factor}",
+            ("{python}", "{here}/toys.py", policy, "{out}", factor),
+            cores=2,
+        )
+        for factor in FACTORS
         for policy in POLICIES
     ),
     bars=(

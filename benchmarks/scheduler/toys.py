@@ -1,10 +1,11 @@
 """One run of the language job with toy backends, whose time is that of devices.
 
-    python toys.py static|tail OUT
+    python toys.py static|tail OUT [FACTOR]
 
 One actor and two rollout workers have a device each. Response lengths have a long tail, so that
 towards the end of an iteration one rollout worker is enough for what is left, while the actor still
-has most of its samples to train. Prints the seconds of training, and of each iteration.
+has most of its samples to train. Training a token takes FACTOR times as long as usual. Prints the
+seconds of training, and of each iteration.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ MODEL = {
 }
 
 
-def configured(policy: str, data: Path) -> LanguageConfig:
+def configured(policy: str, data: Path, factor: float) -> LanguageConfig:
     """The run's configuration."""
     return LanguageConfig(
         name="scheduler",
@@ -69,7 +70,7 @@ def configured(policy: str, data: Path) -> LanguageConfig:
             micro_batch_size=1,
             global_batches=GLOBAL_BATCHES,
             toy=ToyTrainerConfig(
-                seconds_per_token=TOKEN, seconds_per_step=UPDATE, seconds_to_move=MOVE
+                seconds_per_token=factor * TOKEN, seconds_per_step=UPDATE, seconds_to_move=MOVE
             ),
         ),
         evaluation=EvaluationConfig(samples=0),
@@ -78,13 +79,13 @@ def configured(policy: str, data: Path) -> LanguageConfig:
     )
 
 
-def main(policy: str, out: Path) -> None:
+def main(policy: str, out: Path, factor: float) -> None:
     """Run it, and print what it took."""
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(scratch) / "sums.jsonl"
         lines = [json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) for n in range(600)]
         data.write_text("\n".join(lines) + "\n")
-        summary = LanguageRL().run(configured(policy, data), out / "run", resume=False)
+        summary = LanguageRL().run(configured(policy, data, factor), out / "run", resume=False)
     print(
         json.dumps(
             {
@@ -97,4 +98,4 @@ def main(policy: str, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]) if len(sys.argv) > 3 else 1.0)

@@ -2,8 +2,9 @@
 
 ::
 
-    seed --> loop order, faults: deaths of rollout workers and of the scheduler, instances that do
-             not answer or do not stop for a while, a policy that raises, strategies that fail
+    seed --> loop order, policy, faults: deaths of rollout workers and of the scheduler, instances
+             that do not answer or do not stop for a while, a policy that raises, strategies that
+             fail; requests that are ordered and moved at random
          --> every sample is generated; every iteration trains on all of its own, on-policy; the
              actor is at home between iterations unless it could not go there
 """
@@ -14,19 +15,27 @@ import asyncio
 import random
 from typing import Any, ClassVar
 
+import msgspec
+
 import rlinf_async as ra
 from rlinf_async.backends import registry
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.toy.trainer import ToyTrainer
 from rlinf_async.messages.language import Generated, Request
 from rlinf_async.parallel import Strategy
-from rlinf_async.scheduling import ClusterState, ScalingDecision, ScalingPolicy, load_policy
+from rlinf_async.scheduling import (
+    ClusterState,
+    Migration,
+    ScalingDecision,
+    ScalingPolicy,
+    load_policy,
+)
 from rlinf_async.testing import run as run_seeded
 from rlinf_async.workers.rollout.language import LanguageRolloutReport
 from rlinf_async.workers.scheduler import SchedulerWorker, SchedulingConfig
 from tests.runtime.mortal import MortalBackend
 from tests.workers.rollout.language_kit import Rollout
-from tests.workers.scheduler.kit import BATCHES, Ran, Run
+from tests.workers.scheduler.kit import BATCHES, ENGINE, Ran, Run
 
 ITERATIONS = 2
 LIMITS = SchedulingConfig(policy="tail", answer_seconds=2.0, stop_seconds=4.0, change_seconds=6.0)
@@ -89,15 +98,42 @@ class Unsteady:
         return self._tail.decide(state)
 
 
+class Shuffling:
+    """As `tail`, and besides orders requests and moves them to and fro, at random."""
+
+    orders = True
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance, self._tail = chance, load_policy("tail")
+
+    def decide(self, state: ClusterState, /) -> ScalingDecision:
+        decision, chance = self._tail.decide(state), self._chance
+        names = [one.name for one in state.queued_requests]
+        chance.shuffle(names)
+        serving = [one for one in state.serving if one.number not in decision.stop]
+        full = [one for one in serving if one.requests and one.answers]
+        moves: tuple[Migration, ...] = ()
+        if full and state.phase == "step" and not decision.changes_devices:
+            source = chance.choice(full)
+            others = [one.number for one in serving if one is not source]
+            target = chance.choice([None, *others])
+            here = [one.name for one in source.requests]
+            some = tuple(chance.sample(here, chance.randint(1, len(here))))
+            moves = (Migration(source=source.number, target=target, names=some),)
+        return msgspec.structs.replace(decision, order=tuple(names), migrations=moves)
+
+
 class Unsure(SchedulerWorker):
-    """Has such a policy, now and then."""
+    """Has any policy, now and then one that fails."""
 
     chance: ClassVar[random.Random]
 
     def make_policy(self) -> ScalingPolicy:
         if self.chance.random() < 0.3:
             return Unsteady(self.chance.randrange(8))
-        return super().make_policy()
+        if self.chance.random() < 0.4:
+            return Shuffling(self.chance)
+        return load_policy(self.chance.choice(("tail", "greedy", "longest_first")))
 
 
 class Failing(ToyTrainer):
@@ -127,7 +163,9 @@ def try_seed(seed: int) -> None:
     async def body() -> None:
         backend = MortalBackend()
         async with ra.Cluster(backend) as cluster:
-            run = Run(cluster, config=LIMITS, rollout=Slow, scheduler=Unsure)
+            slots = chance.choice((2, 5, 8))
+            engine = msgspec.structs.replace(ENGINE, slots=slots)
+            run = Run(cluster, engine=engine, config=LIMITS, rollout=Slow, scheduler=Unsure)
             await run.start()
 
             async def kill() -> None:
