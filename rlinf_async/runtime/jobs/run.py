@@ -13,8 +13,8 @@ live view, the trace.
 
 from __future__ import annotations
 
+import asyncio
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -43,10 +43,11 @@ class TrainingClock:
     """Seconds of training, those before a resume included."""
 
     def __init__(self, before: float) -> None:
-        self._start = time.monotonic() - before
+        self._time = asyncio.get_running_loop().time
+        self._start = self._time() - before
 
     def __call__(self) -> float:
-        return time.monotonic() - self._start
+        return self._time() - self._start
 
 
 class Run(Protocol[S_co]):
