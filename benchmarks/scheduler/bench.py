@@ -16,13 +16,13 @@ BENCH = Bench(
     name="scheduler",
     summary="step time of a run whose actor grows into rollout workers' devices, against static",
     cases=tuple(
-        Case(policy, ("{python}", "{here}/toys.py", policy, "{out}"), cores=2)
+        Case(policy, ("{python}", "{here}/toys.py", policy, "{out}", "4", "1"), cores=2)
         for policy in POLICIES
     )
     + tuple(
         Case(
             f"{policy}, training x {factor}",
-            ("{python}", "{here}/toys.py", policy, "{out}", factor),
+            ("{python}", "{here}/toys.py", policy, "{out}", "2", factor),
             cores=2,
         )
         for factor in FACTORS
@@ -40,5 +40,7 @@ BENCH = Bench(
         ),
     ),
     repetitions=1,
-    notes=("toys: 8 iterations of 64 samples in 8 global batches, strictly on-policy; no CPU",),
+    notes=(
+        "toys: 4 iterations, with other costs 2, of 64 samples in 8 global batches, strictly on-policy; no CPU",
+    ),
 )

@@ -1,6 +1,6 @@
 """One run of the language job with toy backends, whose time is that of devices.
 
-    python toys.py static|tail OUT [FACTOR]
+    python toys.py static|tail OUT ITERATIONS FACTOR
 
 One actor and two rollout workers have a device each. Response lengths have a long tail, so that
 towards the end of an iteration one rollout worker is enough for what is left, while the actor still
@@ -30,7 +30,7 @@ from rlinf_async.runtime.jobs.language.config import (
 from rlinf_async.runtime.jobs.language.job import LanguageRL
 from rlinf_async.workers.scheduler import SchedulingConfig
 
-SAMPLES, ITERATIONS, GLOBAL_BATCHES = 64, 8, 8
+SAMPLES, GLOBAL_BATCHES = 64, 8
 STEP, TOKEN, UPDATE, LOAD, MOVE = 0.02, 0.004, 0.02, 0.02, 0.05
 """seconds of a decoding step, of training a token, of an optimizer step, of taking weights, of
 changing the actor's strategy"""
@@ -45,14 +45,14 @@ MODEL = {
 }
 
 
-def configured(policy: str, data: Path, factor: float) -> LanguageConfig:
+def configured(policy: str, data: Path, iterations: int, factor: float) -> LanguageConfig:
     """The run's configuration."""
     return LanguageConfig(
         name="scheduler",
         model=ModelConfig(config=MODEL, tokenizer="arithmetic"),
         data=DataConfig(path=str(data), verifier="exact", shuffle=False),
         training=TrainingConfig(
-            iterations=ITERATIONS, prompts=SAMPLES, group_size=1, checkpoint_every=0, metrics=()
+            iterations=iterations, prompts=SAMPLES, group_size=1, checkpoint_every=0, metrics=()
         ),
         rollout=RolloutConfig(
             backend="toy",
@@ -79,23 +79,25 @@ def configured(policy: str, data: Path, factor: float) -> LanguageConfig:
     )
 
 
-def main(policy: str, out: Path, factor: float) -> None:
+def main(policy: str, out: Path, iterations: int, factor: float) -> None:
     """Run it, and print what it took."""
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(scratch) / "sums.jsonl"
         lines = [json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) for n in range(600)]
         data.write_text("\n".join(lines) + "\n")
-        summary = LanguageRL().run(configured(policy, data, factor), out / "run", resume=False)
+        summary = LanguageRL().run(
+            configured(policy, data, iterations, factor), out / "run", resume=False
+        )
     print(
         json.dumps(
             {
                 "seconds": summary.train_seconds,
-                "step_seconds": summary.train_seconds / ITERATIONS,
-                "missing": SAMPLES * ITERATIONS - summary.samples,
+                "step_seconds": summary.train_seconds / iterations,
+                "missing": SAMPLES * iterations - summary.samples,
             }
         )
     )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]) if len(sys.argv) > 3 else 1.0)
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
