@@ -41,6 +41,7 @@ BENCH = Bench(
     ),
     repetitions=1,
     notes=(
-        "toys: 4 iterations, with other costs 2, of 64 samples in 8 global batches, strictly on-policy; no CPU",
+        "toys: 4 iterations, with other costs 2, of 64 samples in 8 global batches",
+        "strictly on-policy; no CPU",
     ),
 )
