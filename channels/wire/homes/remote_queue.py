@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from types import UnionType
 from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
@@ -21,9 +22,9 @@ from rlinf_async.channels.wire.homes.home_protocol import (
 )
 from rlinf_async.channels.wire.items.item_codec import ItemCodec
 from rlinf_async.channels.wire.links.confirmed_notices import ConfirmedNotices
-from rlinf_async.channels.wire.links.protocol import EndKind, EndRef, Home
+from rlinf_async.channels.wire.links.protocol import EndRef, Home
 from rlinf_async.channels.wire.links.remote_channel import Wire
-from rlinf_async.channels.wire.links.remote_end import next_clone_number
+from rlinf_async.channels.wire.links.remote_end import RemoteEnd, next_clone_number
 from rlinf_async.channels.wire.links.remote_receiver import RemoteReceiver
 from rlinf_async.channels.wire.links.remote_sender import RemoteSender
 from rlinf_async.channels.wire.session.answers import Router
@@ -159,18 +160,8 @@ class RemoteChannel(Generic[T]):
         return f"<RemoteChannel {self.name!r} of {self._wire.connection.peer}>"
 
 
-def _open_end(wire: Wire, kind: EndKind, holder: str | None) -> int:
-    """Open an end of the maker's; its number."""
-    number = next_clone_number()
-    asked = Open(wire.queue, kind, number, holder or current_party.get())
-    wire.connection.notify("home.open", asked, control=True)
-    return number
-
-
-class OwnRemoteSender(RemoteSender[T_contra]):
-    """A sender that counts as open from its first use."""
-
-    __slots__ = ("_unopened",)
+class _OpenFromFirstUse(RemoteEnd):
+    """An end that its channel has made, and that counts as open from its first use."""
 
     def __init__(self, wire: Wire) -> None:
         super().__init__(wire, 0)
@@ -179,47 +170,43 @@ class OwnRemoteSender(RemoteSender[T_contra]):
     def open(self) -> Self:
         if self._unopened:
             self._unopened = self._closed = False
-            self._number = _open_end(self._wire, "sender", None)
-            self._transfers.join(self._number, self)
+            self._number = self._open_there(None)
+            self._join()
         return super().open()
 
     def clone(self, holder: str | None = None) -> Any:
         if not self._unopened:
             super().open()
-        return RemoteSender[T_contra](self._wire, _open_end(self._wire, "sender", holder))
+        return self._plain(self._open_there(holder))
 
     def close(self) -> None:
         self._unopened = False
         super().close()
 
-    def __del__(self) -> None:
-        """It lives as long as its channel."""
+    @abc.abstractmethod
+    def _plain(self, number: int) -> RemoteEnd:
+        """An end of this kind, which is open already."""
 
-
-class OwnRemoteReceiver(RemoteReceiver[T_co]):
-    """A receiver that counts as open from its first use."""
-
-    __slots__ = ("_unopened",)
-
-    def __init__(self, wire: Wire) -> None:
-        super().__init__(wire, 0)
-        self._unopened = self._closed = True
-
-    def open(self) -> Self:
-        if self._unopened:
-            self._unopened = self._closed = False
-            self._number = _open_end(self._wire, "receiver", None)
-            self._link = self._links.find(self._number, None)
-        return super().open()
-
-    def clone(self, holder: str | None = None) -> Any:
-        if not self._unopened:
-            super().open()
-        return RemoteReceiver[T_co](self._wire, _open_end(self._wire, "receiver", holder))
-
-    def close(self) -> None:
-        self._unopened = False
-        super().close()
+    def _open_there(self, holder: str | None) -> int:
+        """Open an end of the maker's; its number."""
+        number = next_clone_number()
+        asked = Open(self._wire.queue, self.kind, number, holder or current_party.get())
+        self._wire.connection.notify("home.open", asked, control=True)
+        return number
 
     def __del__(self) -> None:
         """It lives as long as its channel."""
+
+
+class OwnRemoteSender(_OpenFromFirstUse, RemoteSender[T_contra]):
+    """The sender of a `RemoteChannel`."""
+
+    def _plain(self, number: int) -> RemoteSender[T_contra]:
+        return RemoteSender(self._wire, number)
+
+
+class OwnRemoteReceiver(_OpenFromFirstUse, RemoteReceiver[T_co]):
+    """The receiver of a `RemoteChannel`."""
+
+    def _plain(self, number: int) -> RemoteReceiver[T_co]:
+        return RemoteReceiver(self._wire, number)

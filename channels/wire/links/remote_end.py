@@ -50,6 +50,14 @@ class RemoteEnd(WireEnd):
     def __init__(self, wire: Wire, number: int) -> None:
         super().__init__(wire, number)
         self._closed = False
+        self._join()
+
+    def _join(self) -> None:
+        """Be known by its number to what goes over the connection."""
+
+    @property
+    def kind(self) -> EndKind:
+        return "sender" if isinstance(self, Sender) else "receiver"
 
     def open(self) -> Self:
         if self._closed:
@@ -72,9 +80,13 @@ class RemoteEnd(WireEnd):
         if wire.home is None:
             return None
         self.open()
-        kind: EndKind = "sender" if isinstance(self, Sender) else "receiver"
         return EndRef(
-            self._number, kind, wire.channel_name, queue=wire.queue, form=wire.form, home=wire.home
+            self._number,
+            self.kind,
+            wire.channel_name,
+            queue=wire.queue,
+            form=wire.form,
+            home=wire.home,
         )
 
     def close(self) -> None:

@@ -22,7 +22,6 @@ from rlinf_async.channels.wire.links.receiver_links import (
     ReceiverLinks,
     task_number,
 )
-from rlinf_async.channels.wire.links.remote_channel import Wire
 from rlinf_async.channels.wire.links.remote_end import RemoteEnd
 
 T_co = TypeVar("T_co", covariant=True)
@@ -34,10 +33,9 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
 
     __slots__ = ("_link", "_links")
 
-    def __init__(self, wire: Wire, number: int) -> None:
-        super().__init__(wire, number)
-        self._links = ReceiverLinks.of(wire.connection)
-        self._link = self._links.find(number, None)
+    def _join(self) -> None:
+        self._links = ReceiverLinks.of(self._wire.connection)
+        self._link = self._links.find(self._number, None)
 
     async def get(self, *, key: Key | None = None) -> T_co:
         if self._closed:

@@ -41,10 +41,12 @@ class RemoteSender(RemoteEnd, Sender[T_contra]):
         super().__init__(wire, number)
         self._error: Exception | None = None
         self._reported: type[Exception] | None = None
-        self._transfers = Transfers.of(wire.connection)
-        self._transfers.join(number, self)
         self._account = self._transfers.accounts.find(wire.queue, None)
         self._payloads = RetainedPayloads.over(wire.connection, wire.direct)
+
+    def _join(self) -> None:
+        self._transfers = Transfers.of(self._wire.connection)
+        self._transfers.join(self._number, self)
 
     async def put(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
         transfers, account = self._transfers, self._account

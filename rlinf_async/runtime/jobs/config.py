@@ -19,6 +19,7 @@ from rlinf_async.observe.errors import MetricsError
 from rlinf_async.observe.metrics import find_sink
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.devices import host_devices
+from rlinf_async.runtime.ray.library import is_installed, not_installed
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.errors import BuildError
 
@@ -109,11 +110,13 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """The devices on which this run would be placed, without starting anything.
 
         Raises:
-            UsageError: the Ray cluster cannot be reached.
+            UsageError: Ray is not installed; its cluster cannot be reached.
         """
         address = self.ray.address or os.environ.get("RAY_ADDRESS")
         if self.backend != "ray":
             return host_devices()
+        if not is_installed():
+            raise UsageError(not_installed())
         if not address:  # Ray is started here
             host = socket.gethostname()
             return [msgspec.structs.replace(one, host=host) for one in host_devices()]

@@ -7,6 +7,7 @@
     reservation.py   placement groups: which bundle holds which device
     rank_process.py  the actor: one rank's process
     reaper.py        what is done when a process has ended, also where it was killed
+    call_thread.py   the thread in which Ray's API is called
     process.py       the same from here: start, kill, and how it ended
     output.py        what the actors print
     backend.py       all of it, as a cluster's backend

@@ -13,13 +13,13 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
 
+from rlinf_async.runtime.ray.call_thread import CallThread
 from rlinf_async.runtime.ray.environment import check_runtime_env
 from rlinf_async.runtime.ray.hosts import Host, devices_of, present_hosts
-from rlinf_async.runtime.ray.library import of_ray
+from rlinf_async.runtime.ray.library import not_installed, of_ray
 from rlinf_async.runtime.signals import run_signals
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.errors import BuildError
@@ -35,6 +35,9 @@ LOCAL_STORE_BYTES: Final = 100 << 20
 CALL_SECONDS: Final = 90.0
 """time that a call of Ray's API may take: Ray itself gives a head that is away 60 s to come back"""
 ADDRESS_VARIABLE: Final = "RAY_ADDRESS"
+HTTP2_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HTTP2_SETTINGS: Final = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+"""An empty frame of settings: its fourth byte is the type."""
 
 
 class RaySession:
@@ -52,7 +55,7 @@ class RaySession:
         self._address = address
         self._runtime_env = runtime_env
         self._open = False
-        self._calls = ThreadPoolExecutor(1, thread_name_prefix="ray")
+        self._calls = CallThread("ray")
 
     async def open(self) -> None:
         """Connect.
@@ -204,10 +207,7 @@ def _ray() -> Any:
     try:
         return of_ray()
     except ImportError as error:
-        raise BuildError(
-            f"Ray is not installed ({error}): pip install 'rlinf_async[ray]', or use "
-            "Cluster.process()"
-        ) from error
+        raise BuildError(not_installed(error)) from error
 
 
 def _connect(address: str | None, runtime_env: dict[str, Any] | None) -> str:
@@ -234,7 +234,8 @@ def _connect(address: str | None, runtime_env: dict[str, Any] | None) -> str:
 
 
 def _check_answers(address: str) -> None:
-    """Raise `BuildError` where nobody listens at the address: Ray itself waits for a minute."""
+    """Raise `BuildError` where no gRPC server answers at the address: Ray itself waits for a
+    minute, or for ever."""
     if address == "auto":
         return
     host, colon, port = address.rpartition(":")
@@ -246,9 +247,35 @@ def _check_answers(address: str) -> None:
             "by 'ray job submit' for example"
         )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
+        with socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS) as made:
+            said = _greeting(made)
     except (OSError, OverflowError) as error:
         raise BuildError(
             f"no Ray cluster answers at {address!r} ({error}): is its head running "
             "('ray status' there), and does a firewall let this host reach the port?"
         ) from error
+    if said and said[3:4] != HTTP2_SETTINGS[3:4]:
+        raise BuildError(
+            f"what listens at {address!r} is no head of a Ray cluster: it answers {said!r}. Write "
+            "the address that 'ray start --head' prints, whose port is 6379 by default (8265 is "
+            "that of the dashboard)"
+        )
+
+
+def _greeting(made: socket.socket) -> bytes:
+    """What answers the first bytes of a gRPC client (RFC 9113, 3.4); nothing where TLS would have
+    to come first. An HTTP/2 server begins with a frame of settings.
+
+    Raises:
+        OSError: it does not answer.
+    """
+    if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+        return b""
+    made.sendall(HTTP2_PREFACE + HTTP2_SETTINGS)
+    said = b""
+    while len(said) < len(HTTP2_SETTINGS):
+        more = made.recv(len(HTTP2_SETTINGS) - len(said))
+        if not more:
+            raise ConnectionError("it closes the connection")
+        said += more
+    return said

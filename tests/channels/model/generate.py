@@ -13,8 +13,9 @@ from typing import Final
 from rlinf_async.channels import Key
 from tests.channels.model.program import KEYS, Do, Ending, Kill, Op, Payload, Program, Side, Task
 
-WIRES: Final = ("unix", "tcp", "tls", "process", "direct", "far", "home")
-PROCESSES: Final = ("process", "direct", "far", "home")
+HOMES: Final = ("home", "home-tcp", "home-tls")
+WIRES: Final = ("unix", "tcp", "tls", "process", "direct", "far", *HOMES)
+PROCESSES: Final = ("process", "direct", "far", *HOMES)
 SIZES: Final = (0, 0, 10, 5_000, 70_000, 1_000_000)
 SENDS: Final[tuple[tuple[Do, int], ...]] = (
     ("put", 12), ("put_nowait", 3), ("flush", 2), ("clone", 1), ("close", 1), ("statistics", 1),

@@ -33,6 +33,7 @@ from rlinf_async.channels.wire.homes.home_protocol import Look, Open, Seen
 from rlinf_async.channels.wire.links.confirmed_notices import ConfirmedNotices
 from rlinf_async.channels.wire.links.protocol import End, EndKind
 from rlinf_async.channels.wire.links.remote_end import next_clone_number
+from tests.channels.model.generate import HOMES
 from tests.channels.model.history import Event, History, Journal
 from tests.channels.model.journal_file import judge_death, read_events
 from tests.channels.model.party import Party, SharedEnd
@@ -44,6 +45,9 @@ from tests.channels.model.worker import Order, serve_orders, set_distance
 RECORD_BYTES = 70
 """Of the journal, about; cuts come after so many for each operation."""
 STEP = 0.001
+TCP = "tcp://127.0.0.1:0"
+LISTEN = {"direct": TCP, "far": TCP, "home-tcp": TCP, "home-tls": "tls://127.0.0.1:0"}
+"""where the owner listens; others have a Unix socket"""
 
 
 class Worker:
@@ -129,8 +133,8 @@ async def _run(
     set_distance(transport)
     with tempfile.TemporaryDirectory(prefix="model-") as folder:
         router = Router()
-        owner: Owner = Homed(router) if transport == "home" else ChannelServer(router)
-        address = "tcp://127.0.0.1:0" if transport in ("direct", "far") else Path(folder) / "s"
+        owner: Owner = Homed(router) if transport in HOMES else ChannelServer(router)
+        address = LISTEN.get(transport, Path(folder) / "s")
         async with await serve(
             address, SECRET, name="owner", router=router, patience=CUT_PATIENCE
         ) as server:

@@ -11,14 +11,15 @@ import msgspec
 
 from tests.channels.model.check import check
 from tests.channels.model.differential import differences
+from tests.channels.model.generate import PROCESSES, WIRES
 from tests.channels.model.history import History
 from tests.channels.model.program import Program, operations
 
-TRANSPORTS: Final = ("local", "steps", "unix", "tcp", "tls", "process", "direct", "far", "home")
+TRANSPORTS: Final = ("local", "steps", *WIRES)
 """``steps`` is a local channel beside the reference, compared step by step; ``direct`` are
 processes over TCP whose arrays go from one to the other, ``far`` processes over TCP that count as
-far from the owner; ``home`` are processes whose channel was made by another than its owner."""
-PROCESSES: Final = ("process", "direct", "far", "home")
+far from the owner; ``home`` are processes whose channel was made by another than its owner, over a
+Unix socket, TCP or TLS."""
 PATIENCE: Final = 15.0
 """Seconds without anything going on, after which a program over a wire counts as hung."""
 

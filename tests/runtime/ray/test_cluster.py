@@ -8,20 +8,25 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
 
 import rlinf_async as ra
 from rlinf_async.runtime.placement import Packed, Ranks
+from rlinf_async.runtime.ray import backend
 from rlinf_async.workers.errors import BuildError
 from tests.channels.wire.harness import until
+from tests.runtime.kit import Number
 from tests.runtime.ray.kit import Adder, Broken, Doubler, Hosts, Teller
 from tests.runtime.scripts import running
+from tests.runtime.test_homes import Counter as Counting
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -291,6 +296,63 @@ async def test_arguments_that_cannot_be_sent_are_named(hosts: Hosts) -> None:
     async with ra.Cluster.ray(address=hosts.address) as cluster:
         with pytest.raises(BuildError, match=r"Needy\[0\]#0: .* cannot be sent"):
             await cluster.launch(Needy, Unpicklable)
+
+
+async def test_a_class_that_a_host_does_not_have_is_named(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_here = ModuleType("only_here")
+    monkeypatch.setitem(sys.modules, "only_here", only_here)
+    only_here.Ghost = type("Ghost", (ra.Worker,), {"__module__": "only_here"})  # type: ignore[attr-defined]
+    with pytest.raises(BuildError) as refused:
+        async with ra.Cluster.ray(address=hosts.address) as cluster:
+            await cluster.launch(only_here.Ghost)
+    said = str(refused.value)
+    assert "Ghost[0]" in said
+    assert "cannot be imported: ModuleNotFoundError: No module named 'only_here'" in said
+    assert "Install the package that defines them on every host, or ship it" in said
+
+
+async def test_another_version_on_a_host_is_refused_by_name(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "versions", lambda: {"Python": "3.9", "rlinf_async": "0.0.9"})
+    with pytest.raises(
+        BuildError, match=r"Teller\[0\].* the driver has Python 3.9 and rlinf_async 0.0.9, but"
+    ):
+        async with ra.Cluster.ray(address=hosts.address) as cluster:
+            await cluster.launch(Teller)
+
+
+async def test_a_queue_lives_with_a_worker_of_another_host(hosts: Hosts) -> None:
+    async with ra.Cluster.ray(address=hosts.address, tls=True) as cluster:
+        home = await cluster.launch_one(Counting, name="home", placement=Ranks([2]))
+        other = await cluster.launch_one(Counting, name="other", placement=Ranks([6]))
+        numbers = await cluster.channel_at(home, Number, name="numbers", capacity=7)
+        back = await cluster.channel_at(other, Number, name="back")
+        taking = home.call(Counting.take, numbers.receiver)
+        putting = home.call(Counting.put, back.sender, 30)
+        await other.call(Counting.put, numbers.sender, 50)
+        assert await taking == [*range(50)]
+        with back.receiver as receiver:
+            assert [number.value async for number in receiver] == [*range(30)]
+        await putting
+        assert (await numbers.statistics()).gets == 50
+
+
+async def test_a_home_on_ray_that_dies_is_said_to_those_who_use_it(hosts: Hosts) -> None:
+    async def graph() -> None:
+        async with ra.Cluster.ray(address=hosts.address) as cluster:
+            home = await cluster.launch_one(Counting, name="home", placement=Ranks([2]))
+            other = await cluster.launch_one(Counting, name="other", placement=Ranks([6]))
+            numbers = await cluster.channel_at(home, Number, name="numbers", capacity=7)
+            taking = other.call(Counting.take, numbers.receiver)
+            await numbers.sender.put(Number(1))
+            os.kill(await home.call(Counting.pid), signal.SIGKILL)
+            await taking
+
+    with pytest.raises(ra.WorkerDied, match=r"home\[0\] .* on beta"):
+        await graph()
 
 
 class Needy(ra.Worker):
