@@ -47,6 +47,9 @@ MONARCH_ALL = "calls, arrays: Monarch"
 KEYED = "keyed, 8 to 8: ours"
 MEMORY = "memory, slow consumer: ours"
 CABLES = {"good": "two hosts: ", "bad": "two hosts, 20 ms and 1 % loss: "}
+RAW_TCP, PAST, TLS = "raw TCP (limit)", "worker to worker", "ours, encrypted"
+OF_RAW = {"good": ("4mb", 0.5, 0.7), "bad": ("256kb", 0.4, 0.4)}
+"""size of the arrays, and what is wanted of raw TCP in items/s and in GB/s"""
 
 
 def _alone(name: str, queue: str, *requires: str) -> Case:
@@ -96,6 +99,16 @@ def _times(what: str, metric: str, ours: str, **targets: tuple[str, float]) -> t
     )
 
 
+def _of_raw(cable: str) -> tuple[Bar, ...]:
+    """The bars on what goes between two hosts."""
+    host, (size, items, bytes_) = CABLES[cable], OF_RAW[cable]
+    ours, theirs = f"{host}ours", f"{host}{RAW_TCP}"
+    return (
+        *_times(f"{host}items/s", "items_per_s", ours, **{"raw TCP": (theirs, items)}),
+        *_times(f"{host}GB/s", f"gb_per_s_{size}", ours, **{"raw TCP": (theirs, bytes_)}),
+    )
+
+
 def _quick(what: str, ours: str) -> tuple[Bar, ...]:
     """The bars on something that goes there and back."""
     p50, p99 = (ours, "p50_us"), (ours, "p99_us")
@@ -136,13 +149,14 @@ BENCH = Bench(
         _two(MP_ARRAYS, "of_multiprocessing.py", "arrays"),
         _two(KEYED, "keyed.py"),
         _two(MEMORY, "memory.py"),
+        _two(CABLES["good"] + TLS, "hosts.py", "tls", "good", requires=("cryptography",)),
         *(
             _two(f"{name}{side}", "hosts.py", what, cable)
             for cable, name in CABLES.items()
             for what, side in (
                 ("ours", "ours"),
-                ("raw", "raw TCP (limit)"),
-                ("past", "worker to worker"),
+                ("raw", RAW_TCP),
+                ("past", PAST),
             )
         ),
     ),
@@ -207,6 +221,18 @@ BENCH = Bench(
             (KEYED, "total_per_s"),
             (KEYED, "one_to_one_per_s"),
             at_least=0.5,
+        ),
+        *(bar for cable in CABLES for bar in _of_raw(cable)),
+        quotient(
+            "two hosts: worker to worker past the owner, GB/s / raw TCP",
+            (CABLES["good"] + PAST, "gb_per_s_past"),
+            (CABLES["good"] + RAW_TCP, FOUR),
+            at_least=0.8,
+        ),
+        bound(
+            "two hosts: cores of the owner for each GB/s past it",
+            (CABLES["good"] + PAST, "owner_cores_per_gb_per_s_past"),
+            at_most=0.05,
         ),
         bound("8 to 8 keyed, most / fewest", (KEYED, "most_over_fewest"), at_most=1.2, unit="x"),
         bound("memory after 3 s, 4 KiB items", (MEMORY, "growth_4kb"), at_most=1.05, unit="x"),

@@ -1,10 +1,10 @@
 """What the two hosts of `hosts` do: one owns channels, or raw sockets; the other measures.
 
-    python -m benchmarks.channels.far  ours | raw  good | bad  owner | worker
+    python -m benchmarks.channels.far  ours | tls | raw  good | bad  owner | worker
 
-Both directions are measured, by whoever receives; the slower one counts. Over
-the bad cable round trips are fewer, and arrays are of 256 KiB; the channels have more room, because
-what is on the way counts.
+``tls`` is ours, encrypted. Both directions are measured, by whoever receives; the slower one
+counts. Over the bad cable round trips are fewer, and arrays are of 256 KiB; the channels have more
+room, because what is on the way counts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -91,7 +91,7 @@ class Channels:
         return {end.channel_name: server.end_ref(end, "worker") for end in every}
 
 
-async def own(cable: str) -> None:
+async def own(cable: str, scheme: str) -> None:
     """Own the channels, and be the other side of each case, in turn."""
     router, channels = Router(), Channels(cable)
     server = ChannelServer(router)
@@ -100,7 +100,8 @@ async def own(cable: str) -> None:
         request.reply(Ends(channels.ends(server)))
 
     router.add_sync("ends", Wanted, ends)
-    async with await serve(f"tcp://{OWNER}:{PORTS['ours']}", secret(), router=router, name="owner"):
+    address = f"{scheme}://{OWNER}:{PORTS['ours']}"
+    async with await serve(address, secret(), router=router, name="owner"):
         print("ready", flush=True)
         found = {"items_to_owner": await ours.items_per_s(channels.into.receiver, *SECONDS[cable])}
         await ours.put_items(channels.out.sender)
@@ -115,11 +116,10 @@ async def own(cable: str) -> None:
         await asyncio.Event().wait()  # until it is killed
 
 
-async def visit(cable: str) -> dict[str, float]:
+async def visit(cable: str, scheme: str) -> dict[str, float]:
     """Be the worker."""
-    connection = await connect(
-        f"tcp://{OWNER}:{PORTS['ours']}", secret(), name="worker", router=Router()
-    )
+    address = f"{scheme}://{OWNER}:{PORTS['ours']}"
+    connection = await connect(address, secret(), name="worker", router=Router())
     refs = (await connection.request("ends", Wanted(), reply=Ends))[0].refs
     client = ChannelClient(connection)
 
@@ -173,7 +173,7 @@ class Counting(asyncio.Protocol):
         self.count += len(data)
 
 
-async def own_raw(cable: str) -> None:
+async def own_raw() -> None:
     """Serve the raw sockets."""
     loop = asyncio.get_running_loop()
     for name, protocol in (("echo", raw.Echo), ("items", raw.Writing), ("stream", Streaming)):
@@ -213,12 +213,11 @@ async def per_second(count: Callable[[], int], warm_up: float, seconds: float) -
 
 async def main(what: str, cable: str, side: str) -> None:
     kit.own_core(1 if side == "owner" else 0)
-    owning: Callable[[str], Awaitable[None]] = own if what == "ours" else own_raw
-    visiting = visit if what == "ours" else visit_raw
+    scheme = {"ours": "tcp", "tls": "tls"}.get(what)
     if side == "owner":
-        await owning(cable)
+        await (own_raw() if scheme is None else own(cable, scheme))
     else:
-        kit.done(**await visiting(cable))
+        kit.done(**await (visit_raw(cable) if scheme is None else visit(cable, scheme)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Two hosts: network namespaces of this machine, and a cable between them.
 
-    python hosts.py ours | raw | past  good | bad
+    python hosts.py ours | tls | raw | past  good | bad
 
 ``good`` is a veth pair; ``bad`` delays each packet by 20 ms one way and loses one of a hundred, by
 `tc netem`, or where the kernel lacks that by two tun devices and a thread of this process. The two

@@ -95,6 +95,7 @@ def test_two_hosts_are_measured_or_it_is_said_why_not(what: str, cable: str) -> 
     if what == "past":
         assert found["gb_per_s_through"] > 0
         assert found["gb_per_s_past"] > 0
+        assert found["owner_cores_per_gb_per_s_past"] > 0
         return
     assert found["p50_us"] > (40_000 if cable == "bad" else 0)
     assert found["items_per_s"] > 0

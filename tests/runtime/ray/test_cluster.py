@@ -324,10 +324,18 @@ async def test_another_version_on_a_host_is_refused_by_name(
             await cluster.launch(Teller)
 
 
+async def two_hosts(cluster: ra.Cluster) -> list[ra.WorkerRef[Counting]]:
+    """A worker on beta, and one on gamma."""
+    first = {one.host: at for at, one in reversed([*enumerate(cluster.devices)])}
+    return [
+        await cluster.launch_one(Counting, name=name, placement=Ranks([first[host]]))
+        for name, host in (("home", "beta"), ("other", "gamma"))
+    ]
+
+
 async def test_a_queue_lives_with_a_worker_of_another_host(hosts: Hosts) -> None:
     async with ra.Cluster.ray(address=hosts.address, tls=True) as cluster:
-        home = await cluster.launch_one(Counting, name="home", placement=Ranks([2]))
-        other = await cluster.launch_one(Counting, name="other", placement=Ranks([6]))
+        home, other = await two_hosts(cluster)
         numbers = await cluster.channel_at(home, Number, name="numbers", capacity=7)
         back = await cluster.channel_at(other, Number, name="back")
         taking = home.call(Counting.take, numbers.receiver)
@@ -343,8 +351,7 @@ async def test_a_queue_lives_with_a_worker_of_another_host(hosts: Hosts) -> None
 async def test_a_home_on_ray_that_dies_is_said_to_those_who_use_it(hosts: Hosts) -> None:
     async def graph() -> None:
         async with ra.Cluster.ray(address=hosts.address) as cluster:
-            home = await cluster.launch_one(Counting, name="home", placement=Ranks([2]))
-            other = await cluster.launch_one(Counting, name="other", placement=Ranks([6]))
+            home, other = await two_hosts(cluster)
             numbers = await cluster.channel_at(home, Number, name="numbers", capacity=7)
             taking = other.call(Counting.take, numbers.receiver)
             await numbers.sender.put(Number(1))
