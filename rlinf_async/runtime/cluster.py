@@ -21,12 +21,12 @@ from pathlib import Path
 from types import TracebackType, UnionType
 from typing import Any, Self, TypeVar
 
-from rlinf_async.channels import Channel, Latest, Statistics, Wait, render
-from rlinf_async.channels.waitfor import mark_cut_off
-from rlinf_async.channels.wire import ChannelSeen, HomeMaker, Traffic
+from rlinf_async.channels import Channel, Latest, Wait, render
+from rlinf_async.channels.wire import Traffic
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.backend import Backend, WorkerSpec
 from rlinf_async.runtime.calls import FirstCause, GroupCall
+from rlinf_async.runtime.cluster_channels import ClusterChannels
 from rlinf_async.runtime.deadlock import DeadlockWatch
 from rlinf_async.runtime.group import WorkerGroup, WorkerRef
 from rlinf_async.runtime.homes import HomedChannel
@@ -69,15 +69,13 @@ class Cluster:
     ) -> None:
         check_limits(deadlock_after=deadlock_after, grace=grace)
         self._backend = backend
-        self.channels: dict[str, Channel[Any] | Latest[Any]] = {}
+        self._channels = ClusterChannels(backend)
+        self.channels = self._channels.here
         """by name"""
-        self.homed: dict[str, HomedChannel[Any]] = {}
+        self.homed = self._channels.homed
         """channels whose queues live with workers, by name"""
         self.groups: dict[str, WorkerGroup[Any]] = {}
         """by name"""
-        self._makers: dict[str, HomeMaker] = {}
-        self._seen: list[ChannelSeen] = []
-        """of the channels in ``homed``, when they were last looked at"""
         self._devices = None if devices is None else tuple(devices)
         self.grace = grace
         self._spans: list[Span] = []
@@ -93,7 +91,7 @@ class Cluster:
         self._watch = DeadlockWatch(
             self.channels,
             self.groups,
-            homed=self._look_at_homes,
+            homed=self._channels.look_at_homes,
             waits=self.waits,
             report=self.report,
             on_deadlock=self.abort,
@@ -346,7 +344,7 @@ class Cluster:
             max_weight=max_weight,
             max_deliveries=max_deliveries,
         )
-        self._publish(made)
+        self._channels.publish(made)
         return made
 
     async def channel_at(
@@ -375,23 +373,17 @@ class Cluster:
             HomeLost: it cannot be reached from here.
         """
         self._check_home(home, name)
-        maker = await self._backend.home(home.name)
-        options = {"capacity": capacity, "max_deliveries": max_deliveries}
-        if maker is None:
-            here = self.channel(item_type, name=name, max_weight=max_weight, **options)
-            made = HomedChannel[T](here, home.name)
-        else:
-            try:
-                there = await maker.create(item_type, name=name, max_weight=max_weight, **options)
-            except TypeError as error:
-                raise BuildError(f"channel {name!r} cannot cross to workers: {error}") from error
-            made = HomedChannel[T](there, home.name)
-            self._makers[home.name] = maker
-        self.homed[name] = made
-        return made
+        return await self._channels.make_at(
+            home.name,
+            item_type,
+            name=name,
+            capacity=capacity,
+            max_weight=max_weight,
+            max_deliveries=max_deliveries,
+        )
 
     def _check_home(self, home: WorkerRef[Any], name: str) -> None:
-        self._check_name(name)
+        self._channels.check_name(name)
         group = home.group
         if self.groups.get(group.name) is not group:
             raise BuildError(f"channel {name!r}: {home.name} is no worker of this cluster")
@@ -402,13 +394,6 @@ class Cluster:
                 "restart=, or choose another worker"
             )
 
-    async def _look_at_homes(self) -> list[Statistics]:
-        """Look at the channels whose queues live with workers, for `waits` and `report`."""
-        if self._makers:
-            found = await asyncio.gather(*(maker.look() for maker in self._makers.values()))
-            self._seen = [one for of_home in found for one in of_home]
-        return [one.statistics for one in self._seen]
-
     def latest(self, item_type: type[T] | UnionType, *, name: str) -> Latest[T]:
         """A new `Latest`: a channel that holds only the newest value.
 
@@ -416,33 +401,15 @@ class Cluster:
             BuildError: the name is taken.
         """
         made: Latest[T] = Latest(item_type, name=name)
-        self._publish(made)
+        self._channels.publish(made)
         return made
-
-    def _publish(self, made: Channel[Any] | Latest[Any]) -> None:
-        self._check_name(made.name)
-        try:
-            self._backend.publish(made)
-        except TypeError as error:
-            raise BuildError(f"channel {made.name!r} cannot cross to workers: {error}") from error
-        self.channels[made.name] = made
-
-    def _check_name(self, name: str) -> None:
-        if name in self.channels or name in self.homed:
-            raise BuildError(f"there is a channel {name!r} already: give each its own name")
 
     # ---- what can be seen of it
 
     def waits(self) -> list[Wait]:
         """Everybody who waits on a channel of this cluster, the longest first. Of channels whose
         queues live with workers, those who did within the last second."""
-        cut_off = tuple(f"{name}." for name in self._backend.cut_off())
-        found = [mark_cut_off(wait, cut_off) for wait in self._every_wait()]
-        return sorted(found, key=lambda wait: -wait.seconds)
-
-    def _every_wait(self) -> list[Wait]:
-        here = [wait for channel in self.channels.values() for wait in channel.waits()]
-        return [*here, *(wait for one in self._seen for wait in one.waits)]
+        return self._channels.waits()
 
     def traffic(self) -> list[Traffic]:
         """What went over the connection to each worker's process."""
@@ -454,7 +421,7 @@ class Cluster:
             f"{name} is cut off: reconnecting for {seconds:.1f} s"
             for name, seconds in self._backend.cut_off().items()
         ]
-        return "\n".join([render(self.waits()), *cut_off, *self._dead_letters()])
+        return "\n".join([render(self.waits()), *cut_off, *self._channels.dead_letters()])
 
     @property
     def devices(self) -> Sequence[Device]:
@@ -485,20 +452,6 @@ class Cluster:
 
     def _supervisors(self) -> list[Supervisor]:
         return [one for group in self.groups.values() for one in group.supervisors]
-
-    def _dead_letters(self) -> list[str]:
-        """A line for each channel that gave items up, with the last one's error."""
-        return [
-            f"dead letters of channel {name!r}: {len(dead)}, the last after "
-            f"{dead[-1].deliveries} deliveries: {dead[-1].error}"
-            for name, channel in self.channels.items()
-            if isinstance(channel, Channel) and (dead := channel.dead_letters)
-        ] + [
-            f"dead letters of channel {one.statistics.name!r}: {one.statistics.dead_letters}, the "
-            f"last after {one.dead_letter}"
-            for one in self._seen
-            if one.dead_letter
-        ]
 
     # ---- life
 

@@ -35,6 +35,11 @@ LOCAL_STORE_BYTES: Final = 100 << 20
 CALL_SECONDS: Final = 90.0
 """time that a call of Ray's API may take: Ray itself gives a head that is away 60 s to come back"""
 ADDRESS_VARIABLE: Final = "RAY_ADDRESS"
+TOKENS: Final = (
+    "A head that 'ray start' has started asks for a token by default: set RAY_AUTH_MODE=token, with "
+    "the same file ~/.ray/auth_token on all hosts (RAY_AUTH_MODE=disabled where the head was "
+    "started so)"
+)
 HTTP2_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HTTP2_SETTINGS: Final = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 """An empty frame of settings: its fourth byte is the type."""
@@ -224,12 +229,15 @@ def _connect(address: str | None, runtime_env: dict[str, Any] | None) -> str:
         ray.init(runtime_env=runtime_env, logging_level=logging.ERROR, **options)
     except of_ray("exceptions").AuthenticationError as error:
         raise BuildError(
-            f"Ray at {options['address']!r} does not take the token of this process: {error}. The "
-            "same file ~/.ray/auth_token on all hosts, with RAY_AUTH_MODE=token, is needed where "
-            "the head uses tokens; RAY_AUTH_MODE=disabled where it does not"
+            f"Ray at {options['address']!r} does not take the token of this process: {error}. "
+            f"{TOKENS}"
         ) from error
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as error:
-        raise BuildError(f"cannot connect to Ray at {options['address']!r}: {error}") from error
+        # Ray only prints that it was refused for want of a token.
+        tokens = "" if os.environ.get("RAY_AUTH_MODE") or address is None else f". {TOKENS}"
+        raise BuildError(
+            f"cannot connect to Ray at {options['address']!r}: {error}{tokens}"
+        ) from error
     return str(options["address"])
 
 

@@ -91,6 +91,27 @@ async def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.Monkey
         await enter("127.0.0.1:6379")
 
 
+async def test_a_head_that_asks_for_a_token_is_thought_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray says only that it has failed, as of any other cause."""
+
+    class Refusing:
+        AuthenticationError = PermissionError
+
+        def is_initialized(self) -> bool:
+            return False
+
+        def init(self, **options: object) -> None:
+            raise ConnectionError("Failed to connect to Ray cluster")
+
+    monkeypatch.setattr(session, "of_ray", lambda module="": Refusing())
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with (
+        listening(session.HTTP2_SETTINGS) as address,
+        pytest.raises(BuildError, match=r"Failed to connect .*set RAY_AUTH_MODE=token"),
+    ):
+        await enter(address)
+
+
 @pytest.mark.parametrize("command", ["check", "train"])
 def test_the_command_line_says_so_before_anything_starts(
     command: str,
