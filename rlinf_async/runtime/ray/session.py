@@ -36,8 +36,8 @@ CALL_SECONDS: Final = 90.0
 """time that a call of Ray's API may take: Ray itself gives a head that is away 60 s to come back"""
 ADDRESS_VARIABLE: Final = "RAY_ADDRESS"
 TOKENS: Final = (
-    "A head that 'ray start' has started asks for a token by default: set RAY_AUTH_MODE=token, with "
-    "the same file ~/.ray/auth_token on all hosts (RAY_AUTH_MODE=disabled where the head was "
+    "A head that 'ray start' has started asks for a token by default: set RAY_AUTH_MODE=token, "
+    "with the same file ~/.ray/auth_token on all hosts (RAY_AUTH_MODE=disabled where the head was "
     "started so)"
 )
 HTTP2_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
