@@ -78,7 +78,7 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unmeasured")
 def test_what_is_decided_already_is_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert chosen(config(rollout_workers=3)).rollout_workers == 3
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().out == ""
     assert choose(config(backend="local")).rollout_workers == 0
     gpu = [Device(index=0, kind="cuda", host="a")]
     assert choose(config(), gpu).reason == "the policy has a device of its own"
@@ -117,9 +117,9 @@ def test_measuring_counts_all_environments_of_a_stage(monkeypatch: pytest.Monkey
 def test_check_and_train_print_what_was_chosen(job: Job) -> None:
     found = job.command("check", job.file, *AUTO)
     assert found.code == 0
-    assert "small: rollout_workers = 0 (in one process): everything is in one process" in found.err
-    assert "rollout" not in found.out.split("│")
+    assert "small: rollout_workers = 0 (in one process): everything is in one process" in found.out
+    assert "│ rollout" not in found.out
     ended = job.train(*AUTO)
     assert ended.code == 0
-    assert "small: rollout_workers = 0" in ended.err
+    assert "small: rollout_workers = 0" in ended.out
     assert job.summary.iterations == 6

@@ -16,7 +16,6 @@ Apart has to be a tenth better, because forward passes there are of what happens
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -65,7 +64,7 @@ def chosen(config: EnvironmentSettings, devices: Sequence[Device] | None = None)
     if cluster.rollout_workers != "auto":
         return cluster
     choice = choose(config, devices)
-    print(f"{config.name}: {choice}", file=sys.stderr)
+    print(f"{config.name}: {choice}", flush=True)
     return msgspec.structs.replace(cluster, rollout_workers=choice.rollout_workers)
 
 
