@@ -463,9 +463,10 @@ def request_count(request: Request) -> RequestCount:
 
 
 def in_order(requests: list[Request], names: Collection[str]) -> list[Request]:
-    """Return the requests with these names first, in their order; others after them."""
+    """Return the requests with these names first, in their order, others after them; those of an
+    iteration before those of the next, for which nobody waits yet."""
     place = {name: at for at, name in enumerate(names)}
-    return sorted(requests, key=lambda one: place.get(one.name, len(place)))
+    return sorted(requests, key=lambda one: (one.iteration, place.get(one.name, len(place))))
 
 
 def _by_target(decision: ScalingDecision) -> dict[int | None, list[Migration]]:

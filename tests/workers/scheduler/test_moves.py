@@ -13,6 +13,8 @@ from rlinf_async.scheduling import ClusterState, Migration, ScalingDecision, Sca
 from rlinf_async.testing import explore
 from rlinf_async.workers.rollout.language import LanguageRolloutReport
 from rlinf_async.workers.scheduler import SchedulerWorker
+from rlinf_async.workers.scheduler.worker import in_order
+from tests.backends.requests import request
 from tests.workers.rollout.language_kit import Rollout
 from tests.workers.scheduler.explore import trained_once
 from tests.workers.scheduler.kit import ENGINE, Run
@@ -92,6 +94,16 @@ def test_requests_that_wait_are_taken_in_the_order_that_was_decided() -> None:
                     assert all(one > other for other in numbers[at + 2 :])
 
     explore(body, seeds=range(5))
+
+
+def test_requests_of_the_next_iteration_stay_behind_those_of_this_one() -> None:
+    there = [
+        msgspec.structs.replace(request(number), group=number, iteration=number // 2)
+        for number in range(4)
+    ]
+    first, second, third, fourth = (one.name for one in there)
+    found = [one.name for one in in_order(there, [fourth, second, third])]
+    assert found == [second, first, fourth, third]
 
 
 def test_requests_go_to_the_rollout_worker_that_was_named_with_their_tokens() -> None:
