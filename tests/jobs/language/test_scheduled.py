@@ -26,12 +26,13 @@ def scheduled(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Job
 def test_a_scheduled_run_trains_every_sample_once_and_goes_on_when_it_is_resumed(
     scheduled: Job,
 ) -> None:
-    ended = scheduled.train("--training.iterations", 2)
-    assert ended.code == 0, ended.err
-    assert scheduled.summary.samples == 2 * 16
-    ended = scheduled.train("--resume")
-    assert ended.code == 0, ended.err
-    summary = scheduled.summary
+    critic = ("--actor.advantage.name", "gae", "--cluster.critics", 1, "--actor.epochs", 2)
+    warmup = ("--critic.warmup_iterations", 1)
+    summary = scheduled.succeed("--training.iterations", 2, *critic, *warmup)
+    assert summary.samples == 2 * 16
+    assert summary.scheduler is not None
+    assert summary.scheduler["decisions"] == 9  # in the first iteration the critic alone learns
+    summary = scheduled.succeed("--resume", *critic, *warmup)
     assert summary.staleness is not None
     assert (summary.samples, summary.staleness.max) == (4 * 16, 0)
 
