@@ -44,6 +44,8 @@ class DeviceLedger:
         self._holder: dict[int, str] = {}
         self._loans: dict[int, Loan] = {}
         self._lost: set[int] = set()
+        self._held: dict[str, tuple[int, ...]] | None = None
+        """devices of each holder; None: not known since the last change"""
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -53,7 +55,7 @@ class DeviceLedger:
 
     def held_by(self, holder: str) -> tuple[int, ...]:
         """Return the devices of a holder, by number."""
-        return tuple(sorted(one for one, who in self._holder.items() if who == holder))
+        return self._by_holder().get(holder, ())
 
     @property
     def free(self) -> tuple[int, ...]:
@@ -68,14 +70,20 @@ class DeviceLedger:
 
     def holdings(self) -> tuple[Holding, ...]:
         """Return every holder with its devices, by name."""
-        return tuple(
-            Holding(holder=name, devices=self.held_by(name))
-            for name in sorted(set(self._holder.values()))
-        )
+        held = self._by_holder()
+        return tuple(Holding(holder=name, devices=held[name]) for name in sorted(held))
 
     def loans(self) -> tuple[Loan, ...]:
         """Return the loans, by device."""
         return tuple(self._loans[one] for one in sorted(self._loans))
+
+    def _by_holder(self) -> dict[str, tuple[int, ...]]:
+        if self._held is None:
+            found: dict[str, list[int]] = {}
+            for device in sorted(self._holder):
+                found.setdefault(self._holder[device], []).append(device)
+            self._held = {name: tuple(devices) for name, devices in found.items()}
+        return self._held
 
     # -- changing -----------------------------------------------------------------------------
 
@@ -83,6 +91,7 @@ class DeviceLedger:
         """Give free devices to a holder. Raises `DeviceTaken`; then nothing has changed."""
         wanted = tuple(devices)
         self._check(holder, wanted)
+        self._held = None
         for one in wanted:
             self._holder[one] = holder
 
@@ -95,6 +104,7 @@ class DeviceLedger:
         for one in given:
             if self._holder.get(one) != holder:
                 raise DeviceTaken(f"{holder} cannot release device {one}: {self._who(one)}")
+        self._held = None
         for one in given:
             del self._holder[one]
             self._loans.pop(one, None)
@@ -107,6 +117,7 @@ class DeviceLedger:
         """
         wanted = tuple(devices)
         self._check(borrower, wanted, may_hold=lender)
+        self._held = None
         for one in wanted:
             self._holder[one] = borrower
             self._loans[one] = Loan(device=one, lender=lender, borrower=borrower, until=until)
@@ -121,6 +132,7 @@ class DeviceLedger:
         for one in given:
             if one not in borrowed:
                 raise DeviceTaken(f"device {one} is not on loan to {borrower}: {self._who(one)}")
+        self._held = None
         for one in given:
             self._holder[one] = self._loans.pop(one).lender
         return given
@@ -140,7 +152,7 @@ class DeviceLedger:
                     raise DeviceTaken(f"{name} cannot hold device {one}: {kept[one]} holds it")
                 kept[one] = name
         before = self._holder
-        self._holder = kept
+        self._holder, self._held = kept, None
         self._loans = {
             one: loan for one, loan in self._loans.items() if kept.get(one) == loan.borrower
         }
@@ -150,6 +162,7 @@ class DeviceLedger:
     def lose(self, device: int) -> str | None:
         """Note that a device is gone; return who held it."""
         self._lost.add(device)
+        self._held = None
         self._loans.pop(device, None)
         return self._holder.pop(device, None)
 

@@ -32,7 +32,9 @@ def merged(decision: ScalingDecision, state: ClusterState, size: int) -> Scaling
         if one.answers and one.number not in changing and holdings[instance_name(one.number)]
     ]
     blocks: dict[tuple[int, int], list[InstanceState]] = {}
-    first = {host: min(d for d, h in state.hosts.items() if h == host) for host in _hosts(state)}
+    first: dict[int, int] = {}
+    for device in sorted(state.hosts):
+        first.setdefault(state.hosts[device], device)
     for one in here:
         host = state.hosts[one.devices[0]]
         blocks.setdefault((host, (one.devices[0] - first[host]) // size), []).append(one)
@@ -55,7 +57,3 @@ def merged(decision: ScalingDecision, state: ClusterState, size: int) -> Scaling
         migrations=(*decision.migrations, *migrations(stop)),
         reason=f"{state.unfinished} samples on instances of {size} devices",
     )
-
-
-def _hosts(state: ClusterState) -> set[int]:
-    return set(state.hosts.values())

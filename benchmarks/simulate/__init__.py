@@ -1,0 +1,1 @@
+"""Policies over ``static``, simulated, on clusters of several sizes: ``python -m``."""
