@@ -67,7 +67,9 @@ def table(file: str, sizes: list[int], iterations: int, policies: list[str]) -> 
                 flush=True,
             )
         rate = best.samples_per_device_hour
-        print(f"{devices:7d} {best.actor_devices:6d}  static         {rate:17.1f}  (best placement)")
+        print(
+            f"{devices:7d} {best.actor_devices:6d}  static         {rate:17.1f}  (best placement)"
+        )
 
 
 def main() -> None:

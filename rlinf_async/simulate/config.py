@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from rlinf_async.backends.cost.config import CostEngineConfig, CostTrainerConfig
+from rlinf_async.backends.cost.config import (
+    CostEngineConfig,
+    CostTrainerConfig,
+    EnvCostConfig,
+    InferenceCostConfig,
+)
 from rlinf_async.parallel import valid_dp_sizes
 
 
@@ -113,10 +118,19 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     seed: int = 0
     work: WorkConfig = WorkConfig()
     hardware: HardwareConfig = HardwareConfig()
+    inference: InferenceCostConfig = InferenceCostConfig()
+    env: EnvCostConfig = EnvCostConfig()
     scheduler: PolicyConfig = PolicyConfig()
     faults: FaultConfig = FaultConfig()
 
     def __post_init__(self) -> None:
+        shared, size = self.shared_devices, self.hardware.instance_devices
+        if shared <= self.hardware.actor_devices or shared % size:
+            raise ValueError(
+                f"inference.devices is {self.inference.devices}; of {self.hardware.devices} "
+                f"devices it has to leave a multiple of hardware.instance_devices = {size}, and "
+                f"more than hardware.actor_devices = {self.hardware.actor_devices}"
+            )
         home = self.hardware.actor_devices // self.hardware.actor_tp
         if home not in self.dp_sizes:
             raise ValueError(
@@ -125,6 +139,11 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                 f"{self.mini_batch} samples in groups of {self.work.group_size}; sizes that can: "
                 f"{self.dp_sizes}"
             )
+
+    @property
+    def shared_devices(self) -> int:
+        """Devices of actor and rollout, the first ones; the others are those of inference."""
+        return self.hardware.devices - self.inference.devices
 
     @property
     def prompts(self) -> int:
@@ -145,7 +164,7 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     @property
     def dp_sizes(self) -> list[int]:
         """Data-parallel sizes that the actor can have."""
-        most = self.hardware.devices // self.hardware.actor_tp
+        most = self.shared_devices // self.hardware.actor_tp
         return valid_dp_sizes(self.mini_batch, group_size=self.work.group_size, at_most=most)
 
 

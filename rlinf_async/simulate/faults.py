@@ -19,7 +19,7 @@ class Faults:
 
     def __init__(self, config: SimulationConfig, world: World) -> None:
         self._config, self._world = config.faults, world
-        self._instances = -(-config.hardware.devices // config.hardware.instance_devices)
+        self._instances = config.shared_devices // config.hardware.instance_devices
         self._rng = np.random.default_rng((config.seed, 7))
         self.crashes = self.lost_hosts = self.slowed = 0
 

@@ -3,6 +3,7 @@
 ::
 
     Source --Request--> SimulatedRollout --Sample--> Scorer --ScoredSample--> Collector
+      ^                      ^                         +--> SimulatedInference ---^
       ^                      ^                                                   |
       |                      +------ WeightUpdate ------ SimulatedActor <--SampleGroup
       +---- version ----                                       ^
@@ -12,9 +13,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import msgspec
@@ -40,7 +42,12 @@ from rlinf_async.simulate.bound import by_cause
 from rlinf_async.simulate.config import SimulationConfig
 from rlinf_async.simulate.faults import Faults
 from rlinf_async.simulate.usage import Moment
-from rlinf_async.simulate.workers import Scorer, SimulatedActor, SimulatedRollout
+from rlinf_async.simulate.workers import (
+    Scorer,
+    SimulatedActor,
+    SimulatedInference,
+    SimulatedRollout,
+)
 from rlinf_async.simulate.world import World
 from rlinf_async.testing import VirtualLoop, run_on
 from rlinf_async.workers.actor.config import LanguageBatches
@@ -143,11 +150,25 @@ def simulate(
     loop = VirtualLoop(
         config.seed if shuffled else None, max_steps=max_steps, trace_lines=trace_lines
     )
-    record = run_on(loop, _main(config, on_step, report or _ignored, spans, check))
+    with _no_collection():
+        record = run_on(loop, _main(config, on_step, report or _ignored, spans, check))
     record.result.steps = loop.steps
     record.result.real_seconds = time.perf_counter() - began
     record.trace = loop.trace
     return record
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no garbage but between iterations: collected async generators take steps of the loop,
+    so a run would depend on what the process did before."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _ignored(message: str) -> None:
@@ -192,6 +213,9 @@ class SimulatedRun:
         self.generated: Channel[Sample] = cluster.channel(Sample, name="generated", capacity=room)
         self.scored: Channel[ScoredSample] = cluster.channel(
             ScoredSample, name="scored", capacity=room
+        )
+        self.unchecked: Channel[ScoredSample] = cluster.channel(
+            ScoredSample, name="without log-probs", capacity=room
         )
         self.groups: Channel[SampleGroup] = cluster.channel(
             SampleGroup, name="groups", capacity=config.prompts * ahead
@@ -261,13 +285,18 @@ class SimulatedRun:
             pipelined=config.work.pipelined,
             name="actor",
         )
-        self.scorer = await self._cluster.launch_one(Scorer, world, name="reward")
+        self.scorer = await self._cluster.launch_one(Scorer, world, config.env, name="reward")
+        self.inference = await self._cluster.launch_one(
+            SimulatedInference, world, config.inference, name="inference"
+        )
+        world.samples = self.ledger
         world.group, world.requests, world.groups = self.rollout, self.requests, self.groups
 
     async def train(self, on_step: OnStep) -> None:
         """Run all iterations."""
         with ExitStack() as ends:  # this process's own ends, open between two calls
-            for end in (self.scored.receiver, self.groups.sender, self.groups.receiver):
+            ends_here = (self.scored.receiver, self.requests.receiver, self.groups.receiver)
+            for end in (*ends_here, self.groups.sender):
                 ends.enter_context(end)
             ends.enter_context(self.requests.sender)
             await self._train(on_step)
@@ -281,7 +310,12 @@ class SimulatedRun:
             self.weights.receiver,
             self.taken.sender,
         )
-        scoring = self.scorer.call(Scorer.score, self.generated.receiver, self.scored.sender)
+        inferred = self._config.inference.devices > 0
+        scored = self.unchecked if inferred else self.scored
+        scoring = self.scorer.call(Scorer.score, self.generated.receiver, scored.sender)
+        inferring = inferred and self.inference.call(
+            SimulatedInference.log_probs, self.unchecked.receiver, self.scored.sender
+        )
         await self.world.open()
         background = [
             asyncio.create_task(one)
@@ -298,10 +332,10 @@ class SimulatedRun:
         source: asyncio.Task[None] | None = None
         for number in range(self._config.work.iterations):
             began = loop.time()
-            await self.world.begin(number)
             if source is None:
                 source = asyncio.create_task(self.source.run())
             self.source.trained(number)
+            await self.world.begin(number)
             report = await self.actor.call(
                 SimulatedActor.run_training_pipeline, self.groups.receiver
             )
@@ -310,6 +344,7 @@ class SimulatedRun:
                 self.world.settle()  # nobody waits until its weights are loaded
             await self.actor.call(SimulatedActor.sync_model_to_rollout, self.weights.sender)
             self._account(report, number)
+            gc.collect(0)  # what is new
             self._step_seconds.append(loop.time() - began)
             on_step(number, loop.time())
         assert source is not None
@@ -318,7 +353,7 @@ class SimulatedRun:
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
-        del serving, scoring
+        del serving, scoring, inferring
 
     async def _drop_taken(self) -> None:
         async for _ in self.taken.receiver:

@@ -6,22 +6,26 @@
                        weights in flight, engines that die are its own
     SimulatedActor     `LanguageActor` over `CostTrainer`; one worker stands for all ranks, and lets
                        the seconds of a mini-batch pass where the real one has its compute thread
-    Scorer             scores every sample at once, as a reward worker does
+    Scorer             lets the time of environment steps pass, and scores, as a reward worker does
+    SimulatedInference lets the time of log-probs pass, on devices of its own
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from typing import Any, Protocol
 
+from rlinf_async.backends.cost.config import EnvCostConfig, InferenceCostConfig
 from rlinf_async.backends.cost.engine import CostEngine
 from rlinf_async.backends.cost.trainer import CostTrainer
 from rlinf_async.backends.language import GenerationEngine
 from rlinf_async.channels import LatestSender, Receiver, Sender
 from rlinf_async.messages.language import (
     LanguageTrainReport,
+    Request,
     Sample,
     SampleGroup,
     Scored,
@@ -31,7 +35,11 @@ from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.actor.iteration import Batches, Iteration, Waiting
 from rlinf_async.workers.actor.language import LanguageActor
 from rlinf_async.workers.base import Worker
-from rlinf_async.workers.rollout.language.worker import LanguageRolloutWorker
+from rlinf_async.workers.rollout.language.worker import (
+    AHEAD,
+    LanguageRolloutReport,
+    LanguageRolloutWorker,
+)
 
 
 class Site(Protocol):
@@ -56,6 +64,10 @@ class Site(Protocol):
     async def publishing(self, seconds: float) -> None:
         """Let the time of gathering the weights of a version pass."""
 
+    def inferring(self, tokens: int) -> AbstractContextManager[float]:
+        """Return the context in which log-probs are computed, with its seconds."""
+        ...
+
     def mini_batch(self) -> AbstractAsyncContextManager[None]:
         """Return the context in which the actor trains, and does not change."""
         ...
@@ -67,6 +79,7 @@ class SimulatedRollout(LanguageRolloutWorker):
     def __init__(self, world: Any, engine: Any, config: Any) -> None:
         super().__init__(engine, config, backend="cost")
         self._world: Site = world
+        self._took = asyncio.Event()
         world.rollouts[self.rank] = self
 
     @property
@@ -93,6 +106,35 @@ class SimulatedRollout(LanguageRolloutWorker):
         """Serve, on ``width`` times the devices of home."""
         self.engine.change(width=width)
         await self.onload()
+
+    async def hand_over(self, names: list[str]) -> int:
+        """Put these requests back, and take none until `resume`; returns how many were put back."""
+        return await self.interrupt(names)
+
+    async def hold(self) -> None:
+        """Take no requests until `resume`; those that are here go on."""
+        await self._taking.close()
+
+    async def has_taken(self, names: set[str]) -> None:
+        """Wait until as many of these requests are here as there is room for."""
+        engine = self.engine
+        room = engine.max_concurrent + engine.max_concurrent // AHEAD - len(self._here())
+        wanted = min(len(names), room)
+        while sum(one.name in names for _, one in self._here()) < wanted:
+            self._took.clear()
+            await self._took.wait()
+
+    async def _start_next(
+        self,
+        requests: Receiver[Request],
+        samples: Sender[Sample],
+        room: asyncio.Semaphore,
+        answering: asyncio.TaskGroup,
+        report: LanguageRolloutReport,
+    ) -> bool:
+        began = await super()._start_next(requests, samples, room, answering, report)
+        self._took.set()
+        return began
 
     async def widen(self, width: float) -> None:
         """Go on with other devices: all requests stop for as long as that takes."""
@@ -201,16 +243,55 @@ class SimulatedActor(LanguageActor):
 
 
 class Scorer(Worker):
-    """Scores every sample at once."""
+    """Runs the environment of every sample, and scores it."""
 
-    def __init__(self, world: Any) -> None:
+    def __init__(self, world: Any, env: EnvCostConfig) -> None:
         self._world: Site = world
+        self._env = env
 
     async def score(self, samples: Receiver[Sample], scored: Sender[ScoredSample]) -> int:
         """Score until there are no more; return how many."""
+        room = asyncio.Semaphore(self._env.workers or sys.maxsize)
         count = 0
-        async for sample in samples:
-            count += 1
-            self._world.finished_sample(sample)
-            await scored.put(ScoredSample(sample=sample, outcome=Scored(reward=float(count % 2))))
+        async with asyncio.TaskGroup() as group:
+            async for sample in samples:
+                count += 1
+                self._world.finished_sample(sample)
+                one = ScoredSample(sample=sample, outcome=Scored(reward=float(count % 2)))
+                if self._env.seconds:
+                    group.create_task(self._score_later(one, room, scored))
+                else:
+                    await scored.put(one)
         return count
+
+    async def _score_later(
+        self, one: ScoredSample, room: asyncio.Semaphore, scored: Sender[ScoredSample]
+    ) -> None:
+        async with room:
+            await asyncio.sleep(self._env.seconds)
+        await scored.put(one)
+
+
+class SimulatedInference(Worker):
+    """Computes log-probs of every sample, on devices of its own."""
+
+    def __init__(self, world: Any, config: InferenceCostConfig) -> None:
+        self._world: Site = world
+        self._config = config
+
+    async def log_probs(self, samples: Receiver[ScoredSample], done: Sender[ScoredSample]) -> int:
+        """Pass samples on, in batches, until there are no more; return how many."""
+        count = 0
+        async for batch in samples.leases(weight=self._config.batch, at_least=1):
+            async with batch as items:
+                tokens = sum(_tokens(one.sample) for one in items)
+                with self._world.inferring(tokens) as seconds:
+                    await asyncio.sleep(seconds)
+                for one in items:
+                    await done.put(one)
+                count += len(items)
+        return count
+
+
+def _tokens(sample: Sample) -> int:
+    return len(sample.request.prompt.token_ids) + len(sample.generated.token_ids)

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Literal
 
 from rlinf_async.backends.cost.engine import CostEngine
@@ -27,12 +27,14 @@ from rlinf_async.channels import Channel
 from rlinf_async.messages.language import Request, Sample, SampleGroup
 from rlinf_async.parallel import Strategy
 from rlinf_async.runtime.group import WorkerGroup
+from rlinf_async.runtime.jobs.language.samples import Ledger
 from rlinf_async.scheduling import (
     ACTOR,
     ActorState,
     ClusterState,
     DeviceLedger,
     InstanceState,
+    Migration,
     Rates,
     RequestState,
     SafePolicy,
@@ -47,6 +49,8 @@ from rlinf_async.simulate.config import SimulationConfig
 from rlinf_async.simulate.usage import Usage
 from rlinf_async.simulate.workers import SimulatedActor, SimulatedRollout
 
+PATIENCE = 1.0
+"""seconds for which a migration waits until its target has taken the requests"""
 DETAILED = 8
 """requests for each serving instance up to which a state names every one"""
 
@@ -66,6 +70,7 @@ class World:
         self.actor: SimulatedActor
         self.group: WorkerGroup[SimulatedRollout]
         self.requests: Channel[Request]
+        self.samples: Ledger
         self.groups: Channel[SampleGroup]
         self.policy: SafePolicy = safe(
             load_policy(config.scheduler.policy, ("scheduler", "policy")),
@@ -73,11 +78,11 @@ class World:
             report,
         )
         self.ledger = DeviceLedger(
-            {n: n // hardware.devices_per_host for n in range(hardware.devices)}
+            {n: n // hardware.devices_per_host for n in range(config.shared_devices)}
         )
         size = hardware.instance_devices
         self.homes = [
-            tuple(range(first, first + size)) for first in range(0, hardware.devices, size)
+            tuple(range(first, first + size)) for first in range(0, config.shared_devices, size)
         ]
         tp = hardware.actor_tp
         self.home = Strategy(dp=hardware.actor_devices // tp, tp=tp)
@@ -91,12 +96,13 @@ class World:
         self.decisions: list[tuple[float, ScalingDecision]] = []
         """those that changed something, with their time"""
         self.migrated = 0
+        self._made: dict[str, int] = {}
+        """tokens of requests that were put back, by name"""
         self.checked = False
         """whether invariants are held after each decision"""
         self._phase: Literal["begin", "step", "end"] = "end"
         self._lengths: deque[float] = deque(config.generation.lengths.many(4096, 1), maxlen=8192)
         self._predictor = Predictor(self._lengths)
-        self._tokens = self._predictor.left(0) + config.work.prompt_tokens
         self._turn = asyncio.Lock()
         self._asked_at = 0
         self._returning: set[asyncio.Task[None]] = set()
@@ -144,7 +150,6 @@ class World:
         tokens = len(sample.generated.token_ids)
         self._lengths.append(tokens)
         self._finished[sample.request.iteration] += 1
-        self._tokens += 0.001 * (tokens + len(sample.request.prompt.token_ids) - self._tokens)
         every = max(1, round(self.config.scheduler.every * self.config.samples))
         if self.finished - self._asked_at >= every or self.finished == self.config.samples:
             self._progress.set()
@@ -192,6 +197,14 @@ class World:
         self.usage.worked("actor", spent)
         await asyncio.sleep(seconds)
 
+    @contextmanager
+    def inferring(self, tokens: int) -> Iterator[float]:
+        """The context in which log-probs are computed, with its seconds."""
+        cost = tokens * self.config.inference.token_seconds
+        yield cost / self.config.inference.devices
+        self.usage.spend("inference", cost)
+        self.usage.worked("inference", cost)
+
     # -- deciding ------------------------------------------------------------------------------
 
     def state(self, phase: Literal["begin", "step", "end"]) -> ClusterState:
@@ -201,22 +214,25 @@ class World:
         arrived = self.collected + self.groups.statistics().depth * config.work.group_size
         detailed = config.samples - self.finished <= DETAILED * len(self.homes)
         instances = tuple(self._instance(n, detailed) for n in range(len(self.homes)))
+        queued = self._queued(instances) if detailed and waiting else ()
+        left = self._predictor.left(0)
         return ClusterState(
             time=asyncio.get_running_loop().time(),
             iteration=self.iteration,
             phase=phase,
             samples=config.samples,
             finished=self.finished,
-            tokens=self._tokens,
+            tokens=self._predictor.left(0) + config.work.prompt_tokens,
             longest=self._predictor.longest,
             group=config.work.group_size,
             queued=waiting,
-            queued_expected=waiting * self._predictor.left(0),
+            queued_expected=sum(one.expected for one in queued) if queued else waiting * left,
+            queued_requests=queued,
             hosts=self.ledger.hosts,
             lost=self.ledger.lost,
             instances=instances,
             actor=ActorState(
-                devices=tuple(range(config.hardware.devices)),
+                devices=tuple(range(config.shared_devices)),
                 strategy=self.strategy,
                 home=self.home,
                 strategies=self.strategies,
@@ -230,6 +246,16 @@ class World:
             holdings=self.ledger.holdings(),
             loans=self.ledger.loans(),
             sequence=len(self.decisions),
+        )
+
+    def _queued(self, instances: tuple[InstanceState, ...]) -> tuple[RequestState, ...]:
+        """Return the requests that no instance has taken."""
+        here = {request.name for one in instances for request in one.requests}
+        names = (one.name for one in self.samples.running if one.name not in here)
+        counts = ((name, self._made.get(name, 0)) for name in names)
+        left = self._predictor.left
+        return tuple(
+            RequestState(name=name, made=made, expected=left(made)) for name, made in counts
         )
 
     def _rates(self) -> Rates:
@@ -278,16 +304,20 @@ class World:
             self._phase = phase
             state = self.state(phase)
             decision = self.policy.decide(state)
-            if decision.changes_devices:
+            if decision.changes_devices or decision.migrations:
                 self.decisions.append((state.time, decision))
                 await self._carry_out(decision, state)
                 if self.checked:
                     self.check()
+            if decision.order:
+                await self._put_in_order(decision.order)
             self.note()
 
     async def _carry_out(self, decision: ScalingDecision, state: ClusterState) -> None:
         holdings = holdings_after(decision, state)
         if decision.stop:
+            for number in decision.stop:
+                self._note_made(number)
             counts = await self.group.call_on(list(decision.stop), SimulatedRollout.stop)
             self.migrated += sum(counts)
         actor = actor_after(decision, state.actor)
@@ -302,6 +332,45 @@ class World:
         self._note_holdings()
         self._changed.set()
         await asyncio.gather(*(self._resume(one.instance, state) for one in decision.resume))
+        for each in decision.migrations:
+            if each.source not in decision.stop:
+                await self._migrate(each)
+
+    def _note_made(self, number: int) -> None:
+        self._made |= {name: made for name, made, _ in self.rollouts[number].engine.progress()}
+
+    async def _migrate(self, migration: Migration) -> None:
+        """Requests leave an instance that goes on serving. While they do, their target alone takes
+        requests, so that it gets them; what it has no room for goes to whoever has."""
+        source, target = migration.source, migration.target
+        left = self._predictor.left
+        progress = self.rollouts[source].engine.progress()
+        longest = sorted(progress, key=lambda one: (-left(one[1]), one[0]))
+        names = list(migration.names) or [name for name, _, _ in longest[: migration.count]]
+        self._note_made(source)
+        others = [n for n in self._serving() if target is not None and n not in (source, target)]
+        await self.group.call_on(others, SimulatedRollout.hold)
+        self.migrated += sum(await self.group.call_on([source], SimulatedRollout.hand_over, names))
+        if target is not None:
+            with suppress(TimeoutError):  # an engine may die in this moment
+                async with asyncio.timeout(PATIENCE):
+                    await self.rollouts[target].has_taken(set(names))
+        await self.group.call_on([*others, source], SimulatedRollout.resume)
+
+    def _serving(self) -> list[int]:
+        return [n for n in self.rollouts if self.ledger.held_by(instance_name(n))]
+
+    async def _put_in_order(self, order: tuple[str, ...]) -> None:
+        """Put the requests that wait in this order, others after them: each goes back to the
+        channel in the place of another one."""
+        depth = self.requests.statistics().depth
+        if depth < 2:
+            return
+        place = {name: at for at, name in enumerate(order)}
+        async with self.requests.receiver.lease(weight=depth, at_least=1) as waiting:
+            ordered = sorted(waiting, key=lambda one: place.get(one.name, len(place)))
+            for at, one in enumerate(ordered):
+                waiting.replace(at, one)
 
     async def _reshard(self, seconds: float, actor: ActorState) -> None:
         self.usage.spend("resharding", seconds * actor.strategy.world_size)
@@ -329,9 +398,7 @@ class World:
         nobody else would serve, or the actor holds a device there."""
         async with self._turn:
             gone = {device for device, where in self.ledger.hosts.items() if where == host}
-            serving = {
-                n for n in self.rollouts if self.ledger.held_by(instance_name(n))
-            } - self.unresponsive
+            serving = set(self._serving()) - self.unresponsive
             lost = [n for n in serving if gone & set(self.ledger.held_by(instance_name(n)))]
             if len(lost) == len(serving) or gone & set(self.ledger.held_by(ACTOR)):
                 return False

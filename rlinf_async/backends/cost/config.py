@@ -60,6 +60,47 @@ class CostTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(f"token_seconds is {self.token_seconds}; it must be above 0")
 
 
+class InferenceCostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Workers that compute log-probs of whole samples before they are trained, on own devices."""
+
+    devices: int = 0
+    """of the cluster, that neither rollout nor actor ever has; 0: the actor computes log-probs
+    itself, within ``actor.token_seconds``"""
+    token_seconds: float = 0.0
+    """of one token, on one device"""
+    batch: int = 64
+    """samples that are computed together at most"""
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, ("devices", "token_seconds"))
+        if self.batch < 1:
+            raise ValueError(f"batch is {self.batch}; it must be at least 1")
+        if bool(self.devices) != bool(self.token_seconds):
+            raise ValueError(
+                f"devices is {self.devices} and token_seconds {self.token_seconds}: set both, or "
+                "neither"
+            )
+
+
+class EnvCostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Steps of an environment for each sample, after its tokens: tools, tests, simulators. They
+    need no devices."""
+
+    steps: int = 0
+    """of each sample"""
+    step_seconds: float = 0.0
+    workers: int = 0
+    """samples whose steps run at a time; 0: all"""
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, ("steps", "step_seconds", "workers"))
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps of a sample."""
+        return self.steps * self.step_seconds
+
+
 def check_not_negative(config: msgspec.Struct, names: tuple[str, ...]) -> None:
     """Raise `ValueError` for a value that is below 0, or no number."""
     for name in names:

@@ -131,14 +131,11 @@ class Forecast:
             return 0.0
         if units <= 0.0:
             return math.inf
-        instances = max(1.0, units / width)
         step = (end - begin) / POINTS
         total = 0.0
         for point in range(POINTS):
-            running = self.requests * self.share_beyond(begin + (point + 0.5) * step) / instances
-            together = min(max(running, 1.0), self._slots)
-            queue = max(1.0, running / self._slots)
-            total += step * queue * self._rates.token_seconds(together, width)
+            running = self.requests * self.share_beyond(begin + (point + 0.5) * step)
+            total += step * self._token_seconds(running, units, width)
         return total
 
     @property
@@ -146,6 +143,11 @@ class Forecast:
         """Samples of a mini-batch."""
         actor = self.state.actor
         return self.state.samples * actor.epochs / max(actor.mini_batches, 1)
+
+    def _token_seconds(self, responses: float, units: float, width: float) -> float:
+        running = responses / max(1.0, units / width)
+        together = min(max(running, 1.0), self._slots)
+        return max(1.0, running / self._slots) * self._rates.token_seconds(together, width)
 
     def batch_seconds(self, ranks: int) -> float:
         """Return the seconds of a mini-batch on so many ranks."""
@@ -159,9 +161,7 @@ class Forecast:
     def token_seconds(self, units: float, width: float) -> float:
         """Return the seconds of a token now, in the mean of all responses, if instances were so
         wide."""
-        running = self.requests / max(1.0, units / width)
-        together = min(max(running, 1.0), self._slots)
-        return max(1.0, running / self._slots) * self._rates.token_seconds(together, width)
+        return self._token_seconds(self.requests, units, width)
 
     # -- layouts ------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 As `Greedy`, and besides:
 
 - requests that wait are served longest first, so that the long ones do not begin last;
-- instances are merged into fewer and wider ones (see `widening`) once a token takes a quarter less
+- instances are merged into fewer and wider ones (see `widening`) once a token takes a fifth less
   time there, and that wins more than moving the responses costs;
 - devices that nobody needs go to the instances with the most to do for one request;
 - of instances that are not merged, the one that ends last hands its longest requests to the one
@@ -27,7 +27,7 @@ from rlinf_async.scheduling.state import ClusterState, InstanceState, RequestSta
 THIN = 0.25
 """share of its slots below which an instance's tail is worth more devices"""
 
-FASTER = 0.25
+FASTER = 0.2
 """share of the time of a token that wider instances have to win now, or it is early to merge: the
 fewer responses are left, the less there is to move"""
 
