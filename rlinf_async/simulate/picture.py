@@ -62,6 +62,6 @@ def draw_devices(records: Sequence[Record], path: Path, *, title: str) -> None:
         )
         quiet(axes)
         if place == 0:
-            axes.legend(loc="upper right", fontsize=7, ncols=5, frameon=False)
+            axes.legend(loc="upper right", fontsize=7, ncols=5, framealpha=0.9, edgecolor="none")
     panels[-1].set_xlabel("seconds of virtual time", color=INK, fontsize=9)
     save(figure, path)

@@ -82,7 +82,9 @@ class Forecast:
     def most(self) -> float:
         """Tokens that a response has still to come at most."""
         state = self.state
-        limit = state.longest - self.made if state.longest else LONGEST * self.mean
+        known = [request.made for one in state.instances for request in one.requests]
+        least = min(known, default=self.made)
+        limit = state.longest - least if state.longest else LONGEST * self.mean
         return max(limit, self.mean * 1.05)
 
     @cached_property
