@@ -33,6 +33,8 @@ class PolicyAnswer(NamedTuple):
     """``[N]``, of the distribution that was sampled from"""
     value: Floats
     """``[N]``"""
+    memory: Floats | None = None
+    """``[N, H]``, of a recurrent policy: after these observations"""
 
 
 class PolicyOutputError(RuntimeError):
@@ -69,6 +71,29 @@ class PolicyBackend(Protocol):
 
     def value(self, observation: Seen) -> Floats:
         """Return values ``[N]`` of ``[N, D]`` observations."""
+        ...
+
+
+@runtime_checkable
+class RecurrentPolicyBackend(PolicyBackend, Protocol):
+    """A policy that acts by what it saw before, too. It keeps nothing itself: what it remembers is
+    given with each observation, ``[N, H]``, zeros at the beginning of an episode."""
+
+    @property
+    def memory_size(self) -> int:
+        """``H``"""
+        ...
+
+    def act_from(self, observation: Seen, memory: Floats) -> PolicyAnswer:
+        """As `act`; the answer has the memory after these observations."""
+        ...
+
+    def mode_from(self, observation: Seen, memory: Floats) -> tuple[Floats | Ints, Floats]:
+        """Return the most likely actions, and the memory after these observations."""
+        ...
+
+    def value_from(self, observation: Seen, memory: Floats) -> Floats:
+        """As `value`."""
         ...
 
 

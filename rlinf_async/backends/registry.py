@@ -60,7 +60,7 @@ LANGUAGE_TRAINERS = {
 WITHOUT_COLLECTIVES = frozenset({"toy", "cost"})
 """language trainers whose ranks exchange nothing, and need no torch.distributed"""
 
-POLICIES = {"torch": "rlinf_async.backends.policies.serving:PolicyServer"}
+POLICIES = {"torch": "rlinf_async.backends.policies.serving:serve_policy"}
 
 ENGINES = {
     "toy": "rlinf_async.backends.toy.engine:ToyEngine",

@@ -8,10 +8,10 @@
     Trajectory    env     -> actor     what one stage collected for one iteration, by key of the DP
     rank
 
-Shapes are written with ``E`` envs of one stage, ``T`` steps, ``D`` observation values and ``A``
-columns of actions. Arrays are float32 unless said otherwise. Observations with images or texts are
-structured, without the last dimension: see `rlinf_async.messages.spaces`. Discrete actions are
-int64 ``[T, E]``.
+Shapes are written with ``E`` envs of one stage, ``T`` steps, ``D`` observation values, ``A``
+columns of actions, and ``H`` numbers of a recurrent policy's memory. Arrays are float32 unless said
+otherwise. Observations with images or texts are structured, without the last dimension: see
+`rlinf_async.messages.spaces`. Discrete actions are int64 ``[T, E]``.
 """
 
 from __future__ import annotations
@@ -65,6 +65,10 @@ class Observations(msgspec.Struct, kw_only=True):
     """``[K, D]``: the last observations of the K episodes that were truncated in the last step."""
     deterministic: bool = False
     """The most likely actions are asked for, not sampled ones: evaluation."""
+    memory: Floats | None = None
+    """``[E, H]``: what a recurrent policy remembers of the episodes; None: they all begin"""
+    final_memory: Floats | None = None
+    """``[K, H]``: the same, of the episodes of ``final_observation``"""
 
 
 class Actions(msgspec.Struct, kw_only=True):
@@ -82,6 +86,8 @@ class Actions(msgspec.Struct, kw_only=True):
     """``[K]``: values of ``final_observation``."""
     version: int
     """version of the weights that answered"""
+    memory: Floats | None = None
+    """``[E, H]``: what a recurrent policy remembers after these observations; others: None"""
 
 
 class Trajectory(msgspec.Struct, kw_only=True):
@@ -118,6 +124,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     its own; None: all are samples"""
     incarnation: int = 0
     """Number of restarts of the env worker; another life has other episodes."""
+    memory: Floats | None = None
+    """``[E, H]``: what a recurrent policy remembered before the first step; None: nothing, all 0"""
     last_observation: Seen | None = None
     """``[E, D]``, with ``Collect.transitions``: the observations after the last step"""
     final_observation: Seen | None = None

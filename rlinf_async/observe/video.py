@@ -67,6 +67,7 @@ def record_video(
     seed: int | None = None,
     max_steps: int = 1000,
     time_limit: float | None = None,
+    on_episode: Callable[[], None] | None = None,
     on_frame: Callable[[int, int], None] | None = None,
 ) -> VideoReport:
     """Play episodes and write them as an mp4 (H.264), at the env's own frame rate.
@@ -78,6 +79,7 @@ def record_video(
         act: observation -> action. What it raises goes through as it is.
         max_steps: of one episode, for an env that does not end.
         time_limit: seconds, after which the video ends with the frames that it has; None: no limit.
+        on_episode: called before each episode.
         on_frame: called after each frame with the number of its episode, from 0, and the number of
             frames so far.
 
@@ -105,6 +107,8 @@ def record_video(
         Mp4(partial, fps=_fps(env), shown_as=path) as video,
     ):
         for one in seeds:
+            if on_episode is not None:
+                on_episode()
             total, success, cut = _play(env, act, film, max_steps, seed=one)
             played.append((total, success))
             if cut:

@@ -77,6 +77,26 @@ def test_the_robot_arm_trains_and_is_filmed(tmp_path: pathlib.Path, example: str
     assert (tmp_path / "run" / "video.mp4").stat().st_size > 1000
 
 
+@pytest.mark.parametrize(
+    ("policy", "least", "most"), [("gru", 0.95, 1), ("mlp_categorical", 0, 0.8)]
+)
+def test_a_cue_is_remembered_with_a_memory_and_not_without(
+    tmp_path: pathlib.Path, policy: str, least: float, most: float
+) -> None:
+    """A shorter one than that of ``remember_cue.py``."""
+    done = run(
+        *("-m", "rlinf_async.cli", "train", EXAMPLES / "remember_cue.toml"),
+        *("--out", tmp_path / "run", "--actor.fsdp.policy.name", policy),
+        *("--env.kwargs.length", 4, "--training.steps_per_iteration", 16),
+        *("--training.total_steps", 6400, "--actor.ppo.minibatch_size", 64),
+        *("--actor.fsdp.optimizer.lr", 0.005, "--cluster.backend", "local"),
+    )
+    assert done.stderr == ""
+    summary = read_summary(tmp_path / "run" / "summary.json", EmbodiedSummary)
+    assert summary.success_rate is not None
+    assert least <= summary.success_rate <= most
+
+
 def test_the_pendulum_is_learnt_from_replayed_transitions(tmp_path: pathlib.Path) -> None:
     done = run(
         *("-m", "rlinf_async.cli", "train", EXAMPLES / "sac_pendulum.toml"),

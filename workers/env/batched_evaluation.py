@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlinf_async.messages.embodied import Choice
+from rlinf_async.messages.embodied import Choice, Floats
 from rlinf_async.messages.spaces import Seen
 from rlinf_async.workers.env.batched import BatchedStage
 from rlinf_async.workers.env.evaluation import EvaluatedEpisode
+from rlinf_async.workers.env.memory import after_step
 
 
 class BatchedEvaluation:
@@ -24,6 +25,8 @@ class BatchedEvaluation:
         count = stage.env.num_envs
         self._waiting = [list(episodes[place::count]) for place in range(count)]
         self._oldest = np.full(count, np.iinfo(np.int64).max)
+        self.memory: Floats | None = None
+        """``[E, H]``: what a recurrent policy remembers of the episodes"""
         self.done: list[EvaluatedEpisode] = []
 
     @property
@@ -47,6 +50,7 @@ class BatchedEvaluation:
         """Take one step in every environment."""
         self._oldest = np.minimum(self._oldest, version)
         outcome = self._stage.step(answer)
+        self.memory, _ = after_step(self.memory, outcome)
         ended = np.flatnonzero(outcome.terminated | outcome.truncated)
         for place, episode in zip(ended, outcome.episodes, strict=True):
             if self._waiting[place]:

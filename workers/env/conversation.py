@@ -8,7 +8,7 @@ leaves one to a question that is not open any more: both are dropped, and counte
 from __future__ import annotations
 
 from rlinf_async.channels import EndOfChannel, Receiver, Sender
-from rlinf_async.messages.embodied import Actions, Observations, stage_key
+from rlinf_async.messages.embodied import Actions, Floats, Observations, stage_key
 from rlinf_async.messages.spaces import Seen
 from rlinf_async.workers.env.errors import RolloutGone
 
@@ -35,6 +35,8 @@ class Conversation:
         final_observation: Seen | None = None,
         value_only: bool = False,
         deterministic: bool = False,
+        memory: Floats | None = None,
+        final_memory: Floats | None = None,
     ) -> Actions:
         """Ask about ``observation [E, D]`` and wait for the answer.
 
@@ -52,6 +54,8 @@ class Conversation:
             value_only=value_only,
             final_observation=final_observation,
             deterministic=deterministic,
+            memory=memory,
+            final_memory=final_memory,
         )
         await observations.put(question, weight=len(observation))
         while not self._fits(answer := await self._next(actions)):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from rlinf_async.messages.embodied import Choice
+from rlinf_async.messages.embodied import Choice, Floats
 from rlinf_async.messages.spaces import ObservationSpec, Seen
 from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.seeds import episode_seed
@@ -53,6 +53,8 @@ class Evaluation:
         self._spec = spec
         self._running: list[tuple[Slot, int, int | None]] = []
         self._rows: list[Seen] = []
+        self.memory: Floats | None = None
+        """``[E, H]``: what a recurrent policy remembers of the running episodes"""
         self.done: list[EvaluatedEpisode] = []
 
     @property
@@ -69,6 +71,9 @@ class Evaluation:
             slot.check(row)
             self._rows.append(row)
             self._running.append((slot, episode, None))
+        if self.memory is not None:
+            new = len(self._running) - len(self.memory)
+            self.memory = np.pad(self.memory, ((0, new), (0, 0)))  # of zeros: they begin
         return bool(self._running)
 
     def close(self) -> None:
@@ -78,7 +83,10 @@ class Evaluation:
         """Take one step in every running episode."""
         actions = self._actions.read(answer, len(self._running))
         running, self._running, self._rows = self._running, [], []
-        for (slot, episode, oldest), action in zip(running, actions, strict=True):
+        go_on: list[int] = []
+        for place, ((slot, episode, oldest), action) in enumerate(
+            zip(running, actions, strict=True)
+        ):
             row = self._spec.empty()
             _, _, _, ended = slot.step(action, row)
             slot.check(row)
@@ -86,9 +94,12 @@ class Evaluation:
             if ended is None:
                 self._running.append((slot, episode, acted))
                 self._rows.append(row)
+                go_on.append(place)
             else:
                 self._idle.append(slot)
                 self.done.append(_evaluated(episode, ended, acted))
+        if self.memory is not None:
+            self.memory = self.memory[go_on]
 
 
 def _evaluated(number: int, ended: Episode, version: int) -> EvaluatedEpisode:

@@ -7,7 +7,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlinf_async.messages.embodied import Actions, Collect, Trajectory
+from rlinf_async.messages.embodied import Actions, Collect, Floats, Trajectory
 from rlinf_async.messages.spaces import Seen
 from rlinf_async.workers.env.errors import EnvError
 from rlinf_async.workers.env.stage import Outcome
@@ -29,8 +29,10 @@ class Record:
         stage: int,
         like: Seen,
         incarnation: int = 0,
+        memory: Floats | None = None,
     ) -> None:
-        """``like`` is an array of the stage's observations, ``[E, D]``."""
+        """``like`` is an array of the stage's observations, ``[E, D]``; ``memory`` is what a
+        recurrent policy remembers before the first step, ``[E, H]``."""
         steps, envs = ticket.steps, len(like)
         self._step = 0
         self._cut: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] | None = None
@@ -50,6 +52,7 @@ class Record:
             final_value=np.zeros((steps, envs), np.float32),
             version=np.empty(steps, np.int64),
             incarnation=incarnation,
+            memory=memory,
             episode_return=[],
             episode_length=[],
             episode_success=[],

@@ -31,7 +31,14 @@ import msgspec
 import numpy as np
 
 from rlinf_async.channels import EndOfChannel, Receiver, Sender
-from rlinf_async.messages.embodied import Actions, Collect, Observations, Trajectory, samples_of
+from rlinf_async.messages.embodied import (
+    Actions,
+    Collect,
+    Floats,
+    Observations,
+    Trajectory,
+    samples_of,
+)
 from rlinf_async.messages.spaces import EnvSpec, Seen
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.env.actions import ActionReader
@@ -40,6 +47,7 @@ from rlinf_async.workers.env.batched_evaluation import BatchedEvaluation
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.conversation import Conversation
 from rlinf_async.workers.env.evaluation import EvaluatedEpisode, Evaluation
+from rlinf_async.workers.env.memory import after_step
 from rlinf_async.workers.env.observations import ObservationWriter
 from rlinf_async.workers.env.record import Record
 from rlinf_async.workers.env.seeds import env_seed, episode_seed
@@ -93,6 +101,8 @@ class EnvWorker(Worker):
         self._evaluating = self._conversation(config.stages)
         self._evaluation_slots: list[Slot] = []
         self._stages: list[EnvStage] = []
+        self._memories: list[Floats | None] = [None] * config.stages
+        """what a recurrent policy remembers of each stage's episodes"""
         threads = config.stages if config.parallel else 0
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"{self.name} stage {stage}")
@@ -170,7 +180,13 @@ class EnvWorker(Worker):
         run = await self._pace.run("make envs", self._make_evaluation, mine, plan.seed)
         ask = partial(self._evaluating.ask, observations, actions)
         while await self._pace.run("reset", run.begin):
-            answer = await ask(run.observation, min_version=plan.min_version, deterministic=True)
+            answer = await ask(
+                run.observation,
+                min_version=plan.min_version,
+                deterministic=True,
+                memory=run.memory,
+            )
+            run.memory = answer.memory
             before = len(run.done)
             await self._pace.run("step", run.step, answer.action, answer.version)
             if evaluated is not None:
@@ -218,22 +234,36 @@ class EnvWorker(Worker):
         ask = partial(
             self._conversations[number].ask, observations, actions, min_version=ticket.min_version
         )
-        record = Record(ticket, self.rank, number, stage.observation, self.incarnation)
         if self.config.group_size > 1 and isinstance(stage, Stage):
             seeds = self._group_seeds(ticket, number)
             await self._pace_of(number).run("reset", stage.begin_groups, seeds)
+            self._memories[number] = None
         elif stage.needs_reset:  # the first ticket, or one given up between a step and its reset
             await self._pace_of(number).run("reset", stage.reset)
+            self._memories[number] = None
+        memory, final_memory = self._memories[number], None
+        record = Record(ticket, self.rank, number, stage.observation, self.incarnation, memory)
         final: Seen | None = None
         for _ in range(ticket.steps):
-            answer = await ask(stage.observation, final_observation=final)
+            answer = await ask(
+                stage.observation, final_observation=final, memory=memory, final_memory=final_memory
+            )
             record.acted(stage.observation, answer)
             outcome = await self._step(number, stage, answer)
             record.stepped(outcome)
             final = None if ticket.transitions else outcome.final_observation
+            memory, final_memory = after_step(answer.memory, outcome)
+            self._memories[number] = memory
         if ticket.transitions:
             return record.finish_transitions(stage.observation)
-        return record.finish(await ask(stage.observation, final_observation=final, value_only=True))
+        last = await ask(
+            stage.observation,
+            final_observation=final,
+            value_only=True,
+            memory=memory,
+            final_memory=final_memory,
+        )
+        return record.finish(last)
 
     def _group_seeds(self, ticket: Collect, stage: int) -> list[int]:
         """A seed for each group: of this iteration, whichever life of this worker collects it."""

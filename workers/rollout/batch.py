@@ -5,6 +5,8 @@ Rows of a sampled batch, in this order; ``E`` and ``K`` differ from question to 
     observation [E, D] of each question      -> action, log_prob, value
     final_observation [K, D] of each          -> value alone
 
+A recurrent policy gets the memory of each row with it, and answers with that after it.
+
 Deterministic questions (evaluation) get a pass of their own.
 """
 
@@ -15,8 +17,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rlinf_async.backends.base import PolicyAnswer, PolicyBackend, PolicyOutputError
-from rlinf_async.messages.embodied import Actions, Observations
+from rlinf_async.backends.base import (
+    PolicyAnswer,
+    PolicyBackend,
+    PolicyOutputError,
+    RecurrentPolicyBackend,
+)
+from rlinf_async.messages.embodied import Actions, Floats, Observations
 from rlinf_async.messages.spaces import Seen
 
 Answered = list[tuple[Observations, Actions]]
@@ -40,8 +47,22 @@ def _sampled(policy: PolicyBackend, questions: Sequence[Observations]) -> Answer
     finals = [q.final_observation for q in questions if q.final_observation is not None]
     rows = _rows([*(question.observation for question in questions), *finals])
     version = policy.version
+    memory = _memory(
+        policy,
+        [
+            *((question.memory, question.observation) for question in questions),
+            *(
+                (question.final_memory, question.final_observation)
+                for question in questions
+                if question.final_observation is not None
+            ),
+        ],
+    )
     if all(question.value_only for question in questions):
-        answer = PolicyAnswer(np.empty(0, np.float32), np.empty(0, np.float32), policy.value(rows))
+        nothing = np.empty(0, np.float32)
+        answer = PolicyAnswer(nothing, nothing, _value(policy, rows, memory))
+    elif isinstance(policy, RecurrentPolicyBackend):
+        answer = policy.act_from(rows, memory)
     else:
         answer = policy.act(rows)
     _check(version, action=answer.action, log_prob=answer.log_prob, value=answer.value)
@@ -70,14 +91,36 @@ def _shares(
                 value=answer.value[start:end],
                 final_value=final_value,
                 version=version,
+                memory=None if answer.memory is None else answer.memory[start:end],
             ),
         )
         start = end
 
 
+def _memory(policy: PolicyBackend, parts: Sequence[tuple[Floats | None, Seen]]) -> Floats:
+    """What a recurrent policy remembers, ``[N, H]``; of others an array without columns."""
+    size = policy.memory_size if isinstance(policy, RecurrentPolicyBackend) else 0
+    each = [
+        np.zeros((len(seen), size), np.float32) if memory is None else memory
+        for memory, seen in parts
+    ]
+    return each[0] if len(each) == 1 else np.concatenate(each)
+
+
+def _value(policy: PolicyBackend, rows: Seen, memory: Floats) -> Floats:
+    if isinstance(policy, RecurrentPolicyBackend):
+        return policy.value_from(rows, memory)
+    return policy.value(rows)
+
+
 def _most_likely(policy: PolicyBackend, questions: Sequence[Observations]) -> Answered:
     rows = _rows([question.observation for question in questions])
-    version, action, value = policy.version, policy.mode(rows), policy.value(rows)
+    memory = _memory(policy, [(question.memory, question.observation) for question in questions])
+    version, value, after = policy.version, _value(policy, rows, memory), None
+    if isinstance(policy, RecurrentPolicyBackend):
+        action, after = policy.mode_from(rows, memory)
+    else:
+        action = policy.mode(rows)
     _check(version, action=action, value=value)
     answered: Answered = []
     start = 0
@@ -91,6 +134,7 @@ def _most_likely(policy: PolicyBackend, questions: Sequence[Observations]) -> An
             value=value[start:end],
             final_value=None,
             version=version,
+            memory=None if after is None else after[start:end],
         )
         answered.append((question, answer))
         start = end

@@ -25,15 +25,18 @@ from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.building import building
 from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.cloning import clone
+from rlinf_async.backends.fsdp.columns import side_by_side, valid_steps
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig, PPOConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.minibatch import FlatBatch
 from rlinf_async.backends.fsdp.ppo_update import ppo_epochs
 from rlinf_async.backends.fsdp.rescale import check_strategy, rescale
-from rlinf_async.backends.fsdp.rollout_batch import flat_batch, rows, side_by_side, valid_steps
+from rlinf_async.backends.fsdp.rollout_batch import flat_batch, rows
+from rlinf_async.backends.fsdp.sequences import of_sequences
 from rlinf_async.backends.fsdp.sharding import unwrapped
 from rlinf_async.backends.policies.base import Policy
 from rlinf_async.backends.policies.moments import batch_moments, discounted_returns
+from rlinf_async.backends.policies.recurrent import RecurrentPolicy
 from rlinf_async.messages.embodied import Floats, Trajectory, stage_key
 from rlinf_async.messages.spaces import numbers_of
 from rlinf_async.messages.weights import WeightUpdate
@@ -99,7 +102,10 @@ class EmbodiedTrainer:
                 "iteration needs at least one, and all of the same length"
             )
         batch = flat_batch(self.manager, self._policy, ordered, self.config)
-        metrics = ppo_epochs(self.manager, batch, self.ppo, self._generator)
+        sizes = self.ppo
+        if isinstance(self._policy, RecurrentPolicy):
+            sizes = of_sequences(sizes, len(ordered[0].reward))
+        metrics = ppo_epochs(self.manager, batch, sizes, self._generator)
         metrics |= _value_fit(batch)
         self._update_normalizers(ordered)
         self._version += 1

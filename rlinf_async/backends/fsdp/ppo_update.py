@@ -66,12 +66,12 @@ def ppo_epochs(
 
 
 def standardized(advantage: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Return advantages ``[B]`` with mean 0 and (unbiased) standard deviation 1.
+    """Return advantages of any shape with mean 0 and (unbiased) standard deviation 1.
 
     Where ``weight`` is 0 they do not count.
     """
     counted = advantage if weight is None else advantage[weight > 0]
-    if len(counted) < 2:
+    if counted.numel() < 2:
         return advantage
     deviation, mean = torch.std_mean(counted)
     return advantage.sub(mean).div_(deviation + 1e-8)

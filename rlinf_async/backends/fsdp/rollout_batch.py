@@ -12,10 +12,13 @@ from torch import Tensor
 
 from rlinf_async.algorithms.advantages import AdvantageInputs, compute_advantages
 from rlinf_async.backends.fsdp import levels, ranks
+from rlinf_async.backends.fsdp.columns import side_by_side, valid_steps
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.backends.fsdp.minibatch import FlatBatch
+from rlinf_async.backends.fsdp.sequences import sequence_batch
 from rlinf_async.backends.policies.base import Policy
 from rlinf_async.backends.policies.moments import batch_moments
+from rlinf_async.backends.policies.recurrent import RecurrentPolicy
 from rlinf_async.backends.policies.tensors import Observed, to_tensors
 from rlinf_async.messages.embodied import Bools, Floats, Trajectory
 
@@ -26,7 +29,12 @@ def flat_batch(
     ordered: Sequence[Trajectory],
     config: EmbodiedTrainerConfig,
 ) -> FlatBatch:
-    """Return the samples of all trajectories, with their advantages. Collective."""
+    """Return the samples of all trajectories, with their advantages. Collective.
+
+    A sample of a recurrent policy is a whole sequence.
+    """
+    if isinstance(policy, RecurrentPolicy):
+        return sequence_batch(member, policy, ordered, config)
     reward = side_by_side(ordered, "reward")
     if config.normalize_reward:
         reward = policy.return_normalizer.normalize(reward)
@@ -37,11 +45,6 @@ def flat_batch(
     if one_by_one and config.advantage.group_size == 1:
         return _plain(member, ordered, config, reward, observation)
     return _masked(member, policy, ordered, config, reward, observation)
-
-
-def side_by_side(ordered: Sequence[Trajectory], field: str) -> NDArray[Any]:
-    """The envs of all stages as columns of one array: [T, E, ...] each -> [T, sum E, ...]."""
-    return np.concatenate([getattr(one, field) for one in ordered], axis=1)
 
 
 def rows(array: NDArray[Any]) -> NDArray[Any]:
@@ -81,14 +84,6 @@ def _plain(
         advantage = _normalized_over_ranks(member, batch.advantage, counted)
         batch = batch._replace(advantage=advantage)
     return batch
-
-
-def valid_steps(ordered: Sequence[Trajectory]) -> Bools | None:
-    """``[T, E]``: which steps are samples; None where all are."""
-    if all(one.valid is None for one in ordered):
-        return None
-    every = [np.ones_like(one.terminated) if one.valid is None else one.valid for one in ordered]
-    return np.concatenate(every, axis=1)
 
 
 def _samples(member: ranks.Rank, batch: FlatBatch, valid: Bools) -> FlatBatch:

@@ -6,6 +6,7 @@
     base.py      the base class, and the registry
     mlp.py       one vector of numbers     factored.py   the same, for actions of several factors
     cnn.py       images                    vision_language/   images and text, actions as tokens
+    recurrent.py one vector of numbers, and a memory
     squashed.py  continuous actions within [-1, 1], for soft actor-critic
     moments.py   running statistics, published with the weights
     serving.py   a policy that answers observations in numpy

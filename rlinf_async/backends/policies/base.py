@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,9 @@ class Policy(nn.Module, ABC, Generic[ObservedT]):
     ``forward`` those that are normalised already. ``version``, which is set when weights are
     loaded, names them in errors.
     """
+
+    recurrent: ClassVar[bool] = False
+    """whether it remembers what it saw before: a `RecurrentPolicy`"""
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__()
@@ -141,6 +144,7 @@ policies: Registry[PolicyBuilder] = Registry(
         "rlinf_async.backends.policies.mlp",
         "rlinf_async.backends.policies.factored",
         "rlinf_async.backends.policies.cnn",
+        "rlinf_async.backends.policies.recurrent",
         "rlinf_async.backends.policies.squashed",
         "rlinf_async.backends.policies.vision_language.policy",
     ),

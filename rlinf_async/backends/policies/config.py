@@ -21,6 +21,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     hidden_sizes: tuple[int, ...] = (64, 64)
     channels: tuple[int, ...] = (16, 32, 32)
     """outputs of the convolutions of a CNN; each halves height and width"""
+    memory_size: int = 64
+    """of ``"gru"``: numbers that it remembers"""
     initial_log_std: float = 0.0
     observation_clip: float = 10.0
     """bound of normalised observations, in both directions"""
@@ -45,6 +47,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 f"channels is {self.channels}; there must be at least one, each at least 1"
             )
+        if self.memory_size < 1:
+            raise ValueError(f"memory_size is {self.memory_size}; it must be at least 1")
         if not -20.0 <= self.initial_log_std <= 2.0:
             raise ValueError(
                 f"initial_log_std is {self.initial_log_std}; it must lie between -20 and 2"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
+from torch import Tensor
 
 from rlinf_async.backends.base import PolicyAnswer
-from rlinf_async.backends.policies.base import find_policy
+from rlinf_async.backends.policies.base import Policy, find_policy
 from rlinf_async.backends.policies.config import PolicyConfig
+from rlinf_async.backends.policies.recurrent import MEMORY, RecurrentPolicy
 from rlinf_async.backends.policies.tensors import to_tensors
 from rlinf_async.messages.embodied import Floats, Ints
-from rlinf_async.messages.spaces import Seen
+from rlinf_async.messages.spaces import STATE, Seen
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights import load
 
@@ -22,8 +27,11 @@ class PolicyServer:
 
     def __init__(self, config: PolicyConfig, seed: int = 0, device: str = "cpu") -> None:
         self._device = torch.device(device)
-        self._policy = find_policy(config.name)(config).to(self._device).eval()
+        self._policy = self._build(config).to(self._device).eval()
         self._generator = torch.Generator(self._device).manual_seed(seed)
+
+    def _build(self, config: PolicyConfig) -> Policy[Any]:
+        return find_policy(config.name)(config)
 
     @property
     def version(self) -> int:
@@ -51,3 +59,60 @@ class PolicyServer:
         """Return values ``[N]`` of ``[N, D]``."""
         value: Floats = self._policy.value(to_tensors(observation, self._device)).cpu().numpy()
         return value
+
+
+class RecurrentPolicyServer(PolicyServer):
+    """A `RecurrentPolicyBackend` over a registered policy; `act` and the like begin an episode."""
+
+    _policy: RecurrentPolicy
+
+    def _build(self, config: PolicyConfig) -> RecurrentPolicy:
+        policy = super()._build(config)
+        if not isinstance(policy, RecurrentPolicy):
+            raise TypeError(f"{config.name!r} is not recurrent")
+        return policy
+
+    @property
+    def memory_size(self) -> int:
+        """Numbers of a memory."""
+        return self._policy.memory_size
+
+    def act_from(self, observation: Seen, memory: Floats) -> PolicyAnswer:
+        """Sample actions for ``[N, D]``, given the memories ``[N, H]``."""
+        observed = self._observed(observation, memory)
+        step, after = self._policy.act_and_remember(observed, self._generator)
+        return PolicyAnswer(*(tensor.cpu().numpy() for tensor in (*step, after)))
+
+    def mode_from(self, observation: Seen, memory: Floats) -> tuple[Floats | Ints, Floats]:
+        """Return the most likely actions, and the memories ``[N, H]`` after the observations."""
+        action, after = self._policy.mode_and_remember(self._observed(observation, memory))
+        return action.cpu().numpy(), after.cpu().numpy()
+
+    def value_from(self, observation: Seen, memory: Floats) -> Floats:
+        """Return values ``[N]``, given the memories."""
+        value: Floats = self._policy.value(self._observed(observation, memory)).cpu().numpy()
+        return value
+
+    def act(self, observation: Seen) -> PolicyAnswer:
+        return self.act_from(observation, self._nothing(observation))
+
+    def mode(self, observation: Seen) -> Floats | Ints:
+        return self.mode_from(observation, self._nothing(observation))[0]
+
+    def value(self, observation: Seen) -> Floats:
+        return self.value_from(observation, self._nothing(observation))
+
+    def _nothing(self, observation: Seen) -> Floats:
+        return np.zeros((len(observation), self.memory_size), np.float32)
+
+    def _observed(self, observation: Seen, memory: Floats) -> dict[str, Tensor]:
+        seen = to_tensors(observation, self._device)
+        fields = {STATE: seen} if isinstance(seen, Tensor) else seen
+        remembered = to_tensors(memory, self._device)
+        return {**fields, MEMORY: remembered} if isinstance(remembered, Tensor) else fields
+
+
+def serve_policy(config: PolicyConfig, seed: int = 0, device: str = "cpu") -> PolicyServer:
+    """Return the server that the registered policy needs."""
+    recurrent = getattr(find_policy(config.name), "recurrent", False)
+    return (RecurrentPolicyServer if recurrent else PolicyServer)(config, seed, device)

@@ -96,6 +96,8 @@ def _check_fit(config: EmbodiedConfig) -> None:
 
         found = find_policy(policy.name)
         levels = getattr(found, "levels", levels)
+        if getattr(found, "recurrent", False):
+            _check_recurrent(config)
         misfit = getattr(found, "misfit", None)
         if misfit is not None and (problem := misfit(policy)):
             raise ConfigError(f"policy {policy.name!r}: {problem}", path=(*FSDP, "policy", "name"))
@@ -110,6 +112,34 @@ def _check_fit(config: EmbodiedConfig) -> None:
                 path=("actor", *setting),
             )
     _check_demonstrations(config)
+
+
+def _check_recurrent(config: EmbodiedConfig) -> None:
+    """Raise `ConfigError` for what a recurrent policy cannot have."""
+    policy, steps = config.actor.fsdp.policy, config.training.steps_per_iteration
+    ppo = config.actor.ppo
+    for setting, size in (
+        ("minibatch_size", ppo.minibatch_size),
+        ("micro_batch_size", ppo.micro_batch_size or 0),
+    ):
+        if size % steps:
+            raise ConfigError(
+                f"{size} steps are no whole sequences of training.steps_per_iteration = {steps} "
+                f"steps, on which the recurrent policy {policy.name!r} is trained: take a multiple "
+                f"of {steps}",
+                path=("actor", "ppo", setting),
+            )
+    if config.env.group_size > 1:
+        raise ConfigError(
+            f"{config.env.group_size}, but the recurrent policy {policy.name!r} is trained on "
+            "whole iterations, not on groups of episodes: leave it out",
+            path=("env", "group_size"),
+        )
+    if config.actor.cloning.demonstrations or config.demonstrations.policy:
+        raise ConfigError(
+            f"the recurrent policy {policy.name!r} cannot clone demonstrations: leave them out",
+            path=("actor", "cloning", "demonstrations"),
+        )
 
 
 def _check_demonstrations(config: EmbodiedConfig) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
+import numpy as np
 
+from rlinf_async.backends.base import PolicyBackend, RecurrentPolicyBackend
 from rlinf_async.messages.embodied import TrainReport
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.observe.errors import ObserveError, VideoError
@@ -250,7 +252,7 @@ def _record(
     headline: Headline,
     make_trainer: Callable[[], Checkpointed],
 ) -> None:
-    policy = _trained_policy(config, folder.checkpoints, make_trainer)
+    policy = Player(_trained_policy(config, folder.checkpoints, make_trainer))
     env = make_env(config.env)
     try:
         writer = ObservationWriter(env.observation_space, config.env.name)
@@ -261,7 +263,7 @@ def _record(
 
     def act(observation: Any) -> Any:
         writer.write(observation, row[0])
-        return reader.read(policy(row.copy()), 1)[0]
+        return reader.read(policy.act(row.copy()), 1)[0]
 
     wanted = config.evaluation
     with ProgressView() as view:
@@ -277,6 +279,7 @@ def _record(
             episodes=wanted.video_episodes,
             seed=wanted.seed,
             time_limit=wanted.video_seconds,
+            on_episode=policy.begin,
             on_frame=show,
         )
     if made.cut:
@@ -289,8 +292,8 @@ def _record(
 
 def _trained_policy(
     config: EnvironmentSettings, checkpoints: Path, make_trainer: Callable[[], Checkpointed]
-) -> Callable[[Seen], Any]:
-    """The deterministic policy of the newest checkpoint."""
+) -> PolicyBackend:
+    """The policy of the newest checkpoint."""
     from rlinf_async.backends.registry import load_policy_backend
 
     progress = load_progress(checkpoints, EmbodiedProgress)
@@ -300,4 +303,24 @@ def _trained_policy(
     trainer.load_checkpoint(checkpoints / progress.checkpoint)
     policy = load_policy_backend("torch")(config.acting_policy, 0, "cpu")
     policy.load(trainer.publish())
-    return policy.mode
+    return policy
+
+
+class Player:
+    """The deterministic policy in one environment, with what a recurrent one remembers."""
+
+    def __init__(self, policy: PolicyBackend) -> None:
+        self._policy = policy
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an episode."""
+        if isinstance(self._policy, RecurrentPolicyBackend):
+            self._memory = np.zeros((1, self._policy.memory_size), np.float32)
+
+    def act(self, row: Seen) -> Any:
+        """The action ``[1, A]`` for an observation ``[1, D]``."""
+        if not isinstance(self._policy, RecurrentPolicyBackend):
+            return self._policy.mode(row)
+        action, self._memory = self._policy.mode_from(row, self._memory)
+        return action

@@ -1,0 +1,160 @@
+"""Recurrent policies: they remember what they saw since the episode began.
+
+An observation is then a mapping: ``state [N, D]``, and ``memory [N, H]``, what was remembered
+before it (zeros at the beginning of an episode). Training takes whole sequences: ``state
+[N, T, D]``, ``memory [N, H]`` before the first step, and ``starts [N, T]``, 1 at the steps that
+begin an episode, before which the memory is forgotten.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rlinf_async.backends.policies.base import Evaluation, Policy, Step, register_policy
+from rlinf_async.backends.policies.config import PolicyConfig, mlp_misfit
+from rlinf_async.backends.policies.distribution import ActionDistribution
+from rlinf_async.backends.policies.mlp import run_mlp, run_values, tanh_mlp
+from rlinf_async.messages.spaces import STATE
+
+MEMORY: Final = "memory"
+STARTS: Final = "starts"
+
+Observation = Mapping[str, Tensor]
+
+
+class RecurrentPolicy(Policy[Observation]):
+    """A policy whose answers depend on a memory ``[N, H]``, too.
+
+    `act`, `mode` and `value` take single observations, ``forward`` whole sequences: log-probs,
+    entropies and values are then ``[N, T]``.
+    """
+
+    recurrent = True
+    memory_size: int
+    """``H``"""
+
+    @abstractmethod
+    def act_and_remember(
+        self, observation: Observation, generator: torch.Generator | None = None
+    ) -> tuple[Step, Tensor]:
+        """Sample actions; return the memory ``[N, H]`` after the observations, too."""
+
+    @abstractmethod
+    def mode_and_remember(self, observation: Observation) -> tuple[Tensor, Tensor]:
+        """Return the most likely actions, and the memory ``[N, H]`` after the observations."""
+
+    def act(self, observation: Observation, generator: torch.Generator | None = None) -> Step:
+        return self.act_and_remember(observation, generator)[0]
+
+    def mode(self, observation: Observation) -> Tensor:
+        return self.mode_and_remember(observation)[0]
+
+
+@register_policy("gru")
+class GruPolicy(RecurrentPolicy):
+    """An MLP, a gated recurrent unit (Cho et al. 2014), and a linear layer each for action and
+    value; observations of one vector, any action space.
+    """
+
+    @classmethod
+    def misfit(cls, config: PolicyConfig) -> str:
+        if config.action_chunk > 1:
+            return (
+                f"it acts once for each observation, and env.action_chunk is {config.action_chunk}"
+            )
+        return mlp_misfit(config)
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__(config)
+        self._spec = config.acts
+        self.memory_size = config.memory_size
+        sizes = (config.observation_size, *config.hidden_sizes)
+        self.encoder = nn.Sequential(
+            *(tanh_mlp(pair, output_gain=2**0.5) for pair in pairwise(sizes))
+        )
+        self.gates = nn.GRUCell(sizes[-1], config.memory_size)
+        for weight in (self.gates.weight_ih, self.gates.weight_hh):
+            nn.init.orthogonal_(weight)
+        nn.init.zeros_(self.gates.bias_ih)
+        nn.init.zeros_(self.gates.bias_hh)
+        self.actor = tanh_mlp((config.memory_size, self._spec.outputs), output_gain=0.01)
+        self.critic = tanh_mlp((config.memory_size, 1), output_gain=1.0)
+        continuous = sum(one.size for one in self._spec.factors if one.kind == "continuous")
+        self.log_std = nn.Parameter(torch.full((continuous,), config.initial_log_std))
+
+    @torch.no_grad()
+    def act_and_remember(
+        self, observation: Observation, generator: torch.Generator | None = None
+    ) -> tuple[Step, Tensor]:
+        memory = self._advance(observation)
+        outputs, value = run_mlp(self.actor, memory), run_values(self.critic, memory)
+        self.require_finite(outputs=outputs, value=value)
+        action, log_prob = self._distribution(outputs).sample(generator)
+        return Step(action, log_prob, value), memory
+
+    @torch.no_grad()
+    def mode_and_remember(self, observation: Observation) -> tuple[Tensor, Tensor]:
+        memory = self._advance(observation)
+        outputs = run_mlp(self.actor, memory)
+        self.require_finite(outputs=outputs)
+        return self._distribution(outputs).mode(), memory
+
+    @torch.no_grad()
+    def value(self, observation: Observation) -> Tensor:
+        value = run_values(self.critic, self._advance(observation))
+        self.require_finite(value=value)
+        return value
+
+    def forward(self, normalized: Observation, action: Tensor) -> Evaluation:
+        state, memory, starts = normalized[STATE], normalized[MEMORY], normalized[STARTS]
+        inputs = self._inputs(state)
+        kept = (1.0 - starts).unsqueeze(-1)
+        remembered = []
+        for step in range(state.shape[1]):
+            memory = self._gated(inputs[:, step], memory * kept[:, step])
+            remembered.append(memory)
+        features = torch.stack(remembered, 1).flatten(0, 1)  # [N * T, H]
+        distribution = self._distribution(run_mlp(self.actor, features))
+        rows = action.flatten(0, 1)
+        shape = state.shape[:2]
+        # Sums over one element: FSDP2 loses its hooks on outputs that are views.
+        log_prob, entropy, value = (
+            one.view(*shape, 1).sum(-1)
+            for one in (
+                distribution.log_prob(rows),
+                distribution.entropy(),
+                run_values(self.critic, features),
+            )
+        )
+        return Evaluation(log_prob, entropy, value)
+
+    def _distribution(self, outputs: Tensor) -> ActionDistribution:
+        return ActionDistribution(self._spec, outputs, self.log_std)
+
+    def _advance(self, observation: Observation) -> Tensor:
+        """The memory ``[N, H]`` after observations as the environment gave them."""
+        normalized = self.observation_normalizer.forward(observation[STATE])
+        return self._gated(self._inputs(normalized), observation[MEMORY])
+
+    def _inputs(self, state: Tensor) -> Tensor:
+        """The part of the gates ``[..., 3 H]`` that does not depend on the memory."""
+        hidden = state
+        for layer in self.encoder:
+            hidden = layer(hidden).tanh()
+        return functional.linear(hidden, self.gates.weight_ih, self.gates.bias_ih)
+
+    def _gated(self, inputs: Tensor, memory: Tensor) -> Tensor:
+        """One step of a GRU, as `torch.nn.GRUCell` has it."""
+        recurrent = functional.linear(memory, self.gates.weight_hh, self.gates.bias_hh)
+        reset_x, update_x, new_x = inputs.chunk(3, -1)
+        reset_h, update_h, new_h = recurrent.chunk(3, -1)
+        reset, update = torch.sigmoid(reset_x + reset_h), torch.sigmoid(update_x + update_h)
+        new = torch.tanh(new_x + reset * new_h)
+        return torch.lerp(new, memory, update)
