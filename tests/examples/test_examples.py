@@ -83,7 +83,7 @@ def test_the_robot_arm_trains_and_is_filmed(tmp_path: pathlib.Path, example: str
 def test_a_cue_is_remembered_with_a_memory_and_not_without(
     tmp_path: pathlib.Path, policy: str, least: float, most: float
 ) -> None:
-    """A shorter one than that of ``remember_cue.py``."""
+    """In the environment of "remember_cue.py", with shorter episodes."""
     done = run(
         *("-m", "rlinf_async.cli", "train", EXAMPLES / "remember_cue.toml"),
         *("--out", tmp_path / "run", "--actor.fsdp.policy.name", policy),
