@@ -13,6 +13,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Final
+
+UNEVEN: Final = "; or stage_layers="
+"""in a line about layers, before the counts that would fit"""
 
 
 class ParallelError(Exception):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rlinf_async.parallel.errors import StrategyError, nearest_divisors
+from rlinf_async.parallel.errors import UNEVEN, StrategyError, nearest_divisors
 from rlinf_async.parallel.sharding import Replicated, Sharding
 
 
@@ -119,8 +119,12 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         name = f"pp={self.pp}" + (
             f" x virtual_stages={self.virtual_stages}" if chunks > self.pp else ""
         )
-        near, even = nearest_divisors(chunks, layers), list(even_layers(layers, chunks))
-        return [f"{name} does not divide {layers} layers; nearest: {near}; or stage_layers={even}"]
+        fault = (
+            f"{name} does not divide {layers} layers; nearest: {nearest_divisors(chunks, layers)}"
+        )
+        if chunks > layers:
+            return [fault]
+        return [f"{fault}{UNEVEN}{list(even_layers(layers, chunks))}"]
 
     def stage_of_layers(self, layers: int) -> list[int]:
         """Return the pipeline stage of each layer. Raises `StrategyError`."""

@@ -69,8 +69,14 @@ def rescale(
     Raises `StrategyError` for what `check_strategy` refuses, and what `Rescale.run` does.
     """
     launched = manager.groups.launched
-    check_strategy(strategy, launched)
+    refusal: StrategyError | None = None
+    try:
+        check_strategy(strategy, launched)
+    except StrategyError as error:
+        refusal = error
     if launched == 1:
+        if refusal is not None:
+            raise refusal
         old = manager.strategy
         return RescaleReport(old, old, True, 0.0, 0, 0, 0, 0, (extra,))
     change = FSDPChange(manager, strategy.dp)
@@ -81,7 +87,7 @@ def rescale(
         timeout=timeout,
         bucket_bytes=bucket_bytes,
         extra=extra,
-        objection=objection,
+        objection=refusal or objection,
     ).run()
 
 

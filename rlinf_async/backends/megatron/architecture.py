@@ -14,10 +14,12 @@ from rlinf_async.parallel import (
     ModelMismatch,
     Parameter,
     Strategy,
+    StrategyError,
     Whole,
     layout,
 )
 from rlinf_async.parallel.decoders import Decoder, megatron
+from rlinf_async.parallel.errors import UNEVEN
 
 FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
 VOCABULARY_MULTIPLE: Final = 1
@@ -102,7 +104,10 @@ def layout_of(architecture: Architecture, strategy: Strategy) -> Layout:
     model = megatron(decoder, vocabulary_multiple=VOCABULARY_MULTIPLE)
     if architecture.values:
         model = _with_value_head(model, decoder)
-    return layout(model, strategy)
+    try:
+        return layout(model, strategy)
+    except StrategyError as error:  # stages have the same number of layers each here
+        raise StrategyError([one.partition(UNEVEN)[0] for one in error.faults]) from None
 
 
 def _with_value_head(model: Model, decoder: Decoder) -> Model:

@@ -6,7 +6,6 @@ which first wait for what it computes.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, Final
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlinf_async.backends.language import MicroBatch
+from rlinf_async.backends.megatron.objects import decode, encode
 
 NO_SAMPLES: Final = (
     "a global batch has no samples on a rank that reads them: give every data rank at least one"
@@ -61,20 +61,45 @@ class Feed:
         for work, _ in sending:
             work.wait()
 
-    def broadcast(self, value: Any, source: int | None = None) -> Any:
-        """Return the value of one rank, of the reading one if not said. Collective."""
+    def broadcast(self, value: Any, kind: Any, source: int | None = None) -> Any:
+        """Return the value, of this type, of one rank; of the reading one if not said.
+        Collective.
+
+        The others' values are not looked at. A rank that has no value which could travel raises
+        `TypeError`, and the others `ValueError`.
+        """
         if self._group is None:
             return value
-        box = [value]
-        dist.broadcast_object_list(
-            box, self._ranks[0] if source is None else source, group=self._group
-        )
-        return box[0]
+        source = self._ranks[0] if source is None else source
+        if dist.get_rank() != source:
+            return self._announced(kind, source)
+        data = b""
+        try:
+            data = encode(value)
+        finally:
+            self._announce(data, source)
+        return value
+
+    def _announce(self, data: bytes, source: int) -> None:
+        """Empty: there is nothing to come."""
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, source, group=self._group)
+        if data:
+            dist.broadcast(_tensor(data), source, group=self._group)
+
+    def _announced(self, kind: Any, source: int) -> Any:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, source, group=self._group)
+        if not int(size):
+            raise ValueError(f"rank {source} has nothing that could travel: see its own error")
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, source, group=self._group)
+        return decode(data.numpy().tobytes(), kind)
 
     def _received(self) -> Iterator[MicroBatch]:
         last = False
         while not last:
-            one: MicroBatch | None = self._receive()
+            one = self._receive()
             if one is None:
                 raise ValueError(NO_SAMPLES)
             last = one.is_last
@@ -82,7 +107,7 @@ class Feed:
 
     def _send(self, one: MicroBatch | None) -> None:
         """None: there are no micro-batches."""
-        data = torch.frombuffer(bytearray(pickle.dumps(one)), dtype=torch.uint8)
+        data = _tensor(encode(one))
         size = torch.tensor([len(data)])
         for rank in self._ranks[1:]:
             for tensor in (size, data):
@@ -90,12 +115,17 @@ class Feed:
                 assert work is not None
                 self._sending.append((work, tensor))
 
-    def _receive(self) -> Any:
+    def _receive(self) -> MicroBatch | None:
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, self._ranks[0], group=self._group)
-        data = torch.zeros(int(size), dtype=torch.uint8)
+        data = torch.empty(int(size), dtype=torch.uint8)
         dist.recv(data, self._ranks[0], group=self._group)
-        return pickle.loads(data.numpy().tobytes())
+        one: MicroBatch | None = decode(data.numpy().tobytes(), MicroBatch | None)
+        return one
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _counted(micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -32,6 +32,7 @@ from rlinf_async.backends.megatron.custom_forward import (
     PaddedBatch,
     custom_forward,
 )
+from rlinf_async.backends.megatron.errors import IdleRank, OffloadedError
 from rlinf_async.backends.megatron.feed import Feed
 from rlinf_async.backends.megatron.forward import read_statistics, read_values
 from rlinf_async.backends.megatron.grid import Grid, make_grid
@@ -52,10 +53,6 @@ from rlinf_async.parallel import DataRank, GlobalTensor, Strategy, StrategyError
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class IdleRank(RuntimeError):
-    """The rank holds no part of the model: the strategy does not use it."""
 
 
 class RankModel(NamedTuple):
@@ -136,17 +133,20 @@ class MegatronModelManager:
         grid = make_grid(self.strategy, self.groups)
         self.take(grid, self.build(grid, partial(load_weights, tensor=tensor)))
 
-    def build(self, grid: Grid, fill: Callable[[list[Held]], None]) -> RankModel:
+    def build(
+        self, grid: Grid, fill: Callable[[list[Held]], None], reused: Iterable[Tensor] = ()
+    ) -> RankModel:
         """Build this rank's part of the model for a strategy; ``fill`` gives it its weights.
 
-        Nothing is changed, and no other rank is waited for.
+        ``reused``: buffers of parameters and gradients that go on being used. Nothing is changed,
+        and no other rank is waited for.
         """
         chunks = [
             chunk.to(self.device) for chunk in build_stage(self.architecture, grid, self.options)
         ]
         held = held_weights(chunks, self.architecture, grid)
         fill(held)
-        models = with_gradients(chunks, grid, self.sharding)
+        models = with_gradients(chunks, grid, self.sharding, reused)
         optimizer = make_optimizer(models, grid, self.cfg.optimizer, self.sharding)
         vocabulary = self.architecture.decoder.vocabulary
         read = read_values if self.architecture.values else read_statistics(vocabulary, grid)
@@ -184,6 +184,11 @@ class MegatronModelManager:
                 f"({self.strategy.sizes})"
             )
         return self.part
+
+    def check_onloaded(self, doing: str) -> None:
+        """Raise `OffloadedError` while weights or optimizer are offloaded."""
+        if self.weights_offloaded or self.optimizer_offloaded:
+            raise OffloadedError(f"{doing} while the model is offloaded: call onload() first")
 
     @property
     def held(self) -> list[Held]:
@@ -424,12 +429,13 @@ class MegatronModelManager:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.grid.data)
         return int(found)
 
-    def from_last_stage(self, value: Any) -> Any:
-        """Return the value of the last stage's rank. Collective among the ranks of one model."""
+    def from_last_stage(self, value: Any, kind: Any) -> Any:
+        """Return the value, of this type, of the last stage's rank. Collective among the ranks of
+        one model."""
         strategy, place = self.strategy, self.grid.place
         assert place is not None
         source = strategy.tp * (place.dp + strategy.dp * (strategy.pp - 1))
-        return self.feed.broadcast(value, source)
+        return self.feed.broadcast(value, kind, source)
 
     def gather_parameters(self) -> None:
         """Have the last step's parameters of all data ranks, where they are gathered as the next

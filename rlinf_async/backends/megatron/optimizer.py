@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from rlinf_async.backends.megatron.buffers import buffers_in
 from rlinf_async.backends.megatron.grid import Grid
 from rlinf_async.backends.megatron.library import of_megatron
 from rlinf_async.backends.optimizer_config import OptimizerConfig
@@ -30,10 +32,17 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
         """Return the elements from which a bucket of gradients is full; None: there is one."""
         return max(40_000_000, 1_000_000 * dp) if self.overlap else None
 
+    def places(self, dp: int) -> tuple[int | None, int]:
+        """Return what the places of parameters in Megatron's buffers depend on, besides them: the
+        size of buckets, and what each is padded to a multiple of."""
+        return self.bucket_elements(dp), math.lcm(dp, 128) if self.distributed else 1
 
-def with_gradients(chunks: Sequence[nn.Module], grid: Grid, sharding: Sharding) -> list[Any]:
+
+def with_gradients(
+    chunks: Sequence[nn.Module], grid: Grid, sharding: Sharding, reused: Iterable[Tensor] = ()
+) -> list[Any]:
     """Wrap each chunk of a stage in Megatron's data parallelism, which holds its gradients in
-    float32."""
+    float32. ``reused``: buffers to hold them in."""
     distributed = of_megatron("distributed")
     config = distributed.DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -43,12 +52,13 @@ def with_gradients(chunks: Sequence[nn.Module], grid: Grid, sharding: Sharding) 
         average_in_collective=False,
         bucket_size=sharding.bucket_elements(grid.strategy.dp),
     )
-    wrapped = [
-        distributed.DistributedDataParallel(
-            chunk.config, config, chunk, pg_collection=grid.groups, disable_bucketing=number > 0
-        )
-        for number, chunk in enumerate(chunks)
-    ]
+    with buffers_in(reused):
+        wrapped = [
+            distributed.DistributedDataParallel(
+                chunk.config, config, chunk, pg_collection=grid.groups, disable_bucketing=number > 0
+            )
+            for number, chunk in enumerate(chunks)
+        ]
     finalize = partial(_finalize, distributed.finalize_model_grads)
     for chunk in chunks:
         of_chunk: Any = chunk.config

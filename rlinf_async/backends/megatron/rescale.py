@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.megatron.architecture import Architecture, layout_of
+from rlinf_async.backends.megatron.buffers import buffers_of
 from rlinf_async.backends.megatron.grid import Grid, make_grid
 from rlinf_async.backends.megatron.groups import Key
 from rlinf_async.backends.megatron.library import of_megatron
@@ -38,6 +39,7 @@ from rlinf_async.backends.megatron.shards import (
     state_layout,
     state_of,
     stepped_weights,
+    unchanged,
 )
 from rlinf_async.backends.megatron.state import MOMENTS
 from rlinf_async.backends.megatron.weights import Held, zero_padding
@@ -101,9 +103,15 @@ def rescale(
 
     Raises `StrategyError` for what `check_strategy` refuses, and what `Rescale.run` does.
     """
-    check_strategy(strategy, manager.architecture, manager.launched)
+    refusal: StrategyError | None = None
+    try:
+        check_strategy(strategy, manager.architecture, manager.launched)
+    except StrategyError as error:
+        refusal = error
     old = manager.strategy
     if manager.launched == 1:
+        if refusal is not None:
+            raise refusal
         return RescaleReport(old, old, True, 0.0, 0, 0, 0, 0, (extra,))
     return Rescale(
         MegatronChange(manager, strategy, settle),
@@ -112,12 +120,8 @@ def rescale(
         timeout=timeout,
         bucket_bytes=bucket_bytes,
         extra=extra,
-        objection=objection,
+        objection=refusal or objection,
     ).run()
-
-
-class OffloadedError(RuntimeError):
-    """Take weights and optimizer back to the device first."""
 
 
 class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -174,8 +178,7 @@ class MegatronChange(Change):
             raise StrategyError(
                 [f"virtual_stages={self._old.virtual_stages}: interleaved stages cannot change"]
             )
-        if manager.weights_offloaded or manager.optimizer_offloaded:
-            raise OffloadedError("rescale() while the model is offloaded: call onload() first")
+        manager.check_onloaded("rescale()")
         progress = None
         if manager.part is not None:
             progress = Progress(
@@ -203,7 +206,8 @@ class MegatronChange(Change):
         assert grid is not None
         if holds(manager.rank, self._new):
             self._random_states = _tracker().get_states()
-            self._part = manager.build(grid, self._fill)
+            reused = buffers_of(manager.models) if self._keeps_buffers else ()
+            self._part = manager.build(grid, self._fill, reused)
             check_ranges(self._part.held, self._part.optimizer, grid, manager.sharding)
         self._plan_weights()
         self._plan_state()
@@ -255,21 +259,38 @@ class MegatronChange(Change):
         return progress
 
     def _fill(self, held: list[Held]) -> None:
-        """Share what this rank has already; else leave it to the move, but for padding."""
+        """Share what this rank has already; leave the rest to the move, but for padding."""
         manager = self._manager
-        if manager.sharding.distributed or not self._same_weights:
-            zero_padding(held)
-            return
-        # With the distributed optimizer, parameters lie in one buffer, which depends on dp.
+        shared = set[str]()
+        if manager.active and (self._keeps_buffers or not manager.sharding.distributed):
+            old, new = (layout_of(manager.architecture, one) for one in (self._old, self._new))
+            shared = unchanged(old, new, manager.rank)
         own = {one.name: one.parameter for one in manager.held}
         for one in held:
-            one.parameter.data = own[one.name].data
+            if one.name in shared:
+                one.parameter.data = own[one.name].data
+            elif manager.sharding.distributed:
+                # Megatron copies it into its buffer: nothing is read from memory this way.
+                zero = one.parameter.new_zeros(1).detach()
+                one.parameter.data = zero.expand(one.parameter.shape)
+        if not manager.sharding.distributed:
+            zero_padding([one for one in held if one.name not in shared])
 
     @property
-    def _same_weights(self) -> bool:
+    def _keeps_buffers(self) -> bool:
+        """Whether only other ranks come or go: this one's parameters stay where they are, and so
+        do its gradients, which are 0.
+
+        Not where data ranks gather parameters as the next forward pass needs them: the old ones are
+        behind then, and a change that fails must leave them so.
+        """
         manager = self._manager
+        sharding = manager.sharding
+        if not manager.active or (sharding.distributed and sharding.overlap):
+            return False
         old, new = (layout_of(manager.architecture, one) for one in (self._old, self._new))
-        return manager.active and same_slices(old, new, manager.rank)
+        places = {sharding.places(one.dp) for one in (self._old, self._new)}
+        return len(places) == 1 and same_slices(old, new, manager.rank)
 
     def _plan_weights(self) -> None:
         """Weights and kept weights: whole parameters of each rank's slice."""
@@ -326,13 +347,15 @@ class MegatronChange(Change):
         dtype: torch.dtype,
         device: torch.device,
     ) -> dict[str, Tensor]:
-        """Return this rank's tensors of the new layout, flat, to be filled; or those that it has,
-        where they stay the same."""
+        """Return this rank's tensors of the new layout, flat, to be filled; those that it has
+        already where they stay the same."""
         rank = self._manager.rank
-        if have and same_slices(old, new, rank):
-            return dict(have)
+        same = unchanged(old, new, rank) & have.keys()
         made = allocate(new, rank, device=device, dtype=dtype)
-        return {name: one.view(-1) for name, one in made.items()}
+        return {
+            name: have[name].view(-1) if name in same else one.view(-1)
+            for name, one in made.items()
+        }
 
 
 def _has_moments(manager: MegatronModelManager) -> bool:
@@ -358,7 +381,9 @@ def _free(part: RankModel, other: RankModel | None) -> None:
     groups: list[Any] = []
     for model in part.models:
         groups += [*model.bucket_groups, *model.expert_parallel_bucket_groups]
-    buffers = _buffers(part)
+    buffers = [
+        one for model in part.models for one in (*model.buffers, *model.expert_parallel_buffers)
+    ]
     for one in getattr(part.optimizer, "chained_optimizers", [part.optimizer]):
         one.optimizer.state.clear()
         one.optimizer.param_groups.clear()
@@ -371,16 +396,7 @@ def _free(part: RankModel, other: RankModel | None) -> None:
 
 def _tensors(part: RankModel) -> Iterator[Tensor]:
     """Yield the large tensors of a part."""
-    for buffer in _buffers(part):
-        yield from (one for one in (buffer.param_data, buffer.grad_data) if one is not None)
+    yield from buffers_of(part.models)
     yield from (one.parameter for one in part.held)
     state = state_of(part.held, part.optimizer).state
     yield from (one for kind in state.values() for one in kind.values())
-
-
-def _buffers(part: RankModel) -> list[Any]:
-    return [
-        buffer
-        for model in part.models
-        for buffer in (*model.buffers, *model.expert_parallel_buffers)
-    ]

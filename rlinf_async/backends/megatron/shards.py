@@ -131,6 +131,12 @@ def set_moments(
         replace_moments(kept, found, steps)
 
 
+def unchanged(old: Layout, new: Layout, rank: int) -> set[str]:
+    """Return the names of what a rank holds alike under both layouts."""
+    before, after = ({one.name: one for one in side.of_rank(rank)} for side in (old, new))
+    return {name for name, one in after.items() if before.get(name) == one}
+
+
 def same_slices(old: Layout, new: Layout, rank: int) -> bool:
     """Whether a rank holds the same under both layouts."""
     before, after = ({one.name: one for one in side.of_rank(rank)} for side in (old, new))

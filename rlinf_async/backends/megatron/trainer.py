@@ -120,11 +120,15 @@ class MegatronTrainerBase:
     # ---- training
 
     def training_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
-        """Make one optimizer step. Collective."""
+        """Make one optimizer step. Collective. Raises `OffloadedError` while offloaded."""
         return self._step(micro_batches, None)
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
-        """Add the gradients of one global batch, undivided, to those that are there. Collective."""
+        """Add the gradients of one global batch, undivided, to those that are there. Collective.
+
+        Raises `OffloadedError` while offloaded.
+        """
+        self.manager.check_onloaded("forward_backward()")
         return self._accumulate(micro_batches, None).metrics
 
     def get_forward_step_func(self) -> Callable[..., Any]:
@@ -173,6 +177,7 @@ class MegatronTrainerBase:
         self, micro_batches: Iterable[MicroBatch], loss: LanguageLossConfig | None
     ) -> Mapping[str, float]:
         manager = self.manager
+        manager.check_onloaded("an optimizer step")
         manager.zero_grad()
         try:
             found = self._accumulate(micro_batches, loss)
@@ -208,7 +213,8 @@ class MegatronTrainerBase:
             row = totals.row(manager.device)
             manager.sum_over_data(row)
             totals.take(row)
-        found = Accumulated(*manager.from_last_stage((totals.metrics(), totals.units)))
+        own = Accumulated(totals.metrics(), totals.units)
+        found: Accumulated = manager.from_last_stage(own, Accumulated)
         check_finite(found.metrics, manager.steps)
         return found
 
@@ -239,7 +245,7 @@ class MegatronTrainerBase:
         self, samples: Sequence[TrainingSample], read: Callable[[Any], Tensor]
     ) -> list[Floats]:
         manager = self.manager
-        samples = manager.feed.broadcast(list(samples))
+        samples = manager.feed.broadcast(list(samples), list[TrainingSample])
         if not samples:
             return []
         limit = self.config.max_tokens_per_forward
@@ -256,7 +262,7 @@ class MegatronTrainerBase:
                 packed = pack_samples(chosen, masks, manager.device)
                 yield Work(packed, answer, number == len(parts), len(parts))
 
-        answers = manager.from_last_stage(manager.inference.infer(work(), len(parts)))
+        answers = manager.from_last_stage(manager.inference.infer(work(), len(parts)), list[Floats])
         found: dict[int, Floats] = {}
         for part, numbers in zip(parts, answers, strict=True):
             ends = np.cumsum([len(samples[at].response_ids) for at in part])[:-1]

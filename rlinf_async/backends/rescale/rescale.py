@@ -33,7 +33,7 @@ from rlinf_async.backends.rescale.change import Change
 from rlinf_async.backends.rescale.errors import RescaleError, RescaleUndecided
 from rlinf_async.backends.rescale.transaction import StageResult, Transaction
 from rlinf_async.backends.reshard import NotAgreed, PeerLost, Report
-from rlinf_async.parallel import Strategy
+from rlinf_async.parallel import Strategy, StrategyError
 
 _attempts = itertools.count()
 """Of this process, like torch's groups: models share one store, and all ranks rescale them in the
@@ -60,7 +60,9 @@ class Rescale:
         timeout: seconds, waiting for other ranks included.
         bucket_bytes: memory for buckets.
         extra: of the old active ranks, comes to all in the report.
-        objection: why this rank cannot change; no rank changes then.
+        objection: why this rank cannot change; no rank changes then. An error is raised on this
+            rank as it is. It takes part all the same: the others would wait for it in vain, and
+            count one attempt more than it does.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Rescale:
         timeout: float,
         bucket_bytes: int,
         extra: bytes = b"",
-        objection: str = "",
+        objection: str | StrategyError = "",
     ) -> None:
         self.change = change
         self.old, self.new = old, new
@@ -91,9 +93,10 @@ class Rescale:
     def run(self) -> RescaleReport:
         """Go through all stages. Called by all launched ranks, between two optimizer steps.
 
-        Raises `RescaleError` when a rank failed, and `reshard.PeerLost` when one died or needed
-        more than ``timeout`` seconds. Whatever it is, every rank that lives is as it was. Raises
-        `RescaleUndecided` when that cannot be known any more.
+        Raises `RescaleError` when a rank failed, `reshard.PeerLost` when one died or needed more
+        than ``timeout`` seconds, and this rank's objection where that is an error. Whatever it is,
+        every rank that lives is as it was. Raises `RescaleUndecided` when that cannot be known any
+        more.
         """
         stages: tuple[tuple[str, Callable[[], bytes | None]], ...] = (
             ("connect", self.connect),
@@ -111,6 +114,8 @@ class Rescale:
             if self._abort(error):
                 self._disconnect(error)
                 self.change.roll_back()
+                if isinstance(self._objection, StrategyError):
+                    raise self._objection from error
                 if isinstance(error, RescaleError | PeerLost) or not isinstance(error, Exception):
                     raise
                 raise RescaleError(f"on this rank ({self._rank}): {error!r}") from error
@@ -121,6 +126,8 @@ class Rescale:
 
     def propose(self) -> bytes:
         """Return this rank's `Proposal`; raises where it cannot change."""
+        if isinstance(self._objection, StrategyError):
+            raise self._objection
         if self._objection:
             raise RescaleError(self._objection)
         content = self.change.propose()

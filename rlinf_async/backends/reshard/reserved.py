@@ -74,6 +74,14 @@ def untouched(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
     return torch.frombuffer(room, dtype=dtype).view(tuple(shape))
 
 
+def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a new buffer of zeros; the pages of a large one on the CPU are touched by whoever uses
+    them first, as the system clears them then."""
+    made = untouched(shape, dtype, device)
+    is_mapped = device.type == "cpu" and made.nbytes >= MAPPED_BYTES
+    return made if is_mapped and hasattr(mmap, "MADV_HUGEPAGE") else made.zero_()
+
+
 class Reservations:
     """Reserved address space of the tensors of one rank, by kind (weights, a moment) and name.
 

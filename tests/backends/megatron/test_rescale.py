@@ -113,7 +113,8 @@ def test_what_a_rank_keeps_is_not_moved(runs: Runs) -> None:
     ("strategy", "text"),
     [
         (Strategy(tp=3), "tp=3 does not divide .*; nearest tp that fits all of it: 2"),
-        (Strategy(pp=3), r"pp=3 does not divide 2 layers; nearest: 2"),
+        (Strategy(pp=3), r"pp=3 does not divide 2 layers; nearest: 2$"),
+        (Strategy(pp=2, virtual_stages=2), "virtual_stages=2: only tp, pp and dp can change"),
         (Strategy(tp=2, dp=3), r"tp=2 x dp=3: only 4 ranks were launched; nearest dp: 2"),
         (Strategy(cp=2), "cp=2: only tp, pp and dp can change"),
         (Strategy(dp=2, sharding=FSDP2()), "sharding=.*distributed_optimizer"),

@@ -81,7 +81,7 @@ def test_actor_and_critic_of_megatron_learn_by_ppo_as_those_of_fsdp(
         (("--actor.megatron.virtual_stages", 2), "virtual_stages is 2, but pp is 1: one stage has"),
         (
             ("--actor.pp", 2, "--actor.megatron.virtual_stages", 2),
-            "pp=2 x virtual_stages=2 does not divide",
+            "actor.megatron.virtual_stages: pp=2 x virtual_stages=2 does not divide",
         ),
         (
             ("--actor.megatron.cp", 2),

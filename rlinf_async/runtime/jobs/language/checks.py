@@ -11,8 +11,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,17 +116,34 @@ def _check_megatron(
     try:
         check_installed()
         architecture = architecture_of(_complete(described))
-        check_offered(architecture, parts, cp=options.cp, ep=options.ep)
-        layout_of(architecture, parts)
     except MegatronUnavailable as error:
         raise ConfigError(str(error), path=(role, "backend")) from error
     except ModelMismatch as error:
         raise ConfigError(str(error), path=where) from error
+    try:
+        check_offered(architecture, parts, cp=options.cp, ep=options.ep)
+        layout_of(architecture, parts)
     except StrategyError as error:
-        name: tuple[str, ...] = ("tp",) if parts.tp > 1 else ("pp",)
         if options.cp > 1 or options.ep > 1:
-            name = ("megatron", "cp" if options.cp > 1 else "ep")
-        raise ConfigError(str(error).replace("\n", "; "), path=(role, *name)) from error
+            path = ("actor", "megatron", "cp" if options.cp > 1 else "ep")
+        else:
+            path = _at_fault(role, parts, partial(layout_of, architecture))
+        raise ConfigError(str(error).replace("\n", "; "), path=path) from error
+
+
+def _at_fault(role: str, parts: Strategy, check: Callable[[Strategy], object]) -> tuple[str, ...]:
+    """Return the path of the setting without which a strategy would pass the check."""
+    replace = msgspec.structs.replace
+    without = {
+        ("actor", "megatron", "virtual_stages"): replace(parts, virtual_stages=1),
+        (role, "pp"): replace(parts, pp=1, virtual_stages=1),
+    }
+    for path, others in without.items():
+        with contextlib.suppress(StrategyError):
+            if others != parts:
+                check(others)
+                return path
+    return (role, "tp")
 
 
 def _complete(described: dict[str, Any]) -> dict[str, Any]:
