@@ -2,7 +2,7 @@
 
 ::
 
-    this rank's slices --boxes of Hugging Face tensors--> rank_R_of_N.safetensors
+    what this rank has --boxes of Hugging Face tensors--> rank_R_of_N.safetensors
     any rank's files --boxes--> this rank's slices, under whatever strategy
 
 So any strategy loads any other's, and either backend the other's.
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,10 +36,13 @@ from rlinf_async.backends.checkpoint.together import fail_together
 from rlinf_async.backends.checkpoint.writer import CheckpointWriter, Content
 from rlinf_async.backends.megatron.architecture import VALUE_HEAD
 from rlinf_async.backends.megatron.manager import MegatronModelManager
-from rlinf_async.backends.megatron.state import MOMENTS, set_state, torch_optimizers, whole_state
+from rlinf_async.backends.megatron.state import MOMENTS, kept_of, set_state, torch_optimizers
 from rlinf_async.backends.megatron.weights import Held
+from rlinf_async.parallel.boxes import cut_ranges
 
 MODEL, OPTIMIZER = "model.", "optimizer."
+KINDS = {"param": (MODEL, "")} | {kind: (OPTIMIZER, f".{kind}") for kind in MOMENTS}
+"""prefix and suffix of the names in the files, by what a rank has of a parameter"""
 FOREIGN = "it was not written by save_checkpoint()"
 
 
@@ -76,19 +80,14 @@ def begin(
     with fail_together(member, f"preparing {staging}"):
         if manager.rank == 0:
             fresh_staging(path)
-    with contextlib.ExitStack() as awake:
-        with fail_together(member, "taking weights and moments back to the device"):
-            awake.enter_context(manager.awake())
-        # Data ranks gather their ranges in collectives: outside of what may fail on one rank.
-        part = _part(manager)
-    with fail_together(member, f"copying what goes to {path}"):
+    with fail_together(member, f"copying what goes to {path}"), manager.awake():
         if not staging.is_dir():
             raise CheckpointError(
                 f"{path} cannot be written: not all ranks write to the same disk; give a path that "
                 "they share"
             )
         stepped = next(torch_optimizers(manager.optimizer))
-        content = _content(manager, part, extra)
+        content = _content(manager, _part(manager), extra)
         return writer.begin(path, content, manager.rank, manager.world_size, stepped)
 
 
@@ -165,49 +164,59 @@ def _content(manager: MegatronModelManager, part: Part, extra: Mapping[str, obje
 
 
 def _part(manager: MegatronModelManager) -> Part:
-    """Return this rank's slices; of the data ranks the first writes."""
+    """Return what this rank has of weights and moments: no rank needs memory for another's.
+
+    Where data ranks have copies of the optimizer, the first writes.
+    """
+    first = manager.data_rank.rank == 0
     layout = {one.name: tuple(one.shape) for one in manager.tensors}
     entries: list[Entry] = []
     shapes: dict[str, tuple[int, ...]] = {}
     live: dict[str, Tensor] = {}
-    moments = manager.steps > 0
+    steps = torch.tensor(float(manager.steps))
     for held in manager.held:
-        found = whole_state(manager.optimizer, held.parameter, manager.grid, moments=moments)
-        if manager.data_rank.rank:
-            continue
-
-        def add(name: str, data: Tensor, prefix: str, suffix: str, held: Held = held) -> None:
-            boxes = tuple(
-                Box(prefix + saved_name(one.tensor) + suffix, one.start, one.size, one.offset)
-                for one in held.pieces
-            )
-            shapes.update(
-                (prefix + saved_name(one.tensor) + suffix, layout[one.tensor])
-                for one in held.pieces
-            )
-            entries.append(Entry(name, data.dtype, tuple(data.shape), boxes))
-            live[name] = data
-
-        add(f"model.{held.name}", found["param"], MODEL, "")
-        if not moments:
-            continue
-        for kind in MOMENTS:
-            add(f"optimizer.{held.name}.{kind}", found[kind], OPTIMIZER, f".{kind}")
-        for one in held.pieces:
+        kept = kept_of(manager.optimizer, held.parameter)
+        if kept is not None and (first or manager.sharding.distributed):
+            kinds = {"param": kept.main.detach()} | {one: kept.state[one] for one in kept.state}
+            for kind, (prefix, suffix) in KINDS.items():
+                if kind not in kinds:
+                    continue
+                name = f"{prefix}{held.name}{suffix}"
+                data = kinds[kind].view(-1)
+                boxes = tuple(_boxes(held, kept.start, len(data), prefix, suffix))
+                shapes.update(
+                    (prefix + saved_name(one.tensor) + suffix, layout[one.tensor])
+                    for one in held.pieces
+                )
+                entries.append(Entry(name, data.dtype, tuple(data.shape), boxes))
+                live[name] = data
+        for one in held.pieces if first and manager.steps else ():
             name = f"{OPTIMIZER}{saved_name(one.tensor)}.step"
             if name not in shapes:
                 shapes[name] = ()
                 entries.append(Entry(name, torch.float32, (), (Box(name, (), (), 0),)))
-                live[name] = torch.tensor(float(manager.steps))
+                live[name] = steps
     return Part(in_file_order(entries), shapes, live)
+
+
+def _boxes(held: Held, start: int, count: int, prefix: str, suffix: str) -> Iterator[Box]:
+    """Yield the boxes of so many elements of a flat parameter."""
+    for piece in held.pieces:
+        size = np.array([piece.size], np.int64)
+        bounds = np.array([start, start + count]) - piece.offset
+        low, high = bounds.clip(0, size.prod())
+        _, at, starts, sizes = cut_ranges(size, np.array([low]), np.array([high]))
+        name = prefix + saved_name(piece.tensor) + suffix
+        for first, inside, shape in zip(at.tolist(), starts, sizes.tolist(), strict=True):
+            where = tuple((inside + piece.start).tolist())
+            yield Box(name, where, tuple(shape), piece.offset + first - start)
 
 
 def _kinds(held: Held, saved: Saved) -> dict[str, tuple[str, str]]:
     """Return what was saved of a parameter, with prefix and suffix of its names in the files."""
-    kinds = {"param": (MODEL, "")}
     if any(f"{OPTIMIZER}{saved_name(one.tensor)}.step" in saved.tensors for one in held.pieces):
-        kinds |= {kind: (OPTIMIZER, f".{kind}") for kind in MOMENTS}
-    return kinds
+        return KINDS
+    return {"param": KINDS["param"]}
 
 
 def _assembled(held: Held, saved: Saved) -> dict[str, Tensor]:

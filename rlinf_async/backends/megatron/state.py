@@ -10,10 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlinf_async.backends.megatron.grid import Grid
 from rlinf_async.backends.megatron.library import of_megatron
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
@@ -49,24 +47,6 @@ def kept_of(optimizer: Any, parameter: nn.Parameter) -> Kept | None:
         if any(main is held for group in one.optimizer.param_groups for held in group["params"]):
             return Kept(one.optimizer, main, 0)
     return None
-
-
-def whole_state(
-    optimizer: Any, parameter: nn.Parameter, grid: Grid, *, moments: bool
-) -> dict[str, Tensor]:
-    """Return ``param`` (float32) and, if there are any, both moments, flat and whole. Collective
-    among the data ranks, which have the same parameters."""
-    kept = kept_of(optimizer, parameter)
-    found = {}
-    for name in ("param", *(MOMENTS if moments else ())):
-        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-        if kept is not None:
-            part = kept.main.detach() if name == "param" else kept.state[name]
-            whole[kept.start : kept.start + part.numel()] = part.flatten()
-        if grid.strategy.dp > 1 and _is_cut(optimizer):
-            dist.all_reduce(whole, group=grid.data)
-        found[name] = whole
-    return found
 
 
 def set_state(
@@ -112,9 +92,3 @@ def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     """Yield PyTorch's optimizers inside of Megatron's."""
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         yield one.optimizer
-
-
-def _is_cut(optimizer: Any) -> bool:
-    """Whether data ranks have ranges of the parameters."""
-    every = getattr(optimizer, "chained_optimizers", [optimizer])
-    return any(hasattr(one, "model_param_gbuf_map") for one in every)

@@ -51,8 +51,8 @@ def places(trainer: Any) -> list[int]:
     ]
 
 
-def where_dp_changes(world_size: int, rank: int) -> dict[str, Any]:
-    """One data rank, two, and one again: where rank 0's memory is."""
+def where_dp_changes(world_size: int, rank: int, folder: Path) -> dict[str, Any]:
+    """One data rank, two, and one again: where rank 0's memory is. Two save, one loads."""
     found: dict[str, Any] = {}
     for name, distributed in (("distributed", True), ("copies", False)):
         trainer = trained(world_size, rank, tp=1, distributed_optimizer=distributed)
@@ -62,6 +62,13 @@ def where_dp_changes(world_size: int, rank: int) -> dict[str, Any]:
             before = places(trainer)
             report = change(trainer, strategy)
             seen.append((before == places(trainer), report.kept_bytes))
+            if strategy == DP2:
+                trainer.save_checkpoint(folder / name)
+        if rank == 0:
+            saved = masters(trainer)
+            step(trainer, 1)
+            trainer.load_checkpoint(folder / name)
+            assert all(torch.equal(one, saved[key]) for key, one in masters(trainer).items())
         bytes_of = [one.parameter.nbytes for one in trainer.manager.held]
         found[name] = {"seen": seen, "bytes": sum(bytes_of)}
     return found
@@ -76,14 +83,15 @@ def trained(world_size: int, rank: int, **fields: Any) -> Any:
 
 
 def masters(trainer: Any) -> dict[str, torch.Tensor]:
-    """The float32 weights and moments of this rank's parameters."""
-    from rlinf_async.backends.megatron.state import whole_state
+    """The float32 weights and moments of this rank's parameters, which have one data rank."""
+    from rlinf_async.backends.megatron.state import MOMENTS, kept_of
 
-    manager = trainer.manager
     found = {}
-    for held in manager.held:
-        whole = whole_state(manager.optimizer, held.parameter, manager.grid, moments=True)
-        found |= {f"{held.name}.{kind}": one for kind, one in whole.items()}
+    for held in trainer.manager.held:
+        kept = kept_of(trainer.manager.optimizer, held.parameter)
+        assert kept is not None
+        found[f"{held.name}.param"] = kept.main.detach().clone()
+        found |= {f"{held.name}.{kind}": kept.state[kind].clone() for kind in MOMENTS}
     return found
 
 
@@ -131,7 +139,7 @@ def everything(rank: int, world_size: int, folder: Path) -> None:
             "refused": refused(world_size, rank),
             "critic": of_critic(world_size, rank),
             "bfloat16": of_bfloat16(world_size, rank),
-            "dp": where_dp_changes(world_size, rank),
+            "dp": where_dp_changes(world_size, rank, folder),
         },
     )
 
@@ -169,6 +177,17 @@ def test_where_only_data_ranks_change_weights_and_gradients_stay_in_their_place(
         assert stayed
         # Of the moments, too: all of them, or those of which the rank has as much as before.
         assert kept >= result["bytes"] * (1.5 if name == "distributed" else 3.0)
+
+
+@pytest.mark.parametrize(("name", "share"), [("distributed", 0.6), ("copies", 1.0)])
+def test_each_data_rank_writes_what_it_has_of_the_optimizer(
+    found: list[dict[str, Any]], name: str, share: float
+) -> None:
+    files = [found[0]["folder"] / name / f"rank_{rank}_of_2.safetensors" for rank in range(2)]
+    sizes = [one.stat().st_size for one in files]
+    assert sum(sizes) > 3 * found[0]["dp"][name]["bytes"]  # weights and two moments, once
+    assert sum(sizes) < 3.3 * found[0]["dp"][name]["bytes"] + 40_000  # and what describes them
+    assert max(sizes) <= share * sum(sizes)
 
 
 def test_a_strategy_that_one_rank_refuses_is_refused_by_all_and_the_next_one_is_applied(
