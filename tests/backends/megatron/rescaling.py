@@ -44,11 +44,11 @@ Fault = tuple[str, str, int]
 
 def config(kind: str, **fields: Any) -> MegatronTrainerConfig:
     """Launched as tp=2, dp=2."""
-    settings: dict[str, Any] = {"tp": 2, "sequence_parallel": True} | fields
+    optimizer = OptimizerConfig(lr=1e-2, eps=1e-6, weight_decay=0.1, max_grad_norm=0.5)
+    settings: dict[str, Any] = {"tp": 2, "sequence_parallel": True, "optimizer": optimizer} | fields
     return MegatronTrainerConfig(
         megatron=MegatronConfig(
             model=LanguageModelConfig(config=SHAPES[kind]),
-            optimizer=OptimizerConfig(lr=1e-2, eps=1e-6, weight_decay=0.1, max_grad_norm=0.5),
             scheduler=SchedulerConfig(kind="cosine", warmup_steps=3, total_steps=25),
             **settings,
         ),
