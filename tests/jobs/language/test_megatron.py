@@ -20,6 +20,9 @@ STAGES = TINY.replace("num_hidden_layers = 1", "num_hidden_layers = 2").replace(
 )
 
 
+TWO_LAYERS = ("--model.config.num_hidden_layers", 2)
+
+
 def run(folder: pathlib.Path, capsys: pytest.CaptureFixture[str], *settings: object) -> Job:
     folder.mkdir()
     job = Job(folder, capsys, STAGES)
@@ -80,7 +83,7 @@ def test_actor_and_critic_of_megatron_learn_by_ppo_as_those_of_fsdp(
         (("--actor.tp", 2, "--cluster.backend", "local"), "several actors need a process each"),
         (("--actor.megatron.virtual_stages", 2), "virtual_stages is 2, but pp is 1: one stage has"),
         (
-            ("--actor.pp", 2, "--actor.megatron.virtual_stages", 2),
+            (*TWO_LAYERS, "--actor.pp", 2, "--actor.megatron.virtual_stages", 2),
             "actor.megatron.virtual_stages: pp=2 x virtual_stages=2 does not divide",
         ),
         (
