@@ -16,7 +16,7 @@ from rlinf_async.messages.language import TrainingSample
 
 def sample(**fields: Any) -> TrainingSample:
     ids = np.arange(3, dtype=np.int32)
-    made = {
+    made: dict[str, Any] = {
         "group": 1,
         "index": 2,
         "prompt_ids": ids,

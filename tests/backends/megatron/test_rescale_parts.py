@@ -3,6 +3,7 @@ what it leaves in its place, and what it refuses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +119,12 @@ def refused(world_size: int, rank: int) -> list[Any]:
     change(trainer, DP2)
     trainer.offload()
     errors = []
-    for work in (
+    works: list[Callable[[], object]] = [
         lambda: trainer.training_step(iter(())),
         lambda: trainer.forward_backward(iter(())),
         lambda: change(trainer, TP2),
-    ):
+    ]
+    for work in works:
         with pytest.raises(Exception, match="while the model is offloaded") as offloaded:
             work()
         errors.append(type(offloaded.value).__name__)
@@ -146,7 +148,10 @@ def everything(rank: int, world_size: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = in_processes(everything, 2, tmp_path_factory.mktemp("ranks"))
+    folder = tmp_path_factory.mktemp("ranks")
+    results: list[dict[str, Any]] = in_processes(everything, 2, folder)
+    for one in results:
+        one["folder"] = folder
     return results
 
 

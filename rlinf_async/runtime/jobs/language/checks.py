@@ -124,6 +124,7 @@ def _check_megatron(
         check_offered(architecture, parts, cp=options.cp, ep=options.ep)
         layout_of(architecture, parts)
     except StrategyError as error:
+        path: tuple[str, ...]
         if options.cp > 1 or options.ep > 1:
             path = ("actor", "megatron", "cp" if options.cp > 1 else "ep")
         else:
