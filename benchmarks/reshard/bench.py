@@ -35,11 +35,17 @@ BENCH = Bench(
             (LIVE, "seconds"),
             at_least=10.0,
         ),
-        quotient(
-            "Megatron: seconds of save, restart, load / of live rescale",
-            (MEGATRON_RESTART, "seconds"),
-            (MEGATRON, "seconds"),
-            at_least=8.0,
+        *(
+            quotient(
+                f"Megatron, {name}: seconds of save, restart, load / of live rescale",
+                (MEGATRON_RESTART, f"seconds_to_{key}"),
+                (MEGATRON, f"seconds_to_{key}"),
+                at_least=8.0,
+            )
+            for name, key in (
+                ("tp=2 -> tp=2 x pp=2", "tp2pp2dp1"),
+                ("tp=2 x pp=2 -> dp=2", "tp1pp1dp2"),
+            )
         ),
         quotient(
             "bytes/s of one rank to another / memcpy's",

@@ -1,7 +1,8 @@
 """Megatron's tp=2 -> tp=2 x pp=2 -> dp=2 of a language model with its Adam state: one line of JSON.
 
-Live, or with ``--restart`` by a checkpoint: save, new processes, load; twice. Seconds of a restart
-are from the start of the new processes until all ranks have loaded.
+Live, or with ``--restart`` by a checkpoint: save, new processes, load; once for each change, whose
+seconds are told one by one. Seconds of a restart are from the start of the new processes until all
+ranks have loaded.
 """
 
 from __future__ import annotations
@@ -81,12 +82,11 @@ def live(rank: int, ranks: int, parameters: float) -> dict[str, Any]:
     if trainer.manager.active:
         take_a_step(trainer)
     before = fingerprint(trainer)
-    found: dict[str, Any] = {"seconds": 0.0, "sent": 0, "idle_bytes": 0}
+    found: dict[str, Any] = {"sent": 0}
     for strategy in THEN:
         with timed_together() as seconds:
             report = trainer.rescale(strategy, timeout=120.0, bucket_bytes=16 << 20)
         found[strategy.sizes] = seconds[0]
-        found["seconds"] += seconds[0]
         found["sent"] += report.sent_bytes
     if fingerprint(trainer) != before:
         raise SystemExit(f"rank {rank} does not hold what it had")
@@ -134,9 +134,18 @@ def restarted(parameters: float, folder: Path) -> dict[str, float]:
     after = in_ranks(last, THEN[1].world_size, folder, *given)
     if before[0]["fingerprint"] != after[0]["fingerprint"]:
         raise SystemExit("what was loaded is not what was saved")
-    save = before[0]["saved"] + between[0]["saved"]
-    restart = between[0]["loaded"] - starts[0] + after[0]["loaded"] - starts[1]
-    return {"seconds": save + restart, "save_seconds": save, "load_seconds": restart}
+    save = (before[0]["saved"], between[0]["saved"])
+    restart = (between[0]["loaded"] - starts[0], after[0]["loaded"] - starts[1])
+    line = {"save_seconds": sum(save), "load_seconds": sum(restart)}
+    return line | {
+        _key(strategy): one + other
+        for strategy, one, other in zip(THEN, save, restart, strict=True)
+    }
+
+
+def _key(strategy: Strategy) -> str:
+    """Where the line of JSON has the seconds of a change to a strategy."""
+    return f"seconds_to_tp{strategy.tp}pp{strategy.pp}dp{strategy.dp}"
 
 
 def main() -> None:
@@ -147,8 +156,8 @@ def main() -> None:
         print(json.dumps(restarted(asked.parameters, asked.folder)))
         return
     found = in_ranks(live, LAUNCHED, asked.folder, asked.parameters)
-    line = {"seconds": found[0]["seconds"], "sent_bytes": sum(one["sent"] for one in found)}
-    line |= {f"seconds_to_{one.sizes}": found[0][one.sizes] for one in THEN}
+    line = {_key(one): found[0][one.sizes] for one in THEN}
+    line["sent_bytes"] = sum(one["sent"] for one in found)
     print(json.dumps(line))
 
 

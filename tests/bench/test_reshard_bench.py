@@ -49,7 +49,7 @@ def test_a_restart_through_a_checkpoint_is_slower_than_its_own_save(tmp_path: Pa
 def test_megatron_changes_its_strategy_live_and_holds_what_it_had(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     found = run("strategies.py", tmp_path)
-    assert found["seconds"] > 0
+    assert min(found["seconds_to_tp2pp2dp1"], found["seconds_to_tp1pp1dp2"]) > 0
     assert found["sent_bytes"] > 0
 
 

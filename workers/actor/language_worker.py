@@ -3,7 +3,7 @@
 ::
 
                             waits for                          unblocked by
-    run_training            all groups of its share            the collector
+    run_training            all groups of its share            the collector; the rank that reads
                             the compute thread                 itself
     run_training_pipeline   one micro-batch (in that thread)   the collector
     offload, onload         the compute thread                 itself
@@ -28,7 +28,9 @@ from rlinf_async.workers.actor.config import LanguageBatches
 from rlinf_async.workers.actor.errors import IncompleteShare
 from rlinf_async.workers.actor.iteration import Iteration, with_advantages
 from rlinf_async.workers.actor.scheduled import SchedulerLink
+from rlinf_async.workers.actor.strategy import LONGEST_POLL
 from rlinf_async.workers.actor.training_worker import TrainingWorker
+from rlinf_async.workers.collective import GroupStore
 from rlinf_async.workers.errors import BuildError
 from rlinf_async.workers.scheduler.messages import (
     ActorReady,
@@ -96,7 +98,8 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
     async def run_training(self, input_channel: Receiver[SampleGroup]) -> LanguageTrainReport:
         """Collect this rank's whole share of one iteration, then train on it.
 
-        The model is onloaded only after the data has arrived; an idle rank takes none. Raises:
+        The model is onloaded only after the data has arrived, on ranks that read none for others of
+        the same model too; an idle rank takes none. Raises:
 
             TrainingDiverged: the loss was not finite, or no step's gradient was.
             RuntimeError: a token is older than ``max_staleness``.
@@ -108,6 +111,7 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
 
         async def train(iteration: Iteration) -> LanguageTrainReport:
             collected = await iteration.collect(input_channel)
+            await self._until_read()
             await self.onload()
             return await iteration.train(collected)
 
@@ -130,6 +134,21 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
             return await iteration.train_arriving(input_channel)
 
         return await self.trained(train)
+
+    async def _until_read(self) -> None:
+        """Wait, on a rank that reads nothing, for the one that reads its share of the iteration:
+        until then others use the device, where the model is offloaded."""
+        data = self._trainer.data_rank
+        if not self._offloaded or self.active_world_size == data.size:
+            return
+        store, key = GroupStore("read"), f"{self._trainer.version}/{data.rank}"
+        if data.is_io:
+            await self.compute(store.set, key, b"all")
+            return
+        seconds = 0.001
+        while await self.compute(store.get, key) is None:
+            await asyncio.sleep(seconds)
+            seconds = min(seconds * 1.5, LONGEST_POLL)
 
     async def _train_dispatched(self, groups: Receiver[SampleGroup]) -> LanguageTrainReport:
         """Train on one iteration while its global batches are dispatched, on all launched ranks."""

@@ -102,17 +102,18 @@ class MegatronActor(LanguageActor):
             batch: this data rank's samples, with advantages.
             batch_iterator: where they arrive; advantages are then computed, and normalised.
 
-        Returns the metrics: ``loss``, ``grad_norm``, ``lr``, ``skipped`` and those of the loss.
-        Raises `ValueError` unless exactly one is given, and on all ranks if a data rank has no
-        samples.
+        Returns the metrics: ``loss``, ``grad_norm``, ``lr``, ``update_success`` (0 where the norm
+        was not finite, or no token counted) and those of the loss. Raises `ValueError` unless
+        exactly one is given, and on all ranks if a data rank has no samples.
         """
         if (batch is None) == (batch_iterator is None):
             raise ValueError("give either a batch or a batch_iterator")
         if batch_iterator is not None:
-            return await self._arriving(batch_iterator, self._trainer.training_step)
+            return _told(await self._arriving(batch_iterator, self._trainer.training_step))
         assert batch is not None
         await self.onload()
-        return dict(await self.compute(self._given, batch.samples, self._trainer.training_step))
+        step = self._trainer.training_step
+        return _told(await self.compute(self._given, batch.samples, step))
 
     def get_inference_weight_dst_ranks(self, inference_tp: int, inference_pp: int) -> list[int]:
         """Return the inference ranks that get weights: the first whole model's."""
@@ -137,6 +138,11 @@ class MegatronActor(LanguageActor):
         if not trainer.data_rank.is_io or trainer.agree(int(not samples)):
             return step(())
         return step(_micro_batches(samples, self._sizes))
+
+
+def _told(metrics: Mapping[str, float]) -> dict[str, float]:
+    success = not metrics["skipped"] and not metrics["empty"]
+    return dict(metrics) | {"update_success": float(success)}
 
 
 def _micro_batches(samples: Sequence[TrainingSample], sizes: BatchSizes) -> Iterable[MicroBatch]:

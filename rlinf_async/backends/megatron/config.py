@@ -11,6 +11,7 @@ from rlinf_async.backends.language_training.config import (
     LanguageTrainingConfig,
 )
 from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
+from rlinf_async.parallel import Strategy, StrategyError
 
 
 class MegatronConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,3 +61,14 @@ class MegatronTrainerConfig(
     """A language actor that Megatron trains: its model, its advantages, its loss."""
 
     megatron: MegatronConfig
+
+
+def strategy_of(cfg: MegatronConfig, world_size: int) -> Strategy:
+    """Return the strategy of so many ranks. Raises `StrategyError` where they do not make it up."""
+    part = cfg.tp * cfg.pp
+    if world_size % part:
+        near = [size for size in (world_size // part * part, -(-world_size // part) * part) if size]
+        nearest = ", ".join(map(str, near))
+        fault = f"tp={cfg.tp} x pp={cfg.pp} does not divide {world_size} ranks; nearest: {nearest}"
+        raise StrategyError([fault])
+    return Strategy(tp=cfg.tp, pp=cfg.pp, dp=world_size // part, virtual_stages=cfg.virtual_stages)

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -22,34 +21,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlinf_async.backends.building import building
-from rlinf_async.backends.language import OPTIMIZER, PARTS, WEIGHTS
+from rlinf_async.backends.language import WEIGHTS
 from rlinf_async.backends.language_training.describing import describing_files
 from rlinf_async.backends.language_training.hugging_face import build_language_model
-from rlinf_async.backends.megatron.architecture import VALUE_HEAD, architecture_of, layout_of
-from rlinf_async.backends.megatron.config import MegatronConfig
+from rlinf_async.backends.megatron.architecture import architecture_of, layout_of
+from rlinf_async.backends.megatron.config import MegatronConfig, strategy_of
 from rlinf_async.backends.megatron.custom_forward import (
     LogitsProcessor,
     PaddedBatch,
     custom_forward,
 )
-from rlinf_async.backends.megatron.errors import IdleRank, OffloadedError
+from rlinf_async.backends.megatron.errors import IdleRank
 from rlinf_async.backends.megatron.feed import Feed
 from rlinf_async.backends.megatron.forward import read_statistics, read_values
+from rlinf_async.backends.megatron.gathering import on_first_rank
 from rlinf_async.backends.megatron.grid import Grid, make_grid
 from rlinf_async.backends.megatron.groups import Groups
 from rlinf_async.backends.megatron.memory import StageMemory
 from rlinf_async.backends.megatron.model import Options, build_chunk, build_stage
 from rlinf_async.backends.megatron.offered import check_offered
+from rlinf_async.backends.megatron.offloading import Offloading
 from rlinf_async.backends.megatron.optimizer import Sharding, make_optimizer, with_gradients
 from rlinf_async.backends.megatron.schedule import Schedule, Work, make_data_iterator_list
 from rlinf_async.backends.megatron.weights import (
     Held,
+    first_weights,
     held_weights,
     load_weights,
-    own_slices,
 )
 from rlinf_async.backends.optimizer_config import lr_factor
-from rlinf_async.parallel import DataRank, GlobalTensor, Strategy, StrategyError
+from rlinf_async.parallel import DataRank, GlobalTensor
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -68,7 +69,7 @@ class RankModel(NamedTuple):
     inference: Schedule
 
 
-class MegatronModelManager:
+class MegatronModelManager(Offloading):
     """Builds, optimises and gathers one model on one rank. torch.distributed is up.
 
     Args:
@@ -90,7 +91,7 @@ class MegatronModelManager:
         self.cfg = cfg
         self.rank, self.launched = rank, world_size
         self.strategy = strategy_of(cfg, world_size)
-        self.device = torch.device(cfg.device)
+        super().__init__(torch.device(cfg.device))
         if not dist.is_initialized():
             collectives: Any = dist
             collectives.init_process_group(
@@ -100,8 +101,6 @@ class MegatronModelManager:
         """optimizer steps taken"""
         self.skipped_steps = 0
         """optimizer steps skipped because the gradient norm was not finite"""
-        self.weights_offloaded = False
-        self.optimizer_offloaded = False
         self.kept: dict[str, dict[str, Tensor]] = {}
         """other weights (the reference policy's), by tag: this rank's part, on the CPU"""
         with building(seed):
@@ -184,11 +183,6 @@ class MegatronModelManager:
                 f"({self.strategy.sizes})"
             )
         return self.part
-
-    def check_onloaded(self, doing: str) -> None:
-        """Raise `OffloadedError` while weights or optimizer are offloaded."""
-        if self.weights_offloaded or self.optimizer_offloaded:
-            raise OffloadedError(f"{doing} while the model is offloaded: call onload() first")
 
     @property
     def held(self) -> list[Held]:
@@ -338,83 +332,6 @@ class MegatronModelManager:
         """Learning rate of the next optimizer step."""
         return self.cfg.optimizer.lr * lr_factor(self.steps, self.cfg.scheduler)
 
-    # ---- where weights and moments are
-
-    def offload_weights(self) -> None:
-        """Move the weights to the CPU. On a CPU there is nothing to free."""
-        if not self.weights_offloaded and self._on_device and self.active:
-            self.gather_parameters()
-            self.memory.offload_weights()
-            torch.cuda.empty_cache()
-        self.weights_offloaded = True
-
-    def load_weights(self) -> None:
-        """Take the weights back to the device."""
-        if self.weights_offloaded and self._on_device and self.active:
-            self.memory.load_weights()
-        self.weights_offloaded = False
-
-    def offload_optimizer(self) -> None:
-        """Move moments and float32 copies of weights to the CPU, and free the memory of the
-        gradients."""
-        if not self.optimizer_offloaded and self._on_device and self.active:
-            self.gather_parameters()
-            self.memory.offload_optimizer()
-            torch.cuda.empty_cache()
-        self.optimizer_offloaded = True
-
-    def load_optimizer(self) -> None:
-        """Take the optimizer's state back to the device, with gradients of 0."""
-        if self.optimizer_offloaded and self._on_device and self.active:
-            self.memory.load_optimizer()
-        self.optimizer_offloaded = False
-
-    @contextmanager
-    def awake(self, parts: Collection[str] = PARTS) -> Iterator[None]:
-        """Have these parts on the device for the block. Those that were offloaded are offloaded
-        again after it, also after an error; no rank waits for another.
-
-        It is for reading and replacing weights and moments: gradients stay where they are.
-        """
-        weights = self.weights_offloaded and WEIGHTS in parts
-        optimizer = self.optimizer_offloaded and OPTIMIZER in parts
-        moves = self._on_device and self.active and (weights or optimizer)
-        try:
-            if weights:
-                self.load_weights()
-            if optimizer:
-                if moves:
-                    self.memory.load_state()
-                self.optimizer_offloaded = False
-            yield
-        finally:
-            # Nothing was stepped: parameters need not be gathered, as they were when offloaded.
-            if moves and optimizer:
-                self.memory.offload_optimizer()
-            if moves and weights:
-                self.memory.offload_weights()
-            if moves:
-                torch.cuda.empty_cache()
-            self.weights_offloaded |= weights
-            self.optimizer_offloaded |= optimizer
-
-    @property
-    def _on_device(self) -> bool:
-        return self.device.type != "cpu"
-
-    def offload_megatron_copy_params(self, optimizers: Any) -> None:
-        """Give back the memory of the float32 copies of weights that optimizers keep.
-
-        Args:
-            optimizers: one of Megatron's, several, or a chained one. With float32 models there are
-                no copies. The tensors stay the same objects; calling this twice does no harm.
-        """
-        self.memory.offload_copies(optimizers)
-
-    def load_megatron_copy_params(self, optimizers: Any) -> None:
-        """Take the float32 copies of weights back; calling this twice does no harm."""
-        self.memory.load_copies(optimizers)
-
     # ---- among ranks
 
     def sum_over_data(self, row: Tensor) -> None:
@@ -460,41 +377,9 @@ class MegatronModelManager:
         if not self.active:
             return {}
         with self.awake({WEIGHTS}):
-            return self._whole_weights(dtype)
-
-    def _whole_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        layout = layout_of(self.architecture, self.strategy)
-        self.gather_parameters()
-        place, found = self.grid.place, dict[str, Tensor]()
-        assert place is not None
-        shapes = {one.name: tuple(one.shape) for one in layout.tensors}
-        mine = list(own_slices(self.held))
-        for stage in range(self.strategy.pp):
-            for tp in range(self.strategy.tp):
-                source = tp + self.strategy.tp * self.strategy.dp * stage
-                if self.rank == source != 0:
-                    for _, data in mine:
-                        dist.send(data.to(dtype).contiguous(), 0)
-                if self.rank != 0:
-                    continue
-                if source == 0:
-                    slices = [(piece, data.to(dtype)) for piece, data in mine]
-                else:
-                    slices = []
-                    for buffer in layout.of_rank(source):
-                        for piece in buffer.pieces:
-                            data = torch.empty(piece.size, dtype=dtype, device=self.device)
-                            dist.recv(data, source)
-                            slices.append((piece, data))
-                for piece, data in slices:
-                    if piece.tensor not in found:
-                        found[piece.tensor] = torch.zeros(shapes[piece.tensor], dtype=dtype)
-                    box = tuple(
-                        slice(start, start + size)
-                        for start, size in zip(piece.start, piece.size, strict=True)
-                    )
-                    found[piece.tensor][box] = data.cpu()
-        return found
+            self.gather_parameters()
+            layout = layout_of(self.architecture, self.strategy)
+            return on_first_rank(self.held, layout, self.strategy, dtype)
 
     def language_model(self) -> nn.Module:
         """Return the model of transformers, without memory, to be written with weights."""
@@ -502,28 +387,3 @@ class MegatronModelManager:
         with torch.device("meta"):
             model: nn.Module = make(self._language_config)
         return model
-
-
-def first_weights(whole: nn.Module) -> Callable[[str], Tensor]:
-    """Return the weights of a model of transformers by name; those of a value head are 0."""
-    state, hidden = whole.state_dict(), cast(Any, whole).config.hidden_size
-    head = {"weight": torch.zeros(1, hidden), "bias": torch.zeros(1)}
-
-    def tensor(name: str) -> Tensor:
-        if name.startswith(VALUE_HEAD):
-            return head[name.removeprefix(VALUE_HEAD)]
-        found: Tensor = state[name]
-        return found
-
-    return tensor
-
-
-def strategy_of(cfg: MegatronConfig, world_size: int) -> Strategy:
-    """Return the strategy of so many ranks. Raises `StrategyError` where they do not make it up."""
-    part = cfg.tp * cfg.pp
-    if world_size % part:
-        near = [size for size in (world_size // part * part, -(-world_size // part) * part) if size]
-        nearest = ", ".join(map(str, near))
-        fault = f"tp={cfg.tp} x pp={cfg.pp} does not divide {world_size} ranks; nearest: {nearest}"
-        raise StrategyError([fault])
-    return Strategy(tp=cfg.tp, pp=cfg.pp, dp=world_size // part, virtual_stages=cfg.virtual_stages)

@@ -15,7 +15,7 @@ come from the optimizer's own, which are never behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +30,7 @@ from rlinf_async.backends.megatron.grid import Grid, make_grid
 from rlinf_async.backends.megatron.groups import Key
 from rlinf_async.backends.megatron.library import of_megatron
 from rlinf_async.backends.megatron.manager import MegatronModelManager, RankModel
+from rlinf_async.backends.megatron.release import take_apart
 from rlinf_async.backends.megatron.shards import (
     MAIN,
     check_ranges,
@@ -44,7 +45,7 @@ from rlinf_async.backends.megatron.shards import (
 from rlinf_async.backends.megatron.state import MOMENTS
 from rlinf_async.backends.megatron.weights import Held, zero_padding
 from rlinf_async.backends.rescale import Change, Rescale, RescaleError, TransferGroup
-from rlinf_async.backends.rescale.release import Storages, collect_unless_freed, trim_heap
+from rlinf_async.backends.rescale.release import trim_heap
 from rlinf_async.backends.reshard import Report, State, allocate, reshard
 from rlinf_async.backends.reshard.executor import DEFAULT_BUCKET_BYTES
 from rlinf_async.parallel import Layout, Plan, Replicated, Strategy, StrategyError, plan
@@ -238,7 +239,7 @@ class MegatronChange(Change):
         manager.skipped_steps = self._progress.skipped_steps
         self._moves, self._moments, self._part = [], {}, None
         if old is not None:
-            _free(old, manager.part)
+            take_apart(old, manager.part)
         trim_heap()
 
     def roll_back(self) -> None:
@@ -248,7 +249,7 @@ class MegatronChange(Change):
         if self._random_states is not None and self._manager.active:
             _tracker().set_states(self._random_states)
         if part is not None:
-            _free(part, self._manager.part)
+            take_apart(part, self._manager.part)
 
     # ---- planning
 
@@ -365,38 +366,3 @@ def _has_moments(manager: MegatronModelManager) -> bool:
 def _tracker() -> Any:
     """Megatron's random states of layers, which are the process's."""
     return of_megatron("tensor_parallel").get_cuda_rng_tracker()
-
-
-def _free(part: RankModel, other: RankModel | None) -> None:
-    """Take a part of a model to pieces, so that no reference cycle holds its memory; tensors that
-    ``other`` shares stay."""
-    shared = {one.data_ptr() for one in _tensors(other)} if other is not None else set()
-    before = Storages(one for one in _tensors(part) if one.data_ptr() not in shared)
-    for parameter in (one.parameter for one in part.held):
-        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        parameter.grad = None
-        for name in ("main_grad", "main_param"):
-            if hasattr(parameter, name):
-                setattr(parameter, name, None)
-    groups: list[Any] = []
-    for model in part.models:
-        groups += [*model.bucket_groups, *model.expert_parallel_bucket_groups]
-    buffers = [
-        one for model in part.models for one in (*model.buffers, *model.expert_parallel_buffers)
-    ]
-    for one in getattr(part.optimizer, "chained_optimizers", [part.optimizer]):
-        one.optimizer.state.clear()
-        one.optimizer.param_groups.clear()
-        groups += [g for each in getattr(one, "per_model_bucket_groups", {}).values() for g in each]
-        vars(one).clear()
-    for thing in (*groups, *(bucket for one in buffers for bucket in one.buckets), *buffers):
-        vars(thing).clear()
-    collect_unless_freed(before)
-
-
-def _tensors(part: RankModel) -> Iterator[Tensor]:
-    """Yield the large tensors of a part."""
-    yield from buffers_of(part.models)
-    yield from (one.parameter for one in part.held)
-    state = state_of(part.held, part.optimizer).state
-    yield from (one for kind in state.values() for one in kind.values())

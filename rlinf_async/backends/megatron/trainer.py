@@ -22,7 +22,6 @@ from torch import Tensor
 from rlinf_async.algorithms.language.advantages import (
     AdvantageMoments,
     advantage_moments,
-    compute_group_advantages,
     whitened,
 )
 from rlinf_async.algorithms.language.config import LanguageLossConfig
@@ -45,6 +44,7 @@ from rlinf_async.backends.language_training.packing import (
 )
 from rlinf_async.backends.language_training.token_statistics import TokenStatistics
 from rlinf_async.backends.language_training.totals import Part, Totals, check_finite
+from rlinf_async.backends.language_training.trainer import IterationTrainer
 from rlinf_async.backends.megatron import checkpoint
 from rlinf_async.backends.megatron.config import MegatronTrainerConfig
 from rlinf_async.backends.megatron.manager import MegatronModelManager
@@ -67,26 +67,18 @@ class Accumulated(NamedTuple):
     """what the gradients are to be divided by"""
 
 
-class MegatronTrainerBase:
+class MegatronTrainerBase(IterationTrainer[MegatronTrainerConfig]):
     """What a policy and a critic have in common. torch.distributed is up on several ranks."""
 
-    critic = False
-
     def __init__(self, config: MegatronTrainerConfig, world_size: int, rank: int) -> None:
-        self.config = config
+        super().__init__(config)
         self.objective = (ValueObjective if self.critic else PolicyObjective)(config)
         self.manager = MegatronModelManager(
             config.megatron, world_size, rank, config.seed, values=self.critic
         )
         self._writer = CheckpointWriter()
-        self._version = 0
         self.kept_weights = KeptWeights(self.manager)
         """copies of weights on the CPU, the reference's among them"""
-
-    @property
-    def version(self) -> int:
-        """Number of iterations that were trained, or the version that `load` took."""
-        return self._version
 
     @property
     def data_rank(self) -> DataRank:
@@ -94,15 +86,6 @@ class MegatronTrainerBase:
         return self.manager.data_rank
 
     # ---- advantages
-
-    def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-        """Return the samples of whole groups with advantages and returns, never normalised."""
-        return compute_group_advantages(samples, self.config.advantage)
-
-    @property
-    def normalizes(self) -> bool:
-        """Advantages are normalised over the global batch."""
-        return self.config.advantage.whitens and not self.critic
 
     def normalize_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return this rank's part of a global batch, normalised over all of it. Collective among
@@ -135,10 +118,6 @@ class MegatronTrainerBase:
         """Return what Megatron's schedule calls for each micro-batch: see `Schedule.step`."""
         return self.manager.training.step
 
-    def end_iteration(self) -> None:
-        """Count the version up."""
-        self._version += 1
-
     # ---- the strategy
 
     @property
@@ -149,10 +128,6 @@ class MegatronTrainerBase:
     def check_strategy(self, strategy: Strategy) -> None:
         """Raise `StrategyError` for what does not divide the model or was not launched."""
         check_strategy(strategy, self.manager.architecture, self.manager.launched)
-
-    def skip_iteration(self) -> None:
-        """Count an iteration that the active ranks train, on an idle one."""
-        self.end_iteration()
 
     def rescale(
         self, strategy: Strategy, *, timeout: float, bucket_bytes: int, objection: str = ""
@@ -239,6 +214,8 @@ class MegatronTrainerBase:
         """Return ``[R]`` of each response of the rank that reads, on every rank of its model;
         ``read`` takes them from what is found in a micro-batch. Collective."""
         with self.manager.awake({WEIGHTS}):
+            # Here, not as the first forward pass needs them: a data rank may have no samples.
+            self.manager.gather_parameters()
             return self._computed(samples, read)
 
     def _computed(
@@ -270,14 +247,6 @@ class MegatronTrainerBase:
         return [found[at] for at in range(len(samples))]
 
     # ---- where weights and moments are
-
-    def offload(self, *, keep_weights: bool = False) -> None:
-        """Move optimizer state and weights to the CPU, and drop the gradients."""
-        self.sleep({OPTIMIZER} if keep_weights else PARTS)
-
-    def onload(self) -> None:
-        """Take weights and optimizer state back to the device."""
-        self.wake_up()
 
     def sleep(self, parts: Collection[str] = PARTS) -> None:
         """Move these parts to the CPU; gradients are dropped with the optimizer's."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from rlinf_async.backends.megatron.architecture import Architecture, layout_of
+from rlinf_async.backends.megatron.architecture import VALUE_HEAD, Architecture, layout_of
 from rlinf_async.backends.megatron.grid import Grid
 from rlinf_async.parallel import ModelMismatch, Piece
 
@@ -82,6 +82,20 @@ def zero_padding(held: list[Held]) -> None:
         for one in held:
             if sum(_elements(piece) for piece in one.pieces) < one.parameter.numel():
                 one.parameter.zero_()
+
+
+def first_weights(whole: nn.Module) -> Callable[[str], Tensor]:
+    """Return the weights of a model of transformers by name; those of a value head are 0."""
+    state, hidden = whole.state_dict(), cast(Any, whole).config.hidden_size
+    head = {"weight": torch.zeros(1, hidden), "bias": torch.zeros(1)}
+
+    def tensor(name: str) -> Tensor:
+        if name.startswith(VALUE_HEAD):
+            return head[name.removeprefix(VALUE_HEAD)]
+        found: Tensor = state[name]
+        return found
+
+    return tensor
 
 
 def own_slices(held: list[Held]) -> Iterator[tuple[Piece, Tensor]]:

@@ -13,6 +13,7 @@ import torch
 from rlinf_async.backends.rescale import RescaleError
 from rlinf_async.parallel import Strategy, StrategyError
 from tests.backends.fsdp_helpers import in_processes, save_result
+from tests.backends.language.kit import samples
 from tests.backends.megatron.rescaling import (
     BUCKET,
     LIMIT,
@@ -133,11 +134,20 @@ def refused(world_size: int, rank: int) -> list[Any]:
     return [type(caught.value).__name__, str(caught.value), trainer.strategy == DP2, errors]
 
 
+def uneven(world_size: int, rank: int) -> int:
+    """One data rank has no samples after a step whose parameters nobody has gathered yet."""
+    trainer = trained(world_size, rank, tp=1, overlap=True)
+    found = trainer.log_probs(samples(1) if rank == 0 else [])
+    step(trainer, 1)
+    return len(found)
+
+
 def everything(rank: int, world_size: int, folder: Path) -> None:
     save_result(
         folder,
         rank,
         {
+            "uneven": uneven(world_size, rank),
             "refused": refused(world_size, rank),
             "critic": of_critic(world_size, rank),
             "bfloat16": of_bfloat16(world_size, rank),
@@ -204,6 +214,13 @@ def test_a_strategy_that_one_rank_refuses_is_refused_by_all_and_the_next_one_is_
     assert f"rank 0 failed at stage 'propose': StrategyError: {said}" in heard
     assert applied
     assert also
+
+
+def test_log_probs_of_uneven_data_ranks_wait_for_none_whose_parameters_are_still_gathered(
+    found: list[dict[str, Any]],
+) -> None:
+    assert found[0]["uneven"] > 0
+    assert found[1]["uneven"] == 0
 
 
 def test_an_offloaded_model_is_not_trained_and_says_so(found: list[dict[str, Any]]) -> None:

@@ -191,7 +191,7 @@ def assert_same(metrics: list[dict[str, float]], expected: list[dict[str, float]
 
 
 def test_ranks_that_do_not_make_up_the_strategy_are_refused() -> None:
-    from rlinf_async.backends.megatron.manager import strategy_of
+    from rlinf_async.backends.megatron.config import strategy_of
 
     config = megatron_config(TIED, tp=2, pp=2).megatron
     with pytest.raises(StrategyError, match=r"tp=2 x pp=2 does not divide 6 ranks; nearest: 4, 8"):

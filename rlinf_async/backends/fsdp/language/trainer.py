@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from rlinf_async.algorithms.language.advantages import (
     AdvantageMoments,
     advantage_moments,
-    compute_group_advantages,
     whitened,
 )
 from rlinf_async.algorithms.language.config import LanguageLossConfig
@@ -55,6 +54,7 @@ from rlinf_async.backends.language_training.objective import (
 from rlinf_async.backends.language_training.packing import Packed
 from rlinf_async.backends.language_training.token_statistics import TokenStatistics
 from rlinf_async.backends.language_training.totals import NothingToDo, Part
+from rlinf_async.backends.language_training.trainer import IterationTrainer
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.messages.weights import Allocate, WeightUpdate
@@ -62,18 +62,15 @@ from rlinf_async.parallel import DataRank, Strategy
 from rlinf_async.weights import pack
 
 
-class LanguageTrainerBase:
+class LanguageTrainerBase(IterationTrainer[LanguageTrainerConfig]):
     """What a policy and a critic have in common. torch.distributed is up on several ranks."""
 
-    critic = False
-
     def __init__(self, config: LanguageTrainerConfig, world_size: int, rank: int) -> None:
-        self.config = config
+        super().__init__(config)
         self.objective = (ValueObjective if self.critic else PolicyObjective)(config)
         self.manager = FSDPModelManager(config.fsdp, world_size, rank, self._build_network)
         self.manager.setup_model_and_optimizer()
         self.manager.model_files = describing_files(config.fsdp.model, self.language)
-        self._version = 0
 
     def _build_network(self) -> nn.Module:
         """Return the network, on the CPU; random weights come from the trainer's seed.
@@ -95,23 +92,9 @@ class LanguageTrainerBase:
         return language
 
     @property
-    def version(self) -> int:
-        """Number of iterations that were trained, or the version that `load` took."""
-        return self._version
-
-    @property
     def data_rank(self) -> DataRank:
         """Every rank that trains has samples of its own."""
         return DataRank(self.manager.rank, self.manager.world_size, self.manager.active)
-
-    def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-        """Return the samples of whole groups with advantages and returns, never normalised."""
-        return compute_group_advantages(samples, self.config.advantage)
-
-    @property
-    def normalizes(self) -> bool:
-        """Advantages are normalised over the global batch."""
-        return self.config.advantage.whitens and not self.critic
 
     def normalize_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return this rank's part of a global batch, normalised over all of it. Collective."""
@@ -144,10 +127,6 @@ class LanguageTrainerBase:
             found = manager.model(forward.packed)
         return forward.answer(found)
 
-    def end_iteration(self) -> None:
-        """Count the version up."""
-        self._version += 1
-
     @property
     def strategy(self) -> Strategy:
         """The strategy that is in force."""
@@ -156,10 +135,6 @@ class LanguageTrainerBase:
     def check_strategy(self, strategy: Strategy) -> None:
         """Raise `StrategyError` for other sizes than dp; `LanguageBatches` has what must divide."""
         check_strategy(strategy, self.manager.groups.launched)
-
-    def skip_iteration(self) -> None:
-        """Count an iteration that the active ranks train, on an idle one."""
-        self.end_iteration()
 
     def rescale(
         self, strategy: Strategy, *, timeout: float, bucket_bytes: int, objection: str = ""
@@ -178,14 +153,6 @@ class LanguageTrainerBase:
         )
         self._version = msgspec.msgpack.decode(report.extras[0], type=int)
         return report
-
-    def offload(self, *, keep_weights: bool = False) -> None:
-        """Move optimizer state and weights to the CPU, and drop the gradients."""
-        self.sleep({OPTIMIZER} if keep_weights else PARTS)
-
-    def onload(self) -> None:
-        """Take weights and optimizer state back to the device."""
-        self.wake_up()
 
     def sleep(self, parts: Collection[str] = PARTS) -> None:
         """Move these parts to the CPU; gradients are dropped with the weights."""

@@ -61,6 +61,14 @@ class Noting(MegatronActor):
         ]
 
 
+class Sleeping(MegatronActor):
+    """Says whether it is offloaded, after all that its compute thread has to do."""
+
+    async def sleeps(self) -> bool:
+        await self.compute(int)
+        return self._offloaded
+
+
 def _gradient(parameter: Any) -> Floats:
     found: Floats = parameter.main_grad.detach().cpu().numpy().copy()
     return found
@@ -199,12 +207,32 @@ async def test_pipeline_stages_train_while_samples_arrive_and_answer_as_fsdp_doe
         step = await actors.call(Noting.training_step, ready(groups(2)))
         assert step[0] == step[1]
         assert step[0]["grad_norm"] > 0.0
+        assert step[0]["update_success"] == 1.0
         expected_names = ["step", "[0, 1, 2, 3]"]
         assert await actors.call(Noting.names) == [expected_names, expected_names]
         iterator = Noting.run_forward_backward_iterator
         with pytest.raises(WorkerError, match=r"trains on what arrives; for log-probs alone"):
             await actors.call(iterator, channels.groups.receiver, True)
         kept.close()
+
+
+async def test_a_rank_that_reads_nothing_is_onloaded_once_its_reader_has_the_data() -> None:
+    async with ra.Cluster.process() as cluster:
+        actors = await cluster.launch(
+            Sleeping,
+            megatron(),
+            BATCHES,
+            count=2,
+            collective="gloo",
+            env_vars={"OMP_NUM_THREADS": "1"},
+        )
+        channels = Channels(cluster)
+        await actors.call(Sleeping.offload)
+        training = actors.call(Sleeping.run_training, channels.groups.receiver)
+        assert await actors.call(Sleeping.sleeps) == [True, True]
+        await channels.send(groups(0))
+        assert [one.samples for one in await training] == [16, 0]
+        assert await actors.call(Sleeping.sleeps) == [False, False]
 
 
 class OneSided(MegatronActor):

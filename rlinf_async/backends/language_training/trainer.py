@@ -1,0 +1,62 @@
+"""What the language trainers of all backends have in common: what needs no model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from typing import Generic, TypeVar
+
+from rlinf_async.algorithms.language.advantages import compute_group_advantages
+from rlinf_async.backends.language import OPTIMIZER, PARTS
+from rlinf_async.backends.language_training.config import LanguageTrainingConfig
+from rlinf_async.messages.language import TrainingSample
+
+C = TypeVar("C", bound=LanguageTrainingConfig)
+
+
+class IterationTrainer(ABC, Generic[C]):
+    """Counts iterations, computes advantages, and is offloaded in parts."""
+
+    critic = False
+
+    def __init__(self, config: C) -> None:
+        self.config = config
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Number of iterations that were trained, or the version that `load` took."""
+        return self._version
+
+    def end_iteration(self) -> None:
+        """Count the version up."""
+        self._version += 1
+
+    def skip_iteration(self) -> None:
+        """Count an iteration that the active ranks train, on an idle one."""
+        self.end_iteration()
+
+    def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """Return the samples of whole groups with advantages and returns, never normalised."""
+        return compute_group_advantages(samples, self.config.advantage)
+
+    @property
+    def normalizes(self) -> bool:
+        """Advantages are normalised over the global batch."""
+        return self.config.advantage.whitens and not self.critic
+
+    def offload(self, *, keep_weights: bool = False) -> None:
+        """Move optimizer state and weights to the CPU, and drop the gradients."""
+        self.sleep({OPTIMIZER} if keep_weights else PARTS)
+
+    def onload(self) -> None:
+        """Take weights and optimizer state back to the device."""
+        self.wake_up()
+
+    @abstractmethod
+    def sleep(self, parts: Collection[str] = PARTS) -> None:
+        """Move these parts to the CPU."""
+
+    @abstractmethod
+    def wake_up(self, parts: Collection[str] = PARTS) -> None:
+        """Take these parts back to the device."""
