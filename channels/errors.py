@@ -21,6 +21,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from typing import Final
 
 
@@ -106,8 +108,20 @@ def closed_while_waiting(name: str) -> ChannelClosed:
     return ChannelClosed(f"this end of channel {name!r} was closed while it waited")
 
 
-def channel_ended(name: str) -> EndOfChannel:
-    return EndOfChannel(f"channel {name!r} has ended: every sender closed, nothing left")
+def channel_ended(
+    name: str, key: int | str | None = None, elsewhere: Mapping[int | str | None, int] | None = None
+) -> EndOfChannel:
+    """``elsewhere``: numbers of items under other keys than the one that was asked for."""
+    text = f"channel {name!r} has ended: every sender closed, nothing left"
+    if key is not None:
+        text += f" under the key {key!r}"
+    if elsewhere:
+        some = [
+            f"{count} {'without a key' if other is None else f'under {other!r}'}"
+            for other, count in itertools.islice(elsewhere.items(), 4)
+        ]
+        text += f" (but {', '.join(some)}{', ...' if len(some) < len(elsewhere) else ''})"
+    return EndOfChannel(text)
 
 
 def no_receivers(name: str) -> NoReceivers:

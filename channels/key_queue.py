@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from rlinf_async.channels import errors
 from rlinf_async.channels.channel_state import ChannelState
 from rlinf_async.channels.delivery import (
     Delivery,
@@ -404,7 +403,7 @@ class KeyQueue:
             if delivery.entries:
                 self._deliver(delivery)
             else:
-                delivery.refused(errors.channel_ended(self.channel.name))
+                delivery.refused(self.channel.ended_error(self.key))
             if self.putters:
                 self.admit()
         if self.room_wanted:
@@ -462,7 +461,7 @@ class KeyQueue:
         """The first in turn waits for what holders may return; those wait behind it."""
         for delivery in list(self.getters)[1:]:
             if self._nothing_can_come(delivery) and self.getters.drop(delivery):
-                delivery.refused(errors.channel_ended(self.channel.name))
+                delivery.refused(self.channel.ended_error(self.key))
 
     def admit(self) -> bool:
         """Let waiting puts in, in order, while there is room; whether one came in."""

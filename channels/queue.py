@@ -150,8 +150,15 @@ class Queue(ChannelState):
             link.recall()
         busy = queue is not None and (queue.entries or queue.deliveries)
         if self.ended and not busy:
-            return errors.channel_ended(self.name)
+            return self.ended_error(key)
         return ChannelEmpty(f"channel {self.name!r} is empty")
+
+    def ended_error(self, key: Key | None) -> ChannelError:
+        """Nothing will come under this key any more; it says under which others something is."""
+        others = (queue for queue in self.every_key() if queue.key != key and queue.entries)
+        return errors.channel_ended(
+            self.name, key, {queue.key: len(queue.entries) for queue in others}
+        )
 
     # ---- items
 

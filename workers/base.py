@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -104,11 +105,21 @@ class Worker:
 
         Shut the executor down in `teardown`.
         """
+        if inspect.iscoroutinefunction(fn):
+            raise TypeError(f"{_name_of(fn)} is async: await it, compute runs blocking functions")
         context = contextvars.copy_context()
         context.run(current_thread.set, self._context.thread)
 
         def call() -> R:
-            return context.run(fn, *args, **kwargs)
+            try:
+                return context.run(fn, *args, **kwargs)
+            except (
+                StopIteration
+            ) as end:  # a future refuses it, and whoever waits would wait for ever
+                raise RuntimeError(
+                    f"{_name_of(fn)} raised StopIteration, which leaves no coroutine: catch it "
+                    "inside, or give next() a default that says that there is no more"
+                ) from end
 
         self._context.computing += 1
         try:
@@ -134,6 +145,10 @@ class Worker:
 
     def __repr__(self) -> str:
         return f"<{self.name}>" if hasattr(self, "_context") else f"<{type(self).__name__}>"
+
+
+def _name_of(fn: Callable[..., object]) -> str:
+    return getattr(fn, "__qualname__", None) or repr(fn)
 
 
 def make(

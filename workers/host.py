@@ -21,7 +21,7 @@ import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Final
 
 from rlinf_async.channels import ChannelClosed, current_party
 from rlinf_async.workers.base import Worker, make
@@ -30,6 +30,10 @@ from rlinf_async.workers.context import OpenSpan, WorkerContext, WorkerInfo
 from rlinf_async.workers.errors import WorkerError, is_secondary
 
 log = logging.getLogger(__name__)
+
+PASSED_ON: Final = (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit)
+"""What `start` and `stop` leave as it is. Everything else that a worker's code raises is its error:
+also what derives from BaseException alone, as a panic of an extension in Rust does."""
 
 
 class State(enum.Enum):
@@ -125,7 +129,9 @@ class WorkerHost:
             step = "setup"
             await self._worker.setup()
             step = "done"
-        except (Exception, SystemExit) as error:
+        except PASSED_ON:
+            raise
+        except BaseException as error:
             raise self.wrap(error, step) from error
         finally:
             current_party.reset(token)
@@ -163,7 +169,9 @@ class WorkerHost:
             await self._end_calls()
             if ready and self._worker is not None:
                 await self._worker.teardown()
-        except (Exception, SystemExit) as error:
+        except PASSED_ON:
+            raise
+        except BaseException as error:
             raise self.wrap(error, "teardown") from error
         finally:
             self._release()
@@ -193,8 +201,10 @@ class WorkerHost:
             inside = RuntimeError("a task or future that it awaited was cancelled, not the call")
             inside.__cause__ = error
             self._fail(invocation, inside)
-        except (Exception, SystemExit) as error:  # `sys.exit` would end the event loop
+        except BaseException as error:  # also what a panic in Rust raises; `sys.exit` ends no loop
             self._fail(invocation, error)
+            if isinstance(error, KeyboardInterrupt):
+                raise
         else:
             self._returned(invocation, value)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TypeVar
 
-from rlinf_async.channels import Channel
+import pytest
+
+from rlinf_async.channels import Channel, EndOfChannel
 from tests.channels.transport import Transport
 
 T = TypeVar("T")
@@ -112,3 +114,18 @@ async def test_a_key_that_is_freed_and_used_again_still_works(transport: Transpo
         await transport.settle()
         await sender.put(number, key="env")
         assert await waiting == number
+
+
+async def test_the_end_says_under_which_other_keys_items_are_left(transport: Transport) -> None:
+    sender, receiver = await transport.ends(Channel(str, name="actions"))
+    await sender.put("for 0", key=0)
+    await sender.put("for 0, too", key=0)
+    await sender.put("for anybody")
+    sender.close()
+    found = r"nothing left under the key '0' \(but 1 without a key, 2 under 0\)"
+    with pytest.raises(EndOfChannel, match=found):
+        await receiver.get(key="0")
+    assert [await receiver.get(key=0), await receiver.get(key=0)] == ["for 0", "for 0, too"]
+    assert await receiver.get() == "for anybody"
+    with pytest.raises(EndOfChannel, match=r"every sender closed, nothing left$"):
+        await receiver.get()

@@ -296,3 +296,75 @@ async def test_a_method_that_ends_before_its_task_is_made_gives_its_result(loop_
         assert host.calls == {}
     finally:
         await host.stop()
+
+
+class Panic(BaseException):
+    """As extensions written in Rust raise it."""
+
+
+class Panics(ra.Worker):
+    """Raises what does not derive from Exception."""
+
+    def __init__(self, error: type[BaseException] = Panic) -> None:
+        self.error = error
+
+    def panic(self) -> int:
+        raise self.error("index out of bounds")
+
+    async def count(self, numbers: ra.Sender[int], how: str) -> int:
+        await numbers.put(1)
+        if how == "in compute":
+            return await self.compute(self.panic)
+        return self.panic()
+
+
+class PanicsInSetup(Panics):
+    async def setup(self) -> None:
+        self.panic()
+
+
+@pytest.mark.parametrize("how", ["in its loop", "in compute"])
+@pytest.mark.parametrize("error", [Panic, GeneratorExit, SystemExit])
+def test_an_error_that_is_no_exception_fails_its_call_and_what_it_sends_to(
+    error: type[BaseException], how: str
+) -> None:
+    async def main() -> None:
+        taken: list[int] = []
+        try:
+            async with ra.Cluster.local() as cluster:
+                numbers = cluster.channel(int, name="numbers")
+                worker = await cluster.launch_one(Panics, error)
+                running = worker.call(Panics.count, numbers.sender, how)
+                taken.extend([number async for number in numbers.receiver])
+                await running
+        finally:
+            assert taken == []  # the consumer does not take it for the end
+
+    with pytest.raises(ra.WorkerError, match=rf"Panics\[0\].*count.*{error.__name__}"):
+        asyncio.run(main())
+
+
+def test_an_error_in_setup_that_is_no_exception_names_the_worker() -> None:
+    async def main() -> None:
+        async with ra.Cluster.local() as cluster:
+            await cluster.launch(PanicsInSetup)
+
+    with pytest.raises(ra.WorkerError, match=r"PanicsInSetup\[0\].*Panic: index out of bounds"):
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize("loop_kind", ["asyncio", "uvloop"])
+async def test_compute_refuses_what_would_never_come_back(loop_kind: str) -> None:
+    host = await ready_host()
+    worker = host._worker
+    assert worker is not None
+    try:
+        with pytest.raises(
+            RuntimeError, match=r"next raised StopIteration.*give next\(\) a default"
+        ):
+            await worker.compute(next, iter([]))
+        assert worker._context.computing == 0
+        with pytest.raises(TypeError, match=r"Cook.cook is async: await it"):
+            await worker.compute(Cook.cook, worker)
+    finally:
+        await host.stop()
