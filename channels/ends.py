@@ -153,6 +153,9 @@ class Sender(End, Generic[T_contra]):
     async def put(self, item: T_contra, *, key: Key | None = None, weight: int = 1) -> None:
         """Put an item; wait while the channel is full.
 
+        The item belongs to the channel from here on: do not change it, nor the arrays in it. (When
+        its bytes are taken depends on where the queue is.)
+
         A cancelled ``put`` leaves no item behind, unless it had been taken already.
 
         Raises:

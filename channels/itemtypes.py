@@ -90,7 +90,7 @@ def check_item(item: Any, item_type: Any, item_class: type | tuple[type, ...], c
     Raises:
         WrongItemType: naming the channel and both types.
     """
-    if not isinstance(item, item_class):
+    if not isinstance(item, item_class) or (item.__class__ is bool and not _takes_bool(item_class)):
         raise WrongItemType(
             f"channel {channel!r} carries {type_name(item_type)}, "
             f"not {type(item).__name__} (got {_short(item)})"
@@ -106,6 +106,12 @@ def check_item(item: Any, item_type: Any, item_class: type | tuple[type, ...], c
             f"{type(item).__name__}, or a union of both"
         )
     return packed
+
+
+def _takes_bool(item_class: type | tuple[type, ...]) -> bool:
+    """To Python a bool is an int, to MessagePack it is not."""
+    classes = item_class if isinstance(item_class, tuple) else (item_class,)
+    return bool in classes or object in classes
 
 
 def _pack_item(item: Any, item_type: Any, item_class: Any, channel: str) -> Any:

@@ -76,8 +76,10 @@ class Channel(Generic[T]):
     ) -> None:
         limits = {"capacity": capacity, "max_weight": max_weight, "max_deliveries": max_deliveries}
         for what, value in limits.items():
-            if value is not None and value < 1:
-                raise ValueError(f"channel {name!r}: {what} must be at least 1, got {value}")
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(
+                    f"channel {name!r}: {what} must be a whole number from 1, got {value!r}"
+                )
         self.queue = Queue(item_type, name, capacity, max_weight, max_deliveries)
         self.queue.channel = weakref.ref(self)
         self.sender: Sender[T] = LocalSender(self.queue, own=True)

@@ -75,7 +75,7 @@ class Method:
         problem = mismatch(self.types[name], value)
         if problem:
             raise BuildError(f"{self.label}: parameter {name!r} {problem}")
-        has_ends = _holds_ends(value)
+        has_ends = holds_ends(value)
         if not has_ends and type(value) not in CONTAINERS:
             self._fitting[name].add(type(value))
         return has_ends
@@ -100,7 +100,7 @@ def _own_name(cls: type[Worker], function: Callable[..., Any]) -> str:
 
 def _resolved(function: Callable[..., Any], label: str) -> dict[str, Any]:
     try:
-        return get_type_hints(function)
+        return get_type_hints(function, include_extras=True)
     except (NameError, AttributeError) as error:
         raise BuildError(
             f"{label}: its annotations cannot be resolved ({error}): types of messages "
@@ -122,7 +122,7 @@ def method_of(cls: type[Worker], function: Callable[..., Any]) -> Method:
 def mismatch(wanted: Any, value: Any) -> str:
     """Why a value does not fit an annotation, ends inside lists and dicts included; empty where it
     does."""
-    if not _holds_ends(value):
+    if not holds_ends(value):
         return argument_mismatch(wanted, value)
     choices = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
     problems = [_first_mismatch(one, value) for one in choices]
@@ -136,9 +136,10 @@ def _first_mismatch(wanted: Any, value: Any) -> str:
     return next(filter(None, found), "") or argument_mismatch(wanted, value)
 
 
-def _holds_ends(value: Any) -> bool:
+def holds_ends(value: Any) -> bool:
+    """Whether a value is an end of a channel, or a list, tuple or dict that contains one."""
     if type(value) in CONTAINERS:
-        return any(_holds_ends(part) for _, part in _inside(Any, value))
+        return any(holds_ends(part) for _, part in _inside(Any, value))
     return isinstance(value, END_KINDS)
 
 

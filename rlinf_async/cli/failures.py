@@ -72,7 +72,11 @@ def _report(error: Exception, session: Session) -> None:
 
 def _text(error: BaseException) -> str:
     """The message of an error; with its type where it is not one of ours, which say all in
-    words."""
+    words. Its notes follow, each on a line."""
+    return "\n".join([_message(error), *getattr(error, "__notes__", ())])
+
+
+def _message(error: BaseException) -> str:
     if _is_explained(error):
         return error.summary
     if _is_ours(error):

@@ -13,6 +13,7 @@ from rlinf_async.runtime.supervise import Never, Restart
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.context import Device, WorkerInfo
 from rlinf_async.workers.errors import BuildError
+from rlinf_async.workers.methods import holds_ends
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,12 +66,25 @@ def check_launch(launch: Launch, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     group, count = launch.group, launch.count
     if type(count) is not int or count < 1:
         raise BuildError(f"{group}: count must be a whole number from 1, got {count!r}")
+    _check_env_vars(group, launch.env_vars)
     if launch.collective is not None and count > 1 and isinstance(launch.restart, Restart):
         raise BuildError(
             f"{group}: ranks of one torch.distributed group cannot be restarted one by one: "
             "leave restart out, and resume from a checkpoint"
         )
     _check_arguments(launch, args, kwargs)
+
+
+def _check_env_vars(group: str, env_vars: object) -> None:
+    if env_vars is None:
+        return
+    if not isinstance(env_vars, dict):
+        raise BuildError(f"{group}: env_vars must be a dict of names and values, got {env_vars!r}")
+    for name, value in env_vars.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise BuildError(
+                f"{group}: env_vars: {name!r} is {value!r}; names and values must be text"
+            )
 
 
 def _check_arguments(launch: Launch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -81,6 +95,12 @@ def _check_arguments(launch: Launch, args: tuple[Any, ...], kwargs: dict[str, An
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise BuildError(f"{label}: {error}{_shadowed(shared)}") from None
+    for name, value in bound.arguments.items():
+        if holds_ends(value):
+            raise BuildError(
+                f"{label}: {name!r} has an end of a channel; ends are given to calls, which close "
+                f"them when they return: pass it to a method of {launch.worker.__name__}"
+            )
     taken = [
         name
         for name in shared

@@ -22,6 +22,12 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
     is its ``__cause__``; but where a cluster had failed before, the error of that is raised.
     Outside the main thread, and where a signal has a handler already, the signal is left alone.
     """
+    if _loop_runs():
+        main.close()
+        raise RuntimeError(
+            "run() starts an event loop, and one runs already in this thread (as in a notebook): "
+            "write `await main()` instead of `run(main())`"
+        )
     with _signals() as seen:
         try:
             with (
@@ -45,6 +51,14 @@ def run(main: Coroutine[Any, Any, T], *, debug: bool | None = None) -> T:
         if seen.terminating:
             raise Terminated
         return result
+
+
+def _loop_runs() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextmanager

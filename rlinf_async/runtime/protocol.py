@@ -140,7 +140,12 @@ class ArgumentsCodec:
         """Decode what the method returned, by its return annotation."""
         if body is None:
             raise MalformedFrame(f"the result of {self.method.label} is missing")
-        return self._result.decode(body)
+        try:
+            return self._result.decode(body)
+        except MalformedFrame as error:
+            raise MalformedFrame(
+                f"the result of {self.method.label} is not what its return annotation says: {error}"
+            ) from error
 
     def _lend(self, end: Any) -> EndRef:
         if self._server is None:

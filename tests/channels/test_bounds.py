@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -106,8 +107,13 @@ def test_a_full_channel_that_nobody_reads_any_more_says_so_rather_than_full() ->
 
 @pytest.mark.parametrize("limit", ["capacity", "max_weight", "max_deliveries"])
 def test_a_limit_below_one_is_refused_by_name(limit: str) -> None:
-    with pytest.raises(ValueError, match=f"channel 'numbers': {limit} must be at least 1, got 0"):
+    with pytest.raises(
+        ValueError, match=rf"{limit} must be a whole number from 1, got 0"
+    ):
         Channel(int, name="numbers", **{limit: 0})
+    wrong: Any = "3"
+    with pytest.raises(ValueError, match=rf"{limit} must be a whole number from 1, got '3'"):
+        Channel(int, name="numbers", **{limit: wrong})
 
 
 def test_the_default_capacity_is_bounded() -> None:

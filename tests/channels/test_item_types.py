@@ -67,6 +67,8 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (int, 7.5, "int, not float"),
     (float, "7", "float, not str"),
     (bool, 1, "bool, not int"),
+    (int, True, "int, not bool"),
+    (float | str, True, "float | str, not bool"),
     (list[int], (1, 2), "list[int], not tuple"),
     (Annotated[int, msgspec.Meta(ge=0)], "7", "not str"),
     (EnvRank, "3", "not str"),

@@ -6,13 +6,17 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar, cast
 
 import msgspec
 import pytest
 
 import rlinf_async as ra
+from rlinf_async.channels import MalformedFrame
+from rlinf_async.channels.encoded import Encoded
 from rlinf_async.runtime import Restart
+from rlinf_async.runtime.protocol import ArgumentsCodec
+from rlinf_async.workers.methods import method_of
 from tests.runtime.kit import Broken, Doubler, Number, Reading, Teller, Waiter, Word
 
 T = TypeVar("T")
@@ -408,3 +412,48 @@ async def test_an_item_type_that_cannot_travel_is_refused_by_processes() -> None
         ):
             cluster.channel(either, name="either")
         assert cluster.channel(Reading, name="readings").name == "readings"
+
+
+async def test_an_end_in_the_constructor_is_refused() -> None:
+    async with ra.Cluster.local() as cluster:
+        numbers = cluster.channel(Number, name="numbers")
+        with pytest.raises(ra.BuildError, match=r"Needy\.__init__: 'what' has an end of a channel"):
+            await cluster.launch(Needy, [numbers.receiver])
+
+
+@pytest.mark.parametrize(
+    ("env_vars", "problem"),
+    [
+        ({"DEPTH": 5}, "env_vars: 'DEPTH' is 5; names and values must be text"),
+        ({"DEPTH": None}, "env_vars: 'DEPTH' is None"),
+        (["DEPTH"], r"env_vars must be a dict of names and values, got \['DEPTH'\]"),
+    ],
+)
+async def test_environment_variables_are_text(env_vars: Any, problem: str) -> None:
+    async with ra.Cluster.local() as cluster:
+        with pytest.raises(ra.BuildError, match=problem):
+            await cluster.launch(Teller, env_vars=env_vars)
+
+
+Small = Annotated[int, msgspec.Meta(lt=10)]
+
+
+class Counts(ra.Worker):
+    async def total(self, numbers: ra.Receiver[Small], start: Small = 0) -> Small:
+        return start + sum([number async for number in numbers])
+
+
+async def test_annotated_types_fit_themselves() -> None:
+    async with ra.Cluster.local() as cluster:
+        numbers: ra.Channel[int] = cluster.channel(cast(Any, Small), name="numbers")
+        worker = await cluster.launch_one(Counts)
+        total = worker.call(Counts.total, numbers.receiver, 3)
+        with numbers.sender as sender:
+            await sender.put(4)
+        assert await total == 7
+
+
+def test_a_result_of_another_type_names_its_method() -> None:
+    codec = ArgumentsCodec(method_of(Counts, Counts.total), ())
+    with pytest.raises(MalformedFrame, match=r"result of Counts\.total is not what its return ann"):
+        codec.decode_result(Encoded(msgspec.msgpack.encode("seven")))

@@ -482,3 +482,14 @@ def test_a_sigterm_after_the_command_is_over_does_not_change_its_exit_code() -> 
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_run_where_a_loop_runs_says_to_await() -> None:
+    async def main() -> int:
+        return 1
+
+    async def cell() -> None:
+        with pytest.raises(RuntimeError, match=r"write `await main\(\)` instead"):
+            ra.run(main())
+
+    asyncio.run(cell())

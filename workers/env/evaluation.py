@@ -8,7 +8,9 @@ on timing and on the number of workers, and can change the last bits of an actio
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -18,6 +20,11 @@ from rlinf_async.messages.spaces import ObservationSpec, Seen
 from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.seeds import episode_seed
 from rlinf_async.workers.env.slot import Episode, Slot
+
+log = logging.getLogger(__name__)
+
+LONG_EPISODE: Final = 20_000
+"""steps after which an episode is warned of, and again after every doubling: it may never end"""
 
 
 class EvaluatedEpisode(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +60,7 @@ class Evaluation:
         self._spec = spec
         self._running: list[tuple[Slot, int, int | None]] = []
         self._rows: list[Seen] = []
+        self._warn_at = LONG_EPISODE
         self.memory: Floats | None = None
         """``[E, H]``: what a recurrent policy remembers of the running episodes"""
         self.done: list[EvaluatedEpisode] = []
@@ -76,6 +84,17 @@ class Evaluation:
             self.memory = np.pad(self.memory, ((0, new), (0, 0)))  # of zeros: they begin
         return bool(self._running)
 
+    def _warn(self, slot: Slot, episode: int) -> None:
+        self._warn_at *= 2
+        log.warning(
+            "episode %d of the evaluation, in %s, has not ended after %d steps: an environment has "
+            "to terminate or truncate its episodes, or the evaluation never ends; wrap it in "
+            "gymnasium.wrappers.TimeLimit, or register it with max_episode_steps",
+            episode,
+            slot.label,
+            slot.length,
+        )
+
     def close(self) -> None:
         """Nothing: the environments are kept for the next evaluation."""
 
@@ -92,6 +111,8 @@ class Evaluation:
             slot.check(row)
             acted = version if oldest is None else min(version, oldest)
             if ended is None:
+                if slot.length >= self._warn_at:
+                    self._warn(slot, episode)
                 self._running.append((slot, episode, acted))
                 self._rows.append(row)
                 go_on.append(place)

@@ -52,7 +52,8 @@ class Slot:
         self.action_rewards: list[float] = []
         """of the actions that the last step executed, where actions come in chunks"""
         self._return = 0.0
-        self._length = 0
+        self.length = 0
+        """steps of the episode so far"""
 
     def reset(self, row: Any, seed: int | None = None) -> None:
         """Begin an episode; with a seed, seed the environment's random numbers too.
@@ -62,7 +63,7 @@ class Slot:
         """
         if seed is not None:
             self.seed = seed
-        self._return, self._length = 0.0, 0
+        self._return, self.length = 0.0, 0
         try:
             observation, _ = self.env.reset(seed=seed)
             self._write(observation, row)
@@ -76,7 +77,7 @@ class Slot:
             EnvFailed: the environment raised, or its reward is NaN or infinite.
         """
         self.steps += 1
-        self._length += 1
+        self.length += 1
         try:
             observation, reward, terminated, truncated, info = self.env.step(action)
             self._write(observation, row)
@@ -86,12 +87,23 @@ class Slot:
         if not math.isfinite(gained):
             raise EnvFailed(f"{self._where('step')} returned the reward {gained}")
         self.action_rewards = info.get(ACTION_REWARDS, [])
-        self._length += max(len(self.action_rewards) - 1, 0)
+        self.length += max(len(self.action_rewards) - 1, 0)
         self._return += gained
         if not (terminated or truncated):
             return gained, False, False, None
-        ended = Episode(self._return, self._length, _success(info))
+        ended = Episode(self._return, self.length, _success(info))
         return gained, bool(terminated), bool(truncated), ended
+
+    def close(self) -> None:
+        """Close the environment.
+
+        Raises:
+            EnvFailed: the environment raised.
+        """
+        try:
+            self.env.close()
+        except Exception as error:
+            raise self.failed("close", error) from error
 
     def check(self, row: Any) -> None:
         """Raise `EnvFailed` if the observation has NaN or infinity."""
@@ -112,7 +124,7 @@ class Slot:
     def _where(self, doing: str) -> str:
         return (
             f"env {self.label}, seed {self.seed}, in {doing}() at step {self.steps} of its life "
-            f"and {self._length} of its episode,"
+            f"and {self.length} of its episode,"
         )
 
 

@@ -158,7 +158,7 @@ class Stage:
     def close(self) -> None:
         """Close the environments."""
         for slot in self._slots:
-            slot.env.close()
+            slot.close()
 
     def _check(self, observation: Seen) -> None:
         numbers = numbers_of(observation)

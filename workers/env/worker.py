@@ -350,7 +350,7 @@ class EnvWorker(Worker):
 
     def _close_evaluation(self) -> None:
         for slot in self._evaluation_slots:
-            slot.env.close()
+            slot.close()
 
 
 async def _all(stages: Iterable[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:

@@ -85,7 +85,8 @@ class Wire:
         """An item is not of the channel's type."""
         return MalformedFrame(
             f"channel {self.channel_name!r} of {self.connection.peer}: {error}; whoever puts it "
-            "must declare the same type for this channel"
+            "must declare the same type for this channel, and put values of that type "
+            "(RLINF_ASYNC_CHECK_ITEMS=1 refuses others where they are put)"
         )
 
     def elsewhere(self, what: str, instead: str) -> ChannelError:

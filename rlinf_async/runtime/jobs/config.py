@@ -17,6 +17,7 @@ import msgspec
 from rlinf_async.config import ConfigError, Document, UsageError
 from rlinf_async.observe.errors import MetricsError
 from rlinf_async.observe.metrics import find_sink
+from rlinf_async.observe.run_folder import MARKER
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.devices import host_devices
 from rlinf_async.runtime.ray.library import is_installed, not_installed
@@ -197,13 +198,19 @@ def check_resumed(config: Any, started: Path, may_differ: Sequence[str]) -> None
     Args:
         config: of the command.
         started: the file with the configuration that the run has now; nothing is checked where
-            there is none.
+            the folder holds no run.
         may_differ: paths of the settings, or of whole sections, that a resumed run may change.
 
     Raises:
         UsageError: with the settings that differ, both of their values, and those that may.
     """
     if not started.is_file():
+        if (started.parent / MARKER).is_file():
+            raise UsageError(
+                f"{started.parent} holds a run, but not its {started.name}, so whether the run can "
+                "go on under this configuration is not known: put the file back, or start in "
+                "another folder"
+            )
         return
     document = Document.read(started)
     job = document.tables.get("job")

@@ -197,6 +197,14 @@ def test_a_run_is_not_resumed_under_another_configuration(job: Job) -> None:
     job.succeed("--resume")
 
 
+def test_a_run_whose_configuration_is_gone_is_not_resumed(job: Job) -> None:
+    job.succeed()
+    (job.out / "config.toml").unlink()
+    ended = job.train("--resume", "--training.total_steps", 512)
+    assert ended.code == 2
+    assert "holds a run, but not its config.toml" in ended.err
+
+
 def test_a_resumed_run_that_is_refused_gets_its_configuration_back(job: Job) -> None:
     job.succeed()
     latest = job.out / "checkpoints" / "latest.json"

@@ -51,6 +51,16 @@ async def test_the_most_likely_actions_act_and_whole_episodes_count() -> None:
     assert [one.success for one in found] == [True, True, False]
 
 
+async def test_an_episode_that_does_not_end_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rlinf_async.workers.env.evaluation.LONG_EPISODE", 2)
+    await evaluated(counting(envs=2), ToyRollout, EvaluationPlan(episodes=1))
+    assert "episode 0 of the evaluation" in caplog.text
+    assert "has not ended after 2 steps" in caplog.text
+    assert "gymnasium.wrappers.TimeLimit" in caplog.text
+
+
 async def test_how_many_workers_and_envs_there_are_changes_no_episode() -> None:
     plan = EvaluationPlan(episodes=7, seed=3)
     alone = await evaluated(drawing(envs=1, stages=1), ChoosingRollout, plan)
