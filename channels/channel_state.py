@@ -135,6 +135,10 @@ class ChannelState(abc.ABC):
         """Remove this key if it is idle: keys come and go, and must not stay in memory."""
 
     @abc.abstractmethod
+    def ended_error(self, key: Key | None) -> errors.ChannelError:
+        """The error for a get under this key, of which nothing will come any more."""
+
+    @abc.abstractmethod
     def stuck_holders(self) -> set[object]:
         """Of those who hold something and wait here, under whichever key, the ones that only wait
         for one another."""

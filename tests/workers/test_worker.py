@@ -364,7 +364,8 @@ async def test_compute_refuses_what_would_never_come_back(loop_kind: str) -> Non
         ):
             await worker.compute(next, iter([]))
         assert worker._context.computing == 0
+        asynchronous: Any = Cook.cook
         with pytest.raises(TypeError, match=r"Cook.cook is async: await it"):
-            await worker.compute(Cook.cook, worker)
+            await worker.compute(asynchronous, worker)
     finally:
         await host.stop()
