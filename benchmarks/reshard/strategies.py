@@ -136,7 +136,7 @@ def restarted(parameters: float, folder: Path) -> dict[str, float]:
         raise SystemExit("what was loaded is not what was saved")
     save = (before[0]["saved"], between[0]["saved"])
     restart = (between[0]["loaded"] - starts[0], after[0]["loaded"] - starts[1])
-    line = {"save_seconds": sum(save), "load_seconds": sum(restart)}
+    line: dict[str, float] = {"save_seconds": sum(save), "load_seconds": sum(restart)}
     return line | {
         _key(strategy): one + other
         for strategy, one, other in zip(THEN, save, restart, strict=True)
