@@ -149,10 +149,12 @@ class Dialer:
         if isinstance(self._address, UnixAddress):
             connected = await _unix_socket(self._address)
             try:
-                await loop.create_unix_connection(lambda: link, sock=connected)
+                transport, _ = await loop.create_unix_connection(lambda: link, sock=connected)
             except BaseException:
                 connected.close()
                 raise
+            if not isinstance(transport, asyncio.Transport):
+                connected.detach()  # uvloop's own the descriptor, see `_unix_socket`
         else:
             options: dict[str, Any] = {}
             if self._address.tls:
@@ -170,7 +172,11 @@ class Dialer:
 
 
 async def _unix_socket(address: UnixAddress) -> socket.socket:
-    """A socket that is connected to this address. (uvloop cannot connect to an abstract name.)"""
+    """A socket that is connected to this address. (uvloop cannot connect to an abstract name.)
+
+    A transport of uvloop closes its descriptor, and forgets to tell the socket if it does so before
+    ``create_unix_connection`` has returned: later that would close what has the same number then.
+    """
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     made.setblocking(False)
     try:

@@ -9,7 +9,7 @@ import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -22,6 +22,8 @@ from rlinf_async.channels.wire import (
     serve,
 )
 from rlinf_async.channels.wire.frames.framing import PROTOCOL_VERSION
+from rlinf_async.channels.wire.session import dialing
+from rlinf_async.channels.wire.session.address import UnixAddress
 from rlinf_async.channels.wire.session.auth import Handshake, Terms
 from rlinf_async.channels.wire.session.dialing import Dialer
 from rlinf_async.channels.wire.session.endpoint_options import EndpointOptions
@@ -200,6 +202,33 @@ async def test_who_proves_the_secret_just_when_the_server_is_closed_is_told_why(
     await connection.wait_closed()
     with pytest.raises(ConnectionLost, match="owner closed it: the server was closed"):
         connection.notify("anything", None)
+
+
+@pytest.mark.parametrize("loop_kind", ["asyncio", "uvloop"])
+async def test_a_socket_that_is_cut_as_it_connects_leaves_no_descriptor_behind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, loop_kind: str
+) -> None:
+    sockets: list[socket.socket] = []
+    unix_socket = dialing._unix_socket
+
+    async def remembered(address: UnixAddress) -> socket.socket:
+        sockets.append(await unix_socket(address))
+        return sockets[-1]
+
+    class CutAtFirst(Link):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            if len(sockets) == 1:
+                cast("asyncio.Transport", transport).abort()
+
+    monkeypatch.setattr(dialing, "_unix_socket", remembered)
+    monkeypatch.setattr(dialing, "Link", CutAtFirst)
+    async with await serve(folder / "s", SECRET, router=Router()) as server:
+        connection = await connect(server.path, SECRET, name="client", router=Router())
+        connection.close()
+        await connection.wait_closed()
+    # A socket that kept the number would close what has the number by then.
+    await until(lambda: [one.fileno() for one in sockets] == [-1, -1])
 
 
 @pytest.mark.parametrize("loop_kind", ["asyncio", "uvloop"])
