@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import pathlib
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 JOB = "job"
 NO_RUN = "--resume needs --out DIR: which run is to go on?"
+NOT_RESUMED = "--checkpoint chooses where to resume: give --resume, too"
 
 _settings = {"ignore_unknown_options": True, "allow_interspersed_args": True}
 
@@ -34,6 +36,11 @@ _settings = {"ignore_unknown_options": True, "allow_interspersed_args": True}
     "--out", metavar="DIR", type=click.Path(path_type=pathlib.Path), help="The run folder."
 )
 @click.option("--resume", is_flag=True, help="Go on where the run in --out DIR was.")
+@click.option(
+    "--checkpoint",
+    metavar="NAME",
+    help="With --resume: from this one (version-000010, or 10), not from the newest.",
+)
 @click.option("--seed", type=int, help="The same as the setting 'seed' in the file.")
 @click.option("--traceback", is_flag=True, help="Show the driver's traceback if the run fails.")
 @click.argument("tokens", nargs=-1, type=click.UNPROCESSED, metavar="FILE.toml")
@@ -42,6 +49,7 @@ def train(
     session: Session,
     out: pathlib.Path | None,
     resume: bool,
+    checkpoint: str | None,
     seed: int | None,
     traceback: bool,
     tokens: tuple[str, ...],
@@ -54,13 +62,27 @@ def train(
     session.traceback = traceback
     if resume and out is None:
         raise UsageError(NO_RUN)
+    if checkpoint is not None and not resume:
+        raise UsageError(NOT_RESUMED)
     file, overrides = split_tokens(tokens, out)
     if seed is not None:
         overrides["seed"] = str(seed)
     job, config = _read(session, file, overrides, _options(train))
     _check_folder(out, resume)
-    summary = job.run(config, out, resume)
+    with _chosen(out, checkpoint):
+        summary = job.run(config, out, resume)
     return FAILED if summary.outcome == "fell short" else OK
+
+
+def _chosen(
+    out: pathlib.Path | None, checkpoint: str | None
+) -> contextlib.AbstractContextManager[None]:
+    """Within, the run resumes from this checkpoint, if one was named."""
+    if out is None or checkpoint is None:
+        return contextlib.nullcontext()
+    from rlinf_async.runtime.jobs.checkpoints import resuming_from
+
+    return resuming_from(out, checkpoint)
 
 
 @click.command(

@@ -5,6 +5,7 @@
     checkpoints/
       latest.json           `RunProgress`: written last, in one atomic step; names the checkpoint
       version-000010/       written by the workers; the job may add files of its own
+        progress.json       what latest.json was when this checkpoint was the newest
 
 How a checkpoint looks inside, a backend knows. `rlinf_async.backends.checkpoint.folders` needs no
 torch; it is imported when it is needed, as all of a backend is.
@@ -13,18 +14,22 @@ torch; it is imported when it is needed, as all of a backend is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
 import msgspec
 
+from rlinf_async.config import UsageError
 from rlinf_async.observe.errors import RunFolderError
 from rlinf_async.observe.files import atomic_write
+from rlinf_async.observe.run_lock import release_lock, take_lock
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.jobs.failures import start_background
 
 PROGRESS = "latest.json"
+OWN_PROGRESS = "progress.json"
 
 
 class RunProgress(msgspec.Struct, kw_only=True):
@@ -86,6 +91,45 @@ def load_progress(
     return progress
 
 
+@contextlib.contextmanager
+def resuming_from(run: Path, checkpoint: str) -> Iterator[None]:
+    """Within, the run in this folder resumes from an older checkpoint than its newest.
+
+    What is refused within, with `UsageError`, leaves the newest the one to resume from.
+
+    Args:
+        run: its folder.
+        checkpoint: its name, or the number of its version.
+
+    Raises:
+        UsageError: no such checkpoint, with those that there are; or a process runs there.
+    """
+    checkpoints = run / "checkpoints"
+    name = folder_of(int(checkpoint)) if checkpoint.isdecimal() else checkpoint
+    choices = sorted(path.parent.name for path in checkpoints.glob(f"[!.]*/{OWN_PROGRESS}"))
+    if name not in choices:
+        raise UsageError(
+            f"--checkpoint {checkpoint}: {run} has no such checkpoint to resume from; it has: "
+            f"{', '.join(choices) or 'none'}"
+        )
+    latest = checkpoints / PROGRESS
+    try:
+        lock = take_lock(run)
+    except RunFolderError as error:
+        raise UsageError(str(error)) from error
+    try:
+        before, chosen = latest.read_bytes(), (checkpoints / name / OWN_PROGRESS).read_bytes()
+        atomic_write(latest, chosen)
+    finally:
+        release_lock(lock)
+    try:
+        yield
+    except UsageError:
+        if latest.read_bytes() == chosen:  # another process may have gone on from there
+            atomic_write(latest, before)
+        raise
+
+
 async def make_latest(
     checkpoints: Path,
     checkpoint: str,
@@ -110,7 +154,7 @@ async def make_latest(
 
     def write() -> None:
         _check_complete(checkpoints / name)
-        for file, content in (files or {}).items():
+        for file, content in {**(files or {}), OWN_PROGRESS: progress}.items():
             atomic_write(checkpoints / name / file, content)
         previous = _named(checkpoints / PROGRESS)
         atomic_write(checkpoints / PROGRESS, progress)

@@ -129,3 +129,16 @@ def test_a_disk_that_fills_up_at_a_checkpoint_is_reported_in_one_line_unless_mor
         last = ended.err.splitlines()[-2:]
         assert last[0].startswith("error: Actor[0] failed in checkpoint_written (process ")
         assert last[1] == "(--traceback shows where this was raised)"
+
+
+def test_check_loads_the_verifiers_that_settings_name(job: Job) -> None:
+    ended = job.command("check", job.file, "--data.verifier", f"{VERIFIERS}:lettres")
+    assert ended.code == 2
+    assert "data.verifier" in ended.err
+    assert f"'{VERIFIERS}' has no function 'lettres'" in ended.err
+    broken = job.file.with_name("broken.py")
+    broken.write_text("raise ValueError('half written')\n", encoding="utf-8")
+    ended = job.command("check", job.file, "--reward.preload", f"{broken}:score")
+    assert ended.code == 2
+    assert "reward.preload" in ended.err
+    assert "ValueError: half written" in ended.err

@@ -53,7 +53,7 @@ def test_losses_after_resuming_from_what_was_cut_are_those_after_resuming_from_t
     done = killed.command("reshard", killed.out, out, "--dp", dp, "--tp", tp)
     assert done.code == 0, done.err
     assert "cut too: critic" in done.out
-    assert "copied: run.msgpack" in done.out
+    assert "copied: progress.json, run.msgpack" in done.out
     assert contents(killed.out) == before
     checkpoint = out / "checkpoints" / killed.checkpoints[-1]
     assert strategy(checkpoint) == strategy(checkpoint / "critic") == (dp, tp)

@@ -4,6 +4,7 @@
 
     check_backends   installed, registered                       nothing is read
     check_sizes      numbers that have to divide one another     nothing is read
+    check_verifiers  those that settings name load
     open_prompts     context of the model - rollout.sampling.max_tokens >= every prompt
                      iterations x prompts of each <= records x epochs; verifiers that load
     check_critic     a critic's own model: it reads the actor's tokens
@@ -358,19 +359,36 @@ def open_prompts(config: LanguageConfig, model: Path) -> Prompts:
         raise ConfigError(f"{error}{hint}", path=("data",)) from error
     _check_count(config, prompts)
     for name in prompts.verifiers:
-        try:
-            load_verifier(name)
-        except (UnknownVerifier, ConfigError) as error:
-            problem = error.problem if isinstance(error, ConfigError) else str(error)
-            raise ConfigError(problem, path=("data", "verifier")) from error
-        except UsageError:
-            raise
-        except Exception as error:  # a user's own code may raise anything
-            raise ConfigError(
-                f"{name!r} cannot be imported: {type(error).__name__}: {error}",
-                path=("data", "verifier"),
-            ) from error
+        _check_verifier(name, ("data", "verifier"))
     return prompts
+
+
+def check_verifiers(config: LanguageConfig) -> None:
+    """Load the verifiers that settings name, a user's own included. Those that records name are
+    loaded with the prompts.
+
+    Raises:
+        ConfigError: there is no such verifier, or it cannot be imported.
+        MissingExtra: a library that it needs is not installed.
+    """
+    if config.data.verifier:
+        _check_verifier(config.data.verifier, ("data", "verifier"))
+    for name in config.reward.preload:
+        _check_verifier(name, ("reward", "preload"))
+
+
+def _check_verifier(name: str, where: tuple[str, ...]) -> None:
+    try:
+        load_verifier(name)
+    except (UnknownVerifier, ConfigError) as error:
+        problem = error.problem if isinstance(error, ConfigError) else str(error)
+        raise ConfigError(problem, path=where) from error
+    except UsageError:
+        raise
+    except Exception as error:  # a user's own code may raise anything
+        raise ConfigError(
+            f"{name!r} cannot be imported: {type(error).__name__}: {error}", path=where
+        ) from error
 
 
 def check_critic(config: LanguageConfig, model: Path) -> None:

@@ -19,6 +19,7 @@ from rlinf_async.runtime.jobs.language.checks import (
     check_critic,
     check_families,
     check_sizes,
+    check_verifiers,
     open_prompts,
 )
 from rlinf_async.runtime.jobs.language.config import MAY_DIFFER, LanguageConfig
@@ -69,6 +70,7 @@ class LanguageRL:
         check_sinks(config.training.metrics)
         checkpoint_folder(config.model)
         check_families(config)
+        check_verifiers(config)
         for data, path in ((config.data, ("data",)), (config.warm_start.data, WARM_START_DATA)):
             if data is not None and data.path:
                 _check_there(data, (*path, "path"))
