@@ -1,6 +1,6 @@
 """Which families of language models can be trained, and which engines agree with the trainer.
 
-`FAMILIES` is the table of docs/language.md: each entry was tried with a tiny random model, whose
+`FAMILIES` is the table of docs/language-training.md: each entry was tried with a tiny random model, whose
 published weights were loaded by the engine (``python -m tests.backends.families``). A family that
 is not in it is judged by its structure. No torch, except for such a family.
 """
@@ -105,7 +105,7 @@ def check_family(config: Mapping[str, Any], engine: str | None = None) -> None:
 def supported_families(engine: str | None = None) -> str:
     """Return a sentence with the families that were tried: with the engine, or with the trainer."""
     names = [name for name, one in FAMILIES.items() if engine != "vllm" or one.vllm != "no"]
-    return f"Supported are {', '.join(names)}; see 'Model families' in docs/language.md"
+    return f"Supported are {', '.join(names)}; see 'Model families' in docs/language-training.md"
 
 
 def _structural_fault(config: Mapping[str, Any]) -> str | None:

@@ -1,7 +1,7 @@
 """Tiny models of many families: what the trainer publishes, held against each engine's log-probs.
 
 ``python -m tests.backends.families`` tries every family with every engine, each in a process of its
-own, prints the table of docs/language.md, and fails where that and the code's list are not what was
+own, prints the table of docs/language-training.md, and fails where that and the code's list are not what was
 found. ``--family qwen3_moe --engine vllm`` tries one.
 """
 

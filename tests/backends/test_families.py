@@ -119,8 +119,8 @@ def test_a_family_that_an_engine_does_not_serve_is_refused_with_that_engine_alon
 
 
 def test_the_table_of_the_page_is_the_list_of_the_code() -> None:
-    page = (ROOT / "docs" / "language.md").read_text(encoding="utf-8")
-    section = page.partition("### Model families")[2].partition("\n### ")[0]
+    page = (ROOT / "docs" / "language-training.md").read_text(encoding="utf-8")
+    section = page.partition("## Model families")[2].partition("\n## ")[0]
     assert dict(ROW.findall(section)) == {name: one.vllm for name, one in FAMILIES.items()}
     for name in REFUSED:
         assert f"`{name}`" in section

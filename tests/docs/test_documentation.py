@@ -144,7 +144,9 @@ def test_the_tables_of_soft_actor_critic_have_every_setting_and_its_default() ->
 
 
 def test_the_tables_of_the_language_job_have_every_setting_and_its_default() -> None:
-    page = settings(ROOT / "docs" / "language.md")
+    page: dict[str, str] = {}
+    for name in ("language", "language-data", "language-rollout", "language-training"):
+        page |= settings(ROOT / "docs" / f"{name}.md")
     assert {name: written(cell) for name, cell in page.items()} == defaults(LanguageConfig)
 
 
