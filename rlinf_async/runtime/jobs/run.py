@@ -41,11 +41,16 @@ Draw = Callable[[], object]
 
 
 class TrainingClock:
-    """Seconds of training, those before a resume included."""
+    """Seconds of training, those before a resume included; they count from `start` on."""
 
     def __init__(self, before: float) -> None:
         self._time = asyncio.get_running_loop().time
-        self._start = self._time() - before
+        self._before = before
+        self.start()
+
+    def start(self) -> None:
+        """Begin to count, again."""
+        self._start = self._time() - self._before
 
     def __call__(self) -> float:
         return self._time() - self._start

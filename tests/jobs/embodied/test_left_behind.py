@@ -44,7 +44,7 @@ def test_a_run_that_failed_leaves_trace_and_timeline(
 
 
 def test_an_interrupted_run_leaves_them_too(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlinf_async.runtime.jobs.embodied.run.write_evaluation", interrupt)
+    monkeypatch.setattr("rlinf_async.runtime.jobs.embodied.base.write_evaluation", interrupt)
     assert job.train().code == 130
     assert job.summary.outcome == "stopped"
     assert job.trained_in_trace() == [*range(6)]

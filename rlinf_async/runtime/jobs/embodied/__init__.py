@@ -8,14 +8,13 @@
     collectors.py  env and rollout workers; or env workers that run the policy themselves
     reports.py     progress, metrics, the live view, pictures
     config.py      the configuration
+
+    base.py        what the runs of all jobs in environments have in common
+    settings.py    and their configurations
 """
 
-from rlinf_async.runtime.jobs.embodied.config import (
-    ClusterConfig,
-    EmbodiedConfig,
-    EvaluationConfig,
-    TrainingConfig,
-)
+from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig, TrainingConfig
 from rlinf_async.runtime.jobs.embodied.job import EmbodiedPPO
+from rlinf_async.runtime.jobs.embodied.settings import ClusterConfig, EvaluationConfig
 
 __all__ = ["ClusterConfig", "EmbodiedConfig", "EmbodiedPPO", "EvaluationConfig", "TrainingConfig"]

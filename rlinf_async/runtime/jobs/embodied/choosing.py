@@ -23,8 +23,7 @@ from typing import Any, Final
 import msgspec
 
 from rlinf_async.messages.spaces import Seen
-from rlinf_async.runtime.jobs.embodied.config import ClusterConfig
-from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings
+from rlinf_async.runtime.jobs.embodied.settings import ClusterConfig, EnvironmentSettings
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.env.config import EnvConfig
 

@@ -15,7 +15,7 @@ from rlinf_async.data.demonstrations import check_demonstrations
 from rlinf_async.data.errors import DataError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
-from rlinf_async.runtime.jobs.config import check_sinks, refuse_unknown
+from rlinf_async.runtime.jobs.config import refuse_unknown
 from rlinf_async.runtime.jobs.embodied.choosing import chosen
 from rlinf_async.runtime.jobs.embodied.config import (
     MAY_DIFFER,
@@ -24,10 +24,10 @@ from rlinf_async.runtime.jobs.embodied.config import (
     fitted,
 )
 from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun
+from rlinf_async.runtime.jobs.embodied.settings import check_host, described
 from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.workers.context import Device
-from rlinf_async.workers.env import EnvError, describe_env
 
 FSDP = ("actor", "fsdp")
 
@@ -57,8 +57,7 @@ class EmbodiedPPO:
         """
         check_sizes(config)
         _check_names(config)
-        config.plan(config.cluster.devices() if devices is None else devices)
-        check_sinks(config.training.metrics)
+        check_host(config, devices, config.actor.fsdp.device)
         self._fitted(config)
 
     def run(self, config: EmbodiedConfig, out: Path | None, resume: bool) -> EmbodiedSummary:
@@ -71,15 +70,7 @@ class EmbodiedPPO:
         return run_in_folder(config, out, resume=resume, may_differ=MAY_DIFFER, build=build)
 
     def _fitted(self, config: EmbodiedConfig) -> EmbodiedConfig:
-        try:
-            full = fitted(config, describe_env(config.env))
-        except ConfigError as error:
-            if error.path[:1] in (("actor",), ("env",)):
-                raise
-            raise ConfigError(error.problem, path=("env", *error.path)) from error
-        except EnvError as error:
-            setting = "entry_point" if config.env.entry_point else "id"
-            raise ConfigError(str(error), path=("env", setting)) from error
+        full = fitted(config, described(config.env))
         _check_fit(full)
         return full
 
@@ -193,12 +184,6 @@ def _check_names(config: EmbodiedConfig) -> None:
         raise ConfigError(
             "the embodied_ppo job trains a registered policy, not a language model: leave it out",
             path=(*FSDP, "pretrained"),
-        )
-    if actor.fsdp.device != "cpu":
-        raise ConfigError(
-            f"{actor.fsdp.device!r} is set, but a job takes the actors' devices from "
-            "cluster.placement.actor: leave it out",
-            path=(*FSDP, "device"),
         )
     known = EmbodiedTrainerConfig()
     policy, advantage, loss = actor.fsdp.policy.name, actor.advantage.name, actor.ppo.loss.name

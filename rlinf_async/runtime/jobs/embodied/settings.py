@@ -1,53 +1,253 @@
-"""What the jobs in environments have in common: the settings that collectors and reports read."""
+"""What the jobs in environments have in common: settings, sizes, devices, seeds."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from collections.abc import Sequence
+from typing import Literal, TypeVar
+
+import msgspec
+import numpy as np
 
 from rlinf_async.backends.policies.config import PolicyConfig
-from rlinf_async.runtime.jobs.embodied.config import ClusterConfig, EvaluationConfig
+from rlinf_async.config import ConfigError
+from rlinf_async.messages.spaces import EnvSpec
+from rlinf_async.runtime.jobs.config import HostConfig, check_counts, check_sinks
+from rlinf_async.runtime.jobs.placement import SETTING, Plan, Preset, Role, RolePlacement, make_plan
+from rlinf_async.workers.context import Device
+from rlinf_async.workers.env import EnvError, describe_env
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.rollout.config import RolloutConfig
 
+MAY_DIFFER = (
+    "name",
+    "training.total_steps",
+    "training.keep_checkpoints",
+    "training.return_window",
+    "training.metrics",
+    "rollout.max_batch",
+    "rollout.torch_threads",
+    "actor.bucket_bytes",
+    "evaluation",
+    "cluster",
+)
+"""settings and sections that a resumed run of any of these jobs may change"""
 
-class Admission(Protocol):
-    """How far collectors may be ahead of the training."""
+
+class LengthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Length of the training, and sizes of its steps."""
+
+    total_steps: int
+    """environment steps, over all environments; rounded up to whole iterations"""
+    steps_per_iteration: int
+    """steps of each environment in one iteration, after which the weights are published"""
+    max_staleness: int = 0
+    """versions that the acting weights may be behind the trained ones, and iterations that are
+    collected while the actors train; 0: they take turns"""
+    checkpoint_every: int = 10
+    """iterations between two checkpoints; one is always written at the end"""
+    keep_checkpoints: int = 2
+    """newest checkpoints that are kept"""
+    return_window: int = 100
+    """episodes over which the return and the success rate are averaged while training"""
+    metrics: tuple[str, ...] = ("tensorboard",)
+    """sinks beside ``metrics.csv``; others by the entry point group ``rlinf_async.metrics``"""
+
+    def __post_init__(self) -> None:
+        positive = ("total_steps", "steps_per_iteration", "keep_checkpoints", "return_window")
+        check_counts(self, least=1, names=positive)
+        check_counts(self, least=0, names=("max_staleness", "checkpoint_every"))
+
+
+class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The evaluation at the end, with the deterministic policy."""
+
+    episodes: int = 100
+    seed: int = 10_000
+    target_success_rate: float | None = None
+    """the run succeeds if it is reached; None: there is no target"""
+    target_return: float | None = None
+    before: bool = False
+    """whether the policy is evaluated before the first iteration too: untrained, or cloned"""
+    video_episodes: int = 3
+    """episodes in ``video.mp4``; 0: no video"""
+    video_seconds: float = 120.0
+    """seconds for rendering them, after which the video ends with the frames that it has"""
+
+    def __post_init__(self) -> None:
+        if self.episodes < 1 or self.video_episodes < 0 or self.seed < 0:
+            raise ValueError(
+                f"episodes is {self.episodes}, video_episodes is {self.video_episodes}, seed is "
+                f"{self.seed}; they must be at least 1, 0 and 0"
+            )
+        if not self.video_seconds > 0.0:
+            raise ValueError(f"video_seconds is {self.video_seconds}; it must be above 0")
+        rate, wanted = self.target_success_rate, self.target_return
+        if rate is not None and not 0.0 <= rate <= 1.0:
+            raise ValueError(
+                f"target_success_rate is {rate}; it must lie between 0 and 1, or be left out"
+            )
+        if wanted is not None and not math.isfinite(wanted):
+            raise ValueError(
+                f"target_return is {wanted}; it must be a finite number, or be left out"
+            )
+
+
+class EmbodiedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which devices each role has: a text such as ``"0-3"``, or a table with more."""
+
+    preset: Preset = "auto"
+    """for roles that are left out; ``hybrid``: env and rollout workers share, actors have theirs"""
+    actor: str | RolePlacement = ""
+    rollout: str | RolePlacement = ""
+    env: str | RolePlacement = ""
+    """none when left out, unless the preset is ``hybrid``"""
+
+
+class ClusterConfig(HostConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many workers there are of each kind, and where they run."""
+
+    placement: Preset | EmbodiedPlacement = "auto"
+    env_workers: int = 1
+    rollout_workers: int | Literal["auto"] = "auto"
+    """0: each env worker runs the policy itself, for environments of short steps; ``auto``: 0 or 1,
+    whichever is faster as measured at the start"""
+    actors: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_roles(self.placement)
+        check_counts(self, least=1, names=("env_workers", "actors"))
+        if self.rollout_workers != "auto":
+            check_counts(self, least=0, names=("rollout_workers",))
 
     @property
-    def max_staleness(self) -> int:
-        """Iterations that are collected ahead."""
-        ...
+    def rollout_count(self) -> int:
+        """Rollout workers; where it is left to the run and nobody has chosen yet, 1."""
+        return 1 if self.rollout_workers == "auto" else self.rollout_workers
 
 
-class EnvironmentSettings(Protocol):
-    """A configuration of a job in environments, fitted to its environment."""
+def plan_of(counts: ClusterConfig, devices: Sequence[Device]) -> Plan:
+    """The devices of every worker. Raises: as `EnvironmentSettings.plan`."""
+    asked = counts.placement
+    if isinstance(asked, str):
+        asked = EmbodiedPlacement(preset=asked)
+    hybrid = asked.preset == "hybrid"
+    roles = [
+        Role(name="actor", count=counts.actors, asked=asked.actor, one_device=True),
+        Role(name="rollout", count=counts.rollout_count, asked=asked.rollout),
+        Role(name="env", count=counts.env_workers, asked=asked.env, accelerated=hybrid),
+    ]
+    plan = make_plan(
+        roles,
+        devices,
+        preset=asked.preset,
+        hybrid=(("actor",), ("rollout", "env")),
+        node_groups=counts.node_groups,
+    )
+    if counts.rollout_count and plan.devices_per_worker("rollout") > 1:
+        raise ConfigError(
+            "a policy computes on one device: set devices_per_worker to 1, or to a fraction",
+            path=(*SETTING, "rollout"),
+        )
+    return plan
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def env(self) -> EnvConfig: ...
-    @property
-    def training(self) -> Admission: ...
-    @property
-    def rollout(self) -> RolloutConfig: ...
-    @property
-    def evaluation(self) -> EvaluationConfig: ...
-    @property
-    def cluster(self) -> ClusterConfig: ...
+
+class EnvironmentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings that every job in environments has, and the sizes that follow from them."""
+
+    job: str
+    name: str
+    """name of the run, in reports and in the default run folder"""
+    seed: int = 0
+    """seed of everything; those of the sections are added to it"""
+    env: EnvConfig
+    training: LengthConfig
+    rollout: RolloutConfig = RolloutConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"{self.seed} is below 0: seeds count from 0", path=("seed",))
 
     @property
     def acting_policy(self) -> PolicyConfig:
-        """The policy that acts in the environments."""
-        ...
+        """The policy that acts in the environments, with their spaces once they are known."""
+        raise NotImplementedError(f"{type(self).__name__} does not say which policy acts")
+
+    def plan(self, devices: Sequence[Device]) -> Plan:
+        """The devices of every worker.
+
+        Raises:
+            ConfigError: a setting of the placement is wrong.
+            MissingDevice: there are too few devices.
+        """
+        return plan_of(self.cluster, devices)
 
     @property
     def trajectories(self) -> int:
-        """Trajectories of one iteration."""
-        ...
+        """Trajectories of one iteration: one for each stage of each env worker."""
+        return self.cluster.env_workers * self.env.stages
+
+    @property
+    def iteration_steps(self) -> int:
+        """Environment steps of one iteration, over all environments."""
+        return self.cluster.env_workers * self.env.envs * self.training.steps_per_iteration
 
     @property
     def iterations(self) -> int:
         """Iterations of the whole run."""
-        ...
+        return -(-self.training.total_steps // self.iteration_steps)
+
+
+Settings = TypeVar("Settings", bound=EnvironmentSettings)
+
+
+def check_host(config: EnvironmentSettings, devices: Sequence[Device] | None, device: str) -> None:
+    """Raise `UsageError` where this host, or one with ``devices``, cannot place the workers.
+
+    ``device`` is what the actor's own section says: only scripts may set it.
+    """
+    if device != "cpu":
+        raise ConfigError(
+            f"{device!r} is set, but a job takes the actors' devices from "
+            "cluster.placement.actor: leave it out",
+            path=("actor", "fsdp", "device"),
+        )
+    config.plan(config.cluster.devices() if devices is None else devices)
+    check_sinks(config.training.metrics)
+
+
+def described(env: EnvConfig) -> EnvSpec:
+    """Ask an environment for its spaces; raises `ConfigError` where it cannot be had."""
+    try:
+        return describe_env(env)
+    except ConfigError as error:
+        if error.path[:1] == ("env",):
+            raise
+        raise ConfigError(error.problem, path=("env", *error.path)) from error
+    except EnvError as error:
+        setting = "entry_point" if env.entry_point else "id"
+        raise ConfigError(str(error), path=("env", setting)) from error
+
+
+def reseeded(config: Settings, version: int) -> Settings:
+    """The configuration for a start at this version: other seeds than at any other version.
+
+    With the same seeds a resumed run would repeat the episodes, and the noise, of its first
+    iterations. At version 0 nothing changes; evaluations keep their episodes.
+    """
+    if version == 0:
+        return config
+
+    def mixed(seed: int) -> int:
+        return int(np.random.SeedSequence((seed, version)).generate_state(1)[0])
+
+    replace = msgspec.structs.replace
+    env, rollout = config.env, config.rollout
+    return replace(
+        config,
+        env=replace(env, seed=mixed(env.seed)),
+        rollout=replace(rollout, seed=mixed(rollout.seed)),
+    )

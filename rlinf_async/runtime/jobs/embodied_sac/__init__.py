@@ -7,7 +7,8 @@
     channels.py    the channels between replay worker and actor
     config.py      the configuration
 
-Collectors, evaluation and reports are those of `rlinf_async.runtime.jobs.embodied`.
+Settings, tickets, collectors, evaluation and reports are those of
+`rlinf_async.runtime.jobs.embodied`.
 """
 
 from rlinf_async.runtime.jobs.embodied_sac.config import SacConfig, SacTrainingConfig

@@ -25,14 +25,14 @@ class SacChannels(EmbodiedChannels):
     worker one batch may be there twice, and wait for the actor's next iteration.
     """
 
-    def __init__(self, cluster: Cluster, fitted: FittedSac) -> None:
-        super().__init__(cluster, fitted)
-        ahead = fitted.config.replay.prefetch
+    def __init__(self, cluster: Cluster, config: FittedSac) -> None:
+        super().__init__(cluster, config)
+        ahead = config.replay.prefetch
         self.requests: Channel[BatchRequest] = cluster.channel(
             BatchRequest,
             name="batch requests",
             capacity=ahead,
-            max_deliveries=max_deliveries(1, fitted.cluster.max_restarts),
+            max_deliveries=max_deliveries(1, config.cluster.max_restarts),
         )
         self.batches: Channel[ReplayBatch] = cluster.channel(
             ReplayBatch, name="batches", capacity=ahead

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import floor
+from typing import TypeVar
 
 import msgspec
 
@@ -12,57 +12,32 @@ from rlinf_async.backends.sac_config import SacTrainerConfig
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.runtime.jobs.config import check_counts
-from rlinf_async.runtime.jobs.embodied.config import ClusterConfig, EvaluationConfig, plan_of
-from rlinf_async.runtime.jobs.placement import Plan
-from rlinf_async.workers.context import Device
+from rlinf_async.runtime.jobs.embodied.settings import MAY_DIFFER as ALWAYS_MAY_DIFFER
+from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings, LengthConfig
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.replay.config import ReplayConfig
 from rlinf_async.workers.rollout.config import RolloutConfig
 
-MAY_DIFFER = (
-    "name",
-    "training.total_steps",
-    "training.keep_checkpoints",
-    "training.return_window",
-    "training.metrics",
-    "replay.prefetch",
-    "rollout.max_batch",
-    "rollout.torch_threads",
-    "actor.bucket_bytes",
-    "evaluation",
-    "cluster",
-)
+SectionT = TypeVar("SectionT", bound=EnvConfig | RolloutConfig | ReplayConfig | SacTrainerConfig)
+
+MAY_DIFFER = (*ALWAYS_MAY_DIFFER, "replay.prefetch")
 """settings and sections that a resumed run may change"""
 
 POLICY = "mlp_squashed_gaussian"
 
 
-class SacTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SacTrainingConfig(LengthConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Length of the training, and sizes of its steps."""
 
-    total_steps: int
-    """environment steps, over all environments; rounded up to whole iterations"""
-    steps_per_iteration: int
-    """steps of each environment in one iteration, after which the policy's weights are published"""
+    max_staleness: int = 1
     learning_starts: int = 100
     """environment steps before the first gradient step, in which actions are uniform"""
     updates_per_step: float = 1.0
     """gradient steps for each environment step after those"""
-    max_staleness: int = 1
-    """iterations that are collected while the actor trains; 0: they take turns"""
-    checkpoint_every: int = 10
-    """iterations between two checkpoints; one is always written at the end"""
-    keep_checkpoints: int = 2
-    """newest checkpoints that are kept"""
-    return_window: int = 100
-    """episodes over which the return and the success rate are averaged while training"""
-    metrics: tuple[str, ...] = ("tensorboard",)
-    """sinks beside ``metrics.csv``; others by the entry point group ``rlinf_async.metrics``"""
 
     def __post_init__(self) -> None:
-        positive = ("total_steps", "steps_per_iteration", "keep_checkpoints", "return_window")
-        check_counts(self, least=1, names=positive)
-        check_counts(self, least=0, names=("learning_starts", "max_staleness", "checkpoint_every"))
+        super().__post_init__()
+        check_counts(self, least=0, names=("learning_starts",))
         if not 0.0 < self.updates_per_step <= 1000.0:
             raise ValueError(
                 f"updates_per_step is {self.updates_per_step}; it must be above 0 and at most 1000"
@@ -74,44 +49,14 @@ class SacTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             )
 
 
-class SacConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SacConfig(EnvironmentSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Soft actor-critic on a Gymnasium environment."""
 
     job: str = "embodied_sac"
     name: str = "embodied-sac"
-    """name of the run, in reports and in the default run folder"""
-    seed: int = 0
-    """seed of everything; ``env.seed``, ``rollout.seed``, ... are added to it"""
-    env: EnvConfig
     training: SacTrainingConfig
     replay: ReplayConfig = ReplayConfig()
-    rollout: RolloutConfig = RolloutConfig()
     actor: SacTrainerConfig = SacTrainerConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    cluster: ClusterConfig = ClusterConfig()
-
-    def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ConfigError(f"{self.seed} is below 0: seeds count from 0", path=("seed",))
-
-    def plan(self, devices: Sequence[Device]) -> Plan:
-        """The devices of every worker. Raises: as `EmbodiedConfig.plan`."""
-        return plan_of(self.cluster, devices)
-
-    @property
-    def trajectories(self) -> int:
-        """Trajectories of one iteration: one for each stage of each env worker."""
-        return self.cluster.env_workers * self.env.stages
-
-    @property
-    def iteration_steps(self) -> int:
-        """Environment steps of one iteration, over all environments."""
-        return self.cluster.env_workers * self.env.envs * self.training.steps_per_iteration
-
-    @property
-    def iterations(self) -> int:
-        """Iterations of the whole run."""
-        return -(-self.training.total_steps // self.iteration_steps)
 
     def updates(self, iteration: int) -> int:
         """Gradient steps of an iteration: their sum keeps to ``updates_per_step``."""
@@ -128,50 +73,15 @@ class SacConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.iteration_steps * (2 * self.training.checkpoint_every + 1)
 
 
-class FittedSac(msgspec.Struct, frozen=True, kw_only=True):
-    """A configuration, with what the environment says."""
+class FittedSac(SacConfig, frozen=True, kw_only=True):
+    """A configuration, with the policy that its environment asks for."""
 
-    config: SacConfig
-    acting_policy: PolicyConfig
-    """the policy, with its spaces"""
+    policy: PolicyConfig
 
     @property
-    def name(self) -> str:
-        return self.config.name
-
-    @property
-    def seed(self) -> int:
-        return self.config.seed
-
-    @property
-    def env(self) -> EnvConfig:
-        return self.config.env
-
-    @property
-    def training(self) -> SacTrainingConfig:
-        return self.config.training
-
-    @property
-    def rollout(self) -> RolloutConfig:
-        return self.config.rollout
-
-    @property
-    def evaluation(self) -> EvaluationConfig:
-        return self.config.evaluation
-
-    @property
-    def cluster(self) -> ClusterConfig:
-        return self.config.cluster
-
-    @property
-    def trajectories(self) -> int:
-        """Trajectories of one iteration."""
-        return self.config.trajectories
-
-    @property
-    def iterations(self) -> int:
-        """Iterations of the whole run."""
-        return self.config.iterations
+    def acting_policy(self) -> PolicyConfig:
+        """The policy that acts in the environments, with their spaces."""
+        return self.policy
 
 
 def check_sizes(config: SacConfig) -> None:
@@ -244,23 +154,19 @@ def fitted(config: SacConfig, spec: EnvSpec) -> FittedSac:
         )
     replace = msgspec.structs.replace
 
-    def seeded(section: EnvConfig | RolloutConfig | ReplayConfig | SacTrainerConfig) -> int:
-        return section.seed + config.seed
+    def seeded(section: SectionT) -> SectionT:
+        return replace(section, seed=section.seed + config.seed)
 
-    spread = replace(
-        config,
-        env=replace(config.env, seed=seeded(config.env)),
-        rollout=replace(config.rollout, seed=seeded(config.rollout)),
-        replay=replace(config.replay, seed=seeded(config.replay)),
-        actor=replace(config.actor, seed=seeded(config.actor)),
+    return FittedSac(
+        **{name: getattr(config, name) for name in config.__struct_fields__}
+        | {name: seeded(getattr(config, name)) for name in ("env", "rollout", "replay", "actor")},
+        policy=PolicyConfig(
+            name=POLICY,
+            observation_size=spec.observation_size,
+            action_size=spec.action_size,
+            observation=spec.observation,
+            action=spec.action,
+            hidden_sizes=config.actor.fsdp.policy.hidden_sizes,
+            action_chunk=1,
+        ),
     )
-    policy = PolicyConfig(
-        name=POLICY,
-        observation_size=spec.observation_size,
-        action_size=spec.action_size,
-        observation=spec.observation,
-        action=spec.action,
-        hidden_sizes=config.actor.fsdp.policy.hidden_sizes,
-        action_chunk=1,
-    )
-    return FittedSac(config=spread, acting_policy=policy)

@@ -14,8 +14,8 @@ import psutil
 from rlinf_async.config import ConfigError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
-from rlinf_async.runtime.jobs.config import check_sinks
 from rlinf_async.runtime.jobs.embodied.choosing import chosen
+from rlinf_async.runtime.jobs.embodied.settings import check_host, described
 from rlinf_async.runtime.jobs.embodied_sac.config import (
     MAY_DIFFER,
     FittedSac,
@@ -27,7 +27,6 @@ from rlinf_async.runtime.jobs.embodied_sac.run import SacRun
 from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.workers.context import Device
-from rlinf_async.workers.env import EnvError, describe_env
 from rlinf_async.workers.replay.store import bytes_of, columns_of
 
 
@@ -40,7 +39,8 @@ class EmbodiedSAC:
     def plan(self, config: SacConfig, devices: Sequence[Device] | None = None) -> Plan:
         """The devices of every worker: on this host, or on a machine with these devices."""
         if config.cluster.rollout_workers == "auto":
-            config = _placed(self._fitted(config), devices).config
+            cluster = chosen(self._fitted(config), devices)
+            config = msgspec.structs.replace(config, cluster=cluster)
         return config.plan(config.cluster.devices() if devices is None else devices)
 
     def check(self, config: SacConfig, devices: Sequence[Device] | None = None) -> None:
@@ -54,14 +54,7 @@ class EmbodiedSAC:
             UsageError: with the setting, and what is wrong with it.
         """
         check_sizes(config)
-        if config.actor.fsdp.device != "cpu":
-            raise ConfigError(
-                f"{config.actor.fsdp.device!r} is set, but a job takes the actor's device from "
-                "cluster.placement.actor: leave it out",
-                path=("actor", "fsdp", "device"),
-            )
-        config.plan(config.cluster.devices() if devices is None else devices)
-        check_sinks(config.training.metrics)
+        check_host(config, devices, config.actor.fsdp.device)
         self._fitted(config)
 
     def run(self, config: SacConfig, out: Path | None, resume: bool) -> EmbodiedSummary:
@@ -69,37 +62,27 @@ class EmbodiedSAC:
         full = self._fitted(config)
 
         def build(folder: RunFolder) -> SacRun:
-            return SacRun(_placed(full), folder)
+            return SacRun(msgspec.structs.replace(full, cluster=chosen(full)), folder)
 
         return run_in_folder(config, out, resume=resume, may_differ=MAY_DIFFER, build=build)
 
     def _fitted(self, config: SacConfig) -> FittedSac:
-        try:
-            full = fitted(config, describe_env(config.env))
-        except EnvError as error:
-            setting = "entry_point" if config.env.entry_point else "id"
-            raise ConfigError(str(error), path=("env", setting)) from error
+        full = fitted(config, described(config.env))
         _check_store(full)
         return full
 
 
-def _placed(full: FittedSac, devices: Sequence[Device] | None = None) -> FittedSac:
-    """With a number of rollout workers, where it was left to the run."""
-    config = msgspec.structs.replace(full.config, cluster=chosen(full, devices))
-    return msgspec.structs.replace(full, config=config)
-
-
 def _check_store(full: FittedSac) -> None:
     """Raise `ConfigError` where the store has no room, or its folder cannot be written."""
-    replay = full.config.replay
-    columns = columns_of(full.acting_policy.observation, full.acting_policy.action)
+    replay = full.replay
+    columns = columns_of(full.policy.observation, full.policy.action)
     if replay.storage == "memory":
         needed, there = bytes_of(columns, replay.capacity), psutil.virtual_memory().total
         place = "this host's memory"
     else:
         folder = _existing(Path(replay.folder or "."))
         _check_writable(folder)
-        needed = bytes_of(columns, replay.capacity + full.config.spare)
+        needed = bytes_of(columns, replay.capacity + full.spare)
         there, place = shutil.disk_usage(folder).free, f"the disk of {folder.absolute()}"
     if needed > there:
         raise ConfigError(

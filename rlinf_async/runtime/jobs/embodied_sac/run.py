@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -30,34 +31,21 @@ from rlinf_async.backends.base import OffPolicyTrainer
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.embodied import Collect, TrainReport
 from rlinf_async.messages.replay import Collected
-from rlinf_async.observe.metrics import MetricsWriter
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
-from rlinf_async.runtime.jobs.checkpoints import Checkpointer, clean, load_progress, sibling
-from rlinf_async.runtime.jobs.config import HostConfig
-from rlinf_async.runtime.jobs.embodied.collectors import Collectors, make_collectors
-from rlinf_async.runtime.jobs.embodied.config import reseeded_sections
-from rlinf_async.runtime.jobs.embodied.evaluation import evaluate, write_evaluation
-from rlinf_async.runtime.jobs.embodied.reports import (
-    EmbodiedProgress,
-    headline,
-    pictures,
-    row,
-    summarized,
-    warn_of_no_success,
-)
+from rlinf_async.runtime.jobs.checkpoints import sibling
+from rlinf_async.runtime.jobs.embodied.base import Books, EnvironmentRun, Flow
+from rlinf_async.runtime.jobs.embodied.collectors import make_collectors
+from rlinf_async.runtime.jobs.embodied.reports import EmbodiedProgress
 from rlinf_async.runtime.jobs.embodied_sac.channels import SacChannels
 from rlinf_async.runtime.jobs.embodied_sac.config import FittedSac
 from rlinf_async.runtime.jobs.failures import Stopped
 from rlinf_async.runtime.jobs.placement import Plan
-from rlinf_async.runtime.jobs.run import Draw, TrainingClock
-from rlinf_async.runtime.jobs.view import Headline, LiveView
-from rlinf_async.runtime.signals import run_signals
+from rlinf_async.runtime.jobs.view import LiveView
 from rlinf_async.runtime.supervise import Never, Restart
 from rlinf_async.workers.actor import GradientPlan, SacActor
-from rlinf_async.workers.env import EnvReport, EvaluatedEpisode
 from rlinf_async.workers.replay import ReplayWorker
 from rlinf_async.workers.replay.worker import STATE, ReplayPlan, read_state
 
@@ -92,28 +80,17 @@ class SacShards:
         os.replace(sibling(path), path / REPLAY)
 
 
-class SacRun:
-    """Trains, evaluates, and accounts for what was trained.
+class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
+    """A run of soft actor-critic; see `EnvironmentRun`.
 
     Args:
-        fitted: the configuration, fitted to its environment.
+        config: fitted to its environment.
         folder: of the run.
     """
 
-    def __init__(self, fitted: FittedSac, folder: RunFolder) -> None:
-        self.folder = folder
-        clean(folder.checkpoints)
-        file = f"{REPLAY}/{STATE}"
-        found = load_progress(folder.checkpoints, SacProgress, file=file)
-        self.progress = found or SacProgress()
-        self.fitted = _reseeded(fitted, self.progress.version)
-        self.config = self.fitted.config
+    def __init__(self, config: FittedSac, folder: RunFolder) -> None:
+        super().__init__(config, folder, SacProgress(), file=f"{REPLAY}/{STATE}")
         self._store = self._store_folder()
-        self._env_reports: list[EnvReport] = []
-        self._last: TrainReport | None = None
-        self._warned = False
-        self._episodes: list[EvaluatedEpisode] = []
-        """episodes of the evaluation"""
 
     def _store_folder(self) -> Path | None:
         """The folder of the store's files; refuses that of another run."""
@@ -139,30 +116,16 @@ class SacRun:
     async def main(self, cluster: Cluster, view: LiveView) -> None:
         """The flow, from the first ticket to the evaluation."""
         view.note = "starting workers"
-        channels = SacChannels(cluster, self.fitted)
+        channels = SacChannels(cluster, self.config)
         plan = self.config.plan(cluster.devices)
-        collectors = make_collectors(cluster, self.fitted, channels, plan)
+        collectors = make_collectors(cluster, self.config, channels, plan)
         # One after the other where all share a process: they share torch's random numbers, too.
         actor = await self._launch_actor(cluster, plan)
         replay = await self._launch_replay(cluster)
         await collectors.launch()
-        view.note = ""
-        with collectors.serving(), self._metrics() as metrics:
-            kept = self.config.training.keep_checkpoints
-            shards = SacShards(actor, replay)
-            checkpointer = Checkpointer(cluster, shards, self.folder.checkpoints, kept)
-            await self._train(channels, collectors, actor, replay, checkpointer, metrics, view)
-            self._episodes = await evaluate(
-                cluster,
-                self.fitted,
-                channels,
-                collectors,
-                view,
-                min_version=self.config.iterations,
-            )
-            write_evaluation(metrics, self.progress, self._episodes)
-        await channels.weights.sender.close()
-        await collectors.finish()
+        flow = Flow(cluster, channels, collectors, view)
+        train = partial(self._train, flow, actor, replay)
+        await self._train_and_evaluate(flow, SacShards(actor, replay), train)
 
     # ---- workers
 
@@ -180,7 +143,7 @@ class SacRun:
         return await cluster.launch(
             SacActor,
             msgspec.structs.replace(self.config.actor, fsdp=fsdp),
-            self.fitted.acting_policy,
+            self.config.policy,
             resume=None if resume is None else str(resume),
             name="Actor",
             collective=plan.collective("actor"),
@@ -188,7 +151,7 @@ class SacRun:
         )
 
     async def _launch_replay(self, cluster: Cluster) -> WorkerGroup[ReplayWorker]:
-        config, policy, resume = self.config, self.fitted.acting_policy, self._resume
+        config, policy, resume = self.config, self.config.policy, self._resume
         plan = ReplayPlan(
             observation=policy.observation,
             action=policy.action,
@@ -215,15 +178,12 @@ class SacRun:
 
     async def _train(
         self,
-        channels: SacChannels,
-        collectors: Collectors,
+        flow: Flow[SacChannels],
         actor: WorkerGroup[SacActor],
         replay: WorkerGroup[ReplayWorker],
-        checkpointer: Checkpointer,
-        metrics: MetricsWriter,
-        view: LiveView,
+        books: Books,
     ) -> None:
-        first, ahead = self.progress.version, self.config.training.max_staleness
+        channels = flow.channels
         await actor.call(SacActor.sync_model_to_rollout, channels.weights.sender)
         serving = replay.call(
             ReplayWorker.serve,
@@ -231,8 +191,9 @@ class SacRun:
             channels.requests.receiver,
             channels.batches.sender,
         )
-        collecting = collectors.collect()
-        clock, signals = TrainingClock(self.progress.train_seconds), run_signals()
+        collecting = flow.collectors.collect()
+        books.clock.start()
+        checkpointer, signals = books.checkpointer, books.signals
         with (
             channels.requests.sender,
             channels.batches.receiver,
@@ -240,17 +201,12 @@ class SacRun:
             signals.checked_each_step(),
         ):
             with channels.tickets.sender:
-                for iteration in range(first, first + ahead + 1):
-                    await self._issue(channels, iteration)
-                for iteration in range(first, self.config.iterations):
+                await self._issue_first(channels)
+                for iteration in range(self.progress.version, self.config.iterations):
                     report = await self._train_iteration(channels, actor, replay, iteration)
-                    await self._issue(channels, report.version + ahead)
-                    self.progress.take(report, clock(), self.config.training.return_window)
-                    # The step boundary: store, weights and progress are of this version.
-                    if signals.take_checkpoint_request() or self._checkpoint_due(report.version):
-                        await checkpointer.begin(self.progress)
-                    self._write_row(report, metrics)
-                    view.show()
+                    await self._step_boundary(channels, report, books)
+                    self._write_row(report, books.metrics)
+                    flow.view.show()
                     if signals.leaving:
                         await checkpointer.finish()
                         await signals.leave()
@@ -284,79 +240,24 @@ class SacRun:
         self.progress.second_batches += trained.duplicates
         return _report(collected, trained.version, trained.metrics)
 
-    def _checkpoint_due(self, version: int) -> bool:
-        every = self.config.training.checkpoint_every
-        return version == self.config.iterations or (every > 0 and version % every == 0)
+    def _ticket(self, iteration: int) -> Collect:
+        return msgspec.structs.replace(super()._ticket(iteration), transitions=True)
 
-    async def _issue(self, channels: SacChannels, iteration: int) -> None:
-        """Let every env worker collect this iteration, if there is one."""
-        if iteration >= self.config.iterations:
-            return
-        ticket = Collect(
-            iteration=iteration,
-            steps=self.config.training.steps_per_iteration,
-            min_version=max(0, iteration - self.config.training.max_staleness),
-            transitions=True,
-        )
-        for rank in range(self.config.cluster.env_workers):
-            await channels.tickets.sender.put(ticket, key=rank)
+    # ---- pictures, summary
 
-    def _write_row(self, report: TrainReport, metrics: MetricsWriter) -> None:
-        self._last = report
-        self._warned = warn_of_no_success(self.fitted, report, warned=self._warned)
-        metrics.write(self.progress.env_steps, row(self.progress, report))
-
-    # ---- metrics, summary
-
-    def _metrics(self) -> MetricsWriter:
-        kept = self.progress.env_steps if self.progress.version else None
-        sinks = self.config.training.metrics
-        return MetricsWriter(self.folder.path, resume_at=kept, sinks=sinks)
-
-    def headline(self) -> Headline:
-        """The top line of the live view."""
-        return headline(self.fitted, self.progress, self._last)
-
-    @property
-    def title(self) -> str:
-        """Title of its pictures."""
-        return f"{self.config.name}: {self.config.env.name}"
-
-    @property
-    def host(self) -> HostConfig:
-        """Where its workers run."""
-        return self.config.cluster
-
-    def drawings(self, *, ended: bool) -> dict[str, Draw]:
-        """The learning curve, and of a run that came to its end a video of the trained policy."""
-        if not (ended or self.progress.version):
-            return {}
-        made = pictures(self.fitted, self.folder, self.title, self.headline, self._make_trainer)
-        return made if ended else {"learning curve": made["learning curve"]}
-
-    def _make_trainer(self) -> OffPolicyTrainer:
+    def make_trainer(self) -> OffPolicyTrainer:
+        """What reads a checkpoint, in this process."""
         from rlinf_async.backends.registry import load_off_policy_trainer
 
-        return load_off_policy_trainer("sac")(self.config.actor, self.fitted.acting_policy)
+        return load_off_policy_trainer("sac")(self.config.actor, self.config.policy)
 
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
         """What came of the run."""
-        summary = summarized(self.fitted, self.progress, self._episodes, stopped)
+        summary = super().summary(stopped)
         if self.progress.version:
             summary.extra["gradient steps"] = self.progress.updates
-            summary.dropped = {
-                "stale answers": sum(report.dropped_answers for report in self._env_reports),
-                "second trajectories": self.progress.duplicates,
-                "second batches": self.progress.second_batches,
-            }
+            summary.dropped["second batches"] = self.progress.second_batches
         return summary
-
-
-def _reseeded(fitted: FittedSac, version: int) -> FittedSac:
-    """The configuration for a start at this version: other episodes than at any other version."""
-    env, rollout = reseeded_sections(fitted.env, fitted.rollout, version)
-    config = msgspec.structs.replace(fitted.config, env=env, rollout=rollout)
-    return msgspec.structs.replace(fitted, config=config)
 
 
 def _report(collected: Collected, version: int, metrics: dict[str, float]) -> TrainReport:
