@@ -164,7 +164,7 @@ class SimulatedIteration(Iteration):
                     count += len(tokens)
                     self.world.collected = count
                     if self.pipelined and self.world.holds:
-                        ahead.arrived(batch.samples[0].group, sum(tokens), loop.time())
+                        ahead.arrived(sum(tokens), loop.time())
                     else:
                         later += tokens
                 await self.world.boundary(arrived=count)
@@ -178,17 +178,21 @@ class SimulatedIteration(Iteration):
 class Ahead:
     """What an actor trains of a mini-batch while the rest of it is generated.
 
-    Groups go to the data ranks by their numbers; each rank trains what it has, one after the other.
+    Groups go to the data ranks in turn, as they arrive (see `Dispatcher`); each rank trains what it
+    has, one after the other.
     """
 
     def __init__(self, trainer: CostTrainer, now: float) -> None:
         self._trainer = trainer
+        self._groups = 0
+        """that have arrived"""
         self._free = [now] * trainer.strategy.dp
         """time at which each data rank has trained what it has"""
 
-    def arrived(self, group: int, tokens: int, now: float) -> None:
-        """Samples of a group are here, with so many tokens."""
-        rank = group % len(self._free)
+    def arrived(self, tokens: int, now: float) -> None:
+        """A group is here, with so many tokens."""
+        rank = self._groups % len(self._free)
+        self._groups += 1
         self._free[rank] = max(self._free[rank], now) + self._trainer.rank_seconds(tokens)
 
     def left(self, now: float) -> float:

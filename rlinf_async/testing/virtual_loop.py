@@ -6,7 +6,8 @@ callbacks runs next is drawn from the seed among the legal ones (see `ready`), s
 gives the same run, byte for byte, and another seed another run that asyncio could have had.
 
 There are no sockets, processes or signals, and no thread but the loop's own: a function given to an
-executor runs inline, as a callback of its own.
+executor runs inline, as a callback of its own. Seconds that it lets pass (`let_pass`) go by before
+its result is there; two functions of one executor do so side by side.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Generator, Hashable
+from functools import partial
 from typing import Any, Final, TypeVar, TypeVarTuple
 
+from rlinf_async.elapse import TAKES_TIME
 from rlinf_async.testing.errors import Deadlock, Livelock
 from rlinf_async.testing.ready import Entry, FifoQueue, ReadyQueue, SeededQueue
 from rlinf_async.testing.report import describe_callback, describe_tasks, short_name, unfinished
@@ -178,15 +181,20 @@ class VirtualLoop(asyncio.BaseEventLoop):
         # In a thread there would be no running loop either.
         asyncio._set_running_loop(None)
         self._in_executor = True
+        passed: list[float] = []
+        TAKES_TIME.set(passed.append)  # in a context of its own: see run_in_executor
+        answer: Callable[[], None]
         try:
-            result = func(*args)
+            answer = partial(future.set_result, func(*args))
         except Exception as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+            answer = partial(future.set_exception, error)
         finally:
             self._in_executor = False
             asyncio._set_running_loop(self)
+        if passed:
+            self.call_later(sum(passed), _unless_done, future, answer)
+        else:
+            answer()
 
     def _push(
         self,
@@ -290,6 +298,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
             describe_tasks(tasks),
         ]
         return "\n".join(lines + [text for hook in self.describe if (text := hook())])
+
+
+def _unless_done(future: asyncio.Future[Any], answer: Callable[[], None]) -> None:
+    """Answer a future that nobody has cancelled meanwhile."""
+    if not future.done():
+        answer()
 
 
 def _make_task(

@@ -9,11 +9,12 @@ import pytest
 
 from tests.architecture.sources import ROOT, Import, folders, imports, loose, modules
 
-LIGHT = {"config", "messages", "parallel", "scheduling", "deadlines"}
+LIGHT = {"config", "messages", "parallel", "scheduling", "deadlines", "elapse"}
 
 ARROWS: dict[str, set[str]] = {
     "__main__": {"cli"},
     "deadlines": set(),
+    "elapse": set(),
     "channels": {"deadlines"},
     "config": set(),
     "messages": set(),

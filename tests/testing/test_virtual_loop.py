@@ -5,9 +5,11 @@ import concurrent.futures
 import contextvars
 import itertools
 import threading
+import time
 
 import pytest
 
+from rlinf_async.elapse import let_pass
 from rlinf_async.testing import Deadlock, Livelock, Unhandled, VirtualLoop, explore, run, run_on
 
 SEEDS = range(200)
@@ -292,3 +294,31 @@ def test_a_long_trace_keeps_its_end_and_says_what_it_left_out() -> None:
     lines = loop.trace.decode().splitlines()
     assert lines[0] == f"({loop.steps - 4} earlier steps left out)"
     assert len(lines) == 5
+
+
+def test_seconds_that_an_executor_lets_pass_go_by_on_the_loop() -> None:
+    async def body() -> tuple[list[float], float]:
+        loop = asyncio.get_running_loop()
+
+        def work(seconds: float, fails: bool = False) -> None:
+            let_pass(seconds)
+            let_pass(seconds)
+            if fails:
+                raise RuntimeError("after its time")
+
+        both = loop.run_in_executor(None, work, 100.0), loop.run_in_executor(None, work, 50.0)
+        await both[1]
+        at = [loop.time()]
+        await both[0]
+        at.append(loop.time())
+        with pytest.raises(RuntimeError, match="after its time"):
+            await loop.run_in_executor(None, work, 10.0, True)
+        late = loop.run_in_executor(None, work, 1000.0)
+        await asyncio.sleep(1.0)
+        late.cancel()
+        await asyncio.sleep(2000.0)
+        return at, loop.time()
+
+    began = time.perf_counter()
+    assert run_on(VirtualLoop(seed=0), body()) == ([100.0, 200.0], 2221.0)
+    assert time.perf_counter() - began < 20.0

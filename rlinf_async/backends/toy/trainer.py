@@ -1,11 +1,11 @@
-"""A trainer that only takes time, by a cost model: seconds by tokens, while the CPU is free.
+"""A trainer that only takes time, by a cost model: seconds by tokens, while the CPU is free. On a
+virtual loop they pass by its clock.
 
 It has no model. Its weights are bytes that depend on their version, with valid checksums.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,6 +18,7 @@ from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.backends.toy.config import ToyTrainerConfig
 from rlinf_async.backends.toy.responses import token_log_probs
+from rlinf_async.elapse import let_pass
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.messages.weights import Allocate, TensorSlot, WeightBucket, WeightUpdate
@@ -64,7 +65,7 @@ class ToyTrainer:
         self.check_strategy(strategy)
         if objection:
             raise StrategyError([objection])
-        _pass(self.config.seconds_to_move)
+        let_pass(self.config.seconds_to_move)
         old, self._strategy = self._strategy, strategy
         return RescaleReport(
             old_strategy=old,
@@ -107,10 +108,10 @@ class ToyTrainer:
         samples = tokens = 0
         for batch in micro_batches:
             here = sum(one.tokens for one in batch.samples)
-            _pass(here * self.config.seconds_per_token)
+            let_pass(here * self.config.seconds_per_token)
             samples += len(batch.samples)
             tokens += here
-        _pass(self.config.seconds_per_step)
+        let_pass(self.config.seconds_per_step)
         return {"samples_trained": float(samples), "tokens_trained": float(tokens)}
 
     def end_iteration(self) -> None:
@@ -121,7 +122,7 @@ class ToyTrainer:
         self, samples: Sequence[TrainingSample], *, reference: bool = False
     ) -> list[Floats]:
         """Log-probs as the toy engine gives them, of this version; of version 0 as reference."""
-        _pass(sum(one.tokens for one in samples) * self.config.seconds_per_token / 3)
+        let_pass(sum(one.tokens for one in samples) * self.config.seconds_per_token / 3)
         version = 0 if reference else self._version
         return [
             token_log_probs(one.response_ids, np.full(len(one.response_ids), version, np.int32))
@@ -146,11 +147,11 @@ class ToyTrainer:
 
     def offload(self, *, keep_weights: bool = False) -> None:
         """Take the time of it."""
-        _pass(self.config.seconds_to_move)
+        let_pass(self.config.seconds_to_move)
 
     def onload(self) -> None:
         """Take the time of it."""
-        _pass(self.config.seconds_to_move)
+        let_pass(self.config.seconds_to_move)
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the version."""
@@ -175,9 +176,3 @@ class ToyTrainer:
         """Take the version that was written."""
         self._version = msgspec.json.decode((path / "toy.json").read_bytes())["version"]
         return [{}]
-
-
-def _pass(seconds: float) -> None:
-    """Wait as long as a device would compute."""
-    if seconds > 0.0:
-        time.sleep(seconds)
