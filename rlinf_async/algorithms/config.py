@@ -14,8 +14,8 @@ class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     name: str = "gae"
     gamma: float = 0.99
     gae_lambda: float = 0.95
-    level: Literal["chunk", "action"] = "chunk"
-    """where actions come in chunks: one reward, value and advantage for each chunk or action"""
+    level: Literal["chunk", "action", "token"] = "chunk"
+    """where actions come in chunks or tokens: what has a reward, a value and an advantage"""
     group_size: int = 1
     """episodes from the same initial state; taken from the environments"""
 

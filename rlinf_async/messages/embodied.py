@@ -43,6 +43,8 @@ class Collect(msgspec.Struct, frozen=True, kw_only=True):
     """The oldest weights that may act: ``iteration - max_staleness``, at least 0."""
     actor_ranks: int | None = None
     """ranks that share the trajectories of this iteration; None: as many as the worker was given"""
+    epochs: int = 1
+    """so many times ``steps``: a trajectory of each stage for each"""
     transitions: bool = False
     """Trajectories have the next observations, for a replay worker, instead of values."""
 
@@ -96,6 +98,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     iteration: int
     env_rank: int
     stage: int
+    epoch: int = 0
+    """of those that the stage collected for the iteration"""
     observation: Seen
     """``[T, E, D]``, as the env gave it (not normalised)"""
     action: Choice

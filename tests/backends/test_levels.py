@@ -74,6 +74,21 @@ def test_an_episode_that_ends_within_a_chunk_learns_nothing_from_what_follows() 
     assert made.advantage[1, 0].tolist() == [10.0, 5.0]
 
 
+def test_tokens_have_the_advantages_of_steps_and_the_last_of_an_action_its_reward() -> None:
+    """Two actions of two tokens, of which the episode's end leaves out the second action."""
+    executed, reward = [[[1, 0]], [[1, 1]]], [[[1.0, 9.0]], [[2.0, 4.0]]]
+    value = np.arange(12, dtype=np.float32).reshape(3, 1, 4)
+    ended = np.array([[True], [False]])
+    config = AdvantageConfig(gamma=0.5, gae_lambda=0.0, level="token")
+    made = levels.chunk_advantages(steps(executed, reward, value=value, terminated=ended), config)
+    assert made.advantage.shape == made.returns.shape == (2, 1, 4)
+    # r + 0.5 V(next token) - V(token), whose values are 0, 1 | 4, 5, 6, 7 and 8 at the end.
+    assert made.advantage[0, 0, :2].tolist() == [0.0 + 0.5 * 1 - 0, 1.0 - 1]
+    assert made.advantage[1, 0].tolist() == [
+        0.5 * 5 - 4, 2 + 0.5 * 6 - 5, 0.5 * 7 - 6, 4 + 0.5 * 8 - 7
+    ]  # fmt: skip
+
+
 def test_nothing_counts_after_the_first_episode_of_a_group() -> None:
     ended = np.array([[0, 0], [1, 0], [0, 0], [1, 1]], bool)
     kept = levels.masked_after_done(np.ones((4, 2, 1), bool), ended)
@@ -103,17 +118,24 @@ def test_the_mean_of_weights_is_one_however_much_is_masked() -> None:
         ("chunk", "token", EXECUTED * NUMBERS, 1),
         ("action", "action", EXECUTED, EXECUTED),
         ("action", "token", EXECUTED * NUMBERS, EXECUTED),
+        ("token", "token", EXECUTED * NUMBERS, EXECUTED * NUMBERS),
     ],
 )
 def test_every_level_trains(advantage: Any, log_prob: Any, parts: int, values: int) -> None:
     config = trainer_config()
+    by_token = advantage == "token"
+    policy = msgspec.structs.replace(config.fsdp.policy, token_values=by_token)
     config = msgspec.structs.replace(
         config,
+        fsdp=msgspec.structs.replace(config.fsdp, policy=policy),
         advantage=AdvantageConfig(level=advantage),
         ppo=msgspec.structs.replace(config.ppo, log_prob_level=log_prob, epochs=1),
     )
     trainer = EmbodiedTrainer(config, 1, 0)
     ordered = [trajectory(0), trajectory(1)]
+    if by_token:
+        for one in ordered:
+            one.value = one.value.repeat(NUMBERS, axis=-1)
     batch = flat_batch(ALONE, trainer._policy, ordered, config)
     assert batch.log_prob.shape == batch.advantage.shape == (32, parts)
     assert batch.returns.shape == batch.value.shape == (32, values)

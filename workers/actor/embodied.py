@@ -11,8 +11,8 @@
     training              the compute thread               itself
     publishing            nothing: `Latest` never waits
 
-Exactly once: a trajectory of (iteration, env rank, stage) is trained once. A restarted env worker
-may send one again; the second is left out and counted.
+Exactly once: a trajectory of (iteration, env rank, stage, epoch) is trained once. A restarted env
+worker may send one again; the second is left out and counted.
 """
 
 from __future__ import annotations
@@ -29,12 +29,17 @@ from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.parallel import StrategyError
 from rlinf_async.workers.actor.training_worker import TrainingWorker
 
+Place = tuple[int, int, int]
+"""env rank, stage and epoch of a trajectory"""
+
 
 class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What an iteration is made of."""
 
     trajectories: int
-    """number in each iteration, over all ranks"""
+    """number in each iteration, over all ranks and epochs"""
+    epochs: int = 1
+    """trajectories of a stage in each iteration, which all go to one rank"""
     max_staleness: int = 0
     """versions that the weights of a step may be behind those that are trained"""
 
@@ -44,13 +49,13 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
 
     def __init__(self, trainer: Any, *, backend: str = "fsdp", resume: str | None = None) -> None:
         super().__init__(trainer, backend=backend, resume=resume)
-        self._early: dict[int, dict[tuple[int, int], Trajectory]] = {}
-        """trajectories that arrived before their iteration is trained, by env rank and stage"""
+        self._early: dict[int, dict[Place, Trajectory]] = {}
+        """trajectories that arrived before their iteration is trained"""
         self.duplicates = 0
         """second trajectories, which were left out"""
         self._reported_duplicates = 0
-        self._trajectories = 0
-        """number in each iteration, over all ranks; 0 before the first is trained"""
+        self._stages = 0
+        """stages that share an iteration, over all env workers; 0 before the first is trained"""
 
     def make_trainer(self) -> TrainerBackend:
         from rlinf_async.backends.registry import load_trainer_backend
@@ -78,9 +83,9 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
             RuntimeError: a trajectory is more than ``plan.max_staleness`` versions old.
             StrategyError: the ranks do not divide the trajectories.
         """
-        self._trajectories = plan.trajectories
+        self._stages = plan.trajectories // plan.epochs
         async with self.training():
-            self._check_trajectories(self.active_world_size)
+            self.check_share(self.active_world_size)
             iteration = self._trainer.version
             batch, metrics, lags = await self._train(trajectories, iteration, plan)
             await self.scheduler_scale_sync()
@@ -102,9 +107,11 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
     async def recv_rollout_batch(
         self, trajectories: Receiver[Trajectory], iteration: int, plan: TrainingPlan
     ) -> list[Trajectory]:
-        """Exactly this rank's share of one iteration, in the order of env rank and stage.
+        """Exactly this rank's share of one iteration, in the order of env rank, stage and epoch.
 
-        Trajectories of later iterations that arrive meanwhile are kept until then.
+        Epochs are folded into the batch: each is a trajectory like those of other stages, and its
+        envs are columns beside theirs. What is masked after the end of an episode, is in each by
+        itself. Trajectories of later iterations that arrive meanwhile are kept until then.
         """
         share = plan.trajectories // self.active_world_size
         with self.span("wait trajectories", iteration=iteration):
@@ -114,12 +121,12 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
         return [batch[place] for place in sorted(batch)]
 
     def _keep(self, trajectory: Trajectory, iteration: int) -> None:
-        place = (trajectory.env_rank, trajectory.stage)
+        place = (trajectory.env_rank, trajectory.stage, trajectory.epoch)
         late = trajectory.iteration < iteration
         if late or place in self._early.setdefault(trajectory.iteration, {}):
             self.duplicates += 1
             self.log.warning(
-                "iteration %d of env worker %d, stage %d came twice and is trained once",
+                "iteration %d of env worker %d, stage %d, epoch %d came twice and is trained once",
                 trajectory.iteration,
                 *place,
             )
@@ -150,13 +157,10 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
 
     def check_share(self, dp: int) -> None:
         """Raise `StrategyError` unless ``dp`` ranks can share the trajectories."""
-        self._check_trajectories(dp)
-
-    def _check_trajectories(self, dp: int) -> None:
-        if self._trajectories % dp:
-            share = [one for one in range(1, self.world_size + 1) if not self._trajectories % one]
+        if self._stages % dp:
+            share = [one for one in range(1, self.world_size + 1) if not self._stages % one]
             raise StrategyError(
-                [f"dp={dp} does not divide {self._trajectories} trajectories; these do: {share}"]
+                [f"dp={dp} does not divide {self._stages} trajectories; these do: {share}"]
             )
 
     def objection(self) -> str:

@@ -30,9 +30,11 @@ class Record:
         like: Seen,
         incarnation: int = 0,
         memory: Floats | None = None,
+        epoch: int = 0,
     ) -> None:
         """``like`` is an array of the stage's observations, ``[E, D]``; ``memory`` is what a
-        recurrent policy remembers before the first step, ``[E, H]``."""
+        recurrent policy remembers before the first step, ``[E, H]``; ``epoch`` counts those of the
+        ticket."""
         steps, envs = ticket.steps, len(like)
         self._step = 0
         self._cut: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] | None = None
@@ -42,6 +44,7 @@ class Record:
             iteration=ticket.iteration,
             env_rank=env_rank,
             stage=stage,
+            epoch=epoch,
             observation=np.empty((steps, *like.shape), like.dtype),
             action=np.empty(0, np.float32),  # its shape comes with the first answer
             log_prob=np.empty((steps, envs), np.float32),

@@ -17,7 +17,7 @@ its own, and they step at the same time. The environments go on from ticket to t
 
 Exactly once: a ticket is acknowledged when the trajectories of all its stages are put. A worker
 that dies or is cancelled before leaves it to the next, which collects all stages again; the actor
-knows a trajectory that comes twice by its iteration, env rank and stage.
+knows a trajectory that comes twice by its iteration, env rank, stage and epoch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from __future__ import annotations
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -59,6 +60,9 @@ from rlinf_async.workers.tasks import task_group
 if TYPE_CHECKING:
     import gymnasium
     from gymnasium import Space
+
+
+Made = TypeVar("Made")
 
 
 class EnvReport(msgspec.Struct, kw_only=True):
@@ -210,22 +214,37 @@ class EnvWorker(Worker):
             async with tickets.lease(key=self.rank) as batch:
                 ticket = batch[0]
                 made = await _all(
-                    self._collect_stage(ticket, stage, observations, actions)
+                    self._collect_epochs(ticket, stage, observations, actions)
                     for stage in range(self.config.stages)
                 )
-                for trajectory in made:
+                for trajectory in chain.from_iterable(made):
                     key = self._trajectory_key(trajectory, ticket.actor_ranks or self.actor_ranks)
                     await trajectories.put(trajectory, key=key)
         except EndOfChannel:  # of the tickets: nothing else here ends without its own error
             return False
         report.tickets += 1
-        report.env_steps += sum(samples_of(trajectory) for trajectory in made)
-        report.episodes += sum(len(trajectory.episode_return) for trajectory in made)
+        collected = [*chain.from_iterable(made)]
+        report.env_steps += sum(samples_of(trajectory) for trajectory in collected)
+        report.episodes += sum(len(trajectory.episode_return) for trajectory in collected)
         return True
+
+    async def _collect_epochs(
+        self,
+        ticket: Collect,
+        number: int,
+        observations: Sender[Observations],
+        actions: Receiver[Actions],
+    ) -> list[Trajectory]:
+        """One trajectory of the stage for each epoch of the ticket, one after the other."""
+        return [
+            await self._collect_stage(ticket, epoch, number, observations, actions)
+            for epoch in range(ticket.epochs)
+        ]
 
     async def _collect_stage(
         self,
         ticket: Collect,
+        epoch: int,
         number: int,
         observations: Sender[Observations],
         actions: Receiver[Actions],
@@ -235,14 +254,16 @@ class EnvWorker(Worker):
             self._conversations[number].ask, observations, actions, min_version=ticket.min_version
         )
         if self.config.group_size > 1 and isinstance(stage, Stage):
-            seeds = self._group_seeds(ticket, number)
+            seeds = self._group_seeds(ticket, epoch, number)
             await self._pace_of(number).run("reset", stage.begin_groups, seeds)
             self._memories[number] = None
         elif stage.needs_reset:  # the first ticket, or one given up between a step and its reset
             await self._pace_of(number).run("reset", stage.reset)
             self._memories[number] = None
         memory, final_memory = self._memories[number], None
-        record = Record(ticket, self.rank, number, stage.observation, self.incarnation, memory)
+        record = Record(
+            ticket, self.rank, number, stage.observation, self.incarnation, memory, epoch
+        )
         final: Seen | None = None
         for _ in range(ticket.steps):
             answer = await ask(
@@ -265,10 +286,12 @@ class EnvWorker(Worker):
         )
         return record.finish(last)
 
-    def _group_seeds(self, ticket: Collect, stage: int) -> list[int]:
+    def _group_seeds(self, ticket: Collect, epoch: int, stage: int) -> list[int]:
         """A seed for each group: of this iteration, whichever life of this worker collects it."""
         groups = self.config.envs_per_stage // self.config.group_size
-        mixed = np.random.SeedSequence((self.config.seed, ticket.iteration, self.rank, stage))
+        place = (self.config.seed, ticket.iteration, self.rank, stage)
+        # Zeros at the end would not change the numbers; an epoch 0 has those of no epochs.
+        mixed = np.random.SeedSequence((*place, epoch) if epoch else place)
         return [int(seed) for seed in mixed.generate_state(groups)]
 
     async def _step(self, number: int, stage: EnvStage, answer: Actions) -> Outcome:
@@ -353,7 +376,7 @@ class EnvWorker(Worker):
             slot.close()
 
 
-async def _all(stages: Iterable[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
+async def _all(stages: Iterable[Coroutine[Any, Any, Made]]) -> list[Made]:
     """Run all stages at once; the first failure cancels the others and is raised as it is."""
     async with task_group() as group:
         tasks = [group.create_task(stage) for stage in stages]

@@ -95,7 +95,7 @@ class EmbodiedTrainer:
         The order in which trajectories arrived does not matter. Raises `ValueError` when there are
         none or their lengths differ, and `TrainingDiverged` when nothing could be learnt.
         """
-        ordered = sorted(trajectories, key=lambda one: (one.env_rank, one.stage))
+        ordered = sorted(trajectories, key=lambda one: (one.env_rank, one.stage, one.epoch))
         if len({len(one.reward) for one in ordered}) != 1:
             raise ValueError(
                 f"trajectories of {[len(one.reward) for one in ordered]} steps were given; one "

@@ -2,10 +2,12 @@
 
 A step of an environment that takes chunks executes ``k`` actions, each of some tokens. A policy may
 answer with a log-prob for each token, ``[N, k * tokens]``, and with a value for each action,
-``[N, k]``. Two settings say what the loss is made of::
+``[N, k]``, or each token. Two settings say what the loss is made of::
 
     advantage.level      chunk    rewards are summed; one value, one advantage for a chunk
                          action   each action has its own
+                         token    each token has its own; the reward of an action is that of its
+                                  last token
     ppo.log_prob_level   chunk    one ratio for all tokens of a chunk
                          action   one for those of each action
                          token    one for each
@@ -42,7 +44,7 @@ class Steps(NamedTuple):
     executed: Bools
     """``[T, E, k]``"""
     value: Floats
-    """``[T + 1, E, V]``: ``V`` is 1, or ``k``"""
+    """``[T + 1, E, V]``: ``V`` is 1, or ``k``, or the tokens of ``k`` actions"""
     terminated: Bools
     truncated: Bools
     final_value: Floats
@@ -57,7 +59,8 @@ def masked_after_done(executed: Bools, ended: Bools) -> Bools:
 
 
 def chunk_advantages(steps: Steps, config: AdvantageConfig) -> Advantages:
-    """Return advantages and returns ``[T, E, 1]``, or ``[T, E, k]`` at the level ``action``."""
+    """Return advantages and returns ``[T, E, 1]``, or ``[T, E, k]`` at the level ``action``, or as
+    many as there are values at the level ``token``."""
     if config.level == "chunk":
         rows = AdvantageInputs(
             reward=(steps.reward * steps.executed).sum(-1, dtype=np.float32),
@@ -69,7 +72,16 @@ def chunk_advantages(steps: Steps, config: AdvantageConfig) -> Advantages:
         )
         made = compute_advantages(rows, config)
         return Advantages(made.advantage[..., None], made.returns[..., None])
-    return _action_advantages(steps, config)
+    return _action_advantages(steps if config.level == "action" else by_token(steps), config)
+
+
+def by_token(steps: Steps) -> Steps:
+    """Return steps whose actions are the tokens of the given ones: as many as there are values."""
+    *shape, actions = steps.reward.shape
+    tokens = steps.value.shape[-1] // actions
+    reward = np.zeros((*shape, actions * tokens), np.float32)
+    reward[..., tokens - 1 :: tokens] = steps.reward
+    return steps._replace(reward=reward, executed=steps.executed.repeat(tokens, axis=-1))
 
 
 def _action_advantages(steps: Steps, config: AdvantageConfig) -> Advantages:

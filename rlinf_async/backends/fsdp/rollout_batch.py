@@ -133,7 +133,9 @@ def _masked(
     parts = levels.parts_of(config.ppo.log_prob_level, tokens, executed.shape[1])
     valid = taken.view(len(taken), parts, -1).any(-1)
     advantage = _flat(member, made.advantage)
-    counted = executed if advantage.shape[1] > 1 else executed.any(1, keepdim=True)
+    counted = executed.any(1, keepdim=True)
+    if advantage.shape[1] > 1:
+        counted = levels.spread(executed, advantage.shape[1])
     if config.ppo.normalize_advantage == "batch":
         advantage = _normalized_over_ranks(member, advantage, counted)
     value = _flat(member, steps.value[:-1])[:, : advantage.shape[1]]

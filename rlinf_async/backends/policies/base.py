@@ -29,7 +29,7 @@ class Step(NamedTuple):
     log_prob: Tensor
     """``[N]``; or ``[N, k * tokens]``, one for each token of ``k`` actions"""
     value: Tensor
-    """``[N]``; or ``[N, k]``, one for each action"""
+    """``[N]``; or ``[N, k]``, one for each action; or ``[N, k * tokens]``, one for each token"""
 
 
 class Evaluation(NamedTuple):

@@ -30,6 +30,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """of the policy ``vision_language_action``"""
     action_chunk: int = 0
     """actions of an answer; taken from the environment"""
+    token_values: bool = False
+    """whether an answer has a value for each token; taken from ``actor.advantage.level``"""
     observation: ObservationSpec = ObservationSpec()
     """the parts of an observation; taken from the environment"""
     action: ActionSpec = ActionSpec()

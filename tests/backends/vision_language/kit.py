@@ -38,7 +38,7 @@ SIZES: dict[str, Any] = {
 EXECUTED, NUMBERS = 3, 2
 
 
-def config(**fields: Any) -> PolicyConfig:
+def config(*, token_values: bool = False, **fields: Any) -> PolicyConfig:
     """Chunks of 3 actions of 2 numbers."""
     return PolicyConfig(
         name="vision_language_action",
@@ -47,6 +47,7 @@ def config(**fields: Any) -> PolicyConfig:
         action=continuous(EXECUTED * NUMBERS),
         action_size=EXECUTED * NUMBERS,
         action_chunk=EXECUTED,
+        token_values=token_values,
         vision_language=VisionLanguageConfig(**(SIZES | fields)),
     )
 

@@ -68,6 +68,25 @@ def test_log_probs_of_rollout_and_actor_agree(decoding: str, chunk: int) -> None
 
 
 @pytest.mark.parametrize("decoding", DECODINGS)
+@pytest.mark.parametrize("chunk", [0, 2 * EXECUTED])
+def test_values_of_tokens_are_those_of_the_actor_and_know_the_tokens_before(
+    decoding: str, chunk: int
+) -> None:
+    policy = build(decoding=decoding, chunk=chunk, token_values=True)
+    seen = to_tensors(observations(9), CPU)
+    assert isinstance(seen, dict)
+    step = policy.act(seen, seeded())
+    value = policy.evaluate(seen, step.action).value
+    assert step.value.shape == value.shape == (9, EXECUTED * NUMBERS)
+    torch.testing.assert_close(step.value, value, atol=1e-5, rtol=0)
+    torch.testing.assert_close(step.value[:, :1], policy.value(seen)[:, :1], atol=1e-5, rtol=0)
+    other = policy.evaluate(seen, torch.cat([-step.action[:, :1], step.action[:, 1:]], 1)).value
+    changed = ((other - value).abs() > 1e-7).any(0).tolist()
+    after = decoding == "autoregressive"
+    assert changed == [False, *[after] * (EXECUTED * NUMBERS - 1)]
+
+
+@pytest.mark.parametrize("decoding", DECODINGS)
 def test_the_likeliest_action_has_the_largest_log_prob(decoding: str) -> None:
     policy = build(decoding=decoding)
     seen = to_tensors(observations(5), CPU)

@@ -57,6 +57,22 @@ def test_every_step_is_acted_by_a_version_that_is_allowed(
     job.check_records(6, 128)
 
 
+def test_epochs_of_an_iteration_are_trained_together_with_one_version(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a trajectory of its own, with its own bootstrap; episodes go on from one to the
+    next."""
+    trained = record_training(monkeypatch)
+    job.succeed("--training.rollout_epochs", 3, "--training.steps_per_iteration", 8, *TOGETHER)
+    job.check_records(4, 96)
+    for version, batch in trained:
+        places = [(one.iteration, one.stage, one.epoch) for one in batch]
+        assert places == [(version, stage, epoch) for stage in (0, 1) for epoch in range(3)]
+        assert {int(acted) for one in batch for acted in one.version} == {version}
+    lengths = [length for call in trained for one in call.batch for length in one.episode_length]
+    assert max(lengths) > 8  # an episode of CartPole that began in one epoch ended in another
+
+
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,21 @@ def test_a_run_clones_demonstrations_and_goes_on_by_ppo(job: Job, recorded: path
     assert all(float(row["skipped_updates"]) == 0.0 for row in job.iterations)
 
 
+def test_tokens_have_values_and_advantages_of_their_own(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = record_training(monkeypatch)
+    job.succeed(
+        *TINY,
+        *("--actor.ppo.log_prob_level", "token", "--actor.advantage.level", "token"),
+        *("--actor.fsdp.policy.vision_language.decoding", "autoregressive"),
+        *("--training.total_steps", 64, "--evaluation.episodes", 1),
+    )
+    [one, *_] = trained[0].batch
+    assert one.value.shape == (5, 2, 8)
+    assert one.log_prob.shape == (4, 2, 8)
+
+
 def test_a_run_records_its_demonstrations_itself_and_is_resumed(job: Job) -> None:
     own = ("--demonstrations.policy", EXPERT, "--demonstrations.episodes", "2")
     job.succeed(*TINY, *own, *("--actor.cloning.steps", 2))
@@ -116,6 +131,21 @@ def test_environments_of_a_group_begin_in_the_same_state(
     assert len({first for first, _ in starts}) == 4
 
 
+def test_every_epoch_of_an_iteration_has_groups_of_its_own(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = record_training(monkeypatch)
+    job.succeed(
+        *("--env.id", "start", "--env.entry_point", f"{__name__}:Start", "--env.group_size", "2"),
+        *("--actor.advantage.name", "grpo", "--training.total_steps", "192"),
+        *("--training.rollout_epochs", 3, "--training.steps_per_iteration", 8),
+    )
+    assert [len(call.batch) for call in trained] == [2 * 3, 2 * 3]
+    starts = [one.observation[0, :, 0].tolist() for call in trained for one in call.batch]
+    assert all(first == second for first, second in starts)
+    assert len({first for first, _ in starts}) == 12
+
+
 @pytest.mark.usefixtures("no_cluster")
 @pytest.mark.parametrize(
     ("settings", "message"),
@@ -130,6 +160,7 @@ def test_environments_of_a_group_begin_in_the_same_state(
         (("--actor.cloning.demonstrations", "nowhere"), "'nowhere' holds no demonstrations"),
         (("--demonstrations.policy", "nowhere.py:expert"), "'nowhere.py' cannot be imported"),
         (("--actor.advantage.level", "action"), "actor.ppo.log_prob_level: 'chunk' is one ratio"),
+        (("--actor.advantage.level", "token"), "gives each its own advantage: set 'token'"),
         (("--actor.fsdp.policy.name", "nowhere.py:Policy"), "'nowhere.py' cannot be imported"),
     ],
 )

@@ -46,6 +46,9 @@ class Read(NamedTuple):
 class VisionLanguageActionPolicy(Policy[Observation]):
     """Actions ``[N, k * A]`` in [-1, 1]; log-probs and entropies ``[N, k * A]``, values ``[N, k]``.
 
+    With ``token_values`` there is a value before each token, ``[N, k * A]``, read at its own slot:
+    where tokens are decoded one by one, it knows those before.
+
     The environment stretches [-1, 1] to its bounds (``env.actions = "rescale"``).
     """
 
@@ -72,9 +75,9 @@ class VisionLanguageActionPolicy(Policy[Observation]):
         self.state = nn.Linear(state, hidden) if state else None
         slots = self.chunk * self.numbers if self.parallel else 1
         self.slots = nn.Parameter(torch.randn(slots, hidden) * hidden**-0.5)
-        self.critic = nn.Sequential(
-            nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, self.executed)
-        )
+        self.token_values = config.token_values
+        values = 1 if self.token_values else self.executed
+        self.critic = nn.Sequential(nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, values))
         if own.lora.rank:
             from rlinf_async.backends.policies.vision_language.lora import add_adapters
 
@@ -106,9 +109,10 @@ class VisionLanguageActionPolicy(Policy[Observation]):
     def value(self, observation: Observation) -> Tensor:
         read = self._read(self.normalized(observation))
         hidden = self._hidden(read, self._slots(len(read.mask), None)[:, :1])
-        value: Tensor = self.critic(hidden[:, 0])
+        value = self._values(hidden)
         self.require_finite(value=value)
-        return value
+        # Before the first token nobody knows the others.
+        return value.expand(-1, self._length) if self.token_values else value
 
     def forward(self, normalized: Observation, action: Tensor) -> Evaluation:
         """Evaluate ``action [N, S]``: the first ``S`` numbers of a chunk, at most ``H * A``."""
@@ -125,8 +129,22 @@ class VisionLanguageActionPolicy(Policy[Observation]):
         ``S`` is at most ``H * A``.
         """
         hidden = self._hidden(self._read(normalized), self._slots(len(token), token))
-        value: Tensor = self.critic(hidden[:, 0])
-        return self.backbone.logits(hidden, self.bins).log_softmax(-1), value
+        log_probs = self.backbone.logits(hidden, self.bins).log_softmax(-1)
+        return log_probs, self._values(hidden)
+
+    @property
+    def _length(self) -> int:
+        """Tokens that are executed: ``k * A``."""
+        return self.executed * self.numbers
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        """Values ``[N, k]`` at the first slot of ``[N, S, hidden]``, or one for each executed."""
+        if not self.token_values:
+            first: Tensor = self.critic(hidden[:, 0])
+            return first
+        # A sum over one element: see `forward`.
+        each: Tensor = self.critic(hidden[:, : self._length]).sum(-1)
+        return each
 
     # -- the sequence -------------------------------------------------------------------------
 
@@ -161,12 +179,11 @@ class VisionLanguageActionPolicy(Policy[Observation]):
 
     def _decoded(self, read: Read, choose: Choose) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens ``[N, k * A]``, log-probs ``[N, k * A, bins]``, values ``[N, k]``."""
-        length = self.executed * self.numbers
         if not self.parallel:
-            return self._one_by_one(read, choose, length)
-        hidden = self._hidden(read, self._slots(len(read.mask), None)[:, :length])
+            return self._one_by_one(read, choose, self._length)
+        hidden = self._hidden(read, self._slots(len(read.mask), None)[:, : self._length])
         log_probs = self.backbone.logits(hidden, self.bins).log_softmax(-1)
-        return choose(log_probs), log_probs, self.critic(hidden[:, 0])
+        return choose(log_probs), log_probs, self._values(hidden)
 
     def _one_by_one(self, read: Read, choose: Choose, length: int) -> tuple[Tensor, Tensor, Tensor]:
         from transformers import DynamicCache
@@ -176,13 +193,13 @@ class VisionLanguageActionPolicy(Policy[Observation]):
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         tokens: list[Tensor] = []
         rows: list[Tensor] = []
-        value = torch.empty(0)
+        values: list[Tensor] = []
         for index in range(length):
             hidden, cache = self.backbone(step, mask, cache)
-            if not index:
-                value = self.critic(hidden[:, -1])
+            if self.token_values or not index:
+                values.append(self._values(hidden[:, -1:]))
             rows.append(self.backbone.logits(hidden[:, -1:], self.bins).log_softmax(-1))
             tokens.append(choose(rows[-1]))
             step = self.backbone.embed_token(tokens[-1])
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-        return torch.cat(tokens, 1), torch.cat(rows, 1), value
+        return torch.cat(tokens, 1), torch.cat(rows, 1), torch.cat(values, 1)

@@ -22,9 +22,19 @@ from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings, Leng
 MAY_DIFFER = (*ALWAYS_MAY_DIFFER, "training.checkpoint_every")
 """settings and sections that a resumed run may change"""
 
+LEVELS = ("token", "action", "chunk")
+"""of log-probs and advantages, from fine to coarse"""
+
 
 class TrainingConfig(LengthConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Length of the training, and sizes of its steps."""
+
+    rollout_epochs: int = 1
+    """times ``steps_per_iteration`` that an iteration collects, each as further trajectories"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(self, least=1, names=("rollout_epochs",))
 
 
 class DemonstrationsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,6 +66,16 @@ class EmbodiedConfig(EnvironmentSettings, frozen=True, kw_only=True, forbid_unkn
         """The policy that acts in the environments."""
         return self.actor.fsdp.policy
 
+    @property
+    def trajectories(self) -> int:
+        """Trajectories of one iteration: for each stage of each env worker one in each epoch."""
+        return super().trajectories * self.training.rollout_epochs
+
+    @property
+    def iteration_steps(self) -> int:
+        """Environment steps of one iteration, over all environments and epochs."""
+        return super().iteration_steps * self.training.rollout_epochs
+
 
 def check_sizes(config: EmbodiedConfig) -> None:
     """Refuse sizes that do not divide, or do not fit: shares of the actors, minibatches.
@@ -63,12 +83,13 @@ def check_sizes(config: EmbodiedConfig) -> None:
     Raises:
         ConfigError: with the sizes, and the nearest valid ones.
     """
-    cluster = config.cluster
-    if config.trajectories % cluster.actors:
+    cluster, epochs = config.cluster, config.training.rollout_epochs
+    stages = config.trajectories // epochs
+    if stages % cluster.actors:
         raise ConfigError(
             f"{cluster.env_workers} env workers x {config.env.stages} stages = "
-            f"{config.trajectories} trajectories cannot be divided among {cluster.actors} actors: "
-            f"use a divisor of {config.trajectories}",
+            f"{stages} trajectories cannot be divided among {cluster.actors} actors: "
+            f"use a divisor of {stages}",
             path=("cluster", "actors"),
         )
     if cluster.backend == "local" and cluster.actors > 1:
@@ -90,7 +111,8 @@ def check_sizes(config: EmbodiedConfig) -> None:
         raise ConfigError(
             f"{minibatch} samples are more than an actor gets in one iteration: "
             f"{cluster.env_workers} env workers x {config.env.envs} envs x "
-            f"{config.training.steps_per_iteration} steps / {cluster.actors} actors"
+            f"{config.training.steps_per_iteration} steps"
+            f"{f' x {epochs} rollout epochs' if epochs > 1 else ''} / {cluster.actors} actors"
             f"{f' / {chunk} in a chunk' if chunk > 1 else ''} = {share}",
             path=("actor", "ppo", "minibatch_size"),
         )
@@ -99,10 +121,13 @@ def check_sizes(config: EmbodiedConfig) -> None:
 def _check_levels(config: EmbodiedConfig) -> None:
     """Refuse levels and groups that do not go together."""
     actor, env = config.actor, config.env
-    if actor.advantage.level == "action" and actor.ppo.log_prob_level == "chunk":
+    level, ratio = actor.advantage.level, actor.ppo.log_prob_level
+    finer = LEVELS[: LEVELS.index(level) + 1]
+    if ratio not in finer:
         raise ConfigError(
-            "'chunk' is one ratio for all actions of a chunk, but actor.advantage.level = 'action' "
-            "gives each its own advantage: set 'action' or 'token'",
+            f"{ratio!r} is one ratio for all {level}s of {'an' if ratio == 'action' else 'a'} "
+            f"{ratio}, but actor.advantage.level = {level!r} gives each its own advantage: set "
+            f"{' or '.join(repr(one) for one in reversed(finer))}",
             path=("actor", "ppo", "log_prob_level"),
         )
     if actor.advantage.group_size not in (1, env.group_size):
@@ -148,6 +173,7 @@ def fitted(config: EmbodiedConfig, spec: EnvSpec) -> EmbodiedConfig:
         observation=spec.observation,
         action=spec.action,
         action_chunk=config.env.action_chunk,
+        token_values=config.actor.advantage.level == "token",
     )
     if name in MLPS and (problem := mlp_misfit(policy)):
         raise ConfigError(problem, path=("actor", "fsdp", "policy", "name"))

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from rlinf_async.backends.base import TrainerBackend
-from rlinf_async.messages.embodied import TrainReport
+from rlinf_async.messages.embodied import Collect, TrainReport
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
 from rlinf_async.runtime.calls import GroupCall
@@ -181,11 +181,17 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
         return actors.call(
             EmbodiedFSDPActor.run_training,
             TrainingPlan(
-                trajectories=self.config.trajectories, max_staleness=training.max_staleness
+                trajectories=self.config.trajectories,
+                epochs=training.rollout_epochs,
+                max_staleness=training.max_staleness,
             ),
             channels.trajectories.receiver,
             channels.weights.sender,
         )
+
+    def _ticket(self, iteration: int) -> Collect:
+        epochs = self.config.training.rollout_epochs
+        return msgspec.structs.replace(super()._ticket(iteration), epochs=epochs)
 
     # ---- pictures, summary
 
