@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlinf_async.channels import errors
 from rlinf_async.channels.delivery import Entry
-from rlinf_async.channels.encoded import Encoded, Form
+from rlinf_async.channels.encoded import Encoded, EncodeList, Form
 from rlinf_async.channels.errors import MalformedFrame, error_text
 from rlinf_async.channels.itemtypes import check_item, check_key_and_weight, item_class
 from rlinf_async.channels.remote_payload import RemotePayload, remote_payload_of
@@ -41,6 +41,7 @@ class ChannelState(abc.ABC):
         "direct",
         "edges",
         "encode",
+        "encode_list",
         "failure",
         "form",
         "get_wait_seconds",
@@ -97,8 +98,9 @@ class ChannelState(abc.ABC):
         """open, with a receiver that is left or may still come"""
         self.failure: errors.Failure | None = None
         self.decode: Callable[[Encoded], Any] | None = None
-        """set where other processes have ends, as are the next two"""
+        """set where other processes have ends, as are the next three"""
         self.encode: Callable[[Any], Encoded] | None = None
+        self.encode_list: EncodeList | None = None
         self.form = Form()
         self.dead_letters: list[DeadLetter] = []
         self.edges = Edges()

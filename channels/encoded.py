@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -42,6 +42,10 @@ class Form(msgspec.Struct, array_like=True, frozen=True):
     """names of its type, or of the types that it is a union of"""
     numbered: bool = False
     """each item is preceded by the number of its member, which nothing else would tell"""
+
+
+EncodeList = Callable[[Iterable[Any], int, int], tuple[int, bytes] | None]
+"""Several items as one MessagePack array: see `wire.items.codec.Encoder.encode_list`."""
 
 
 def copy_of(item: object) -> object:

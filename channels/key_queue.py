@@ -241,16 +241,21 @@ class KeyQueue:
         """The get waits no more; account for its wait."""
         self.channel.get_wait_seconds += delivery.loop.time() - delivery.since
 
-    def prefetch(self, delivery: Delivery, link: PrefetchLink, entries: Sequence[Entry]) -> None:
-        """These left the queue for a receiver that has not asked for them; they count as queued."""
+    def prefetch(self, delivery: Delivery, link: PrefetchLink, count: int) -> None:
+        """So many entries, the oldest, leave the queue for a receiver that has not asked for them;
+        they count as queued."""
+        pop = self.entries.popleft
+        entries = [pop() for _ in range(count)]
+        weight = sum([entry.weight for entry in entries])
+        self.weight -= weight
         if not delivery.unsettled:
             self.deliveries[delivery] = None
         delivery.entries += entries
-        delivery.unsettled += len(entries)
-        delivery.prefetched = len(entries)
+        delivery.unsettled += count
+        delivery.prefetched = count
         delivery.link = link
         self.prefetching[delivery] = link
-        self._count_prefetched(entries, 1)
+        self._count_prefetched(count, weight)
 
     # ---- settle
 
@@ -267,13 +272,14 @@ class KeyQueue:
             return
         stop = len(entries) if count is None else min(first + count, len(entries))
         border = min(max(delivery.requested, first), stop)
-        requested = [one for one in entries[first:border] if one is not None]
-        prefetched = [one for one in entries[border:stop] if one is not None]
+        requested = [entry for entry in entries[first:border] if entry is not None]
+        prefetched = [entry for entry in entries[border:stop] if entry is not None]
         entries[first:stop] = [None] * (stop - first)
         delivery.unsettled -= len(requested) + len(prefetched)
         if prefetched:
             delivery.prefetched -= len(prefetched)
-            self._count_prefetched(prefetched, -1)
+            weight = sum([entry.weight for entry in prefetched])
+            self._count_prefetched(-len(prefetched), -weight)
             if outcome in (Outcome.TAKEN, Outcome.REJECTED):
                 self.channel.gets += len(prefetched)
         if requested and outcome not in (Outcome.TAKEN, Outcome.REJECTED):
@@ -343,19 +349,11 @@ class KeyQueue:
         if self.key is not None:
             self.channel.forget(self.key)
 
-    def _count_prefetched(self, entries: Sequence[Entry], sign: int) -> None:
-        count, weight = sign * len(entries), sign * sum([entry.weight for entry in entries])
+    def _count_prefetched(self, count: int, weight: int) -> None:
         self.reserved += count
         self.reserved_weight += weight
         self.channel.prefetched += count
         self.channel.prefetched_weight += weight
-
-    def pop(self, count: int) -> list[Entry]:
-        """Take so many entries out, the oldest first."""
-        pop = self.entries.popleft
-        popped = [pop() for _ in range(count)]
-        self.weight -= sum([entry.weight for entry in popped])
-        return popped
 
     def insert(self, entries: Iterable[Entry]) -> None:
         """Return entries to their places in the order, which are at or near the head."""

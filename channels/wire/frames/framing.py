@@ -30,7 +30,7 @@ from typing import Final
 
 from rlinf_async.channels.errors import ItemTooLarge, MalformedFrame
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 CHUNK_BYTES: Final = 256 * 1024
 MAX_HEAD_BYTES: Final = 128 * 1024
 MAX_BUFFERS: Final = 8 * 1024

@@ -171,6 +171,7 @@ def _declare(queue: Queue, item_type: Any) -> None:
         queue.round_trip = round_trip_check(item_type, queue.name, queue.form)
         queue.item_class = item_class(item_type, check_all=queue.round_trip is not None)
         queue.encode, queue.decode = codec.encode, codec.decode
+        queue.encode_list = codec.encode_list
     elif queue.item_type != item_type:
         raise WrongItemType(
             f"channel {queue.name!r} lives in this process, whose ends are of "

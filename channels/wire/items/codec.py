@@ -18,7 +18,9 @@ decoded from a copy (`Decoder.decode_copy`). numpy scalars arrive as plain numbe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import struct
+import types
+from collections.abc import Callable, Iterable, Sequence
 from threading import get_ident
 from typing import Any, Final, get_args, get_origin
 
@@ -49,7 +51,11 @@ EncodeEnd = Callable[[AnyEnd], EndRef]
 DecodeEnd = Callable[[EndRef, Any], AnyEnd]
 """Makes an end of an `EndRef` and the item type that it is annotated with."""
 
+_ARRAY_32: Final = 0xDD
+_ARRAY_HEAD: Final = struct.Struct(">BI")
+"""of a MessagePack array of any length: its type, how many values follow"""
 _encode_plain = msgspec.msgpack.Encoder().encode
+_decode_raw = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _decode_head = msgspec.msgpack.Decoder(arrays.Head).decode
 _decode_ref = msgspec.msgpack.Decoder(EndRef).decode
 
@@ -59,7 +65,8 @@ class Encoder:
 
     def __init__(self, ends: EncodeEnd | None = None) -> None:
         self._ends = ends
-        self._encode = msgspec.msgpack.Encoder(enc_hook=self._hook).encode
+        encoder = msgspec.msgpack.Encoder(enc_hook=self._hook)
+        self._encode, self._append = encoder.encode, encoder.encode_into
         # By thread: while one copies an array out of a GPU, another may encode its own item.
         self._buffers: dict[int, list[memoryview]] = {}
 
@@ -83,6 +90,32 @@ class Encoder:
         if not self._buffers:
             return Encoded(data)
         return Encoded(data, self._buffers.pop(get_ident(), ()))
+
+    def encode_list(
+        self, items: Iterable[object], most: int, each: int
+    ) -> tuple[int, bytes] | None:
+        """The first of these items as one MessagePack array, and how many they are: up to ``most``
+        bytes in all, or one that takes more than ``each``, or cannot travel. None if one has large
+        arrays, which travel beside it."""
+        encoded, append, buffers = bytearray(_ARRAY_HEAD.size), self._append, self._buffers
+        count, end = 0, _ARRAY_HEAD.size
+        for item in items:
+            try:
+                append(item, encoded, -1)
+            except Exception:  # whoever asks for that one hears of it
+                break
+            size = len(encoded)
+            if buffers and buffers.pop(get_ident(), None):
+                return None
+            if size - end > each:
+                break
+            count, end = count + 1, size
+            if end >= most:
+                break
+        if buffers:  # of one that failed
+            buffers.pop(get_ident(), None)
+        _ARRAY_HEAD.pack_into(encoded, 0, _ARRAY_32, count)
+        return count, bytes(encoded[:end])
 
     def _hook(self, value: object) -> Any:
         if arrays.is_array(value):
@@ -146,7 +179,8 @@ class Decoder:
         self.item_type = item_type
         self._ends = ends
         self._buffers: Sequence[memoryview | bytearray] = ()
-        self._decode_list: Callable[[memoryview], list[Any]] | None = None
+        self._decode_untyped: Callable[[memoryview], list[Any]] | None = None
+        self._decode_list: Callable[[bytes], list[Any]] | None = None
         try:
             self._decode = msgspec.msgpack.Decoder(
                 item_type, dec_hook=self._check, ext_hook=self._extend
@@ -170,6 +204,26 @@ class Decoder:
         finally:
             self._buffers = ()
 
+    def decode_list(self, data: bytes) -> list[Any]:
+        """The items that `Encoder.encode_list` made one array of. Where one of them is not an item
+        of this type, all are as they came: `Encoded`.
+
+        Raises:
+            MalformedFrame: it is no array.
+        """
+        if self._decode_list is None:
+            several: Any = types.GenericAlias(list, (self.item_type,))
+            self._decode_list = msgspec.msgpack.Decoder(
+                several, dec_hook=self._check, ext_hook=self._extend
+            ).decode
+        try:
+            return self._decode_list(data)
+        except Exception:  # as of `decode`; which item it was, decoding one by one tells
+            try:
+                return [Encoded(bytes(item)) for item in _decode_raw(data)]
+            except msgspec.DecodeError as error:
+                raise MalformedFrame(f"a list of items cannot be read: {error}") from error
+
     def decode_copy(self, encoded: Encoded) -> Any:
         """The item, with arrays of its own: what is done to it does not change what arrived.
 
@@ -185,10 +239,10 @@ class Decoder:
         if code == END:
             return _decode_ref(data)
         if code in UNPACKED:
-            if self._decode_list is None:
+            if self._decode_untyped is None:
                 inner = msgspec.msgpack.Decoder(list[Any], ext_hook=self._extend)
-                self._decode_list = inner.decode
-            return UNPACKED[code](self._decode_list(data))
+                self._decode_untyped = inner.decode
+            return UNPACKED[code](self._decode_untyped(data))
         raise ValueError(f"unknown extension {code}")
 
     def _elements(self, where: int | bytes) -> bytearray | memoryview:

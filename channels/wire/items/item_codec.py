@@ -15,17 +15,18 @@ So an end may be annotated with fewer members than the channel has (a sender) or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from operator import or_
 from typing import Any, Final, get_args, get_origin
 
-from rlinf_async.channels.encoded import Encoded, Form
+from rlinf_async.channels.encoded import Encoded, EncodeList, Form
 from rlinf_async.channels.errors import MalformedFrame, WrongItemType
 from rlinf_async.channels.itemtypes import members, runtime_class, type_name
 from rlinf_async.channels.untyped import Refused, packer
 from rlinf_async.channels.wire.items.codec import Decoder, Encoder
 
+DecodeList = Callable[[bytes], list[Any]]
 MAX_MEMBERS: Final = 128
 """Each number takes one byte, which is MessagePack too."""
 
@@ -49,8 +50,13 @@ class ItemCodec:
         """the item as it travels; raises `WrongItemType`"""
         self.encode_packed = self.encode
         """as `encode`, where its untyped positions are packed already, and it is not numbered"""
+        self.encode_list: EncodeList | None = self._encoder.encode_list
+        """as `Encoder.encode_list`; None where items are numbered, which is one by one"""
+        self.decode_list: DecodeList | None = None
+        """the reverse"""
         if self._pack is not None:
             self.encode = self._encode_packed
+            self.encode_list = self._encode_packed_list
         whole = _decoder(item_type)
         if form is None:
             form = _form_of(item_type, whole)
@@ -62,10 +68,12 @@ class ItemCodec:
             self.decode: Callable[[Encoded], Any] = self._decode_numbered
             """the item; raises `MalformedFrame`"""
             self.encode = self._encode_numbered
+            self.encode_list = None
         else:
             if whole is None:
                 whole = Decoder(_only(item_type, form.members))
             self.decode = whole.decode
+            self.decode_list = whole.decode_list
 
     def decode_copy(self, encoded: Encoded) -> Any:
         """As `decode`, with arrays of its own: what is done to it does not change what arrived."""
@@ -77,6 +85,20 @@ class ItemCodec:
             return self._encoder.encode(self._pack(item))
         except Refused as refused:
             raise WrongItemType(f"{type(item).__name__}{refused}") from None
+
+    def _encode_packed_list(
+        self, items: Iterable[Any], most: int, each: int
+    ) -> tuple[int, bytes] | None:
+        return self._encoder.encode_list(self._packed(items), most, each)
+
+    def _packed(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Those that stand before one that is refused."""
+        assert self._pack is not None
+        for item in items:
+            try:
+                yield self._pack(item)
+            except Refused:
+                return
 
     def _encode_numbered(self, item: Any) -> Encoded:
         for cls in type(item).__mro__:

@@ -65,7 +65,8 @@ RECALL_SECONDS: Final = 0.25
 NOTHING: Final = Nothing()
 NO_LEFT: Final[list[PayloadRef]] = []
 ONE: Final = 1
-"""The answer that carries one item stands for `Delivered` with that item."""
+"""The answer that carries one item stands for `Delivered` with that item; a larger number, for so
+many items that are one list."""
 
 
 class RemoteDelivery(Delivery):
@@ -202,8 +203,11 @@ class Deliveries:
         if request.abandon is not None:
             queue.get_waited(delivery)
         try:
+            ahead = get.ahead > 0 and not get.lease and self._may_prefetch(queue, get)
+            if ahead and self._answer_with_list(delivery, get):
+                return
             bodies = self._encoded(delivery)
-            if get.ahead > 0 and not get.lease:
+            if ahead:
                 self._prefetch(delivery, get, bodies)
             self._reply(delivery, bodies)
         except Exception as error:
@@ -226,19 +230,50 @@ class Deliveries:
                 raise type(error)(f"channel {queue.channel.name!r}: {error}") from error
         return found
 
-    def _prefetch(self, delivery: RemoteDelivery, get: Get, bodies: list[Encoded]) -> None:
-        """Send small items in advance, where no other get waits for them. Adds their bodies."""
-        queue = delivery.queue
-        channel = queue.channel
-        if not queue.entries or queue.getters.order or channel.failure is not None:
-            return
+    def _may_prefetch(self, queue: KeyQueue, get: Get) -> bool:
+        """Whether there are items that nobody else waits for."""
+        if not queue.entries or queue.getters.order or queue.channel.failure is not None:
+            return False
         prefetch = self.prefetches.get((get.end, get.key))
         if (prefetch is not None and prefetch.recalled) or any(
             other is not prefetch for other in queue.prefetching.values()
         ):
-            return
-        if channel.now() - queue.contested < ALONE_SECONDS:
-            return
+            return False
+        return queue.channel.now() - queue.contested >= ALONE_SECONDS
+
+    def _answer_with_list(self, delivery: RemoteDelivery, get: Get) -> bool:
+        """Answer with what is asked for and items in advance, as one list; whether that could be
+        done: most are put by this process itself, and have no large arrays."""
+        queue, request, far = delivery.queue, delivery.request, self.connection.far
+        encode_list = queue.channel.encode_list
+        entries = [*delivery.held(), *islice(queue.entries, min(get.ahead, MAX_PREFETCH))]
+        items = [entry.item for entry in entries]
+        if encode_list is None or Encoded in map(type, items):
+            return False
+        most = FAR_PREFETCH_BYTES if far else PREFETCH_BYTES
+        listed = encode_list(items, most, most if far else PREFETCH_ITEM_BYTES)
+        if listed is None or listed[0] < max(2, delivery.requested):
+            return False
+        count, data = listed
+        if count > delivery.requested:
+            self._take_ahead(delivery, get, count - delivery.requested)
+        request.reply(count, Encoded(data), unsettled=delivery)
+        queue.channel.edges.take(get.party, count, len(data), 0)
+        return True
+
+    def _take_ahead(self, delivery: RemoteDelivery, get: Get, count: int) -> None:
+        """So many entries are sent in advance."""
+        queue = delivery.queue
+        prefetch = self.prefetches.get((get.end, get.key))
+        if prefetch is None:
+            prefetch = Prefetch(self, get.end, delivery.receiver, queue)
+            self.prefetches[get.end, get.key] = prefetch
+        queue.prefetch(delivery, prefetch, count)
+
+    def _prefetch(self, delivery: RemoteDelivery, get: Get, bodies: list[Encoded]) -> None:
+        """Send small items in advance. Adds their bodies."""
+        queue = delivery.queue
+        channel = queue.channel
         size, payloads, before = 0, 0, len(bodies)
         far = self.connection.far
         most = FAR_PREFETCH_BYTES if far else PREFETCH_BYTES
@@ -264,12 +299,8 @@ class Deliveries:
                 size += len(body.data) if elsewhere else body.nbytes
             if size >= most or payloads >= PREFETCH_PAYLOADS:
                 break
-        if len(bodies) == before:
-            return
-        if prefetch is None:
-            prefetch = Prefetch(self, get.end, delivery.receiver, queue)
-            self.prefetches[get.end, get.key] = prefetch
-        queue.prefetch(delivery, prefetch, queue.pop(len(bodies) - before))
+        if len(bodies) > before:
+            self._take_ahead(delivery, get, len(bodies) - before)
 
     def _reply(self, delivery: RemoteDelivery, bodies: list[Encoded]) -> None:
         request, channel = delivery.request, delivery.queue.channel

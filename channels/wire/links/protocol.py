@@ -180,7 +180,8 @@ class Recall(msgspec.Struct, array_like=True, frozen=True):
 
 class Delivered(msgspec.Struct, array_like=True, frozen=True):
     """owner -> client: the items of a delivery are in the body: those that were requested, then the
-    prefetched ones. Where it is one item, with all its arrays, 1 stands for this."""
+    prefetched ones. Where it is one item, with all its arrays, 1 stands for this; a larger number
+    where the body is one MessagePack array of so many items, without arrays beside it."""
 
     sizes: list[tuple[int, int]]
     """of each item: bytes of MessagePack, number of buffers"""

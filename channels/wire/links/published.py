@@ -209,9 +209,8 @@ class Published:
         if isinstance(channel, Queue):
             if channel.decode is None:
                 codec = ItemCodec(channel.item_type)
-                channel.encode, channel.decode, channel.form = (
-                    codec.encode, codec.decode, codec.form
-                )  # fmt: skip
+                channel.encode, channel.encode_list = codec.encode, codec.encode_list
+                channel.decode, channel.form = codec.decode, codec.form
         elif channel.decode is None:
             codec = ItemCodec(channel.item_type)
             channel.encode, channel.form = codec.encode, codec.form

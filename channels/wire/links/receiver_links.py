@@ -26,7 +26,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -39,6 +39,7 @@ from rlinf_async.channels.waitfor import WaitFuture, current_party
 from rlinf_async.channels.wire.direct.fetching import attach, fetch_ahead
 from rlinf_async.channels.wire.frames.messages import Message
 from rlinf_async.channels.wire.items.codec import split
+from rlinf_async.channels.wire.items.item_codec import DecodeList
 from rlinf_async.channels.wire.links.protocol import Delivered, Get, Range, Recall, Settle, Taken
 from rlinf_async.channels.wire.session.answers import PeerRequests, Request
 from rlinf_async.channels.wire.session.requests import head_of
@@ -67,8 +68,9 @@ MAX_LINKS: Final = 256
 """With so many, those that are idle are forgotten before another one is made."""
 _decode_delivered = msgspec.msgpack.Decoder(Delivered | int).decode
 
-Part = tuple[int, int, Encoded]
-"""An item, behind the number of its delivery and its index there."""
+Part = tuple[int, int, Any]
+"""An item, behind the number of its delivery and its index there: `Encoded`, or as it is handed
+out."""
 
 
 class WaitingGet(WaitFuture):
@@ -119,15 +121,18 @@ class ReceiverLink:
     """One receiver and one key: what was prefetched, and the gets that wait."""
 
     __slots__ = (
-        "_asked", "_discard_up_to", "_far", "_low", "_since", "_size", "_streak", "_taken",
-        "closed", "end", "items", "key", "links", "prefetch_pending", "registered", "run",
+        "_asked", "_decode_list", "_discard_up_to", "_far", "_low", "_since", "_size", "_streak",
+        "_taken", "closed", "end", "items", "key", "links", "prefetch_pending", "registered", "run",
         "waiting",
     )  # fmt: skip
 
-    def __init__(self, links: ReceiverLinks, end: int, key: Key | None) -> None:
+    def __init__(
+        self, links: ReceiverLinks, end: int, key: Key | None, decode_list: DecodeList | None
+    ) -> None:
         self.links = links
         self.end = end
         self.key = key
+        self._decode_list = decode_list
         self.items: deque[Part] = deque()
         self.waiting: deque[WaitingGet] = deque()
         self.prefetch_pending = 0
@@ -177,9 +182,10 @@ class ReceiverLink:
         self.run += 1
         self._taken += 1
         self.links.taken(number, index)
-        if self.items and self.items[0][2].buffers:
+        items = self.items
+        if items and (part := items[0][2]).__class__ is Encoded and part.buffers:
             self._fetch_ahead()
-        if len(self.items) <= self._low:
+        if len(items) <= self._low:
             self._low = -1
             self._ask_for_prefetch()
 
@@ -271,7 +277,7 @@ class ReceiverLink:
     def _fetch_ahead(self) -> None:
         """Fetch the payloads of the next items, while a caller works on the one before."""
         for _, _, part in islice(self.items, FETCHED_AHEAD):
-            if part.buffers.__class__ is not RemotePayload:
+            if part.__class__ is not Encoded or part.buffers.__class__ is not RemotePayload:
                 return
             fetch_ahead(self.links.connection, part)
 
@@ -287,13 +293,24 @@ class ReceiverLink:
         try:
             delivered = _decode_delivered(message.head)
             if isinstance(delivered, int):
-                return [(number, 0, message.body or Encoded(b""))]
+                if delivered == 1:
+                    return [(number, 0, message.body or Encoded(b""))]
+                return self._listed(number, delivered, message.body)
             bodies = split(delivered.sizes, message.body)
             if delivered.payloads:
                 attach(bodies, delivered.payloads)
             return [(number, index, body) for index, body in enumerate(bodies)]
         except msgspec.DecodeError as error:
             raise MalformedFrame(f"the answer to a get: {error}") from error
+
+    def _listed(self, number: int, count: int, body: Encoded | None) -> list[Part]:
+        """The items of a list, as they are handed out: decoded together."""
+        if self._decode_list is None or body is None:
+            raise MalformedFrame("a list of items on a channel that has none")
+        items = self._decode_list(body.data)
+        if len(items) != count:
+            raise MalformedFrame(f"a list of {count} items has {len(items)}")
+        return [(number, index, item) for index, item in enumerate(items)]
 
     def _abandon(self, get: WaitingGet) -> None:
         if get in self.waiting:
@@ -354,13 +371,16 @@ class ReceiverLinks:
         """Those of this connection."""
         return connection.attached(cls) or connection.attach(cls(connection))
 
-    def find(self, end: int, key: Key | None) -> ReceiverLink:
-        """That of this receiver and key; made if there is none."""
+    def find(
+        self, end: int, key: Key | None, decode_list: DecodeList | None = None
+    ) -> ReceiverLink:
+        """That of this receiver and key; made if there is none. ``decode_list``: of its items, as
+        of `ItemCodec`."""
         link = self._links.get((end, key))
         if link is None:
             if len(self._links) >= MAX_LINKS:
                 self._forget_idle()
-            link = self._links[end, key] = ReceiverLink(self, end, key)
+            link = self._links[end, key] = ReceiverLink(self, end, key, decode_list)
             link.registered = True
         return link
 

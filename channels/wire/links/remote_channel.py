@@ -37,7 +37,7 @@ class Wire:
         if self._round_trip is not None:
             self.item_class = item_class(item_type, check_all=True)
         codec = ItemCodec(item_type, ref.form)
-        self.decode = codec.decode
+        self.decode, self.decode_list = codec.decode, codec.decode_list
         # Of a union that is numbered, the codec must see what class an item has.
         self._packs = not ref.form.numbered
         self._encode = codec.encode_packed if self._packs else codec.encode

@@ -35,32 +35,39 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
 
     def _join(self) -> None:
         self._links = ReceiverLinks.of(self._wire.connection)
-        self._link = self._links.find(self._number, None)
+        self._link = self._find(None)
 
     async def get(self, *, key: Key | None = None) -> T_co:
         if self._closed:
             self.open()
         if key is not None:
             check_key_and_weight(self.channel_name, key, 1)
-        link = self._link if key is None else self._links.find(self._number, key)
+        link = self._link if key is None else self._find(key)
         if link.run >= TURN_ITEMS:
             link.run = 0
             await asyncio.sleep(0)  # what was taken is said, and what was asked for is heard
             self.open()
         if not link.registered:
             link = self._find(key)
-        number, index, part = link.items.popleft() if link.items else await link.next()
-        while part.buffers.__class__ is RemotePayload:
-            if await self._is_here(link, number, index, part):
+        number, index, item = link.items.popleft() if link.items else await link.next()
+        while item.__class__ is Encoded:
+            if item.buffers.__class__ is not RemotePayload or await self._is_here(
+                link, number, index, item
+            ):
+                item = self._value(number, index, item)
                 break
-            number, index, part = link.items.popleft() if link.items else await link.next()
+            number, index, item = link.items.popleft() if link.items else await link.next()
+        link.mark_taken(number, index)
+        taken: T_co = item
+        return taken
+
+    def _value(self, number: int, index: int, part: Encoded) -> Any:
+        """An item that arrived by itself, decoded."""
         try:
-            item: T_co = self._wire.decode(part)
+            return self._wire.decode(part)
         except MalformedFrame as error:
             self._links.settle([(number, index, 1)], Outcome.REJECTED, error)
             raise self._wire.unreadable(error) from error
-        link.mark_taken(number, index)
-        return item
 
     async def _is_here(self, link: ReceiverLink, number: int, index: int, part: Encoded) -> bool:
         """Fetch the arrays of an item; False if they are lost. Cancelled, it goes back."""
@@ -77,7 +84,7 @@ class RemoteReceiver(RemoteEnd, Receiver[T_co]):
     def _find(self, key: Key | None) -> ReceiverLink:
         """The link as it is known now: one that was forgotten is empty, and what is prefetched for
         it would be out of reach of a recall."""
-        link = self._links.find(self._number, key)
+        link = self._links.find(self._number, key, self._wire.decode_list)
         if key is None:
             self._link = link
         return link
