@@ -105,7 +105,7 @@ class Encoder:
             except Exception:  # whoever asks for that one hears of it
                 break
             size = len(encoded)
-            if buffers and buffers.pop(get_ident(), None):
+            if buffers and buffers.pop(get_ident(), []):
                 return None
             if size - end > each:
                 break
@@ -113,7 +113,7 @@ class Encoder:
             if end >= most:
                 break
         if buffers:  # of one that failed
-            buffers.pop(get_ident(), None)
+            buffers.pop(get_ident(), [])
         _ARRAY_HEAD.pack_into(encoded, 0, _ARRAY_32, count)
         return count, bytes(encoded[:end])
 

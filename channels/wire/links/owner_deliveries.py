@@ -252,7 +252,10 @@ class Deliveries:
             return False
         most = FAR_PREFETCH_BYTES if far else PREFETCH_BYTES
         listed = encode_list(items, most, most if far else PREFETCH_ITEM_BYTES)
-        if listed is None or listed[0] < max(2, delivery.requested):
+        if listed is None:  # items of this channel have large arrays: encode them once, not twice
+            queue.channel.encode_list = None
+            return False
+        if listed[0] < max(2, delivery.requested):
             return False
         count, data = listed
         if count > delivery.requested:
