@@ -57,7 +57,9 @@ def _config(env: str, simulator: str, kwargs: str) -> EnvConfig:
     except msgspec.DecodeError as error:
         example = '{"render_mode": "rgb_array"}'
         raise click.UsageError(f"--kwargs {kwargs}: {error}; give an object: {example}") from None
-    entry_point = env if env.rpartition(":")[0].endswith(".py") else ""
+    # A registered id that names its module ends with a version: "my_package:Reach-v1".
+    module, _, function = env.rpartition(":")
+    entry_point = env if module and function.isidentifier() else ""
     return msgspec.convert(
         {
             "id": "" if entry_point else env,
@@ -129,5 +131,5 @@ def _table(simulators: tuple[Simulator, ...], made: dict[str, list[tuple[EnvConf
         click.echo(f"  {one.name:20} pip install {one.install}{note}")
     click.echo(
         "\nAny other environment of Gymnasium, or your own: rlinf-async envs ID, or "
-        "rlinf-async envs FILE.py:FUNCTION"
+        "rlinf-async envs FILE.py:FUNCTION (or MODULE:FUNCTION)"
     )

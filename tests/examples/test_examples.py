@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -10,6 +11,7 @@ import sys
 
 import pytest
 
+from rlinf_async.cli import main
 from rlinf_async.observe.summary import EmbodiedSummary, LanguageSummary, read_summary
 from tests.jobs.language.checkpoints import save_checkpoint
 
@@ -75,6 +77,37 @@ def test_the_robot_arm_trains_and_is_filmed(tmp_path: pathlib.Path, example: str
     assert (summary.outcome, summary.iterations, summary.env_steps) == ("fell short", 2, 1600)
     assert summary.extra == {}
     assert (tmp_path / "run" / "video.mp4").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("example", "module"),
+    [
+        ("cartpole_ppo.toml", "gymnasium"),
+        ("point_maze_ppo.toml", "gymnasium_robotics"),
+        ("metaworld_reach_ppo.toml", "metaworld"),
+        ("maniskill_push_ppo.toml", "mani_skill"),
+    ],
+)
+def test_known_simulators_are_trained_in(
+    tmp_path: pathlib.Path, example: str, module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process: starting one takes longer than the training."""
+    here = importlib.util.find_spec(module) is not None
+    words = [
+        *("train", EXAMPLES / example, "--cluster.backend", "local", "--out", tmp_path / "run"),
+        *("--training.steps_per_iteration", 50, "--training.total_steps", 400),
+        *("--actor.ppo.epochs", 1, "--evaluation.episodes", 1, "--evaluation.video_episodes", 0),
+    ]
+    code = main([str(word) for word in words])
+    said = capsys.readouterr().err
+    if not here:
+        assert code == 2
+        assert "pip install 'rlinf-async[" in said
+        return
+    assert (code, said) == (1, "")  # so few steps do not reach the target
+    summary = read_summary(tmp_path / "run" / "summary.json", EmbodiedSummary)
+    assert (summary.outcome, summary.iterations) == ("fell short", 1)
+    assert 380 < summary.env_steps <= 400  # a step that begins an episode is no sample
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rlinf_async.config import ConfigError, MissingExtra
+from rlinf_async.config import ConfigError, MissingExtra, UsageError
 from rlinf_async.config.entry_point import load_entry_point
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.workers.env.actions import ActionReader
@@ -132,6 +132,8 @@ def _call(config: EnvConfig, kwargs: dict[str, Any]) -> Env:
     function = load_entry_point(config.entry_point, path=("entry_point",))
     try:
         env = function(**kwargs)
+    except UsageError:  # of an adapter: says what is wrong with the configuration
+        raise
     except Exception as error:
         raise EnvError(
             f"env {config.name}: {config.entry_point!r} with {kwargs} raised "

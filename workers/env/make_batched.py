@@ -75,7 +75,8 @@ def refuse_batched(config: EnvConfig, env: Any) -> None:
     """Raise `ConfigError` where a single environment is due, and one that steps many is there."""
     count = getattr(env, "num_envs", None)
     if count is None:
-        count = getattr(getattr(env, "unwrapped", None), "num_envs", None)
+        inner = getattr(getattr(env, "unwrapped", None), "num_envs", None)
+        count = None if inner == 1 else inner  # a wrapper may give the only one as a single one
     if count is not None:
         raise ConfigError(
             f"{config.name}: {type(env).__name__} steps {count} environments in one call, but "

@@ -47,6 +47,9 @@ class Simulator(msgspec.Struct, frozen=True, kw_only=True):
             return "unknown version"
 
 
+ADAPTERS: Final = "rlinf_async.workers.env.adapters"
+PUSH: Final = {"task": "PushCube-v1", "control_mode": "pd_joint_delta_pos"}
+
 SIMULATORS: Final = (
     Simulator(
         name="classic-control",
@@ -113,9 +116,22 @@ SIMULATORS: Final = (
         name="maniskill",
         modules=("mani_skill", "gymnasium"),
         distribution="mani_skill",
-        install="mani_skill",
-        examples=(EnvConfig(id="mani_skill.envs:PickCube-v1", simulator="single"),),
-        note="needs a Vulkan driver, also for tasks without images",
+        install="'rlinf-async[maniskill]'",
+        examples=(
+            EnvConfig(id="PushCube-v1", entry_point=f"{ADAPTERS}.maniskill:make", kwargs=PUSH),
+        ),
+        note="pictures, and simulation on a GPU, need a Vulkan driver",
+    ),
+    Simulator(
+        name="robosuite",
+        modules=("robosuite", "gymnasium", "h5py"),
+        distribution="robosuite",
+        install="'rlinf-async[robosuite]'",
+        examples=(
+            EnvConfig(id="Lift", entry_point=f"{ADAPTERS}.robosuite:make", kwargs={"task": "Lift"}),
+        ),
+        note="pins mujoco 3.3.0, the extra 'embodied' another: install it into a virtualenv of "
+        "its own",
     ),
 )
 """In the order in which they are listed."""
