@@ -1,8 +1,8 @@
 """Which families of language models can be trained, and which engines agree with the trainer.
 
-`FAMILIES` is the table of docs/language-training.md: each entry was tried with a tiny random model, whose
-published weights were loaded by the engine (``python -m tests.backends.families``). A family that
-is not in it is judged by its structure. No torch, except for such a family.
+`FAMILIES` is the table of docs/language-training.md: each entry was tried with a tiny random model,
+whose published weights were loaded by the engine (``python -m tests.backends.families``). A family
+that is not in it is judged by its structure. No torch, except for such a family.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tiny models of many families: what the trainer publishes, held against each engine's log-probs.
 
 ``python -m tests.backends.families`` tries every family with every engine, each in a process of its
-own, prints the table of docs/language-training.md, and fails where that and the code's list are not what was
-found. ``--family qwen3_moe --engine vllm`` tries one.
+own, prints the table of docs/language-training.md, and fails where that and the code's list are not
+what was found. ``--family qwen3_moe --engine vllm`` tries one.
 """
 
 from __future__ import annotations

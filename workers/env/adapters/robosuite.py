@@ -1,8 +1,8 @@
 """Tasks of robosuite::
 
-    [env]
-    entry_point = "rlinf_async.workers.env.adapters.robosuite:make"
-    kwargs = {task = "Lift", robots = "Panda", horizon = 200, cameras = ["agentview"]}
+[env]
+entry_point = "rlinf_async.workers.env.adapters.robosuite:make"
+kwargs = {task = "Lift", robots = "Panda", horizon = 200, cameras = ["agentview"]}
 """
 
 from __future__ import annotations
