@@ -246,9 +246,11 @@ class Deliveries:
         done: most are put by this process itself, and have no large arrays."""
         queue, request, far = delivery.queue, delivery.request, self.connection.far
         encode_list = queue.channel.encode_list
+        if encode_list is None:
+            return False
         entries = [*delivery.held(), *islice(queue.entries, min(get.ahead, MAX_PREFETCH))]
         items = [entry.item for entry in entries]
-        if encode_list is None or Encoded in map(type, items):
+        if Encoded in map(type, items):
             return False
         most = FAR_PREFETCH_BYTES if far else PREFETCH_BYTES
         listed = encode_list(items, most, most if far else PREFETCH_ITEM_BYTES)
