@@ -74,6 +74,14 @@ def test_an_episode_that_ends_within_a_chunk_learns_nothing_from_what_follows() 
     assert made.advantage[1, 0].tolist() == [10.0, 5.0]
 
 
+@pytest.mark.parametrize("values", [1, 3])
+def test_a_policy_without_a_value_for_each_token_is_refused_at_their_level(values: int) -> None:
+    made = steps([[[1, 1]], [[1, 1]]], [[[1.0, 9.0]], [[2.0, 4.0]]])
+    other = made._replace(value=np.zeros((3, 1, values), np.float32))
+    with pytest.raises(ValueError, match=f"{values} values for 2 actions.*one for each token"):
+        levels.chunk_advantages(other, AdvantageConfig(level="token"))
+
+
 def test_tokens_have_the_advantages_of_steps_and_the_last_of_an_action_its_reward() -> None:
     """Two actions of two tokens, of which the episode's end leaves out the second action."""
     executed, reward = [[[1, 0]], [[1, 1]]], [[[1.0, 9.0]], [[2.0, 4.0]]]

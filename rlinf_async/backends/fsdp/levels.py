@@ -76,9 +76,20 @@ def chunk_advantages(steps: Steps, config: AdvantageConfig) -> Advantages:
 
 
 def by_token(steps: Steps) -> Steps:
-    """Return steps whose actions are the tokens of the given ones: as many as there are values."""
+    """Return steps whose actions are the tokens of the given ones: as many as there are values.
+
+    Raises:
+        ValueError: the policy gives no value for each token.
+    """
     *shape, actions = steps.reward.shape
-    tokens = steps.value.shape[-1] // actions
+    values = steps.value.shape[-1]
+    tokens, rest = divmod(values, actions)
+    if rest or not tokens:
+        raise ValueError(
+            f"actor.advantage.level is 'token', and the policy gives {values} values for {actions} "
+            "actions: it must give one for each token (its setting token_values says so), or set "
+            "'action' or 'chunk'"
+        )
     reward = np.zeros((*shape, actions * tokens), np.float32)
     reward[..., tokens - 1 :: tokens] = steps.reward
     return steps._replace(reward=reward, executed=steps.executed.repeat(tokens, axis=-1))
