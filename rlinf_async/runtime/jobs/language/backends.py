@@ -19,8 +19,9 @@ from rlinf_async.backends.fsdp.language.config import LanguageFSDPConfig, Langua
 from rlinf_async.backends.language_training.config import LanguageModelConfig
 from rlinf_async.backends.megatron.config import MegatronConfig, MegatronTrainerConfig
 from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
-from rlinf_async.runtime.jobs.language.config import LanguageConfig, MegatronOptions
+from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.folder import has_weights
+from rlinf_async.runtime.jobs.language.sections import MegatronOptions
 from rlinf_async.workers.actor import FSDPActor, LanguageActor, MegatronActor
 from rlinf_async.workers.critic import FSDPCritic, LanguageCritic, MegatronCritic
 

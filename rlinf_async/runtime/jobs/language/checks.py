@@ -26,9 +26,10 @@ from rlinf_async.data import DataError, Prompts, PromptTooLong, load_tokenizer
 from rlinf_async.parallel import ModelMismatch, Strategy, StrategyError
 from rlinf_async.rewards import UnknownVerifier, load_verifier
 from rlinf_async.runtime.jobs.config import refuse_unknown
-from rlinf_async.runtime.jobs.language.config import LanguageConfig, MegatronOptions
+from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.folder import has_weights
 from rlinf_async.runtime.jobs.language.model import check_weights
+from rlinf_async.runtime.jobs.language.sections import MegatronOptions
 
 WITHOUT_VALUES = frozenset({"grpo", "rloo", "reinforce++", "reinforce++_baseline"})
 """built-in advantages that use no values; a user's own may"""

@@ -29,8 +29,9 @@ from rlinf_async.messages.language import Tokens
 from rlinf_async.observe.files import atomic_write, explaining
 from rlinf_async.observe.progress import ProgressState, ProgressView
 from rlinf_async.runtime.jobs.language.backends import supervised_config
-from rlinf_async.runtime.jobs.language.config import LanguageConfig, ModelConfig
+from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.placement import plan_roles
+from rlinf_async.runtime.jobs.language.sections import ModelConfig
 from rlinf_async.workers.actor.supervised import SupervisedWorker
 
 T = TypeVar("T")

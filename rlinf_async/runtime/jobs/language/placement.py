@@ -9,7 +9,8 @@ import msgspec
 
 from rlinf_async.backends.vllm.config import GPU_MEMORY
 from rlinf_async.config import ConfigError
-from rlinf_async.runtime.jobs.language.config import LanguageConfig, RolloutConfig
+from rlinf_async.runtime.jobs.language.config import LanguageConfig
+from rlinf_async.runtime.jobs.language.sections import RolloutConfig
 from rlinf_async.runtime.jobs.placement import Plan, Role, make_plan
 from rlinf_async.workers.context import Device
 
