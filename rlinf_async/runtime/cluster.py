@@ -15,7 +15,6 @@ rest and is raised once, with the worker, rank, host, method and traceback of it
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType, UnionType
@@ -24,33 +23,22 @@ from typing import Any, Self, TypeVar
 from rlinf_async.channels import Channel, Latest, Wait, render
 from rlinf_async.channels.wire import Traffic
 from rlinf_async.observe.trace import Span
-from rlinf_async.runtime.backend import Backend, WorkerSpec
-from rlinf_async.runtime.calls import FirstCause, GroupCall
+from rlinf_async.runtime.backend import Backend
+from rlinf_async.runtime.cluster_body import ClusterBody
 from rlinf_async.runtime.cluster_channels import ClusterChannels
+from rlinf_async.runtime.cluster_groups import ClusterGroups
 from rlinf_async.runtime.deadlock import DeadlockWatch
 from rlinf_async.runtime.group import WorkerGroup, WorkerRef
 from rlinf_async.runtime.homes import HomedChannel
 from rlinf_async.runtime.launching import Launch, check_launch, check_limits, check_seconds, specs
 from rlinf_async.runtime.placement import Placement
-from rlinf_async.runtime.signals import run_signals
-from rlinf_async.runtime.stall import internal
-from rlinf_async.runtime.supervise import (
-    Never,
-    Restart,
-    Supervisor,
-    all_ended,
-    all_or_none,
-    log_failed_stops,
-    stop_all,
-    unless,
-)
+from rlinf_async.runtime.supervise import Never, Restart, log_failed_stops
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.context import Device
-from rlinf_async.workers.errors import BuildError, is_secondary
+from rlinf_async.workers.errors import BuildError
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Worker)
-log = logging.getLogger(__name__)
 
 
 class Cluster:
@@ -74,20 +62,16 @@ class Cluster:
         """by name"""
         self.homed = self._channels.homed
         """channels whose queues live with workers, by name"""
-        self.groups: dict[str, WorkerGroup[Any]] = {}
+        self._body = ClusterBody()
+        self._groups = ClusterGroups(
+            backend,
+            grace=grace,
+            on_failure=self._body.call_failed,
+            on_idle_death=self._body.abort,
+        )
+        self.groups = self._groups.by_name
         """by name"""
         self._devices = None if devices is None else tuple(devices)
-        self.grace = grace
-        self._spans: list[Span] = []
-        self._starting: set[asyncio.Task[Any]] = set()
-        self._placing: set[str] = set()
-        """names of groups whose devices are being reserved"""
-        self._parent: asyncio.Task[Any] | None = None
-        self._cause = FirstCause()
-        self._aborted = False
-        self._entered = False
-        self._closing = False
-        self._hurry = asyncio.Event()
         self._watch = DeadlockWatch(
             self.channels,
             self.groups,
@@ -255,45 +239,8 @@ class Cluster:
         check_launch(launch, args, kwargs)
         self._check_open(launch.group)
         places = placement.assign(count, self.devices) if placement else [()] * count
-        ranks = await self._place(launch.group, specs(launch, places, self._backend, args, kwargs))
-        supervisors = [
-            Supervisor(self._backend, spec, restart or Never(), self._on_idle_death)
-            for spec in ranks
-        ]
-        made = WorkerGroup(worker, launch.group, supervisors, self._on_failure)
-        self.groups[launch.group] = made
-        self._backend.check_load(sum(map(len, self.groups.values())))
-        starts = [asyncio.create_task(one.start(), name=one.name) for one in supervisors]
-        self._starting.update(starts)
-        try:
-            await all_or_none(starts)
-        except BaseException as error:  # the ranks that did start are of no use alone
-            log_failed_stops(await stop_all(supervisors, self.grace))
-            del self.groups[launch.group]
-            await self._backend.release(ranks)
-            self._explain_end(launch.group, error)
-            raise
-        finally:
-            self._starting.difference_update(starts)
-        return made
-
-    async def _place(self, group: str, ranks: list[WorkerSpec]) -> Sequence[WorkerSpec]:
-        """Reserve what a launch needs; ended with the cluster."""
-        placing = asyncio.create_task(self._backend.place(ranks), name=f"place {group}")
-        self._placing.add(group)
-        self._starting.add(placing)
-        try:
-            return await placing
-        except BaseException as error:
-            placing.cancel()
-            [placed] = await asyncio.gather(placing, return_exceptions=True)
-            if not isinstance(placed, BaseException):  # just when this was cancelled
-                await self._backend.release(placed)
-            self._explain_end(group, error)
-            raise
-        finally:
-            self._placing.discard(group)
-            self._starting.discard(placing)
+        ranks = specs(launch, places, self._backend, args, kwargs)
+        return await self._groups.start(worker, launch, ranks)
 
     async def launch_one(
         self,
@@ -443,23 +390,12 @@ class Cluster:
 
     async def spans(self) -> list[Span]:
         """All spans that workers have recorded since the last time."""
-        for supervisor in self._supervisors():
-            handle = supervisor.handle_nowait()
-            if handle is not None:
-                self._spans += await handle.spans()
-        taken, self._spans = self._spans, []
-        return taken
-
-    def _supervisors(self) -> list[Supervisor]:
-        return [one for group in self.groups.values() for one in group.supervisors]
+        return await self._groups.spans()
 
     # ---- life
 
     async def __aenter__(self) -> Self:
-        if self._entered:
-            raise RuntimeError("a Cluster can be entered once: make another one")
-        self._entered = True
-        self._parent = asyncio.current_task()
+        self._body.enter()
         await self._backend.open()
         self._watch.start()
         return self
@@ -470,90 +406,23 @@ class Cluster:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        body_failed = isinstance(error, Exception) and not is_secondary(error)
-        if isinstance(error, Exception):
-            run_signals().note_failure()
-        interrupted = await self._close_shielded()
-        if self._aborted and self._parent is not None:
-            self._parent.uncancel()
-        cause = self._cause.error
-        if cause is None or not self._cause.outranks(error, aborted=self._aborted):
-            if error is None and interrupted is not None:
-                raise interrupted
-            return
-        if body_failed:
-            cause.add_note(f"the body of the cluster then raised {error!r}")
-        raise cause from cause.__cause__  # not from the errors that it led to
+        self._groups.closing = True
+        await self._body.leave(error, self._close)
 
     def abort(self, cause: BaseException) -> None:
         """End the cluster: cancel its body, and raise ``cause`` when it is left; of several the
         first."""
-        self._cause.note(cause, None)
-        if self._aborted or self._closing or self._parent is None:
-            return
-        if self._parent.done():  # entered by a cell of a notebook: nobody is there to be cancelled
-            log.error("the cluster failed: leave it, and make another one\n%s", cause)
-        else:
-            self._aborted = True
-            run_signals().note_failure()
-            self._parent.cancel()
+        self._body.abort(cause)
 
-    def _on_failure(self, error: BaseException, call: GroupCall[Any]) -> None:
-        self._cause.note(error, call)
-        if not call.awaited:
-            self.abort(error)
-
-    def _on_idle_death(self, death: BaseException) -> None:
-        self.abort(death)
-
-    async def _close_shielded(self) -> asyncio.CancelledError | None:
-        """Close; without grace once the parent is cancelled, and return that cancellation."""
-        self._closing = True
-        interrupted = None
-        closing = internal(asyncio.create_task(self._close(), name="close cluster"))
-        own = int(self._aborted)  # our own cancellation may arrive only now
-        while not closing.done():
-            try:
-                await asyncio.shield(closing)
-            except asyncio.CancelledError as error:
-                if self._parent is not None and self._parent.cancelling() > own:
-                    interrupted = error
-                    self._hurry.set()
-        closing.result()
-        return interrupted
-
-    async def _close(self) -> None:
+    async def _close(self, hurry: asyncio.Event) -> None:
         self._watch.stop()
-        calls = [call for group in self.groups.values() for call in group.calls]
-        for group in self.groups.values():
-            group.ended = True
-        for call in calls:
-            call.cancel()
-        for start in self._starting:
-            start.cancel()
-        ending = (call.finished(self.grace) for call in calls)
-        await unless(self._hurry, *ending, all_ended(self._starting))
-        supervisors = self._supervisors()
-        results = await unless(self._hurry, *(one.stop(self.grace) for one in supervisors))
-        if results is None:
-            log.warning("interrupted again: workers are killed")
-            results = await stop_all(supervisors, 0.0)
+        results = await self._groups.close(hurry)
         await self._backend.close()
         log_failed_stops(results)
 
-    # ---- inside
-
-    def _explain_end(self, group: str, error: BaseException) -> None:
-        """Raise `BuildError` for a launch whose starts were cancelled by `_close`."""
-        task = asyncio.current_task()
-        by_others = task is None or not task.cancelling()
-        if self._closing and by_others and isinstance(error, asyncio.CancelledError):
-            raise BuildError(f"{group}: this cluster was left while it started") from None
-
     def _check_open(self, group: str) -> None:
-        if self._closing:
+        if self._groups.closing:
             raise BuildError(f"{group}: this cluster has been left: make another one")
-        if self._parent is None:
+        if not self._body.entered:
             raise BuildError("enter the cluster first: async with Cluster.process() as c: ...")
-        if group in self.groups or group in self._placing:
-            raise BuildError(f"there is a group {group!r} already: pass another name=")
+        self._groups.check_name(group)

@@ -57,7 +57,7 @@ class Heard(logging.Handler):
 
 
 async def test_a_cluster_stays_open_over_several_tasks_and_its_failure_is_logged() -> None:
-    heard, logger = Heard(), logging.getLogger("rlinf_async.runtime.cluster")
+    heard, logger = Heard(), logging.getLogger("rlinf_async.runtime")
     logger.addHandler(heard)
     cluster = ra.Cluster.process()
     await asyncio.create_task(cluster.__aenter__())

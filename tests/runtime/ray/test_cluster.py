@@ -218,7 +218,7 @@ async def test_clusters_of_one_process_share_a_connection(hosts: Hosts) -> None:
     assert not ray.is_initialized()
 
 
-async def test_a_connection_of_the_startedstays(hosts: Hosts) -> None:
+async def test_a_connection_of_the_script_stays(hosts: Hosts) -> None:
     import ray
 
     await asyncio.to_thread(ray.init, address=hosts.address, logging_level=logging.ERROR)
@@ -408,7 +408,7 @@ def test_a_driver_that_ends_leaves_no_process_and_no_folder(
         assert script.left == []
 
 
-def test_sigterm_ends_a_run_whose_startedhas_connected_to_ray(hosts: Hosts) -> None:
+def test_sigterm_ends_a_run_whose_script_has_connected_to_ray(hosts: Hosts) -> None:
     connect = f'import ray; ray.init("{hosts.address}")\n    async with ra.Cluster.ray('
     script = SCRIPT.replace("async with ra.Cluster.ray(", connect)
     with running(script.replace("ADDRESS", hosts.address)) as started:

@@ -13,7 +13,8 @@ from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.runtime.jobs.config import HostConfig, check_counts, check_sinks
-from rlinf_async.runtime.jobs.placement import SETTING, Plan, Preset, Role, RolePlacement, make_plan
+from rlinf_async.runtime.jobs.placement import SETTING, Plan, Preset, Role, RolePlacement
+from rlinf_async.runtime.jobs.planning import make_plan
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.env import EnvError, describe_env
 from rlinf_async.workers.env.config import EnvConfig

@@ -11,7 +11,8 @@ from rlinf_async.backends.vllm.config import GPU_MEMORY
 from rlinf_async.config import ConfigError
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.sections import RolloutConfig
-from rlinf_async.runtime.jobs.placement import Plan, Role, make_plan
+from rlinf_async.runtime.jobs.placement import Plan, Role
+from rlinf_async.runtime.jobs.planning import make_plan
 from rlinf_async.workers.context import Device
 
 HYBRID = (("actor", "critic", "inference"), ("rollout",))
