@@ -139,14 +139,14 @@ class GradientStep(NamedTuple):
 
     metrics: Mapping[str, float]
     error: Floats
-    """``[B]``: absolute temporal-difference errors, before the step"""
+    """``[B]``: absolute temporal-difference errors, before the step, of the shares of all ranks"""
 
 
 class OffPolicyTrainer(Trainer, Protocol):
     """A policy that learns from transitions of any age."""
 
     def step(self, batch: ReplayBatch) -> GradientStep:
-        """Take one gradient step."""
+        """Take one gradient step from this rank's share of the batch. Collective over ranks."""
         ...
 
     def end_iteration(self) -> None:
@@ -154,7 +154,7 @@ class OffPolicyTrainer(Trainer, Protocol):
         ...
 
     def publish(self) -> WeightUpdate:
-        """Return the policy's weights of the present version."""
+        """Return the policy's weights of the present version. Collective over ranks."""
         ...
 
 

@@ -17,9 +17,11 @@ class TrainerFactory(Protocol):
 
 
 class OffPolicyTrainerFactory(Protocol):
-    """Builds a trainer that learns from replayed transitions, for a policy of known spaces."""
+    """Builds one rank's trainer that learns from replay, for a policy of known spaces."""
 
-    def __call__(self, config: Any, policy: Any, /) -> OffPolicyTrainer: ...
+    def __call__(
+        self, config: Any, policy: Any, world_size: int, rank: int, /
+    ) -> OffPolicyTrainer: ...
 
 
 class PolicyFactory(Protocol):

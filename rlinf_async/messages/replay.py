@@ -6,7 +6,8 @@
     ReplayBatch   replay -> actor   the answer
     Collected     replay -> runtime what an iteration has added, and what is in the store
 
-Shapes are written with ``B`` transitions, ``D`` observation values and ``A`` columns of actions.
+Shapes are written with ``B`` transitions of an optimizer step, which ``R`` data ranks share, ``D``
+observation values and ``A`` columns of actions.
 A transition may span several steps: see `rlinf_async.workers.replay.transitions`.
 """
 
@@ -19,7 +20,7 @@ from rlinf_async.messages.spaces import Seen
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
-    """actor -> replay: draw a batch for an optimizer step."""
+    """rank 0 of the actor -> replay: draw a batch for an optimizer step of all ranks."""
 
     iteration: int
     number: int
@@ -31,26 +32,27 @@ class BatchRequest(msgspec.Struct, kw_only=True):
 
 
 class ReplayBatch(msgspec.Struct, kw_only=True):
-    """replay -> actor: transitions of one optimizer step."""
+    """replay -> each data rank of the actor: its share of the transitions of an optimizer step."""
 
     iteration: int
     number: int
     index: Ints
-    """``[B]``: numbers of the transitions, in the order in which the store has got them"""
+    """``[B]``: numbers of the transitions, in the order in which the store has got them; the
+    shares of all ranks, one after the other"""
     weight: Floats
-    """``[B]``: importance-sampling weights, at most 1; all 1 where sampling is uniform"""
+    """``[B / R]``: importance-sampling weights, at most 1; all 1 where sampling is uniform"""
     observation: Seen
-    """``[B, D]``"""
+    """``[B / R, D]``"""
     action: Choice
-    """``[B, A]``"""
+    """``[B / R, A]``"""
     reward: Floats
-    """``[B]``: discounted sum over the steps of the transition"""
+    """``[B / R]``: discounted sum over the steps of the transition"""
     next_observation: Seen
-    """``[B, D]``"""
+    """``[B / R, D]``"""
     discount: Floats
-    """``[B]``: of the next observation's value; 0 where the episode terminated"""
+    """``[B / R]``: of the next observation's value; 0 where the episode terminated"""
     version: Ints
-    """``[B]``: version of the weights that acted"""
+    """``[B / R]``: version of the weights that acted"""
 
 
 class Collected(msgspec.Struct, kw_only=True):

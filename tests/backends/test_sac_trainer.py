@@ -1,4 +1,4 @@
-"""Soft actor-critic on one rank: what a gradient step changes, and what a checkpoint keeps."""
+"""Soft actor-critic: what a gradient step changes, and what a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_the_policys_loss_leaves_the_critics_alone_and_the_critics_loss_the_poli
     one = trainer(entropy_coefficient=0.2)
     model = one.manager.model
     assert isinstance(model, SacModel)
-    total, _, _ = one._losses(model, batch(weight=0.0))  # nothing is left of the critics' loss
-    torch.autograd.backward(total)
+    losses = model(one._share(batch(weight=0.0)))  # nothing is left of the critics' loss
+    torch.autograd.backward(losses.total)
     gradients = {name: value.grad for name, value in model.named_parameters()}
     for name, gradient in gradients.items():
         moved = gradient is not None and bool(gradient.abs().sum() > 0)
@@ -118,9 +118,9 @@ def test_the_published_policy_acts_uniformly_until_the_first_step_and_then_as_tr
 def test_log_probs_of_samples_are_those_of_their_noise() -> None:
     policy = MlpSquashedGaussianPolicy(POLICY)
     seen = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
-    action, log_prob = policy.sample(seen, torch.Generator().manual_seed(1))
+    noise = torch.randn((32, 2), generator=torch.Generator().manual_seed(1))
+    action, log_prob = policy.sample(seen, noise)
     mean, log_std = policy._outputs(seen)
-    noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(1))
     unsquashed = mean + noise * log_std.exp()
     torch.testing.assert_close(action, unsquashed.tanh())
     torch.testing.assert_close(log_prob, squashed_log_prob(noise, log_std, unsquashed))

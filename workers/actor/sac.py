@@ -2,19 +2,20 @@
 
 ::
 
-    this process --run_training--> [ request ahead -> batch -> gradient step ] x updates
-                                       |        ^                 |
-                                       v        | bounded         +--WeightUpdate, `Latest`-->
-                                     replay worker                     once, at the end
+    this process --run_training--> [ request ahead -> share -> gradient step ] x updates
+                                       |        ^                   |
+                          rank 0 only  v        | by rank, bounded  +--WeightUpdate, `Latest`-->
+                                     replay worker                    rank 0, once, at the end
 
                     waits for                        unblocked by
-    a batch         its request                      the replay worker
-    the step        the compute thread               itself
+    a batch         the request of rank 0            the replay worker
+    the step        the compute thread, all ranks    their shares
     publishing      nothing: `Latest` never waits
 
 ``prefetch`` requests are under way, so that batches are drawn while this worker computes. Batches
-come in the order of their requests. A replay worker that was restarted may send one again: it is
-left out, and counted.
+come in the order of their requests. A replay worker that was restarted may send one again, to some
+ranks or to all: it is left out, and counted. Errors are gathered in each step: rank 0 reports the
+priorities of all.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class SacReport(msgspec.Struct, kw_only=True):
     metrics: dict[str, float]
     """means over the gradient steps; empty where there were none"""
     duplicates: int
-    """batches that came twice since the last report"""
+    """shares of batches that came to this rank twice since the last report"""
 
 
 class SacActor(TrainingWorker[OffPolicyTrainer]):
-    """The one rank that trains.
+    """One rank of the actor group; see `TrainingWorker`.
 
     Args:
         trainer: configuration of the trainer backend, as its own Struct.
@@ -67,10 +68,6 @@ class SacActor(TrainingWorker[OffPolicyTrainer]):
         self, trainer: Any, policy: Any, *, backend: str = "sac", resume: str | None = None
     ) -> None:
         super().__init__(trainer, backend=backend, resume=resume)
-        if self.world_size != 1:
-            raise ValueError(
-                f"soft actor-critic trains on one rank; {self.world_size} were launched"
-            )
         self._policy_config = policy
         self._indices: list[Any] = []
         self._errors: list[Any] = []
@@ -80,12 +77,16 @@ class SacActor(TrainingWorker[OffPolicyTrainer]):
     def make_trainer(self) -> OffPolicyTrainer:
         from rlinf_async.backends.registry import load_off_policy_trainer
 
-        return load_off_policy_trainer(self._backend_name)(self._config, self._policy_config)
+        return load_off_policy_trainer(self._backend_name)(
+            self._config, self._policy_config, self.world_size, self.rank
+        )
 
     def check_share(self, dp: int) -> None:
-        """Raise `StrategyError` for more ranks than one."""
-        if dp != 1:
-            raise StrategyError([f"dp={dp}: soft actor-critic trains on one rank"])
+        """Raise `StrategyError` for another number of ranks than were launched."""
+        if dp != self.world_size:
+            raise StrategyError(
+                [f"dp={dp}: batches are divided among the {self.world_size} launched ranks"]
+            )
 
     async def run_training(
         self,
@@ -94,7 +95,10 @@ class SacActor(TrainingWorker[OffPolicyTrainer]):
         batches: Receiver[ReplayBatch],
         weights: LatestSender[WeightUpdate],
     ) -> SacReport:
-        """Take the gradient steps of one iteration, and publish the version that comes out."""
+        """Take the gradient steps of one iteration, and publish the version that comes out.
+
+        On all ranks; the share of each comes under its rank as the key.
+        """
         iteration = self._trainer.version
         metrics: list[GradientStep] = []
         for number in range(min(plan.prefetch, plan.updates)):
@@ -106,7 +110,7 @@ class SacActor(TrainingWorker[OffPolicyTrainer]):
                     await self._request(requests, iteration, number + plan.prefetch)
                 step = await self.compute(self._trainer.step, batch)
                 metrics.append(step)
-                if plan.priorities:
+                if plan.priorities and self.rank == 0:
                     self._indices.append(batch.index)
                     self._errors.append(step.error)
         self._trainer.end_iteration()
@@ -115,13 +119,17 @@ class SacActor(TrainingWorker[OffPolicyTrainer]):
         return SacReport(version=version, metrics=_means(metrics), duplicates=duplicates)
 
     async def sync_model_to_rollout(self, weights: LatestSender[WeightUpdate]) -> int:
-        """Publish the present version; returns it."""
+        """Publish the present version, from rank 0; returns it. Every rank takes part."""
         with self.span("publish", version=self._trainer.version):
             update = await self.compute(self._trainer.publish)
-            await weights.publish(update)
+            if self.rank == 0:
+                await weights.publish(update)
         return update.version
 
     async def _request(self, requests: Sender[BatchRequest], iteration: int, number: int) -> None:
+        """Ask for a batch for all ranks, on rank 0."""
+        if self.rank != 0:
+            return
         request = BatchRequest(iteration=iteration, number=number)
         if self._indices:
             request.index = np.concatenate(self._indices)
@@ -134,7 +142,7 @@ class SacActor(TrainingWorker[OffPolicyTrainer]):
     ) -> ReplayBatch:
         with self.span("wait batch"):
             while True:
-                batch = await batches.get()
+                batch = await batches.get(key=self.rank)
                 if (batch.iteration, batch.number) == (iteration, number):
                     return batch
                 self._duplicates += 1

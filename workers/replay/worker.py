@@ -10,6 +10,9 @@
     serve        trajectories, and requests for batches      env workers, the actor
     collect      all trajectories of an iteration            env workers
 
+A batch is drawn once for all data ranks of the actor: rank 0 asks, and each gets its share under
+its rank as the key.
+
 While the actor computes, the next batches are drawn and the next trajectories arrive. These enter
 the store at the step boundary, in `collect`: what a batch is drawn from depends on its iteration
 alone, and its random numbers on the seed, the iteration and the number of the batch. So there is no
@@ -34,7 +37,7 @@ import numpy as np
 
 from rlinf_async.channels import EndOfChannel, Receiver, Sender
 from rlinf_async.channels.waitfor import WaitFuture
-from rlinf_async.messages.embodied import Trajectory, samples_of
+from rlinf_async.messages.embodied import Floats, Ints, Trajectory, samples_of
 from rlinf_async.messages.replay import BatchRequest, Collected, ReplayBatch
 from rlinf_async.messages.spaces import ActionSpec, ObservationSpec
 from rlinf_async.observe.files import atomic_write
@@ -61,6 +64,8 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
     """of the whole run: over these the exponent of the weights grows to 1"""
     iteration_steps: int
     """transitions of one iteration, at most"""
+    ranks: int = 1
+    """data ranks of the actor, which share each batch equally"""
     spare: int = 0
     """slots beyond the capacity, so that a checkpoint's transitions outlive the next ones"""
     folder: str = ""
@@ -130,8 +135,9 @@ class ReplayWorker(Worker):
             taking = group.create_task(self._take(trajectories))
             async for taken in requests.leases():
                 async with taken as lease:
-                    batch = await self._pace.run("draw", self._draw, lease[0])
-                    await batches.put(batch)
+                    shares = await self._pace.run("draw", self._draw, lease[0])
+                    for rank, share in enumerate(shares):
+                        await batches.put(share, key=rank)
                 report.batches += 1
             taking.cancel()
         report.duplicates = self._duplicates
@@ -232,7 +238,8 @@ class ReplayWorker(Worker):
 
     # ---- batches
 
-    def _draw(self, request: BatchRequest) -> ReplayBatch:
+    def _draw(self, request: BatchRequest) -> list[ReplayBatch]:
+        """Draw a batch; return the share of each rank."""
         store, size = self._store, self.config.batch_size
         if not len(store):
             raise ReplayError("a batch was asked for, but the store is empty")
@@ -246,13 +253,21 @@ class ReplayWorker(Worker):
             share = min(request.iteration / max(self.plan.iterations, 1), 1.0)
             beta = self.config.priority_beta + share * (1.0 - self.config.priority_beta)
             numbers, weight = self._priorities.draw(random, size, beta)
-        rows = store.take(numbers)
+        return [
+            self._share(request, numbers, weight, part)
+            for part in np.split(np.arange(size), self.plan.ranks)
+        ]
+
+    def _share(
+        self, request: BatchRequest, numbers: Ints, weight: Floats, part: Ints
+    ) -> ReplayBatch:
+        rows = self._store.take(numbers[part])
         del rows["priority"]
         return ReplayBatch(
             iteration=request.iteration,
             number=request.number,
             index=numbers,
-            weight=weight,
+            weight=weight[part],
             **rows,
         )
 

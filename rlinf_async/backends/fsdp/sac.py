@@ -1,15 +1,16 @@
-"""Soft actor-critic on one rank: the arithmetic of `SacActor`.
+"""Soft actor-critic: the arithmetic of one rank of `SacActor`.
 
 ::
 
-    batch --+--> target critics --> target --+
-            +--> critics ---------------------+--> critics' loss --+
-            +--> policy --> critics, frozen -----> policy's loss --+--> one backward, one step
-                       +-------------------> entropy coefficient --+        |
-                                                                    targets follow the critics
+    share of a batch --> losses of `SacModel` --> one backward, one step of all ranks together
+                                                                |
+                                                    targets follow the critics
 
 All three losses are of the same weights, and change them in one step: the policy's gradient is that
 of the critics before the step, where other implementations update the critics first.
+
+Any number of ranks takes the same steps as one, as far as rounding goes: every rank draws the noise
+of the whole batch, and takes the part of its share.
 """
 
 from __future__ import annotations
@@ -20,21 +21,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rlinf_async.algorithms.sac import (
-    critic_loss,
-    entropy_coefficient_loss,
-    policy_loss,
-    polyak_update,
-    soft_target,
-)
+from rlinf_async.algorithms.sac import polyak_update
 from rlinf_async.backends.base import GradientStep, TrainingDiverged
 from rlinf_async.backends.building import building
+from rlinf_async.backends.fsdp import ranks
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
-from rlinf_async.backends.fsdp.sac_model import SacModel
+from rlinf_async.backends.fsdp.sac_model import METRICS, SacBatch, SacLosses, SacModel
+from rlinf_async.backends.fsdp.sharding import local_shard
 from rlinf_async.backends.policies.config import PolicyConfig
-from rlinf_async.backends.policies.tensors import to_tensors
+from rlinf_async.backends.policies.tensors import Observed, to_tensors
 from rlinf_async.backends.sac_config import SacTrainerConfig
 from rlinf_async.messages.replay import ReplayBatch
 from rlinf_async.messages.weights import WeightUpdate
@@ -45,29 +42,37 @@ SKIPPED_IN_A_ROW = 100
 
 
 class SacTrainer:
-    """An `OffPolicyTrainer` over `FSDPModelManager`, for one rank.
+    """An `OffPolicyTrainer` over `FSDPModelManager`, for one rank of an actor group.
+
+    torch.distributed must be up when ``world_size`` is above 1. All methods are collective.
 
     Args:
         config: losses and optimizer.
         policy: the policy and its spaces.
+        world_size: ranks, which share each batch equally.
+        rank: of this one.
 
-    Raises `ValueError` for a policy that does not fit the spaces.
+    Raises `ValueError` for a policy that does not fit the spaces, and for FSDP1 over several ranks.
     """
 
-    def __init__(self, config: SacTrainerConfig, policy: PolicyConfig) -> None:
+    def __init__(
+        self, config: SacTrainerConfig, policy: PolicyConfig, world_size: int = 1, rank: int = 0
+    ) -> None:
+        if world_size > 1 and config.fsdp.strategy != "fsdp2":
+            raise ValueError(
+                f"strategy is {config.fsdp.strategy!r}: its ranks hold other parts of the critics "
+                "than of their targets, which follow them; over several ranks take 'fsdp2'"
+            )
         self.config = config
-        sac = config.sac
-        model = partial(SacModel, policy, sac.initial_entropy_coefficient)
-        self.manager = FSDPModelManager(config.fsdp, 1, 0, model)
+        model = partial(SacModel, policy, config.sac)
+        self.manager = FSDPModelManager(config.fsdp, world_size, rank, model)
         with building(config.seed):
             self.manager.setup_model_and_optimizer()
         self._generator = torch.Generator(self.manager.device).manual_seed(config.seed)
-        asked = sac.target_entropy
-        self._target_entropy = -float(policy.action_size) if asked is None else asked
+        self._action_size = policy.action_size
         self._version = 0
         self._skipped_in_a_row = 0
-        critic, target = self._model.critic, self._model.target
-        self._critics, self._targets = list(critic.parameters()), list(target.parameters())
+        self._critics, self._targets = _local(self._model.critic), _local(self._model.target)
 
     @property
     def version(self) -> int:
@@ -78,16 +83,17 @@ class SacTrainer:
     def _model(self) -> SacModel:
         model = self.manager.model
         if not isinstance(model, SacModel):
-            raise TypeError(f"soft actor-critic on one rank trains a SacModel, not {type(model)}")
+            raise TypeError(f"soft actor-critic trains a SacModel, not {type(model)}")
         return model
 
     def step(self, batch: ReplayBatch) -> GradientStep:
         """Take one gradient step. Raises `TrainingDiverged` where many in a row were skipped."""
-        model, manager = self._model, self.manager
-        model.policy.uniform.fill_(False)
+        manager = self.manager
+        self._model.policy.uniform.fill_(False)
+        share = self._share(batch)
         with manager.autocast():
-            loss, error, metrics = self._losses(model, batch)
-        manager.backward(loss)
+            losses: SacLosses = manager.model(share)
+        manager.backward(losses.total)
         norm, _ = manager.optimizer_step()
         if math.isfinite(norm):
             self._skipped_in_a_row = 0
@@ -100,53 +106,50 @@ class SacTrainer:
                     f"(last norm: {norm}): lower the learning rate, or look for NaN in "
                     "observations and rewards; the last checkpoint is from before"
                 )
-        names = ("critic_loss", "policy_loss", "entropy", "entropy_coefficient", "value")
-        numbers = dict(zip(names, torch.stack(metrics).tolist(), strict=True))
-        return GradientStep({**numbers, "grad_norm": norm}, error.cpu().numpy())
+        gathered = torch.stack(ranks.all_gather(manager, torch.cat([losses.metrics, losses.error])))
+        metrics, error = gathered[:, : len(METRICS)], gathered[:, len(METRICS) :]
+        numbers = dict(zip(METRICS, metrics.mean(0).tolist(), strict=True))
+        return GradientStep({**numbers, "grad_norm": norm}, error.flatten().cpu().numpy())
 
-    def _losses(self, model: SacModel, batch: ReplayBatch) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The sum of all losses, absolute errors ``[B]``, and metrics."""
-        device, sac = self.manager.device, self.config.sac
-        columns = (
-            batch.observation,
-            batch.next_observation,
-            batch.action,
-            batch.reward,
-            batch.discount,
-            batch.weight,
+    def _share(self, batch: ReplayBatch) -> SacBatch:
+        """This rank's share on its device."""
+
+        def tensor(column: Observed) -> Tensor:
+            if not isinstance(column, Tensor):
+                raise TypeError("a column of numbers was expected")
+            return column
+
+        device = self.manager.device
+        columns = (batch.action, batch.reward, batch.discount, batch.weight)
+        action, reward, discount, weight = (tensor(to_tensors(one, device)) for one in columns)
+        next_noise, noise = self._noise(len(reward)), self._noise(len(reward))
+        return SacBatch(
+            to_tensors(batch.observation, device),
+            to_tensors(batch.next_observation, device),
+            action,
+            reward,
+            discount,
+            weight,
+            noise,
+            next_noise,
         )
-        tensors = [to_tensors(column, device) for column in columns]
-        seen, following, action, reward, discount, weight = (
-            one if isinstance(one, Tensor) else one["state"] for one in tensors
+
+    def _noise(self, share: int) -> Tensor:
+        """Standard normal noise ``[share, A]``: this rank's part of that of all."""
+        manager = self.manager
+        whole = torch.randn(
+            (manager.world_size, share, self._action_size),
+            generator=self._generator,
+            device=manager.device,
         )
-        coefficient = model.log_entropy_coefficient.detach().exp()
-        if sac.entropy_coefficient is not None:
-            coefficient = coefficient.new_full((1,), sac.entropy_coefficient)
-        with torch.no_grad():
-            next_action, next_log_prob = model.policy.sample(following, self._generator)
-            next_values = model.target(following, next_action)
-            target = soft_target(reward, discount, next_values, next_log_prob, coefficient)
-        values = model.critic(seen, action)
-        of_critics = critic_loss(values, target, weight)
-        acted, log_prob = model.policy.sample(seen, self._generator)
-        of_policy = policy_loss(log_prob, model.critic.frozen(seen, acted), coefficient)
-        total = of_critics + of_policy
-        if sac.entropy_coefficient is None:
-            total = total + entropy_coefficient_loss(
-                model.log_entropy_coefficient, log_prob, self._target_entropy
-            )
-        with torch.no_grad():
-            error = (values - target).abs().mean(0).float()
-            metrics = [of_critics, of_policy, -log_prob.mean(), coefficient.mean(), values.mean()]
-            metrics = [one.detach().float() for one in metrics]
-        return total.sum(), error, metrics
+        return whole[manager.rank]
 
     def end_iteration(self) -> None:
         """Count the version up."""
         self._version += 1
 
     def publish(self) -> WeightUpdate:
-        """Return the policy's weights of the present version."""
+        """Return the policy's weights of the present version; empty buckets but on rank 0."""
         prefix = "policy."
         state = self.manager.get_model_state_dict()
         policy = {
@@ -168,7 +171,12 @@ class SacTrainer:
         return {"version": self._version, "noise": self._generator.get_state()}
 
     def load_checkpoint(self, path: Path) -> None:
-        """Continue where the checkpoint was written."""
+        """Continue where the checkpoint was written, under any world size."""
         extra = self.manager.load_checkpoint(path)[0]
         self._version = extra["version"]
         self._generator.set_state(extra["noise"].clone())
+
+
+def _local(module: nn.Module) -> list[Tensor]:
+    """This rank's shards of the parameters: the memory itself."""
+    return [local_shard(one).detach() for one in module.parameters()]

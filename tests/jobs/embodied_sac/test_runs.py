@@ -16,6 +16,7 @@ from tests.jobs.processes import Start
 
 PROCESS = ("--cluster.backend", "process")
 MEMORY = ("--replay.storage", "memory")
+TWO = ("--cluster.actors", 2)
 PRIORITIZED = ("--replay.sampling", "prioritized", "--replay.n_step", 3)
 
 
@@ -48,6 +49,14 @@ def test_a_run_keeps_its_books(
     assert 0.0 < float(last["replay_age_max"]) <= 3.0
 
 
+def test_two_ranks_share_batches_and_one_goes_on_alone(job: Job) -> None:
+    job.succeed(*PROCESS, *PRIORITIZED, *TWO, "--training.total_steps", 4 * STEPS)
+    job.check_books(4)
+    summary = job.succeed(*PRIORITIZED, "--resume")
+    job.check_books(6)
+    assert set(summary.dropped.values()) == {0}
+
+
 @pytest.mark.parametrize("storage", [(), MEMORY], ids=["disk", "memory"])
 def test_a_resumed_run_goes_on_with_the_same_store(job: Job, storage: tuple[object, ...]) -> None:
     job.succeed(*PRIORITIZED, *storage, "--training.total_steps", 4 * STEPS)
@@ -76,9 +85,9 @@ def test_killed_workers_are_replaced_and_nothing_is_lost_or_stored_twice(
     killer = Killer(monkeypatch)
     killer.victims = {1: "Replay[0]", 2: "Env[0]", 4: "Replay[0]", 6: "Env[1]"}
     with nothing_left_behind():
-        two = ("--cluster.env_workers", 2, "--env.envs", 2, "--env.stages", 1)
+        envs = ("--cluster.env_workers", 2, "--env.envs", 2, "--env.stages", 1)
         ten = ("--training.total_steps", 10 * STEPS)
-        summary = job.succeed(*PROCESS, *PRIORITIZED, *two, *ten)
+        summary = job.succeed(*PROCESS, *PRIORITIZED, *TWO, *envs, *ten)
     assert summary.restarts == {"Replay[0]": 2, "Env[0]": 1, "Env[1]": 1}
     job.check_books(10)
     assert killer.dead_letters == []

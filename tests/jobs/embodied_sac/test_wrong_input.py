@@ -28,7 +28,8 @@ KITCHEN = "tests.jobs.embodied.envs:Kitchen"
         ("replay.folder", __file__, "replay.folder: the replay store cannot be written there"),
         ("training.learning_starts", 192, "nothing would be learnt"),
         ("training.updates_per_step", 0, "updates_per_step is 0.0; it must be above 0"),
-        ("cluster.actors", 2, "cluster.actors: 2 actors were asked for; soft actor-critic trains"),
+        ("cluster.actors", 2, "cluster.backend: several actors need a process each"),
+        ("cluster.actors", 3, "replay.batch_size: 16 transitions cannot be divided among cluster"),
         ("actor.sac.tau", 0, "tau is 0.0; it must be above 0"),
         ("actor.fsdp.critic_warmup_steps", 5, "soft actor-critic has training.learning_starts"),
     ],
@@ -40,6 +41,13 @@ def test_it_is_named(job: Job, setting: str, value: object, message: str) -> Non
         [line] = ended.err.splitlines()
         assert message in line
     assert not job.out.exists()
+
+
+def test_several_ranks_of_fsdp1_are_refused(job: Job) -> None:
+    two = ("--cluster.actors", 2, "--cluster.backend", "process")
+    ended = job.train(*two, "--actor.fsdp.strategy", "fsdp1")
+    assert ended.code == 2
+    assert "actor.fsdp.strategy: 'fsdp1': its ranks hold other parts of the critics" in ended.err
 
 
 def test_images_are_refused_with_what_to_do(job: Job, tmp_path: pathlib.Path) -> None:

@@ -56,8 +56,8 @@ class Flow(NamedTuple, Generic[ChannelsT]):
     view: LiveView
 
 
-class Books(NamedTuple):
-    """Where the iterations are accounted for."""
+class LoopContext(NamedTuple):
+    """What a training loop uses at its step boundaries."""
 
     clock: TrainingClock
     signals: RunSignals
@@ -102,7 +102,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
         self,
         flow: Flow[ChannelsT],
         writers: ShardWriters,
-        train: Callable[[Books], Awaitable[None]],
+        train: Callable[[LoopContext], Awaitable[None]],
     ) -> None:
         """Train, evaluate, and wait for the workers that collect to end."""
         flow.view.note = ""
@@ -110,7 +110,7 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
             kept = self.config.training.keep_checkpoints
             checkpointer = Checkpointer(flow.cluster, writers, self.folder.checkpoints, kept)
             clock = TrainingClock(self.progress.train_seconds)
-            await train(Books(clock, run_signals(), checkpointer, metrics))
+            await train(LoopContext(clock, run_signals(), checkpointer, metrics))
             self._episodes = await self._evaluate(flow, min_version=self.config.iterations)
             write_evaluation(metrics, self.progress, self._episodes)
         await flow.channels.weights.sender.close()
@@ -146,14 +146,16 @@ class EnvironmentRun(ABC, Generic[Settings, ProgressT, ChannelsT]):
             min_version=max(0, iteration - self.config.training.max_staleness),
         )
 
-    async def _step_boundary(self, channels: ChannelsT, report: TrainReport, books: Books) -> None:
+    async def _step_boundary(
+        self, channels: ChannelsT, report: TrainReport, loop: LoopContext
+    ) -> None:
         """Account for an iteration. Progress and weights are of its version, so a checkpoint can be
         written, and the run can be left."""
         training = self.config.training
         await self._issue(channels, report.version + training.max_staleness)
-        self.progress.take(report, books.clock(), training.return_window)
-        if books.signals.take_checkpoint_request() or self._checkpoint_due(report.version):
-            await books.checkpointer.begin(self.progress)
+        self.progress.take(report, loop.clock(), training.return_window)
+        if loop.signals.take_checkpoint_request() or self._checkpoint_due(report.version):
+            await loop.checkpointer.begin(self.progress)
 
     def _checkpoint_due(self, version: int) -> bool:
         every = self.config.training.checkpoint_every

@@ -61,7 +61,7 @@ class SeparateCollectors:
             self._cluster.launch(
                 EnvWorker,
                 config.env,
-                actor_ranks=counts.actors,
+                actor_ranks=config.trajectory_ranks,
                 count=counts.env_workers,
                 name="Env",
                 restart=Restart(max=counts.max_restarts),
@@ -130,7 +130,7 @@ class CollocatedCollectors:
             config.env,
             config.acting_policy,
             config.rollout,
-            actor_ranks=counts.actors,
+            actor_ranks=config.trajectory_ranks,
             count=counts.env_workers,
             name="Env",
             restart=Restart(max=counts.max_restarts),

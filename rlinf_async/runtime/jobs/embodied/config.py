@@ -17,7 +17,11 @@ from rlinf_async.config import ConfigError
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.runtime.jobs.config import check_counts
 from rlinf_async.runtime.jobs.embodied.settings import MAY_DIFFER as ALWAYS_MAY_DIFFER
-from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings, LengthConfig
+from rlinf_async.runtime.jobs.embodied.settings import (
+    EnvironmentSettings,
+    LengthConfig,
+    check_processes,
+)
 
 MAY_DIFFER = (*ALWAYS_MAY_DIFFER, "training.checkpoint_every")
 """settings and sections that a resumed run may change"""
@@ -92,11 +96,7 @@ def check_sizes(config: EmbodiedConfig) -> None:
             f"use a divisor of {stages}",
             path=("cluster", "actors"),
         )
-    if cluster.backend == "local" and cluster.actors > 1:
-        raise ConfigError(
-            "several actors need a process each: use backend = 'process', or actors = 1",
-            path=("cluster", "backend"),
-        )
+    check_processes(cluster)
     chunk = config.env.action_chunk
     if config.training.steps_per_iteration % chunk:
         raise ConfigError(

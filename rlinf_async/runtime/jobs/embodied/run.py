@@ -30,7 +30,7 @@ from rlinf_async.observe.summary import EmbodiedSummary
 from rlinf_async.runtime.calls import GroupCall
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
-from rlinf_async.runtime.jobs.embodied.base import Books, EnvironmentRun, Flow
+from rlinf_async.runtime.jobs.embodied.base import EnvironmentRun, Flow, LoopContext
 from rlinf_async.runtime.jobs.embodied.channels import EmbodiedChannels
 from rlinf_async.runtime.jobs.embodied.collectors import Collectors, make_collectors
 from rlinf_async.runtime.jobs.embodied.config import EmbodiedConfig
@@ -140,7 +140,7 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
         self,
         flow: Flow[EmbodiedChannels],
         actors: WorkerGroup[EmbodiedFSDPActor],
-        books: Books,
+        loop: LoopContext,
     ) -> None:
         channels, first = flow.channels, self.progress.version
         if not first and self.config.actor.cloning.demonstrations:
@@ -150,8 +150,8 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
             self._rate_before = success_rate(await self._evaluate(flow, min_version=0))
             flow.view.note = ""
         collecting = flow.collectors.collect()
-        books.clock.start()
-        checkpointer, signals = books.checkpointer, books.signals
+        loop.clock.start()
+        checkpointer, signals = loop.checkpointer, loop.signals
         # A restarted env worker may send a trajectory again when the actors are done already.
         with channels.trajectories.receiver, checkpointer, signals.checked_each_step():
             with channels.tickets.sender:
@@ -161,11 +161,11 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
                 training = next(calls, None)
                 while training is not None:
                     report = merged(await training)
-                    await self._step_boundary(channels, report, books)
+                    await self._step_boundary(channels, report, loop)
                     leaving = signals.leaving
                     # The next one is trained while this process accounts for this one.
                     training = None if leaving else next(calls, None)
-                    self._write_row(report, books.metrics)
+                    self._write_row(report, loop.metrics)
                     flow.view.show()
                     if leaving:
                         await checkpointer.finish()

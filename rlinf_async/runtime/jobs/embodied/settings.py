@@ -192,6 +192,11 @@ class EnvironmentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         return self.cluster.env_workers * self.env.stages
 
     @property
+    def trajectory_ranks(self) -> int:
+        """Ranks that share the trajectories of an iteration: those of the actor."""
+        return self.cluster.actors
+
+    @property
     def iteration_steps(self) -> int:
         """Environment steps of one iteration, over all environments."""
         return self.cluster.env_workers * self.env.envs * self.training.steps_per_iteration
@@ -218,6 +223,15 @@ def check_host(config: EnvironmentSettings, devices: Sequence[Device] | None, de
         )
     config.plan(config.cluster.devices() if devices is None else devices)
     check_sinks(config.training.metrics)
+
+
+def check_processes(cluster: ClusterConfig) -> None:
+    """Raise `ConfigError` for several actors in one process."""
+    if cluster.backend == "local" and cluster.actors > 1:
+        raise ConfigError(
+            "several actors need a process each: use backend = 'process', or actors = 1",
+            path=("cluster", "backend"),
+        )
 
 
 def described(env: EnvConfig) -> EnvSpec:

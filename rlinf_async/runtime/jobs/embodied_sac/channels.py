@@ -3,7 +3,7 @@
 ::
 
     env worker --Trajectory, leased--> replay worker
-    actor --BatchRequest, leased--> replay worker --ReplayBatch--> actor
+    actor --BatchRequest, leased--> replay worker --ReplayBatch, by key of the DP rank--> actor
 
 The others are those of `EmbodiedChannels`.
 """
@@ -22,7 +22,8 @@ class SacChannels(EmbodiedChannels):
     """Every channel of the run.
 
     There are never more than ``replay.prefetch`` requests under way. After a restart of the replay
-    worker one batch may be there twice, and wait for the actor's next iteration.
+    worker one batch may be there twice, and wait for the actor's next iteration; each rank empties
+    its key by itself, so a second batch of one holds no other up.
     """
 
     def __init__(self, cluster: Cluster, config: FittedSac) -> None:

@@ -13,7 +13,11 @@ from rlinf_async.config import ConfigError
 from rlinf_async.messages.spaces import EnvSpec
 from rlinf_async.runtime.jobs.config import check_counts
 from rlinf_async.runtime.jobs.embodied.settings import MAY_DIFFER as ALWAYS_MAY_DIFFER
-from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings, LengthConfig
+from rlinf_async.runtime.jobs.embodied.settings import (
+    EnvironmentSettings,
+    LengthConfig,
+    check_processes,
+)
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.replay.config import ReplayConfig
 from rlinf_async.workers.rollout.config import RolloutConfig
@@ -57,6 +61,11 @@ class SacConfig(EnvironmentSettings, frozen=True, kw_only=True, forbid_unknown_f
     training: SacTrainingConfig
     replay: ReplayConfig = ReplayConfig()
     actor: SacTrainerConfig = SacTrainerConfig()
+
+    @property
+    def trajectory_ranks(self) -> int:
+        """Ranks that share the trajectories: all go to the replay worker."""
+        return 1
 
     def updates(self, iteration: int) -> int:
         """Gradient steps of an iteration: their sum keeps to ``updates_per_step``."""
@@ -104,12 +113,7 @@ def check_sizes(config: SacConfig) -> None:
             f"{config.iteration_steps}",
             path=("replay", "capacity"),
         )
-    if config.cluster.actors != 1:
-        raise ConfigError(
-            f"{config.cluster.actors} actors were asked for; soft actor-critic trains on one rank: "
-            "leave it out",
-            path=("cluster", "actors"),
-        )
+    _check_ranks(config)
     for setting in ("action_chunk", "group_size"):
         if getattr(config.env, setting) != 1:
             raise ConfigError(
@@ -128,6 +132,26 @@ def check_sizes(config: SacConfig) -> None:
             f"{config.actor.fsdp.critic_warmup_steps} was given; soft actor-critic has "
             "training.learning_starts instead: leave it out",
             path=("actor", "fsdp", "critic_warmup_steps"),
+        )
+
+
+def _check_ranks(config: SacConfig) -> None:
+    """Refuse several actors that cannot share a batch."""
+    actors, size = config.cluster.actors, config.replay.batch_size
+    if actors == 1:
+        return
+    if size % actors:
+        raise ConfigError(
+            f"{size} transitions cannot be divided among cluster.actors = {actors} ranks: take a "
+            f"multiple of {actors}, such as {max(round(size / actors), 1) * actors}",
+            path=("replay", "batch_size"),
+        )
+    check_processes(config.cluster)
+    if config.actor.fsdp.strategy != "fsdp2":
+        raise ConfigError(
+            f"{config.actor.fsdp.strategy!r}: its ranks hold other parts of the critics than of "
+            "their targets, which follow them; over several ranks take 'fsdp2'",
+            path=("actor", "fsdp", "strategy"),
         )
 
 

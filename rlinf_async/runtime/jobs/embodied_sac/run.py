@@ -36,7 +36,7 @@ from rlinf_async.observe.summary import EmbodiedSummary
 from rlinf_async.runtime.cluster import Cluster
 from rlinf_async.runtime.group import WorkerGroup
 from rlinf_async.runtime.jobs.checkpoints import sibling
-from rlinf_async.runtime.jobs.embodied.base import Books, EnvironmentRun, Flow
+from rlinf_async.runtime.jobs.embodied.base import EnvironmentRun, Flow, LoopContext
 from rlinf_async.runtime.jobs.embodied.collectors import make_collectors
 from rlinf_async.runtime.jobs.embodied.reports import EmbodiedProgress
 from rlinf_async.runtime.jobs.embodied_sac.channels import SacChannels
@@ -59,7 +59,7 @@ class SacProgress(EmbodiedProgress, kw_only=True):
     updates: int = 0
     """gradient steps"""
     second_batches: int = 0
-    """batches that came twice, and were trained once"""
+    """shares of batches that came to a rank twice, and were trained once"""
 
 
 class SacShards:
@@ -146,6 +146,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
             self.config.policy,
             resume=None if resume is None else str(resume),
             name="Actor",
+            count=counts.actors,
             collective=plan.collective("actor"),
             **plan.options("actor", counts.environment),
         )
@@ -159,6 +160,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
             seed=config.replay.seed,
             iterations=config.iterations,
             iteration_steps=config.iteration_steps,
+            ranks=config.cluster.actors,
             spare=config.spare,
             folder="" if self._store is None else str(self._store.resolve()),
             start=f"{self._owner}started at {time.time_ns()}",
@@ -181,7 +183,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
         flow: Flow[SacChannels],
         actor: WorkerGroup[SacActor],
         replay: WorkerGroup[ReplayWorker],
-        books: Books,
+        loop: LoopContext,
     ) -> None:
         channels = flow.channels
         await actor.call(SacActor.sync_model_to_rollout, channels.weights.sender)
@@ -192,8 +194,8 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
             channels.batches.sender,
         )
         collecting = flow.collectors.collect()
-        books.clock.start()
-        checkpointer, signals = books.checkpointer, books.signals
+        loop.clock.start()
+        checkpointer, signals = loop.checkpointer, loop.signals
         with (
             channels.requests.sender,
             channels.batches.receiver,
@@ -204,8 +206,8 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
                 await self._issue_first(channels)
                 for iteration in range(self.progress.version, self.config.iterations):
                     report = await self._train_iteration(channels, actor, replay, iteration)
-                    await self._step_boundary(channels, report, books)
-                    self._write_row(report, books.metrics)
+                    await self._step_boundary(channels, report, loop)
+                    self._write_row(report, loop.metrics)
                     flow.view.show()
                     if signals.leaving:
                         await checkpointer.finish()
@@ -229,7 +231,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
             prefetch=config.replay.prefetch,
             priorities=config.replay.prioritized,
         )
-        [trained] = await actor.call(
+        trained = await actor.call(
             SacActor.run_training,
             plan,
             channels.requests.sender,
@@ -237,8 +239,8 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
             channels.weights.sender,
         )
         self.progress.updates += plan.updates
-        self.progress.second_batches += trained.duplicates
-        return _report(collected, trained.version, trained.metrics)
+        self.progress.second_batches += sum(one.duplicates for one in trained)
+        return _report(collected, trained[0].version, trained[0].metrics)
 
     def _ticket(self, iteration: int) -> Collect:
         return msgspec.structs.replace(super()._ticket(iteration), transitions=True)
@@ -249,7 +251,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
         """What reads a checkpoint, in this process."""
         from rlinf_async.backends.registry import load_off_policy_trainer
 
-        return load_off_policy_trainer("sac")(self.config.actor, self.config.policy)
+        return load_off_policy_trainer("sac")(self.config.actor, self.config.policy, 1, 0)
 
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
         """What came of the run."""

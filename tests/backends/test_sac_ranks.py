@@ -1,0 +1,95 @@
+"""Soft actor-critic on two ranks takes the steps that one takes, over gloo, in real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from rlinf_async.backends.fsdp.sac import SacTrainer
+from rlinf_async.backends.sac_config import (
+    SacOptimizerConfig,
+    SacShardingConfig,
+    SacTrainerConfig,
+)
+from rlinf_async.messages.replay import ReplayBatch
+from tests.backends.fsdp_helpers import in_processes, load_result, save_result
+from tests.backends.test_sac_trainer import POLICY, batch
+
+UPDATES = 10
+COLUMNS = ("weight", "observation", "action", "reward", "next_observation", "discount", "version")
+CONFIG = SacTrainerConfig(
+    fsdp=SacShardingConfig(optimizer=SacOptimizerConfig(lr=3e-3, value_lr=1e-2, max_grad_norm=5.0))
+)
+
+
+def share(whole: ReplayBatch, world_size: int, rank: int) -> ReplayBatch:
+    """What the replay worker gives to a rank."""
+    parts = {name: np.split(getattr(whole, name), world_size)[rank] for name in COLUMNS}
+    return msgspec.structs.replace(whole, **parts)
+
+
+def weighted(number: int) -> ReplayBatch:
+    one = batch(number)
+    one.weight = np.random.default_rng(number).uniform(0.2, 1.0, len(one.weight)).astype("f4")
+    return one
+
+
+def learn(rank: int, world_size: int, folder: Path) -> None:
+    trainer = SacTrainer(CONFIG, POLICY, world_size, rank)
+    steps = [trainer.step(share(weighted(number), world_size, rank)) for number in range(UPDATES)]
+    trainer.end_iteration()
+    trainer.save_checkpoint(folder / "checkpoint")
+    update = trainer.publish()
+    result = {
+        "metrics": [dict(one.metrics) for one in steps],
+        "error": torch.tensor(np.stack([one.error for one in steps])),
+        "state": trainer.manager.get_model_state_dict(everywhere=True),
+        "published": sum(bucket.data.nbytes for bucket in update.buckets),
+    }
+    save_result(folder, rank, result)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, list[Any]]:
+    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    learn(0, 1, one)
+    return two, load_result(one, 0), in_processes(learn, 2, two)
+
+
+def test_losses_errors_and_weights_of_two_ranks_are_those_of_one(
+    results: tuple[Path, Any, list[Any]],
+) -> None:
+    _, alone, together = results
+    for rank in together:
+        torch.testing.assert_close(rank["error"], alone["error"], atol=1e-5, rtol=1e-5)
+        for step, expected in zip(rank["metrics"], alone["metrics"], strict=True):
+            assert step == pytest.approx(expected, abs=1e-5, rel=1e-5)
+        assert rank["state"].keys() == alone["state"].keys()
+        for name, value in rank["state"].items():
+            torch.testing.assert_close(value, alone["state"][name], atol=1e-5, rtol=1e-5)
+    assert together[0]["published"] == alone["published"] > 0
+    assert together[1]["published"] == 0
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(
+    results: tuple[Path, Any, list[Any]],
+) -> None:
+    folder, alone, _ = results
+    trainer = SacTrainer(CONFIG, POLICY)
+    trainer.load_checkpoint(folder / "checkpoint")
+    assert trainer.version == 1
+    for name, value in trainer.manager.get_model_state_dict().items():
+        torch.testing.assert_close(value, alone["state"][name], atol=1e-5, rtol=1e-5)
+    numbers = trainer.step(weighted(UPDATES)).metrics
+    assert numbers["critic_loss"] > 0.0
+
+
+def test_fsdp1_over_several_ranks_is_refused() -> None:
+    config = SacTrainerConfig(fsdp=SacShardingConfig(strategy="fsdp1"))
+    with pytest.raises(ValueError, match="over several ranks take 'fsdp2'"):
+        SacTrainer(config, POLICY, 2, 0)
