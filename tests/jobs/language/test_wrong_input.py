@@ -42,6 +42,8 @@ def said(job: Job, *arguments: object) -> str:
         ("actor.micro_batch_size", "3", "does not divide: use 2 or 4"),
         ("actor.micro_batch_size", "64", "does not divide: use 8"),
         ("actor.global_batches", "3", "of whole groups: use a divisor of 4"),
+        ("actor.balance_window", "3", "on each actor, which balance_window = 3 does not divide"),
+        ("warm_start.steps", "1", "a toy actor has no weights to warm up: set it to 0"),
         ("actor.backend", "fsdp", "a toy has no weights: set both to 'toy', or neither"),
         ("training.group_size", "0", "group_size is 0; it must be at least 1"),
         ("data.verifier", "numerc", "no verifier is called 'numerc'; did you mean 'numeric'?"),
@@ -85,6 +87,16 @@ def test_a_missing_file_is_not_blamed_on_the_length_of_prompts(job: Job) -> None
     folder = said(job, "--data.path", job.file.parent, "--rollout.toy.context", 100)
     assert "holds no data" in folder
     assert "max_tokens" not in folder
+
+
+def test_micro_batches_of_a_fixed_size_have_no_token_limit_and_are_not_balanced(job: Job) -> None:
+    two = ("--actor.micro_batch_size", 2)
+    assert "a limit of tokens (64): leave one of them out" in said(
+        job, *two, "--actor.max_tokens", 64
+    )
+    assert "2 samples each are not balanced: leave it out" in said(
+        job, *two, "--actor.balance_window", 4
+    )
 
 
 def test_critics_that_cannot_be_paired_with_the_actors_are_refused(job: Job) -> None:

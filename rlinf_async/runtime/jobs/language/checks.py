@@ -29,7 +29,7 @@ from rlinf_async.runtime.jobs.config import refuse_unknown
 from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.folder import has_weights
 from rlinf_async.runtime.jobs.language.model import check_weights
-from rlinf_async.runtime.jobs.language.sections import MegatronOptions
+from rlinf_async.runtime.jobs.language.sections import ActorConfig, MegatronOptions
 
 WITHOUT_VALUES = frozenset({"grpo", "rloo", "reinforce++", "reinforce++_baseline"})
 """built-in advantages that use no values; a user's own may"""
@@ -222,6 +222,7 @@ def _check_batches(config: LanguageConfig) -> None:
         )
     size = config.iteration_samples // ranks // actor.global_batches
     _check_micro_batches("actor", size, actor.micro_batch_size)
+    _check_balancing(size, actor)
     if config.has_critic:
         _check_micro_batches("critic", size, config.critic.micro_batch_size)
 
@@ -268,6 +269,10 @@ def _check_learning(config: LanguageConfig) -> None:
             f"{config.model.path!r}, which has weights: set it to 0",
             path=("warm_start", "steps"),
         )
+    if config.warm_start.steps and actor.backend == "toy":
+        raise ConfigError(
+            "a toy actor has no weights to warm up: set it to 0", path=("warm_start", "steps")
+        )
     batch, ranks = config.warm_start.batch_size, config.data_ranks
     if config.warm_start.steps and batch % ranks:
         raise ConfigError(
@@ -283,6 +288,30 @@ def _check_micro_batches(whose: str, samples: int, size: int | None) -> None:
             f"a global batch has {samples} samples on each {whose}, which micro_batch_size = "
             f"{size} does not divide: use {_near_divisors(samples, size)}",
             path=(whose, "micro_batch_size"),
+        )
+
+
+def _check_balancing(samples: int, actor: ActorConfig) -> None:
+    size, window = actor.micro_batch_size, actor.balance_window
+    if size is not None and actor.max_tokens is not None:
+        raise ConfigError(
+            f"a micro-batch has either a number of samples (micro_batch_size is {size}) or a limit "
+            f"of tokens ({actor.max_tokens}): leave one of them out",
+            path=("actor", "max_tokens"),
+        )
+    if window is None:
+        return
+    if size is not None:
+        raise ConfigError(
+            f"micro-batches of {size} samples each are not balanced: leave it out, or set "
+            "actor.max_tokens instead of actor.micro_batch_size",
+            path=("actor", "balance_window"),
+        )
+    if samples % window:
+        raise ConfigError(
+            f"a global batch has {samples} samples on each actor, which balance_window = {window} "
+            f"does not divide: use {_near_divisors(samples, window)}",
+            path=("actor", "balance_window"),
         )
 
 
