@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.command(short_help="List simulators, their environments, and the policies that fit.")
 @click.option(
     "--simulator",
-    type=click.Choice(["single", "vector", "envpool"]),
+    type=click.Choice(["single", "vector", "envpool", "async"]),
     default="single",
     show_default=True,
     help="How ID is made, as in the setting 'env.simulator'.",

@@ -43,6 +43,15 @@ class ActionReader:
         Raises:
             EnvError: the answer's shape or values do not fit the action space.
         """
+        answer = self.checked(answer, count)
+        return self._read(answer[:, None] if self.discrete else answer)
+
+    def checked(self, answer: Choice | None, count: int) -> Choice:
+        """The answer as it is, if its shape is that of ``count`` actions.
+
+        Raises:
+            EnvError: it is not.
+        """
         expected = (count, *self.spec.shape)
         if answer is None or answer.shape != expected:
             raise EnvError(
@@ -51,7 +60,7 @@ class ActionReader:
                 f"but {count} environments take {list(expected)}; the policy needs action_size = "
                 f"{self.size}, {self._kind}"
             )
-        return self._read(answer[:, None] if self.discrete else answer)
+        return answer
 
     @property
     def _kind(self) -> str:

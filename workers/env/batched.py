@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rlinf_async.messages.embodied import Bools, Choice, Floats
+from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints
 from rlinf_async.messages.spaces import Seen, numbers_of
 from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.config import Autoreset
@@ -50,7 +50,10 @@ class BatchedEnv(Protocol):
 
 
 class BatchedStage:
-    """``E`` environments of one simulator; a `Stage`."""
+    """``E`` environments of one simulator; an `EnvStage`."""
+
+    rows: Ints | None = None
+    in_flight = 0
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class BatchedStage:
         self._fresh = False
         self._ended = np.zeros_like(self._ended)
 
-    def step(self, answer: Choice | None) -> Outcome:
+    def step(self, answer: Choice | None, rows: Ints | None = None) -> Outcome:
         """Take one step in every environment, with actions ``[E, A]`` (or int64 ``[E]``).
 
         Raises:
@@ -155,7 +158,7 @@ class BatchedStage:
             )
         rows = self._writer.spec.empty(int(cut.sum()))
         for place, index in enumerate(np.flatnonzero(cut)):
-            self._writer.write(_at(info[name], int(index)), rows[place])
+            self._writer.write(at(info[name], int(index)), rows[place])
         return rows
 
     def _episodes(
@@ -166,7 +169,7 @@ class BatchedStage:
         if not ended.any():
             return []
         last = info.get("final_info", info) if self._autoreset == "same_step" else info
-        success = _successes(last)
+        success = successes(last)
         done = [
             Episode(
                 float(self._returns[index]),
@@ -209,17 +212,18 @@ def batch_of(actions: Sequence[Any] | NDArray[Any]) -> Any:
     return np.asarray(actions)
 
 
-def _at(batch: Any, index: int) -> Any:
+def at(batch: Any, index: int) -> Any:
     """One environment's observation out of a batch."""
     if isinstance(batch, Mapping):
-        return {key: _at(part, index) for key, part in batch.items()}
+        return {key: at(part, index) for key, part in batch.items()}
     if isinstance(batch, tuple):
-        return tuple(_at(part, index) for part in batch)
+        return tuple(at(part, index) for part in batch)
     one = batch[index]
     return one if isinstance(one, (str, Mapping, tuple)) else array_of(one)
 
 
-def _successes(info: Any) -> NDArray[Any] | None:
+def successes(info: Any) -> NDArray[Any] | None:
+    """Which environments succeeded, as ``info`` says; None where it does not."""
     if not isinstance(info, Mapping):
         return None
     found = next((info[name] for name in SUCCESS if name in info), None)

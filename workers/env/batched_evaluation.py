@@ -12,17 +12,17 @@ import numpy as np
 
 from rlinf_async.messages.embodied import Choice, Floats
 from rlinf_async.messages.spaces import Seen
-from rlinf_async.workers.env.batched import BatchedStage
 from rlinf_async.workers.env.evaluation import EvaluatedEpisode
 from rlinf_async.workers.env.memory import after_step
+from rlinf_async.workers.env.stage import EnvStage
 
 
 class BatchedEvaluation:
     """This worker's episodes of one evaluation; an `Evaluation`."""
 
-    def __init__(self, stage: BatchedStage, episodes: Sequence[int]) -> None:
+    def __init__(self, stage: EnvStage, episodes: Sequence[int]) -> None:
         self._stage = stage
-        count = stage.env.num_envs
+        count = len(stage.observation)
         self._waiting = [list(episodes[place::count]) for place in range(count)]
         self._oldest = np.full(count, np.iinfo(np.int64).max)
         self.memory: Floats | None = None

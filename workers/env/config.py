@@ -25,9 +25,14 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     parallel: bool = False
     """whether each stage steps and resets in a thread of its own: a slow one then holds no other"""
     seed: int = 0
-    simulator: Literal["single", "vector", "envpool"] = "single"
-    """``single``: environments one by one. Or one that steps many in a call: ``vector``, made by
-    ``gymnasium.make_vec`` or by the entry point, which is given ``num_envs``; ``envpool``"""
+    simulator: Literal["single", "pool", "vector", "envpool", "async"] = "single"
+    """``single``: environments one by one; ``pool``: each in a process of its own. Or one that
+    steps many in a call: ``vector``, made by ``gymnasium.make_vec`` or by the entry point, which is
+    given ``num_envs``; ``envpool``; ``async``, made by the entry point, which is given ``num_envs``
+    and ``seed``"""
+    ready: int | Literal["auto", "adaptive"] = "auto"
+    """environments of a stage that have to be ready before the policy answers them; ``adaptive``:
+    as many as are worth waiting for; ``auto``: that, where the simulator says which are ready"""
     autoreset: Literal["auto", "same_step", "next_step", "disabled"] = "auto"
     """how a vector simulator begins episodes; ``auto``: as its metadata say"""
     probe: bool = True
@@ -63,16 +68,22 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 f"action_chunk is {self.action_chunk}, group_size is {self.group_size}; both must "
                 "be at least 1"
             )
-        if self.simulator != "single" and (self.action_chunk > 1 or self.group_size > 1):
+        if self.many_in_a_call and (self.action_chunk > 1 or self.group_size > 1):
             raise ValueError(
                 f"simulator = {self.simulator!r} takes one action at a time and begins episodes by "
                 f"itself, but action_chunk is {self.action_chunk}, group_size is {self.group_size}"
-                ": leave both out, or use simulator = 'single'"
+                ": leave both out, or use simulator = 'single' or 'pool'"
             )
         if self.simulator == "envpool" and self.entry_point:
             raise ValueError(
                 "simulator = 'envpool' makes environments by their id: leave entry_point out, or "
                 "use simulator = 'vector' for an entry point that returns a batched environment"
+            )
+        if self.simulator == "async" and not self.entry_point:
+            raise ValueError(
+                "simulator = 'async' needs entry_point, a function that is given num_envs and seed "
+                "and returns the simulator; simulator = 'pool' steps environments of Gymnasium "
+                "asynchronously, by their id"
             )
         if self.envs // self.stages % self.group_size:
             raise ValueError(
@@ -85,6 +96,22 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 f"envs = {self.envs} cannot be divided into stages = {self.stages} groups of equal "
                 f"size: take a multiple of {self.stages}, or stages = 1"
             )
+        self._check_ready()
+
+    def _check_ready(self) -> None:
+        if self.ready == "auto":
+            return
+        if self.simulator in ("single", "vector"):
+            raise ValueError(
+                f"ready is {self.ready!r}, but the environments of simulator = {self.simulator!r} "
+                "are all ready at the same time: leave ready out, or use simulator = 'pool', which "
+                "gives each environment a process of its own"
+            )
+        if self.ready != "adaptive" and not 1 <= self.ready <= self.envs_per_stage:
+            raise ValueError(
+                f"ready is {self.ready}; it must be 'adaptive' or lie between 1 and the "
+                f"{self.envs_per_stage} environments of a stage (envs / stages)"
+            )
 
     @property
     def name(self) -> str:
@@ -95,6 +122,23 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def envs_per_stage(self) -> int:
         """The number of environments in each group."""
         return self.envs // self.stages
+
+    @property
+    def many_in_a_call(self) -> bool:
+        """Whether one simulator steps the environments of a stage."""
+        return self.simulator in ("vector", "envpool", "async")
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether environments of a stage are answered as they get ready."""
+        if self.simulator == "envpool":
+            return self.ready not in ("auto", self.envs_per_stage)
+        return self.simulator in ("pool", "async")
+
+    @property
+    def threads(self) -> bool:
+        """Whether each stage has a thread of its own."""
+        return self.parallel or (self.asynchronous and self.stages > 1)
 
     @property
     def rendering(self) -> bool:

@@ -12,7 +12,12 @@ from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.errors import EnvError
 from rlinf_async.workers.env.known import gymnasium_for, known_gymnasium
-from rlinf_async.workers.env.make_batched import autoreset_of, make_batched, refuse_batched
+from rlinf_async.workers.env.make_batched import (
+    autoreset_of,
+    make_async,
+    make_batched,
+    refuse_batched,
+)
 from rlinf_async.workers.env.observations import ObservationWriter
 
 if TYPE_CHECKING:
@@ -69,7 +74,9 @@ def describe_env(config: EnvConfig) -> EnvSpec:
 
     Raises: as `make_env`, and `EnvError` for spaces that are not supported.
     """
-    if config.simulator != "single":
+    if config.simulator == "async":
+        return _describe_async(config)
+    if config.many_in_a_call:
         return _describe_batched(config)
     env = make_env(config)
     try:
@@ -98,6 +105,18 @@ def _describe_batched(config: EnvConfig) -> EnvSpec:
                 writer.write_all(seen, writer.spec.empty(env.num_envs))
             except (ValueError, TypeError, KeyError) as error:
                 raise EnvError(f"env {config.name}: reset() returned {error}") from error
+        limit = getattr(getattr(env, "spec", None), "max_episode_steps", None)
+        return EnvSpec(observation=writer.spec, action=reader.spec, max_episode_steps=limit)
+    finally:
+        env.close()
+
+
+def _describe_async(config: EnvConfig) -> EnvSpec:
+    env = make_async(config, config.envs_per_stage, 0)
+    try:
+        autoreset_of(config, env)
+        writer = ObservationWriter(env.single_observation_space, config.name)
+        reader = ActionReader(env.single_action_space, config.name, config.actions)
         limit = getattr(getattr(env, "spec", None), "max_episode_steps", None)
         return EnvSpec(observation=writer.spec, action=reader.spec, max_episode_steps=limit)
     finally:

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from rlinf_async.config import ConfigError, MissingExtra
 from rlinf_async.config.entry_point import load_entry_point
+from rlinf_async.workers.env.async_simulator import AsyncEnv
 from rlinf_async.workers.env.batched import BatchedEnv
 from rlinf_async.workers.env.config import Autoreset, EnvConfig
 from rlinf_async.workers.env.errors import EnvError
@@ -35,6 +36,34 @@ def make_batched(config: EnvConfig, count: int, seed: int) -> BatchedEnv:
     made = (
         _envpool(config, count, seed) if config.simulator == "envpool" else _vector(config, count)
     )
+    _check_count(config, made, count)
+    return cast(BatchedEnv, made)
+
+
+def make_async(config: EnvConfig, count: int, seed: int) -> AsyncEnv:
+    """Make a simulator of ``count`` environments that gives those that are ready.
+
+    Raises: as `make_batched`.
+    """
+    if config.simulator == "envpool":
+        # Of a larger batch the last steps of an iteration would never come: it waits for
+        # environments that have taken theirs.
+        return cast(AsyncEnv, _envpool(config, count, seed, batch_size=1))
+    function = load_entry_point(config.entry_point, path=("entry_point",))
+    made = _called(config, function, num_envs=count, seed=seed)
+    missing = [name for name in ("async_reset", "send", "recv") if not hasattr(made, name)]
+    if missing:
+        raise ConfigError(
+            f"{config.entry_point!r} returned a {type(made).__name__} without {missing[0]}(), but "
+            "env.simulator = 'async' needs async_reset(), send(actions, env_id) and recv(); of one "
+            "with step() it is 'vector', of a single environment 'single' or 'pool'",
+            path=("simulator",),
+        )
+    _check_count(config, made, count)
+    return cast(AsyncEnv, made)
+
+
+def _check_count(config: EnvConfig, made: Any, count: int) -> None:
     if not all(hasattr(made, name) for name in ("num_envs", "single_observation_space")):
         problem = SINGLE.format(given=config.simulator)
         raise ConfigError(f"{config.name}: a {type(made).__name__} {problem}", path=("simulator",))
@@ -44,15 +73,26 @@ def make_batched(config: EnvConfig, count: int, seed: int) -> BatchedEnv:
             f"{made.num_envs}: its function has to use num_envs",
             path=("envs",),
         )
-    return cast(BatchedEnv, made)
 
 
-def autoreset_of(config: EnvConfig, env: BatchedEnv) -> Autoreset:
+def autoreset_of(config: EnvConfig, env: BatchedEnv | AsyncEnv) -> Autoreset:
     """How the simulator follows an episode that ended by the next.
 
     Raises:
-        ConfigError: neither the configuration nor its metadata say.
+        ConfigError: neither the configuration nor its metadata say, or nobody begins them.
     """
+    found = _said_autoreset(config, env)
+    if found == "disabled" and config.asynchronous:
+        raise ConfigError(
+            f"{config.name} does not begin episodes by itself ('disabled'), which environments "
+            "that are answered as they get ready have to do: it has to be 'same_step' or "
+            "'next_step'",
+            path=("autoreset",),
+        )
+    return found
+
+
+def _said_autoreset(config: EnvConfig, env: BatchedEnv | AsyncEnv) -> Autoreset:
     if config.autoreset != "auto":
         return config.autoreset
     mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
@@ -90,13 +130,7 @@ def _vector(config: EnvConfig, count: int) -> Any:
     kwargs = dict(config.kwargs)
     if config.entry_point:
         function = load_entry_point(config.entry_point, path=("entry_point",))
-        try:
-            return function(num_envs=count, **kwargs)
-        except Exception as error:
-            raise EnvError(
-                f"env {config.name}: {config.entry_point!r} with num_envs = {count} and {kwargs} "
-                f"raised {type(error).__name__}: {error}"
-            ) from error
+        return _called(config, function, num_envs=count)
     gym = known_gymnasium(config)
     try:
         return gym.make_vec(config.id, num_envs=count, **kwargs)
@@ -105,6 +139,17 @@ def _vector(config: EnvConfig, count: int) -> Any:
         raise MissingExtra(missing, extra="embodied", needed_for=f"env {config.id}") from error
     except (gym.error.Error, TypeError) as error:
         raise ConfigError(f"env {config.id!r} with {kwargs}: {error}", path=("id",)) from error
+
+
+def _called(config: EnvConfig, function: Any, **given: int) -> Any:
+    try:
+        return function(**given, **config.kwargs)
+    except Exception as error:
+        said = ", ".join(f"{name} = {value}" for name, value in given.items())
+        raise EnvError(
+            f"env {config.name}: {config.entry_point!r} with {said} and {config.kwargs} raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 class _EnvPool:
@@ -118,6 +163,8 @@ class _EnvPool:
         self.metadata = pool.metadata
         self.reset_all = pool.reset
         self.step = pool.step
+        self.async_reset = pool.async_reset
+        self.recv = pool.recv
         self.close = pool.close
 
     def reset(
@@ -127,8 +174,12 @@ class _EnvPool:
         begun: tuple[Any, dict[str, Any]] = self.reset_all()
         return begun
 
+    def send(self, actions: Any, env_id: Any) -> None:
+        """Begin a step in these environments."""
+        self._pool.send(actions, env_id.astype("int32"))
 
-def _envpool(config: EnvConfig, count: int, seed: int) -> Any:
+
+def _envpool(config: EnvConfig, count: int, seed: int, **more: int) -> Any:
     try:
         envpool = importlib.import_module("envpool")
     except ModuleNotFoundError as error:
@@ -141,7 +192,13 @@ def _envpool(config: EnvConfig, count: int, seed: int) -> Any:
         close = difflib.get_close_matches(config.id, known, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(repr(one) for one in close)}?" if close else ""
         raise ConfigError(f"EnvPool has no env {config.id!r}{hint}", path=("id",))
-    options = {"env_type": "gymnasium", "num_envs": count, "seed": seed % 2**31, **config.kwargs}
+    for name, setting in (("num_envs", "envs"), ("batch_size", "ready"), ("seed", "seed")):
+        if name in config.kwargs:
+            raise ConfigError(
+                f"{name} was given: leave it out, and set env.{setting}", path=("kwargs", name)
+            )
+    own = {"env_type": "gymnasium", "num_envs": count, "seed": seed % 2**31, **more}
+    options = own | config.kwargs
     try:
         with warnings.catch_warnings():  # of gymnasium, about bounds that become float32
             warnings.simplefilter("ignore", UserWarning)

@@ -6,8 +6,21 @@ none is missed when it dies. Invariant: an episode begins with a memory of zeros
 
 from __future__ import annotations
 
-from rlinf_async.messages.embodied import Floats
+import numpy as np
+
+from rlinf_async.messages.embodied import Bools, Floats, Ints
 from rlinf_async.workers.env.stage import Outcome
+
+
+def after_answer(
+    memory: Floats | None, answered: Floats | None, rows: Ints | None, envs: int
+) -> Floats | None:
+    """The memory ``[envs, H]`` of a stage, once ``rows`` of it (None: all) were answered."""
+    if answered is None or rows is None:
+        return answered
+    after = np.zeros((envs, answered.shape[1]), np.float32) if memory is None else memory.copy()
+    after[rows] = answered
+    return after
 
 
 def after_step(memory: Floats | None, outcome: Outcome) -> tuple[Floats | None, Floats | None]:
@@ -22,8 +35,15 @@ def after_step(memory: Floats | None, outcome: Outcome) -> tuple[Floats | None, 
     begun = outcome.terminated | outcome.truncated
     if outcome.valid is not None:
         begun = begun | ~outcome.valid
-    final = memory[outcome.truncated] if outcome.final_observation is not None else None
+    final = None
+    if outcome.final_observation is not None:
+        final = memory[_of(outcome, outcome.truncated)]
     if begun.any():
         memory = memory.copy()
-        memory[begun] = 0.0
+        memory[_of(outcome, begun)] = 0.0
     return memory, final
+
+
+def _of(outcome: Outcome, chosen: Bools) -> Bools | Ints:
+    """The chosen ones among the environments of an outcome, as an index of the stage's."""
+    return chosen if outcome.rows is None else outcome.rows[chosen]

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlinf_async.messages.embodied import Actions, Collect, Floats, Trajectory
+from rlinf_async.messages.embodied import Actions, Collect, Floats, Ints, Trajectory
 from rlinf_async.messages.spaces import Seen
 from rlinf_async.workers.env.errors import EnvError
+from rlinf_async.workers.env.slot import Episode
 from rlinf_async.workers.env.stage import Outcome
 
-Number = TypeVar("Number", bound=np.generic)
+Place = int | tuple[Ints, Ints]
+"""The samples of an answer or outcome in arrays ``[T, E, ...]``: one step of all environments, or
+a step of each of some."""
+
+
+class _Cut(NamedTuple):
+    """Episodes that were cut: where in the trajectory, and what they showed last."""
+
+    steps: Ints
+    """``[K]``"""
+    envs: Ints
+    """``[K]``"""
+    observation: Seen
+    """``[K, D]``"""
+    memory: Floats | None
+    """``[K, H]``: what a recurrent policy remembers of them"""
 
 
 class Record:
-    """Takes answers and outcomes step by step, and gives a `Trajectory`.
+    """Takes answers and outcomes, and gives a `Trajectory`: as many steps of each environment.
 
-    An answer also completes the step before it: it has the values of the observations at which
-    episodes were cut in that step.
+    An answer also completes steps before it: it has the values of the observations at which
+    episodes were cut since the last answer.
     """
 
     def __init__(
@@ -36,10 +52,15 @@ class Record:
         recurrent policy remembers before the first step, ``[E, H]``; ``epoch`` counts those of the
         ticket."""
         steps, envs = ticket.steps, len(like)
+        self._length, self._envs = steps, envs
         self._step = 0
-        self._cut: np.ndarray[tuple[int, ...], np.dtype[np.bool_]] | None = None
-        self._final: list[Seen] | None = [] if ticket.transitions else None
-        """last observations of cut episodes, where they travel with the trajectory"""
+        """steps that all environments have taken together"""
+        self._steps = np.zeros(envs, np.int64)
+        """``[E]``: steps that each has taken, where some get ready before others"""
+        self._cut: list[_Cut] = []
+        self._transitions = ticket.transitions
+        self._episodes: list[tuple[int, int, Episode]] = []
+        """step, environment, and the episode that ended there"""
         self._made = Trajectory(
             iteration=ticket.iteration,
             env_rank=env_rank,
@@ -53,83 +74,129 @@ class Record:
             terminated=np.empty((steps, envs), np.bool_),
             truncated=np.empty((steps, envs), np.bool_),
             final_value=np.zeros((steps, envs), np.float32),
-            version=np.empty(steps, np.int64),
+            version=np.full(steps, np.iinfo(np.int64).max),
             incarnation=incarnation,
             memory=memory,
-            episode_return=[],
-            episode_length=[],
-            episode_success=[],
         )
 
-    def acted(self, observation: Seen, answer: Actions) -> None:
-        """Record the answer to ``observation``."""
-        self._values(answer)
-        made, step = self._made, self._step
+    @property
+    def full(self) -> bool:
+        """Whether every environment has taken its steps."""
+        return self._step == self._length or int(self._steps.min()) == self._length
+
+    def unfinished(self, rows: Ints | None) -> Ints | None:
+        """Those of these environments that have steps to take; None: all of the stage."""
+        return None if rows is None else rows[self._steps[rows] < self._length]
+
+    def unvalued(self) -> tuple[Seen | None, Floats | None]:
+        """Last observations ``[K, D]`` of cut episodes, whose values are still to be asked for, and
+        what a recurrent policy remembers of them."""
+        if self._transitions or not self._cut:
+            return None, None
+        if len(self._cut) == 1:
+            return self._cut[0].observation, self._cut[0].memory
+        memories = [cut.memory for cut in self._cut if cut.memory is not None]
+        return (
+            np.concatenate([cut.observation for cut in self._cut]),
+            np.concatenate(memories) if memories else None,
+        )
+
+    def acted(self, observation: Seen, answer: Actions, rows: Ints | None = None) -> None:
+        """Record the answer to ``observation``, of these environments; None: of all."""
+        place = self._place(rows)
+        self._values(answer, place)
+        made = self._made
         if answer.action is None or answer.log_prob is None:
             raise EnvError(f"the rollout worker answered {answer!r} to a question for actions")
-        if step == 0:
-            made.action = _like(answer.action, len(made.version))
-        made.observation[step] = observation
-        made.action[step] = answer.action
-        if answer.log_prob.shape != made.log_prob[step].shape:  # one for each token
-            made.log_prob = _like(answer.log_prob, len(made.version))
-        made.log_prob[step] = answer.log_prob
-        made.version[step] = answer.version
+        if not len(made.action):
+            made.action = self._like(answer.action, self._length)
+        made.observation[place] = observation
+        made.action[place] = answer.action
+        if answer.log_prob.ndim != made.log_prob.ndim - 1:  # one for each token
+            made.log_prob = self._like(answer.log_prob, self._length)
+        made.log_prob[place] = answer.log_prob
+        # Where environments take a step at different times, the oldest weights count.
+        at = place if isinstance(place, int) else place[0]
+        made.version[at] = np.minimum(made.version[at], answer.version)
 
-    def stepped(self, outcome: Outcome) -> None:
-        """Record the outcome of the step."""
-        made, step = self._made, self._step
-        made.reward[step] = outcome.reward
+    def stepped(self, outcome: Outcome, final_memory: Floats | None = None) -> None:
+        """Record the outcome of a step; ``final_memory [K, H]`` is that of cut episodes."""
+        made, place = self._made, self._place(outcome.rows)
+        made.reward[place] = outcome.reward
         if outcome.action_reward is not None and outcome.executed is not None:
             if made.action_reward is None or made.executed is None:
-                made.action_reward = _like(outcome.action_reward, len(made.version))
-                made.executed = _like(outcome.executed, len(made.version))
-            made.action_reward[step] = outcome.action_reward
-            made.executed[step] = outcome.executed
-        made.terminated[step] = outcome.terminated
-        made.truncated[step] = outcome.truncated
+                made.action_reward = self._like(outcome.action_reward, self._length)
+                made.executed = self._like(outcome.executed, self._length)
+            made.action_reward[place] = outcome.action_reward
+            made.executed[place] = outcome.executed
+        made.terminated[place] = outcome.terminated
+        made.truncated[place] = outcome.truncated
         if outcome.valid is not None:
             if made.valid is None:
                 made.valid = np.ones_like(made.terminated)
-            made.valid[step] = outcome.valid
-        if self._final is None:
-            self._cut = None if outcome.final_observation is None else outcome.truncated
-        elif outcome.final_observation is not None:
-            self._final.append(outcome.final_observation)
-        self._step = step + 1
-        for episode in outcome.episodes:
-            made.episode_return.append(episode.episode_return)
-            made.episode_length.append(episode.length)
-            if episode.success is not None:
-                made.episode_success.append(episode.success)
+            made.valid[place] = outcome.valid
+        if outcome.final_observation is not None:
+            steps, envs = self._at(place, outcome.truncated)
+            self._cut.append(_Cut(steps, envs, outcome.final_observation, final_memory))
+        if outcome.episodes:
+            steps, envs = self._at(place, outcome.terminated | outcome.truncated)
+            self._episodes += zip(steps.tolist(), envs.tolist(), outcome.episodes, strict=True)
+        if outcome.rows is None:
+            self._step += 1
+        else:
+            self._steps[outcome.rows] += 1
 
     def finish(self, answer: Actions) -> Trajectory:
         """Record the last answer, which has values only, and return the trajectory."""
-        self._values(answer)
-        return self._made
+        self._values(answer, self._length)
+        return self._finished()
 
     def finish_transitions(self, observation: Seen) -> Trajectory:
         """Record the observations ``[E, D]`` after the last step, and return the trajectory."""
         made = self._made
         made.last_observation = observation
-        if self._final:
-            made.final_observation = np.concatenate(self._final)
+        if self._cut:
+            steps = np.concatenate([cut.steps for cut in self._cut])
+            envs = np.concatenate([cut.envs for cut in self._cut])
+            finals = np.concatenate([cut.observation for cut in self._cut])
+            made.final_observation = finals[np.lexsort((envs, steps))]
         made.value[-1] = 0.0  # there is none: nobody was asked
+        return self._finished()
+
+    def _finished(self) -> Trajectory:
+        made = self._made
+        for _, _, episode in sorted(self._episodes, key=lambda ended: ended[:2]):
+            made.episode_return.append(episode.episode_return)
+            made.episode_length.append(episode.length)
+            if episode.success is not None:
+                made.episode_success.append(episode.success)
         return made
 
-    def _values(self, answer: Actions) -> None:
+    def _place(self, rows: Ints | None) -> Place:
+        return self._step if rows is None else (self._steps[rows], rows)
+
+    def _at(self, place: Place, chosen: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+        """Steps and environments of the chosen samples."""
+        if isinstance(place, int):
+            envs = np.flatnonzero(chosen)
+            return np.full(len(envs), place), envs
+        return place[0][chosen], place[1][chosen]
+
+    def _values(self, answer: Actions, place: Place) -> None:
         made = self._made
-        if answer.value.ndim != made.value[self._step].ndim:  # one for each action of a chunk
-            made.value = _like(answer.value, len(made.version) + 1)
-        made.value[self._step] = answer.value
-        if self._cut is not None:
+        if answer.value.ndim != made.value.ndim - 1:  # one for each action of a chunk
+            made.value = self._like(answer.value, self._length + 1)
+        made.value[place] = answer.value
+        if self._cut and not self._transitions:
             if answer.final_value is None:
                 raise EnvError("the rollout worker left out the values of final observations")
             # Of the values of a chunk's actions, the first is that of the observation itself.
             final = answer.final_value
-            first = final if final.ndim == 1 else final[:, 0]
-            self._made.final_value[self._step - 1][self._cut] = first
+            steps = np.concatenate([cut.steps for cut in self._cut])
+            envs = np.concatenate([cut.envs for cut in self._cut])
+            made.final_value[steps, envs] = final if final.ndim == 1 else final[:, 0]
+            self._cut.clear()
 
-
-def _like(row: NDArray[Number], steps: int) -> NDArray[Number]:
-    return np.empty((steps, *row.shape), row.dtype)
+    def _like(self, rows: NDArray[Any], steps: int) -> NDArray[Any]:
+        """An array ``[steps, E, ...]`` for such rows ``[..., ...]``."""
+        return np.empty((steps, self._envs, *rows.shape[1:]), rows.dtype)

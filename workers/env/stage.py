@@ -18,14 +18,17 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from rlinf_async.messages.embodied import Bools, Choice, Floats
+from rlinf_async.messages.embodied import Bools, Choice, Floats, Ints
 from rlinf_async.messages.spaces import Seen, numbers_of
 from rlinf_async.workers.env.actions import ActionReader
 from rlinf_async.workers.env.slot import Episode, Slot
 
 
 class Outcome(msgspec.Struct):
-    """The result of one step of ``E`` environments, of which ``K`` had their episode cut."""
+    """The result of one step of ``E`` environments, of which ``K`` had their episode cut.
+
+    ``E`` are all of a stage, or those that got ready.
+    """
 
     reward: Floats
     """``[E]``"""
@@ -36,19 +39,30 @@ class Outcome(msgspec.Struct):
     final_observation: Seen | None
     """``[K, D]``: last observations of the cut episodes, in the order of their environments"""
     episodes: list[Episode]
+    """of the environments whose episode ended, in their order"""
     action_reward: Floats | None = None
     """``[E, k]``: the reward of each action of a chunk, 0 where it was not executed"""
     executed: Bools | None = None
     """``[E, k]``: which actions of a chunk were executed"""
     valid: Bools | None = None
     """``[E]``: False where the step only began an episode; None: all are samples"""
+    rows: Ints | None = None
+    """``[E]``: which environments of the stage these are, in ascending order; None: all"""
 
 
 class EnvStage(Protocol):
-    """Environments that are stepped together: single ones (`Stage`), or those of one simulator."""
+    """The environments of a stage: single ones (`Stage`), those of one simulator
+    (`BatchedStage`), or those of which some get ready before others (`AsyncStage`)."""
 
     observation: Seen
     """``[E, D]``: present observations; a step makes a new array, the old stays as it is"""
+    rows: Ints | None
+    """``[E]``: their numbers, where some get ready before others; None: they step together"""
+
+    @property
+    def in_flight(self) -> int:
+        """How many have a step under way."""
+        ...
 
     @property
     def needs_reset(self) -> bool:
@@ -56,11 +70,12 @@ class EnvStage(Protocol):
         ...
 
     def reset(self) -> None:
-        """Begin an episode where one has ended."""
+        """Begin an episode where one has ended, once no step is under way."""
         ...
 
-    def step(self, answer: Choice | None) -> Outcome:
-        """Take one step in every environment, with actions ``[E, A]`` (or int64 ``[E]``)."""
+    def step(self, answer: Choice | None, rows: Ints | None = None) -> Outcome:
+        """Take one step with actions ``[E, A]`` (or int64 ``[E]``): in every environment, or begin
+        it in those of ``rows`` and return the steps that have ended."""
         ...
 
     def close(self) -> None:
@@ -68,8 +83,19 @@ class EnvStage(Protocol):
         ...
 
 
+class GroupedStage(EnvStage, Protocol):
+    """A stage that can begin its episodes in groups."""
+
+    def begin_groups(self, seeds: Sequence[int]) -> None:
+        """Begin an episode in every environment, from one seed for each group."""
+        ...
+
+
 class Stage:
     """``E`` environments; ``observation`` is an array for theirs, not filled."""
+
+    rows: Ints | None = None
+    in_flight = 0
 
     def __init__(
         self,
@@ -115,7 +141,7 @@ class Stage:
         self._check(self.observation)
         self._to_reset, self._fresh = [], False
 
-    def step(self, answer: Choice | None) -> Outcome:
+    def step(self, answer: Choice | None, rows: Ints | None = None) -> Outcome:
         """Take one step in every environment, with actions ``[E, A]`` (or int64 ``[E]``).
 
         Raises:
@@ -147,13 +173,7 @@ class Stage:
         """Rewards ``[E, k]`` of the actions of a chunk, and which were executed."""
         if self._action_chunk == 1:
             return None, None
-        reward = np.zeros((len(self._slots), self._action_chunk), np.float32)
-        executed = np.zeros(reward.shape, np.bool_)
-        for index, slot in enumerate(self._slots):
-            count = len(slot.action_rewards)
-            reward[index, :count] = slot.action_rewards
-            executed[index, :count] = True
-        return reward, executed
+        return chunk_rewards([slot.action_rewards for slot in self._slots], self._action_chunk)
 
     def close(self) -> None:
         """Close the environments."""
@@ -166,3 +186,13 @@ class Stage:
             return
         for slot, row in zip(self._slots, observation, strict=True):
             slot.check(row)
+
+
+def chunk_rewards(each: Sequence[Sequence[float]], size: int) -> tuple[Floats, Bools]:
+    """Rewards ``[E, k]`` of the actions of a chunk, and which of its ``size`` were executed."""
+    reward = np.zeros((len(each), size), np.float32)
+    executed = np.zeros(reward.shape, np.bool_)
+    for row, rewards in enumerate(each):
+        reward[row, : len(rewards)] = rewards
+        executed[row, : len(rewards)] = True
+    return reward, executed

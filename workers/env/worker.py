@@ -13,7 +13,10 @@
     stepping         the other stage's step          itself: one thread, one piece at a time
 
 While one stage waits for its actions, another steps; with ``parallel`` each stage has a thread of
-its own, and they step at the same time. The environments go on from ticket to ticket.
+its own, and they step at the same time. Within a stage all environments step together, or some are
+answered while others are still in their step (`AsyncStage`). Each takes as many steps for a ticket
+as any other, so none has more of the samples because it is fast; it waits for the last one before
+the next ticket. The environments go on from ticket to ticket.
 
 Exactly once: a ticket is acknowledged when the trajectories of all its stages are put. A worker
 that dies or is cancelled before leaves it to the next, which collects all stages again; the actor
@@ -26,7 +29,7 @@ from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import msgspec
 import numpy as np
@@ -34,35 +37,36 @@ import numpy as np
 from rlinf_async.channels import EndOfChannel, Receiver, Sender
 from rlinf_async.messages.embodied import (
     Actions,
+    Choice,
     Collect,
     Floats,
+    Ints,
     Observations,
     Trajectory,
     samples_of,
 )
 from rlinf_async.messages.spaces import EnvSpec, Seen
 from rlinf_async.workers.base import Worker
-from rlinf_async.workers.env.actions import ActionReader
-from rlinf_async.workers.env.batched import BatchedStage
-from rlinf_async.workers.env.batched_evaluation import BatchedEvaluation
+from rlinf_async.workers.env.async_stage import AsyncStage
 from rlinf_async.workers.env.config import EnvConfig
 from rlinf_async.workers.env.conversation import Conversation
-from rlinf_async.workers.env.evaluation import EvaluatedEpisode, Evaluation
-from rlinf_async.workers.env.memory import after_step
-from rlinf_async.workers.env.observations import ObservationWriter
+from rlinf_async.workers.env.environments import Environments
+from rlinf_async.workers.env.evaluation import EvaluatedEpisode
+from rlinf_async.workers.env.memory import after_answer, after_step
 from rlinf_async.workers.env.record import Record
-from rlinf_async.workers.env.seeds import env_seed, episode_seed
-from rlinf_async.workers.env.slot import Slot
 from rlinf_async.workers.env.stage import EnvStage, Outcome, Stage
 from rlinf_async.workers.pace import SHORT, Pace
 from rlinf_async.workers.tasks import task_group
 
-if TYPE_CHECKING:
-    import gymnasium
-    from gymnasium import Space
-
-
 Made = TypeVar("Made")
+
+
+class _Asked(TypedDict):
+    """Parts of a question: see `Conversation.ask`."""
+
+    final_observation: Seen | None
+    memory: Floats | None
+    final_memory: Floats | None
 
 
 class EnvReport(msgspec.Struct, kw_only=True):
@@ -100,14 +104,18 @@ class EnvWorker(Worker):
         self.config = config
         self.actor_ranks = actor_ranks
         # A renderer gives black frames in any other thread than the one that made it.
-        self._pace = Pace(self, short=0.0 if config.rendering else SHORT)
-        self._conversations = [self._conversation(stage) for stage in range(config.stages)]
-        self._evaluating = self._conversation(config.stages)
-        self._evaluation_slots: list[Slot] = []
+        # One that waits for environments which step by themselves must not hold up the loop.
+        self._pace = Pace(self, short=0.0 if config.rendering or config.asynchronous else SHORT)
+        # The evaluation has the number after the last stage.
+        conversations = [
+            Conversation(self.rank, stage, self.incarnation) for stage in range(config.stages + 1)
+        ]
+        self._conversations, self._evaluating = conversations[:-1], conversations[-1]
+        self._envs = Environments(config, self.rank, self.incarnation)
         self._stages: list[EnvStage] = []
         self._memories: list[Floats | None] = [None] * config.stages
         """what a recurrent policy remembers of each stage's episodes"""
-        threads = config.stages if config.parallel else 0
+        threads = config.stages if config.threads else 0
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"{self.name} stage {stage}")
             for stage in range(threads)
@@ -117,8 +125,9 @@ class EnvWorker(Worker):
 
     async def setup(self) -> None:
         """Make the environments; they are reset when the first ticket comes."""
+        await self._pace.run("make envs", self._envs.look)
         for stage in range(self.config.stages):
-            made = await self._pace_of(stage).run("make envs", self._make_stage, stage)
+            made = await self._pace_of(stage).run("make envs", self._envs.stage, stage)
             self._stages.append(made)
 
     async def teardown(self) -> None:
@@ -126,7 +135,7 @@ class EnvWorker(Worker):
         try:
             for number, stage in enumerate(self._stages):
                 await self._pace_of(number).run("close envs", stage.close)
-            await self._pace.run("close envs", self._close_evaluation)
+            await self._pace.run("close envs", self._envs.close)
         finally:
             for thread in self._threads:
                 thread.shutdown(wait=False)
@@ -136,11 +145,7 @@ class EnvWorker(Worker):
 
     async def describe(self) -> EnvSpec:
         """What a policy needs to know about the environment."""
-        return EnvSpec(
-            observation=self._writer.spec,
-            action=self._reader.spec,
-            max_episode_steps=self._max_episode_steps,
-        )
+        return self._envs.spec
 
     async def collect(
         self,
@@ -181,7 +186,7 @@ class EnvWorker(Worker):
         mine = range(self.rank, plan.episodes, self.world_size)
         if not mine:
             return []
-        run = await self._pace.run("make envs", self._make_evaluation, mine, plan.seed)
+        run = await self._pace.run("make envs", self._envs.evaluation, mine, plan.seed)
         ask = partial(self._evaluating.ask, observations, actions)
         while await self._pace.run("reset", run.begin):
             answer = await ask(
@@ -253,38 +258,53 @@ class EnvWorker(Worker):
         ask = partial(
             self._conversations[number].ask, observations, actions, min_version=ticket.min_version
         )
-        if self.config.group_size > 1 and isinstance(stage, Stage):
+        if self.config.group_size > 1 and isinstance(stage, (Stage, AsyncStage)):
             seeds = self._group_seeds(ticket, epoch, number)
             await self._pace_of(number).run("reset", stage.begin_groups, seeds)
             self._memories[number] = None
-        elif stage.needs_reset:  # the first ticket, or one given up between a step and its reset
+        elif stage.needs_reset or stage.in_flight:  # the first ticket, or after one given up
             await self._pace_of(number).run("reset", stage.reset)
             self._memories[number] = None
-        memory, final_memory = self._memories[number], None
         record = Record(
-            ticket, self.rank, number, stage.observation, self.incarnation, memory, epoch
-        )
-        final: Seen | None = None
-        for _ in range(ticket.steps):
-            answer = await ask(
-                stage.observation, final_observation=final, memory=memory, final_memory=final_memory
-            )
-            record.acted(stage.observation, answer)
-            outcome = await self._step(number, stage, answer)
-            record.stepped(outcome)
-            final = None if ticket.transitions else outcome.final_observation
-            memory, final_memory = after_step(answer.memory, outcome)
-            self._memories[number] = memory
-        if ticket.transitions:
-            return record.finish_transitions(stage.observation)
-        last = await ask(
+            ticket,
+            self.rank,
+            number,
             stage.observation,
-            final_observation=final,
-            value_only=True,
-            memory=memory,
-            final_memory=final_memory,
+            self.incarnation,
+            self._memories[number],
+            epoch,
         )
-        return record.finish(last)
+        rows = stage.rows
+        while not record.full:
+            action: Choice | None = None
+            if rows is None or rows.size:  # else all that are ready have taken their steps
+                seen = stage.observation if rows is None else stage.observation[rows]
+                answer = await ask(seen, **self._remembered(number, rows, record))
+                record.acted(seen, answer, rows)
+                self._memories[number] = after_answer(
+                    self._memories[number], answer.memory, rows, self.config.envs_per_stage
+                )
+                action = answer.action
+            outcome = await self._step(number, stage, action, rows)
+            self._memories[number], final_memory = after_step(self._memories[number], outcome)
+            record.stepped(outcome, final_memory)
+            rows = record.unfinished(outcome.rows)
+        # Rows of environments that get ready by themselves change in place.
+        last = stage.observation if rows is None else stage.observation.copy()
+        if ticket.transitions:
+            return record.finish_transitions(last)
+        values = await ask(last, value_only=True, **self._remembered(number, None, record))
+        return record.finish(values)
+
+    def _remembered(self, number: int, rows: Ints | None, record: Record) -> _Asked:
+        """What a question about these environments has besides their observations."""
+        memory = self._memories[number]
+        final, final_memory = record.unvalued()
+        return {
+            "final_observation": final,
+            "memory": memory if memory is None or rows is None else memory[rows],
+            "final_memory": final_memory,
+        }
 
     def _group_seeds(self, ticket: Collect, epoch: int, stage: int) -> list[int]:
         """A seed for each group: of this iteration, whichever life of this worker collects it."""
@@ -294,86 +314,17 @@ class EnvWorker(Worker):
         mixed = np.random.SeedSequence((*place, epoch) if epoch else place)
         return [int(seed) for seed in mixed.generate_state(groups)]
 
-    async def _step(self, number: int, stage: EnvStage, answer: Actions) -> Outcome:
+    async def _step(
+        self, number: int, stage: EnvStage, action: Choice | None, rows: Ints | None
+    ) -> Outcome:
         pace = self._pace_of(number)
-        outcome = await pace.run("step", stage.step, answer.action)
+        outcome = await pace.run("step", stage.step, action, rows)
         if stage.needs_reset:
             await pace.run("reset", stage.reset)
         return outcome
 
     def _trajectory_key(self, trajectory: Trajectory, actor_ranks: int) -> int:
         return (self.rank * self.config.stages + trajectory.stage) % actor_ranks
-
-    # ---- making
-
-    def _conversation(self, stage: int) -> Conversation:
-        return Conversation(self.rank, stage, self.incarnation)
-
-    def _make_stage(self, number: int) -> EnvStage:
-        if self.config.simulator != "single":
-            label = f"{self.config.name}[{number}]"
-            return self._simulator(self.config.envs_per_stage, label, self._seed(number, 0))
-        envs = [self._make_env() for _ in range(self.config.envs_per_stage)]
-        if number == 0:
-            self._look_at(envs[0].observation_space, envs[0].action_space, envs[0].spec)
-        slots = [self._slot(env, number, index) for index, env in enumerate(envs)]
-        return Stage(
-            slots,
-            self._writer.spec.empty(len(slots)),
-            self._reader,
-            action_chunk=self.config.action_chunk,
-            group_size=self.config.group_size,
-        )
-
-    def _look_at(self, observation: Space[Any], action: Space[Any], spec: Any) -> None:
-        self._writer = ObservationWriter(observation, self.config.name)
-        self._reader = ActionReader(action, self.config.name, self.config.actions)
-        self._max_episode_steps = spec.max_episode_steps if spec else None
-
-    def _simulator(self, count: int, label: str, seed: int) -> BatchedStage:
-        from rlinf_async.workers.env.make_batched import autoreset_of, make_batched
-
-        env = make_batched(self.config, count, seed)
-        self._look_at(
-            env.single_observation_space, env.single_action_space, getattr(env, "spec", None)
-        )
-        mode = autoreset_of(self.config, env)
-        return BatchedStage(env, self._writer, self._reader, mode, label=label, seed=seed)
-
-    def _make_evaluation(self, episodes: range, seed: int) -> Evaluation | BatchedEvaluation:
-        if self.config.simulator != "single":
-            count = min(len(episodes), self.config.envs_per_stage)
-            label = f"{self.config.name}[evaluation]"
-            own = episode_seed(seed, self.rank)
-            return BatchedEvaluation(self._simulator(count, label, own), episodes)
-        self._make_evaluation_slots(len(episodes))
-        slots = self._evaluation_slots[: len(episodes)]
-        return Evaluation(slots, self._writer.spec, self._reader, iter(episodes), seed)
-
-    def _make_evaluation_slots(self, episodes: int) -> None:
-        wanted = min(episodes, self.config.envs)
-        for env in range(len(self._evaluation_slots), wanted):
-            slot = self._slot(self._make_env(), self.config.stages, env)
-            self._evaluation_slots.append(slot)
-
-    def _make_env(self) -> gymnasium.Env[Any, Any]:
-        from rlinf_async.workers.env.make import make_env
-
-        return make_env(self.config)
-
-    def _slot(self, env: gymnasium.Env[Any, Any], stage: int, index: int) -> Slot:
-        number = stage * self.config.envs_per_stage + index
-        seed = self._seed(stage, index)
-        return Slot(env, self._writer.write, label=f"{self.config.name}[{number}]", seed=seed)
-
-    def _seed(self, stage: int, env: int) -> int:
-        return env_seed(
-            self.config.seed, rank=self.rank, stage=stage, env=env, incarnation=self.incarnation
-        )
-
-    def _close_evaluation(self) -> None:
-        for slot in self._evaluation_slots:
-            slot.close()
 
 
 async def _all(stages: Iterable[Coroutine[Any, Any, Made]]) -> list[Made]:

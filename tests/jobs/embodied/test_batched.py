@@ -28,3 +28,19 @@ def test_a_batched_environment_given_as_a_single_one_is_found_by_check(job: Job)
     ended = job.command("check", job.file, "--env.entry_point", entry, "--env.id", "Three")
     assert ended.code == 2
     assert "env.simulator: Three: SyncVectorEnv steps 3 environments in one call" in ended.err
+
+
+def test_a_run_trains_on_environments_that_get_ready_one_before_the_other(job: Job) -> None:
+    summary = job.succeed(
+        "--env.simulator", "pool", "--env.stages", 1, "--training.total_steps", 128
+    )
+    assert summary.env_steps == 128  # as many of each environment
+    assert summary.evaluation_episodes == 3
+
+
+def test_settings_of_first_ready_batching_that_do_not_go_together_are_found(job: Job) -> None:
+    ended = job.command("check", job.file, "--env.ready", "adaptive")
+    assert ended.code == 2
+    assert "ready is 'adaptive', but the environments of simulator = 'single' are all" in ended.err
+    ended = job.command("check", job.file, "--env.simulator", "pool", "--env.ready", "3")
+    assert "lie between 1 and the 2 environments of a stage (envs / stages)" in ended.err

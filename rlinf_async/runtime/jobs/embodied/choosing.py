@@ -82,6 +82,9 @@ def choose(config: EnvironmentSettings, devices: Sequence[Device] | None = None)
         return Choice(rollout_workers=1, reason="the policy has a device of its own")
     if not config.env.probe:
         return Choice(rollout_workers=1, reason="not measured, because env.probe = false")
+    if config.env.asynchronous:
+        # Its own process only hands on what is ready: the policy is answered there soonest.
+        return Choice(rollout_workers=0, reason="the environments step beside the policy already")
     try:
         measured = measure(config)
     except Exception as error:  # its worker makes the environment again, and names step and seed

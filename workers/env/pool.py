@@ -1,0 +1,235 @@
+"""A pool of processes, each with one environment: the env worker's side.
+
+::
+
+    env worker --Begin, Act--> env process 0: an environment
+               --Begin, Act--> env process 1: an environment    all forked by one pool process,
+               <--Shown------  ...                              which imports for all of them
+
+A socket for each environment: what it shows comes when it is ready, whatever the others do.
+`rlinf_async.workers.env.pool_process` is the other side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from rlinf_async.config import ConfigError
+from rlinf_async.messages.embodied import Choice, Ints
+from rlinf_async.messages.spaces import ObservationSpec
+from rlinf_async.workers.env.async_stage import Ready
+from rlinf_async.workers.env.config import EnvConfig
+from rlinf_async.workers.env.errors import EnvError, EnvFailed
+from rlinf_async.workers.env.pool_messages import (
+    HEADER,
+    Act,
+    Begin,
+    Broken,
+    Ended,
+    FromEnv,
+    Made,
+    Shown,
+    ToEnv,
+    frame,
+)
+
+MODULE: Final = "rlinf_async.workers.env.pool_process"
+LIMIT: Final = 10.0
+"""seconds for the pool process to end, or to say how an env process has ended"""
+
+
+class PoolStart(msgspec.Struct, frozen=True, kw_only=True):
+    """env worker -> pool process, as an argument."""
+
+    config: EnvConfig
+    labels: list[str]
+    """of each environment, for errors"""
+    sockets: list[int]
+    """file descriptors, one for each environment"""
+    control: int
+    """file descriptor for `Ended`; it ends with the worker"""
+    main: dict[str, Any]
+    """how to import the worker's main module, which may register environments"""
+
+
+class Pool:
+    """`AsyncEnvs` over one process for each label."""
+
+    def __init__(self, config: EnvConfig, spec: ObservationSpec, labels: Sequence[str]) -> None:
+        """Make the environments, all at the same time.
+
+        Raises:
+            EnvFailed: one cannot be made, though one could in this process.
+            ConfigError: the configuration has values that do not travel to another process.
+        """
+        _check_plain(config)
+        self._spec, self._labels = spec, labels
+        self._row = spec.empty(1).dtype
+        self._decoder = msgspec.msgpack.Decoder(FromEnv)
+        pairs = [socket.socketpair() for _ in labels]
+        self._sockets = [ours for ours, _ in pairs]
+        self._control, control = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        for env, ours in enumerate(self._sockets):
+            self._selector.register(ours, selectors.EVENT_READ, env)
+        theirs = [one.fileno() for _, one in pairs]
+        try:
+            start = PoolStart(
+                config=config,
+                labels=list(labels),
+                sockets=theirs,
+                control=control.fileno(),
+                main=_main_module(),
+            )
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, msgspec.json.encode(start).decode()],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(*theirs, control.fileno()),
+            )
+        finally:
+            for _, one in pairs:
+                one.close()
+            control.close()
+        try:
+            self._wait_until_made()
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, seeds: Sequence[int] | None) -> None:
+        """Begin an episode in every environment. All reset at the same time."""
+        for env in range(len(self._sockets)):
+            self._tell(env, Begin(None if seeds is None else seeds[env]))
+
+    def send(self, answer: Choice, rows: Ints) -> None:
+        """Begin a step in these environments."""
+        dtype = answer.dtype.str
+        for env, action in zip(rows.tolist(), answer, strict=True):
+            self._tell(env, Act(action.tobytes(), dtype))
+
+    def receive(self, timeout: float | None) -> list[Ready]:
+        """Wait for at least one environment, and return all that are ready.
+
+        Raises:
+            EnvFailed: an environment raised, or its process has died.
+        """
+        return [
+            self._ready(key.data, self._heard(key.data))
+            for key, _ in self._selector.select(timeout)
+        ]
+
+    def close(self) -> None:
+        """Have the environments closed, and wait for their processes.
+
+        One in the middle of a step is given some seconds, and is then killed.
+        """
+        self._selector.close()
+        for one in (*self._sockets, self._control):
+            one.close()  # they end with it
+        try:
+            self._process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _wait_until_made(self) -> None:
+        for env, label in enumerate(self._labels):
+            if not isinstance(self._heard(env), Made):
+                raise EnvError(f"env {label}: its process did not say that it is made")
+
+    def _ready(self, env: int, said: FromEnv) -> Ready:
+        if not isinstance(said, Shown):
+            raise EnvError(f"env {self._labels[env]}: its process answered {said!r} to a step")
+        return Ready(
+            env=env,
+            ready_at=said.ready_at,
+            observation=self._seen(said.observation),
+            reward=said.reward,
+            terminated=said.terminated,
+            truncated=said.truncated,
+            final_observation=None
+            if said.final_observation is None
+            else self._seen(said.final_observation),
+            episode=said.episode,
+            action_rewards=said.action_rewards,
+        )
+
+    def _seen(self, row: bytes) -> Any:
+        if self._spec.flat:
+            return np.frombuffer(row, np.float32)
+        return np.frombuffer(row, self._row)[0]
+
+    def _tell(self, env: int, message: ToEnv) -> None:
+        try:
+            self._sockets[env].sendall(frame(message))
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._died(env) from None
+
+    def _heard(self, env: int) -> FromEnv:
+        """The next message of an env process; raises what is wrong with it."""
+        try:
+            (size,) = HEADER.unpack(self._read(env, HEADER.size))
+            said: FromEnv = self._decoder.decode(self._read(env, size))
+        except (EOFError, ConnectionResetError):
+            raise self._died(env) from None
+        if isinstance(said, Broken):
+            raise EnvFailed(said.error)
+        return said
+
+    def _read(self, env: int, size: int) -> bytes:
+        parts = bytearray(size)
+        view = memoryview(parts)
+        while view:
+            count = self._sockets[env].recv_into(view)
+            if not count:
+                raise EOFError
+            view = view[count:]
+        return bytes(parts)
+
+    def _died(self, env: int) -> EnvFailed:
+        status = self._status(env)
+        how = ""
+        if status is not None:
+            how = f" by {signal.Signals(-status).name}" if status < 0 else f" with code {status}"
+        return EnvFailed(f"env {self._labels[env]}: its process has ended{how}, in its pool")
+
+    def _status(self, env: int) -> int | None:
+        """How an env process has ended, as the pool process says within some seconds."""
+        self._control.settimeout(LIMIT)
+        decoder = msgspec.msgpack.Decoder(Ended)
+        with contextlib.suppress(OSError, EOFError), self._control.makefile("rb") as told:
+            while header := told.read(HEADER.size):
+                ended = decoder.decode(told.read(*HEADER.unpack(header)))
+                if ended.env == env:
+                    return ended.status
+        return None
+
+
+def _main_module() -> dict[str, Any]:
+    """How another process imports this one's main module: as multiprocessing does."""
+    from multiprocessing.spawn import get_preparation_data
+
+    data = get_preparation_data("pool")
+    names = ("sys_path", "init_main_from_name", "init_main_from_path")
+    return {name: data[name] for name in names if name in data}
+
+
+def _check_plain(config: EnvConfig) -> None:
+    try:
+        msgspec.json.encode(config)
+    except (TypeError, OverflowError) as error:
+        raise ConfigError(
+            f"{error}: simulator = 'pool' makes the environment in other processes, so its kwargs "
+            "have to be numbers, texts, lists and tables",
+            path=("kwargs",),
+        ) from error
