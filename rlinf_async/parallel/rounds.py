@@ -4,7 +4,9 @@ An executor needs memory for one round beside the new shards, and frees it befor
 are one order for all ranks, and a rank goes through its own in that order, so nobody waits in a
 circle; ranks that have nothing in a round skip it.
 
-Moves are taken tensor by tensor, so what has left the old layout early can be freed early.
+All receivers advance alike: in each round every one gets about the same part of what it gets in
+all, tensor by tensor. Where one had its moves before another's, the second would wait for the
+first's rounds to end.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from rlinf_async.parallel.plan import Plan
 
 PASSES = 4
 """number of attempts to fit further moves into the same round"""
+STEPS = 1 << 15
+"""of a receiver's way, which the order of moves tells apart"""
 
 
 def in_rounds(plan: Plan, bucket_bytes: int) -> Plan:
@@ -31,6 +35,7 @@ def in_rounds(plan: Plan, bucket_bytes: int) -> Plan:
         raise ValueError(f"bucket_bytes is {bucket_bytes}; it must be at least 1")
     cut = _cut(plan, bucket_bytes)
     cut = cut.take(ordered_by([cut.boxes.tensor, cut.from_rank, cut.to_rank]))
+    cut = cut.take(in_order(_progress(cut)))
     when = _rounds(cut, bucket_bytes)
     made = dataclasses.replace(cut, round=when)
     width = int(made.to_rank.max(initial=0)) + 1
@@ -53,6 +58,15 @@ def _cut(plan: Plan, bucket_bytes: int) -> Plan:
     boxes.start[each, dim[owner]] += inside
     boxes.size[each, dim[owner]] = np.minimum(length, rows[owner] - inside)
     return dataclasses.replace(made, boxes=boxes)
+
+
+def _progress(plan: Plan) -> Ints:
+    """How far its receiver is with each move, of `STEPS`; what stays on a rank is in no round."""
+    amount = np.where(plan.is_local, 0, plan.bytes)
+    total = np.bincount(plan.to_rank, amount)[plan.to_rank]
+    before = _running(plan.to_rank, amount) - amount
+    progress: Ints = (before * (STEPS / np.maximum(total, 1))).astype(np.int64)
+    return progress
 
 
 class _Moves(NamedTuple):

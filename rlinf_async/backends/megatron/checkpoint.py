@@ -125,7 +125,8 @@ def load(manager: MegatronModelManager, writer: CheckpointWriter, path: Path) ->
         with fail_together(member, f"loading {folder}"), manager.awake():
             for held in manager.held:
                 found = _assembled(held, saved)
-                set_state(manager.optimizer, held.parameter, found, own[0].steps)
+                empty = manager.arena.empty
+                set_state(manager.optimizer, held.parameter, found, own[0].steps, empty)
     manager.steps, manager.skipped_steps = own[0].steps, own[0].skipped_steps
     return own
 

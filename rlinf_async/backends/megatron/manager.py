@@ -43,6 +43,7 @@ from rlinf_async.backends.megatron.offered import check_offered
 from rlinf_async.backends.megatron.offloading import Offloading
 from rlinf_async.backends.megatron.optimizer import Sharding, make_optimizer, with_gradients
 from rlinf_async.backends.megatron.schedule import Schedule, Work, make_data_iterator_list
+from rlinf_async.backends.megatron.state import make_moments
 from rlinf_async.backends.megatron.weights import (
     Held,
     first_weights,
@@ -50,6 +51,7 @@ from rlinf_async.backends.megatron.weights import (
     load_weights,
 )
 from rlinf_async.backends.optimizer_config import lr_factor
+from rlinf_async.backends.reshard import Arena
 from rlinf_async.parallel import DataRank, GlobalTensor
 
 log = logging.getLogger(__name__)
@@ -113,6 +115,8 @@ class MegatronModelManager(Offloading):
         check_offered(self.architecture, self.strategy, cp=cfg.cp, ep=cfg.ep)
         layout_of(self.architecture, self.strategy)  # refuses what does not divide, first of all
         self.groups = Groups()
+        self.arena = Arena()
+        """of weights and moments, on a CPU"""
         self.options = Options(
             dtype=DTYPES[cfg.precision],
             sequence_parallel=cfg.sequence_parallel,
@@ -145,7 +149,7 @@ class MegatronModelManager(Offloading):
         ]
         held = held_weights(chunks, self.architecture, grid)
         fill(held)
-        models = with_gradients(chunks, grid, self.sharding, reused)
+        models = with_gradients(chunks, grid, self.sharding, reused, self.arena.empty)
         optimizer = make_optimizer(models, grid, self.cfg.optimizer, self.sharding)
         vocabulary = self.architecture.decoder.vocabulary
         read = read_values if self.architecture.values else read_statistics(vocabulary, grid)
@@ -316,6 +320,9 @@ class MegatronModelManager(Offloading):
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if math.isfinite(norm):
+            if self.steps == 0 and self.device.type == "cpu":
+                for held in self.held:
+                    make_moments(self.optimizer, held.parameter, self.arena.empty)
             self.optimizer.step()
             self.steps += 1
         else:

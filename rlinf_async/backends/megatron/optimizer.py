@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlinf_async.backends.megatron.buffers import buffers_in
+from rlinf_async.backends.megatron.buffers import buffers_in, zero_gaps
 from rlinf_async.backends.megatron.grid import Grid
 from rlinf_async.backends.megatron.library import of_megatron
 from rlinf_async.backends.optimizer_config import OptimizerConfig
+from rlinf_async.backends.reshard.reserved import Empty, untouched
 
 
 class Sharding(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,10 +40,22 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_gradients(
-    chunks: Sequence[nn.Module], grid: Grid, sharding: Sharding, reused: Iterable[Tensor] = ()
+    chunks: Sequence[nn.Module],
+    grid: Grid,
+    sharding: Sharding,
+    reused: Iterable[Tensor] = (),
+    empty: Empty = untouched,
 ) -> list[Any]:
     """Wrap each chunk of a stage in Megatron's data parallelism, which holds its gradients in
-    float32. ``reused``: buffers to hold them in."""
+    float32.
+
+    Args:
+        chunks: of a stage.
+        grid: of the ranks.
+        sharding: whether parameters have buffers, too.
+        reused: buffers to hold them in.
+        empty: makes new buffers of parameters.
+    """
     distributed = of_megatron("distributed")
     config = distributed.DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -52,13 +65,14 @@ def with_gradients(
         average_in_collective=False,
         bucket_size=sharding.bucket_elements(grid.strategy.dp),
     )
-    with buffers_in(reused):
+    with buffers_in(reused, empty if sharding.distributed else None):
         wrapped = [
             distributed.DistributedDataParallel(
                 chunk.config, config, chunk, pg_collection=grid.groups, disable_bucketing=number > 0
             )
             for number, chunk in enumerate(chunks)
         ]
+    zero_gaps(wrapped)
     finalize = partial(_finalize, distributed.finalize_model_grads)
     for chunk in chunks:
         of_chunk: Any = chunk.config

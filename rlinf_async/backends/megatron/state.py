@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rlinf_async.backends.megatron.library import of_megatron
+from rlinf_async.backends.reshard.reserved import Empty, untouched
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
@@ -50,9 +51,14 @@ def kept_of(optimizer: Any, parameter: nn.Parameter) -> Kept | None:
 
 
 def set_state(
-    optimizer: Any, parameter: nn.Parameter, whole: Mapping[str, Tensor], steps: int
+    optimizer: Any,
+    parameter: nn.Parameter,
+    whole: Mapping[str, Tensor],
+    steps: int,
+    empty: Empty = untouched,
 ) -> None:
-    """Take a whole flat parameter, and its moments if there are any, as this rank keeps them."""
+    """Take a whole flat parameter, and its moments if there are any, as this rank keeps them;
+    ``empty`` makes room for these."""
     with torch.no_grad():
         parameter.view(-1).copy_(whole["param"])
     kept = kept_of(optimizer, parameter)
@@ -62,7 +68,9 @@ def set_state(
     with torch.no_grad():
         kept.main.view(-1).copy_(whole["param"][kept.start : end])
     moments = {
-        name: whole[name][kept.start : end].to(kept.main.device).clone().view(kept.main.shape)
+        name: empty(kept.main.shape, torch.float32, kept.main.device).copy_(
+            whole[name][kept.start : end].view(kept.main.shape)
+        )
         for name in MOMENTS
         if name in whole
     }
@@ -86,6 +94,16 @@ def replace_moments(kept: Kept, moments: Mapping[str, Tensor], steps: float) -> 
             if any(kept.main is held for held in group["params"]):
                 group["step"] = int(steps) if moments else 0
     kept.optimizer.state[kept.main] = state
+
+
+def make_moments(optimizer: Any, parameter: nn.Parameter, empty: Empty) -> None:
+    """Make the moments of a parameter where there are none: what the optimizer's first step would
+    do, in memory of ``empty``."""
+    kept = kept_of(optimizer, parameter)
+    if kept is None or kept.state:
+        return
+    shape, device = kept.main.shape, kept.main.device
+    replace_moments(kept, {one: empty(shape, torch.float32, device).zero_() for one in MOMENTS}, 0)
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:

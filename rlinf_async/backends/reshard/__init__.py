@@ -1,5 +1,6 @@
 """Plans of `rlinf_async.parallel`, carried out on live tensors."""
 
+from rlinf_async.backends.reshard.arena import Arena
 from rlinf_async.backends.reshard.errors import (
     BucketDamaged,
     BuffersDiffer,
@@ -11,6 +12,7 @@ from rlinf_async.backends.reshard.executor import Report, State, allocate, resha
 from rlinf_async.backends.reshard.reserved import Reservations
 
 __all__ = [
+    "Arena",
     "BucketDamaged",
     "BuffersDiffer",
     "NotAgreed",

@@ -18,7 +18,7 @@ shards a rank has at most ``bucket_bytes`` of buckets, and at most 16 bytes of p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from rlinf_async.backends.reshard.buckets import DtypeOf
 from rlinf_async.backends.reshard.errors import BucketDamaged, BuffersDiffer
 from rlinf_async.backends.reshard.exchange import Exchange, most_sent, vote
-from rlinf_async.backends.reshard.reserved import Reservations, untouched
+from rlinf_async.backends.reshard.reserved import Empty, Reservations, untouched
 from rlinf_async.backends.reshard.shared_memory import connect
 from rlinf_async.backends.reshard.transports import Collective, Transport
 from rlinf_async.parallel import Buffer, Layout, Plan, RankPlan, Run, in_rounds
@@ -72,20 +72,27 @@ def allocate(
     reserved: Reservations | None = None,
     kind: str = "",
     held: Mapping[str, Tensor] | None = None,
+    empty: Empty = untouched,
+    without: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Return the buffers of a rank, to be filled; those with padding are zero.
 
     ``dtype`` replaces that of the layout (float32 moments of bfloat16 weights). Buffers on the CPU
     that are a range of one tensor lie in its place among ``reserved``, as ``kind``; what they share
-    with those of ``held``, this rank's present ones, keeps its content.
+    with those of ``held``, this rank's present ones, keeps its content. The others come from
+    ``empty``. Those named in ``without`` are left out.
     """
     found: dict[str, Tensor] = {}
     shapes = {one.name: one.shape for one in layout.tensors}
     for one in layout.of_rank(rank):
+        if one.name in without:
+            continue
         as_ = dtype or getattr(torch, one.dtype)
         first = _first(one, shapes)
         if reserved is None or device.type != "cpu" or first is None:
-            found[one.name] = _empty(one, device, as_)
+            found[one.name] = made = empty(one.shape, as_, device)
+            if _is_padded(one):
+                made.zero_()
         else:
             [piece] = one.pieces
             whole, now = shapes[piece.tensor], (held or {}).get(one.name)
@@ -188,11 +195,6 @@ def _faults_of(plan: Plan, mine: RankPlan, state: State) -> Iterable[str]:
                 )
             elif not held[one.name].is_contiguous():
                 yield f"rank {mine.rank}: {side} buffer {one.name!r} is not contiguous"
-
-
-def _empty(one: Buffer, device: torch.device, dtype: torch.dtype) -> Tensor:
-    made = untouched(one.shape, dtype, device)
-    return made.zero_() if _is_padded(one) else made
 
 
 def _first(one: Buffer, shapes: Mapping[str, tuple[int, ...]]) -> int | None:

@@ -25,6 +25,7 @@ from rlinf_async.weights import unpack
 from tests.backends.fsdp_helpers import in_processes, save_result
 from tests.backends.language.kit import QWEN3, UNTIED, micro_batches, samples
 from tests.backends.rescale.breaking import STAGES, break_it, nothing_to_mend
+from tests.backends.reshard.memory import show_mistakes
 
 BUCKET = 1 << 13
 LIMIT = 60.0
@@ -161,6 +162,7 @@ def changing(
     faults: list[list[Fault]],
 ) -> None:
     """The run that does."""
+    show_mistakes()
     from rlinf_async.backends.megatron.trainer import MegatronTrainer
 
     result: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from rlinf_async.backends.fsdp.language.critic import CriticTrainer
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.optimizer_config import OptimizerConfig, SchedulerConfig
 from rlinf_async.backends.policies.config import PolicyConfig
-from rlinf_async.backends.reshard import reserved
+from rlinf_async.backends.reshard import address_space
 from rlinf_async.messages.embodied import Floats, Trajectory
 from tests.backends.language.kit import micro_batches, samples, trainer_config
 
@@ -38,8 +38,8 @@ def small_shards_too() -> None:
 
     What they leave is gone at once, as if the system were always short of memory.
     """
-    reserved.MAPPED_BYTES = 1
-    reserved.MARK_FREE = mmap.MADV_DONTNEED
+    address_space.MAPPED_BYTES = 1
+    address_space.MARK_FREE = mmap.MADV_DONTNEED
 
 
 def language_config() -> LanguageTrainerConfig:

@@ -7,7 +7,6 @@ import mmap
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlinf_async.backends.reshard import Reservations, reserved
+from rlinf_async.backends.reshard import Reservations, address_space
+from tests.backends.reshard.memory import MEGABYTE, lazily_free, own_bytes
 
-MEGABYTE = 1 << 20
 KEPT_HERE = "w", "a"
 """kind and name"""
 
@@ -26,7 +25,7 @@ KEPT_HERE = "w", "a"
 @pytest.fixture(autouse=True)
 def given_up_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system takes at once what it may take at any time."""
-    monkeypatch.setattr(reserved, "MARK_FREE", mmap.MADV_DONTNEED)
+    monkeypatch.setattr(address_space, "MARK_FREE", mmap.MADV_DONTNEED)
 
 
 class Rank:
@@ -192,7 +191,7 @@ def test_a_garbage_collection_amid_it_all_ends_other_shards(
     circle.append(circle)
     begin = circle[0].data_ptr()
     del circle
-    advise = reserved._advise
+    advise = address_space.AddressSpace.advise
 
     def collect(*given: Any) -> None:
         gc.collect()
@@ -200,7 +199,7 @@ def test_a_garbage_collection_amid_it_all_ends_other_shards(
 
     gc.disable()
     try:
-        monkeypatch.setattr(reserved, "_advise", collect)
+        monkeypatch.setattr(address_space.AddressSpace, "advise", collect)
         rank.hold(0, 4096)
         rank.hold(0, 2048)
     finally:
@@ -211,11 +210,11 @@ def test_a_garbage_collection_amid_it_all_ends_other_shards(
 def test_a_forked_process_lets_shards_go_while_its_parents_thread_did_too() -> None:
     script = """
 import os, signal, threading, torch
-from rlinf_async.backends.reshard import Reservations, reserved
+from rlinf_async.backends.reshard import Reservations, address_space
 shard = Reservations().room("w", "a", (1024, 1024), 0, (512, 1024), torch.float32)
 held, forked = threading.Event(), threading.Event()
 def hold():
-    with reserved._lock:
+    with address_space.locked():
         held.set()
         forked.wait()
 threading.Thread(target=hold).start()
@@ -246,22 +245,8 @@ def test_without_address_space_shards_come_from_elsewhere(
     def refused(*_: object, **__: object) -> mmap.mmap:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("rlinf_async.backends.reshard.reserved._address_space", refused)
+    monkeypatch.setattr("rlinf_async.backends.reshard.address_space._address_space", refused)
     rank = Rank(ROWS, WIDTH)
     assert rank.hold(0, 0).shape == (0, WIDTH)
     assert rank.hold(0, 96).equal(rank.truth)
     assert rank.hold(24, 48).equal(rank.truth[24:48])
-
-
-def own_bytes() -> int:
-    """Memory of this process that is not of files or shared."""
-    return _kilobytes(Path("/proc/self/status"), "RssAnon:") * 1024
-
-
-def lazily_free() -> int:
-    return _kilobytes(Path("/proc/self/smaps_rollup"), "LazyFree:") * 1024
-
-
-def _kilobytes(path: Path, name: str) -> int:
-    [line] = [line for line in path.read_text().splitlines() if line.startswith(name)]
-    return int(line.split()[1])
