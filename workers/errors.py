@@ -44,7 +44,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     channel_error: bool = False
     """whether it only passes on, through a channel, what happened elsewhere: see `is_secondary`"""
     explained: bool = False
-    """whether the message says all (a full disk), and the traceback adds nothing"""
+    """whether the message says all (a full disk, a file that this host does not have), and the
+    traceback adds nothing"""
 
 
 def is_secondary(error: BaseException) -> bool:
@@ -91,6 +92,7 @@ class WorkerError(RuntimeError):
     @classmethod
     def of(cls, error: BaseException, *, worker: str, host: str, pid: int, method: str) -> Self:
         """Wrap an exception. Of a very long text the beginning and the end are kept."""
+        from rlinf_async.config import UsageError
         from rlinf_async.observe.errors import RunFolderError
 
         return cls(
@@ -105,7 +107,7 @@ class WorkerError(RuntimeError):
                     "".join(traceback.format_exception(error)), MAX_TRACEBACK_BYTES
                 ),
                 channel_error=is_secondary(error),
-                explained=isinstance(error, RunFolderError),
+                explained=isinstance(error, (RunFolderError, UsageError)),
             )
         )
 

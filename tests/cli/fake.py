@@ -10,6 +10,7 @@ import msgspec
 from rlinf_async.config import ConfigError, MissingDevice, UsageError
 from rlinf_async.observe.summary import Summary
 from rlinf_async.runtime.signals import Terminated
+from rlinf_async.workers import errors
 from rlinf_async.workers.errors import BuildError
 
 
@@ -33,6 +34,13 @@ class WorkerError(Exception):
 
 ENDINGS: dict[str, BaseException] = {
     "worker": WorkerError("env[1] (rank 1 of 2) raised ValueError in step: no such joint"),
+    "setting": errors.WorkerError.of(
+        ConfigError("there is no such file", path=("env", "entry_point")),
+        worker="Env[1]",
+        host="beta",
+        pid=7,
+        method="setup",
+    ),
     "build": BuildError("channel 'numbers': nobody puts anything into it"),
     "disk": OSError(28, "No space left on device", "runs/a/metrics.csv"),
     "interrupt": KeyboardInterrupt(),

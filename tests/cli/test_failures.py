@@ -37,6 +37,17 @@ def test_an_error_that_is_not_ours_is_named_with_its_type(command_line: CommandL
     assert "--traceback" in err
 
 
+def test_a_setting_that_is_wrong_on_a_worker_s_host_takes_no_traceback(
+    command_line: CommandLine,
+) -> None:
+    code, _, err = command_line.train("--end", "setting")
+    assert code == 1
+    assert err == (
+        "error: Env[1] failed in setup (process 7 on beta): ConfigError: env.entry_point: there is "
+        "no such file\n(--traceback shows where this was raised)\n"
+    )
+
+
 def test_several_errors_are_listed(command_line: CommandLine) -> None:
     code, _, err = command_line.train("--end", "many")
     assert code == 1

@@ -81,4 +81,4 @@ def test_resources_of_a_role_reach_its_launch_by_configuration(
     wanted = ("--cluster.placement.env.resources.robot", 2, "--cluster.ray.wait", 0)
     ended = run.train(*wanted, "--cluster.backend", "ray", "--cluster.ray.address", ray_address)
     assert ended.code == 2
-    assert "Env asks for 2 robot: of 2 hosts" in ended.err
+    assert "robot, which no host has: of 2 hosts" in ended.err

@@ -263,7 +263,8 @@ class Direct:
         if why:
             log.log(
                 logging.INFO if self._warned else logging.WARNING,
-                "large arrays come through the owner of their channel: %s", why,
+                "large arrays come through the owner of their channel, because there is no way to "
+                "who put them (a firewall between the hosts?): %s", why,
             )  # fmt: skip
             self._warned = True
 

@@ -34,6 +34,7 @@ from rlinf_async.runtime.output import OutputLog
 from rlinf_async.runtime.ray.environment import check_runtime_env
 from rlinf_async.runtime.ray.hosts import Host, devices_of
 from rlinf_async.runtime.ray.interfaces import address_of
+from rlinf_async.runtime.ray.interpreters import Interpreters
 from rlinf_async.runtime.ray.library import of_ray
 from rlinf_async.runtime.ray.output import RayOutput
 from rlinf_async.runtime.ray.process import (
@@ -107,6 +108,7 @@ class RayBackend:
         self._reservations = Reservations(
             self._session, wait=wait, label=f"rlinf_async {socket.gethostname()}:{os.getpid()}"
         )
+        self._interpreters = Interpreters(self._session)
         self._workers: RemoteWorkers | None = None
         self._hosts: list[Host] = []
         self._started: dict[str, _Actor] = {}
@@ -204,6 +206,8 @@ class RayBackend:
 
     async def _start_actor(self, spec: WorkerSpec) -> _Actor:
         spec, place = await self._reservations.place(spec)
+        if command := spec.runtime_env.get("py_executable"):
+            await self._interpreters.check(spec, command, place.host)
         handle = await self._session.do(_start_actor, spec, place)
         return _Actor(handle, place, spec.info.devices)
 

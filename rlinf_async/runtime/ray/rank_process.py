@@ -95,7 +95,9 @@ class RankProcess:
     def _prepare(self, payload: Payload) -> str:
         """What is wrong; empty if nothing."""
         if payload.versions != versions():
-            return f"the driver has {_text(payload.versions)}, but this host {_text(versions())}"
+            return (
+                f"the driver has {in_words(payload.versions)}, but this host {in_words(versions())}"
+            )
         _lead_group()
         ignore_in_worker()
         try:
@@ -149,7 +151,8 @@ def _lead_group() -> None:
     when_this_process_ends(KILL_GROUP, str(os.getpgrp()))
 
 
-def _text(named: dict[str, str]) -> str:
+def in_words(named: dict[str, str]) -> str:
+    """Versions by name, in words."""
     return " and ".join(f"{name} {version}" for name, version in named.items())
 
 

@@ -24,6 +24,14 @@ from typing import Any
 import msgspec
 
 from rlinf_async.runtime.backend import WorkerSpec
+from rlinf_async.runtime.ray.bundles import (
+    Bundle,
+    asked,
+    bundles,
+    holders,
+    impossible,
+    there,
+)
 from rlinf_async.runtime.ray.hosts import Host, answering, least_loaded, natural
 from rlinf_async.runtime.ray.library import of_ray
 from rlinf_async.runtime.ray.session import RaySession
@@ -36,20 +44,9 @@ LOOK_SECONDS = 1.0
 PROBE_SECONDS = 300.0
 """time in which Ray runs a first task in a bundle; it may start processes for it"""
 NODE_LABEL = "ray.io/node-id"
-RESOURCES = {"cuda": "GPU", "cpu": "CPU"}
+WAIT = "wait=, in a job cluster.ray.wait"
 _group_numbers = itertools.count()
 """numbers of this process's placement groups: Ray wants another name for each"""
-
-
-class Bundle(msgspec.Struct, frozen=True):
-    """What is asked of Ray as one."""
-
-    resources: dict[str, float]
-    host: str
-    """name of the host; empty for any"""
-    device: Device | None = None
-    rank: str = ""
-    """name of the rank for which it holds resources besides devices"""
 
 
 class Slot(msgspec.Struct, frozen=True):
@@ -190,8 +187,8 @@ class Reservations:
                 f"{name} asks for devices of {', '.join(lost)}, which Ray has no more: "
                 f"{there(list(hosts.values()))}"
             )
-        if self._wait <= 0:
-            self._refuse_impossible(name, wanted, list(hosts.values()))
+        if self._wait <= 0 and (none := impossible(wanted, list(hosts.values()))):
+            raise BuildError(_no_host(name, none, list(hosts.values())))
         labels = [{NODE_LABEL: hosts[one.host].id} if one.host in hosts else {} for one in wanted]
         group = await self._session.make(
             partial(
@@ -211,7 +208,7 @@ class Reservations:
             by_id = {host.id: host for host in await self._session.hosts()}
             nodes = table["bundles_to_node_id"]
             if any(nodes[at] not in by_id for at in range(len(wanted))):
-                raise BuildError(f"{name}: a host was lost while {_asked(wanted)} were reserved")
+                raise BuildError(f"{name}: a host was lost while {asked(wanted)} were reserved")
             slots = [Slot(group, at, by_id[nodes[at]]) for at in range(len(wanted))]
             self._slots |= numbered(wanted, slots, await self._numbers(wanted, slots))
         except BaseException:
@@ -225,7 +222,7 @@ class Reservations:
             if loop.time() >= end:
                 raise BuildError(await self._explain(name, wanted))
             if not told:
-                log.warning("%s: waiting up to %g s for %s", name, self._wait, _asked(wanted))
+                log.warning("%s: waiting up to %g s for %s", name, self._wait, asked(wanted))
                 told = True
 
     async def _numbers(self, wanted: Sequence[Bundle], slots: Sequence[Slot]) -> dict[int, str]:
@@ -262,35 +259,18 @@ class Reservations:
             raise BuildError(f"{unknown}: Ray cannot run a task there: {text}") from error
         return dict(zip(at, answers, strict=True))
 
-    def _refuse_impossible(
-        self, name: str, wanted: Sequence[Bundle], hosts: Sequence[Host]
-    ) -> None:
-        """Refuse at once what no host has, also when nobody uses it."""
-        for one in wanted:
-            fitting = [
-                host
-                for host in hosts
-                if one.host in ("", host.name)
-                and all(host.resources.get(key, 0) >= n for key, n in one.resources.items())
-            ]
-            if not fitting:
-                raise BuildError(f"{name} asks for {_asked([one])}: {there(hosts)}")
-
     async def _explain(self, name: str, wanted: Sequence[Bundle]) -> str:
         """What was asked, what there is, and who holds the rest."""
         hosts = await self._session.hosts()
+        if none := impossible(wanted, hosts):
+            return _no_host(name, none, hosts)
         get_table = of_ray("util.placement_group").placement_group_table
         table: Mapping[str, Any] = await self._session.do(get_table)
-        held = [
-            f"{one['name'] or one['placement_group_id'][:8]}: {_sum(one['bundles'].values())}"
-            for one in table.values()
-            if one["state"] == "CREATED"
-        ]
+        held = "; ".join(holders(table.values(), hosts)) or "nothing"
         return (
-            f"{name} asks for {_asked(wanted)}, which was not free within {self._wait:g} s: "
-            f"{there(hosts)}. Placement groups hold: {'; '.join(held) or 'nothing'}; the rest is "
-            "used by tasks and actors of others ('ray status' shows how much). Ask for less, or "
-            "wait longer (wait=...)"
+            f"{name} asks for {asked(wanted)}, which was not free within {self._wait:g} s: "
+            f"{there(hosts)}. Placement groups hold: {held}; the rest is used by tasks and actors "
+            f"of others ('ray status' shows how much). Ask for less, or wait longer ({WAIT})"
         )
 
     async def _remove(self, group: str) -> None:
@@ -314,28 +294,6 @@ def _with_devices(spec: WorkerSpec, devices: Iterable[Device]) -> WorkerSpec:
     return msgspec.structs.replace(spec, info=info)
 
 
-def bundles(ranks: Sequence[WorkerSpec], reserved: Mapping[Device | str, object]) -> list[Bundle]:
-    """What is to be reserved for the ranks of a launch: for each new device a bundle, and one for
-    each rank that needs more than devices.
-
-    Raises:
-        BuildError: a rank has a device twice.
-    """
-    found: dict[Device | str, Bundle] = {}
-    for rank in ranks:
-        devices = rank.info.devices
-        if len(set(devices)) < len(devices):
-            raise BuildError(f"{rank.info.name} is given a device twice: {_labels(devices)}")
-        for device in devices:
-            if device not in reserved:
-                resources = {RESOURCES[device.kind]: 1.0}
-                found.setdefault(device, Bundle(resources, device.host, device=device))
-        if rank.resources and rank.info.name not in reserved:
-            host = devices[0].host if devices else ""
-            found[rank.info.name] = Bundle(dict(rank.resources), host, rank=rank.info.name)
-    return list(found.values())
-
-
 def numbered(
     wanted: Sequence[Bundle], slots: Sequence[Slot], numbers: Mapping[int, str]
 ) -> dict[Device | str, Slot]:
@@ -357,38 +315,13 @@ def numbered(
     return found
 
 
-def own_accelerator() -> str:
-    """The number of the accelerator of the bundle in which this runs, as a task of Ray."""
-    return str(of_ray().get_runtime_context().get_accelerator_ids()["GPU"][0])
-
-
-def _asked(wanted: Iterable[Bundle]) -> str:
-    by_host: dict[str, list[dict[str, float]]] = {}
-    for one in wanted:
-        by_host.setdefault(one.host, []).append(one.resources)
-    return ", ".join(
-        f"{_sum(resources)}{f' on {host}' if host else ''}" for host, resources in by_host.items()
+def _no_host(name: str, wanted: Sequence[Bundle], hosts: Sequence[Host]) -> str:
+    return (
+        f"{name} asks for {asked(wanted)}, which no host has: {there(hosts)}. Ask for less, start "
+        f"a host that has it, or, where Ray adds hosts by itself, wait longer ({WAIT})"
     )
 
 
-def there(hosts: Sequence[Host]) -> str:
-    each = []
-    for host in hosts:
-        named = {
-            name: number
-            for name, number in host.resources.items()
-            if name not in ("memory", "object_store_memory") and ":" not in name
-        }
-        each.append(f"{host.name} has {_sum([named])}")
-    return f"of {len(hosts)} hosts {', '.join(each)}" if each else "there is no host"
-
-
-def _sum(resources: Iterable[Mapping[str, float]]) -> str:
-    total: Any = Counter()  # of numbers that may be fractions
-    for one in resources:
-        total.update(one)
-    return " and ".join(f"{number:g} {name}" for name, number in sorted(total.items())) or "nothing"
-
-
-def _labels(devices: Iterable[Device]) -> str:
-    return ", ".join(f"{one.host}:{one}" if one.host else str(one) for one in devices)
+def own_accelerator() -> str:
+    """The number of the accelerator of the bundle in which this runs, as a task of Ray."""
+    return str(of_ray().get_runtime_context().get_accelerator_ids()["GPU"][0])

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -233,12 +234,23 @@ def _connect(address: str | None, runtime_env: dict[str, Any] | None) -> str:
             f"{TOKENS}"
         ) from error
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as error:
-        # Ray only prints that it was refused for want of a token.
-        tokens = "" if os.environ.get("RAY_AUTH_MODE") or address is None else f". {TOKENS}"
         raise BuildError(
-            f"cannot connect to Ray at {options['address']!r}: {error}{tokens}"
+            f"cannot connect to Ray at {options['address']!r}: {_why(error, address)}"
         ) from error
     return str(options["address"])
+
+
+def _why(error: Exception, address: str | None) -> str:
+    """Why Ray cannot be connected to, and what that may come from: often Ray says nothing of it."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if address is None or "Version mismatch" in text:
+        return text
+    python = ".".join(map(str, sys.version_info[:3]))
+    hints = (
+        f"{text}. This process has Ray {of_ray().__version__} and Python {python}: the cluster has "
+        "to have the same, and this host has to be one of it ('ray start --address=...' here, too)"
+    )
+    return hints if os.environ.get("RAY_AUTH_MODE") else f"{hints}. {TOKENS}"
 
 
 def _check_answers(address: str) -> None:

@@ -153,6 +153,8 @@ def main() -> int:
     parser.add_argument("--end", choices=list(ENDS), nargs="*", default=list(ENDS))
     parser.add_argument("--keep", type=Path, help="folder for what the runs leave; not below /tmp")
     given = parser.parse_args()
+    # What a shell starts in the background ignores SIGINT, and the drivers would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if given.keep:
         given.keep.mkdir(parents=True, exist_ok=True)
     return 1 if perform_all(given.job, given.end, given.keep) else 0

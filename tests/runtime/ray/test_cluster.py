@@ -251,9 +251,11 @@ async def test_devices_that_others_hold_are_reported_with_who_has_them(hosts: Ho
                 await second.launch(Teller, count=2, placement=Packed(start=4))
         text = str(refused.value)
         assert "Teller asks for 2 GPU on beta, which was not free within 1 s" in text
-        assert "Holder: 4 GPU" in text
+        assert "Holder: 4 GPU on beta" in text
     async with ra.Cluster.ray(address=hosts.address, wait=0.0) as cluster:
-        with pytest.raises(BuildError, match=r"asks for 2 robot: of [34] hosts alpha has 2 CPU"):
+        with pytest.raises(
+            BuildError, match=r"asks for 2 robot, which no host has: of [34] hosts alpha has 2 CPU"
+        ):
             await cluster.launch(Teller, resources={"robot": 2})
 
 
@@ -322,6 +324,20 @@ async def test_another_version_on_a_host_is_refused_by_name(
     ):
         async with ra.Cluster.ray(address=hosts.address) as cluster:
             await cluster.launch(Teller)
+
+
+async def test_an_interpreter_that_is_not_there_or_has_other_versions_is_refused(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.write_text("""#!/bin/sh\necho '{"Python": "3.9", "rlinf_async": "0.0.9"}'\n""")
+    other.chmod(0o755)
+    async with ra.Cluster.ray(address=hosts.address) as cluster:
+        for command, wrong in ((str(other), "it has Python 3.9 and"), ("/no/python", "cannot be")):
+            with pytest.raises(BuildError, match=rf"Teller\[0\] on .*'{command}': .*{wrong}"):
+                await cluster.launch(Teller, runtime_env={"py_executable": command})
+        teller = await cluster.launch_one(Teller, runtime_env={"py_executable": sys.executable})
+        assert await teller.call(Teller.pid) > 0
 
 
 async def two_hosts(cluster: ra.Cluster) -> list[ra.WorkerRef[Counting]]:

@@ -96,6 +96,7 @@ async def test_a_head_that_asks_for_a_token_is_thought_of(monkeypatch: pytest.Mo
 
     class Refusing:
         AuthenticationError = PermissionError
+        __version__ = "2.99.0"
 
         def is_initialized(self) -> bool:
             return False
@@ -107,9 +108,10 @@ async def test_a_head_that_asks_for_a_token_is_thought_of(monkeypatch: pytest.Mo
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with (
         listening(session.HTTP2_SETTINGS) as address,
-        pytest.raises(BuildError, match=r"Failed to connect .*set RAY_AUTH_MODE=token"),
+        pytest.raises(BuildError, match=r"Failed to connect .*set RAY_AUTH_MODE=token") as refused,
     ):
         await enter(address)
+    assert "This process has Ray 2.99.0 and Python 3." in str(refused.value)
 
 
 @pytest.mark.parametrize("command", ["check", "train"])

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from rlinf_async.runtime.backend import WorkerSpec
+from rlinf_async.runtime.ray.bundles import Bundle, asked, bundles, holders, impossible
 from rlinf_async.runtime.ray.hosts import Host
-from rlinf_async.runtime.ray.reservation import Bundle, Slot, bundles, numbered
+from rlinf_async.runtime.ray.reservation import Slot, numbered
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.context import Device, WorkerInfo
 from rlinf_async.workers.errors import BuildError
@@ -41,6 +42,37 @@ def test_a_resource_is_asked_for_each_rank_on_the_host_of_its_devices() -> None:
     asked = bundles(ranks((B0,), robot=2), {})
     assert asked[1] == Bundle({"robot": 2}, "b", rank="G[0]")
     assert bundles(ranks((B0,), robot=2), {B0: 0, "G[0]": 0}) == []
+
+
+def test_what_no_host_has_is_told_from_what_is_in_use() -> None:
+    hosts = [
+        Host(id=name, name=name, address="", port=0, resources=resources)
+        for name, resources in (("a", {"CPU": 4.0}), ("b", {"CPU": 2.0, "robot": 1.0}))
+    ]
+    wanted = [
+        Bundle({"CPU": 3.0}, ""),
+        Bundle({"CPU": 3.0}, "b"),
+        Bundle({"robot": 2.0}, ""),
+        Bundle({"robot": 1.0}, "b"),
+    ]
+    assert impossible(wanted, hosts) == wanted[1:3]
+    assert asked(wanted[1:3]) == "3 CPU on b, 2 robot"
+
+
+def test_holders_are_named_with_the_hosts_of_what_they_hold() -> None:
+    hosts = [Host(id="ida", name="a", address="", port=0, resources={})]
+    bundles_of = {0: {"CPU": 1.0}, 1: {"CPU": 1.0}, 2: {"GPU": 0.5}}
+    nodes = {0: "ida", 1: "ida", 2: "of a host that is gone"}
+    one = {"placement_group_id": "0123456789", "bundles": bundles_of, "bundles_to_node_id": nodes}
+    table = [
+        one | {"name": "mine/1 Env", "state": "CREATED"},
+        one | {"name": "", "state": "CREATED"},
+        one | {"name": "mine/2 Actor", "state": "PENDING"},
+    ]
+    assert holders(table, hosts) == [
+        "mine/1 Env: 2 CPU on a, 0.5 GPU",
+        "01234567: 2 CPU on a, 0.5 GPU",
+    ]
 
 
 def test_a_device_given_twice_to_a_rank_is_refused() -> None:

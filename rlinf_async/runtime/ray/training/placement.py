@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple
 
+from rlinf_async.runtime.ray.bundles import there
 from rlinf_async.runtime.ray.hosts import live_hosts, natural
 from rlinf_async.runtime.ray.library import of_ray
-from rlinf_async.runtime.ray.reservation import own_accelerator, there
+from rlinf_async.runtime.ray.reservation import own_accelerator
 from rlinf_async.workers.errors import BuildError
 
 log = logging.getLogger(__name__)
