@@ -1,4 +1,4 @@
-"""`fail_together`: what fails on one of the ranks that train is an error on each of them.
+"""Collectives of the ranks that train; and `fail_together`: what fails on one is an error on each.
 
 A rank that left alone would keep the others in the next collective until that times out. At world
 size 1 nothing is exchanged.
@@ -50,6 +50,33 @@ def all_gather(member: Rank, tensor: Tensor) -> list[Tensor]:
     places = [gathered[rank] for rank in dist.get_process_group_ranks(member.group)]
     dist.all_gather(places, local, group=member.group)
     return [one.to(tensor.device) for one in gathered]
+
+
+def all_reduce(
+    member: Rank, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """Replace the tensor, on the member's device, by its sum (or so) over all ranks."""
+    if member.world_size > 1:
+        dist.all_reduce(tensor, operation, group=member.group)
+
+
+def broadcast_bytes(member: Rank, content: bytes) -> bytes:
+    """Return the content of rank 0; that of the others is ignored."""
+    if member.world_size == 1:
+        return content
+    size = torch.tensor([len(content)], device=member.device)
+    dist.broadcast(size, src=0, group=member.group)
+    sent = torch.empty(int(size), dtype=torch.uint8, device=member.device)
+    if member.rank == 0:
+        sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(sent, src=0, group=member.group)
+    return sent.cpu().numpy().tobytes()
+
+
+def wait_for_all(member: Rank) -> None:
+    """Return when every rank has called this."""
+    if member.world_size > 1:
+        dist.barrier(member.group)
 
 
 @contextlib.contextmanager

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from rlinf_async.backends.checkpoint.together import Rank as Rank
 from rlinf_async.backends.checkpoint.together import all_gather as all_gather
+from rlinf_async.backends.checkpoint.together import all_reduce as all_reduce
+from rlinf_async.backends.checkpoint.together import broadcast_bytes as broadcast_bytes
 from rlinf_async.backends.checkpoint.together import fail_together as fail_together
+from rlinf_async.backends.checkpoint.together import wait_for_all as wait_for_all
 from rlinf_async.backends.policies.moments import Moments, merge_moments
 
 
@@ -20,33 +23,6 @@ def broadcast_module(module: nn.Module, world_size: int) -> None:
     if world_size > 1:
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), src=0)
-
-
-def all_reduce(
-    member: Rank, tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> None:
-    """Replace the tensor, on the member's device, by its sum (or so) over all ranks."""
-    if member.world_size > 1:
-        dist.all_reduce(tensor, operation, group=member.group)
-
-
-def broadcast_bytes(member: Rank, content: bytes) -> bytes:
-    """Return the content of rank 0; that of the others is ignored."""
-    if member.world_size == 1:
-        return content
-    size = torch.tensor([len(content)], device=member.device)
-    dist.broadcast(size, src=0, group=member.group)
-    sent = torch.empty(int(size), dtype=torch.uint8, device=member.device)
-    if member.rank == 0:
-        sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    dist.broadcast(sent, src=0, group=member.group)
-    return sent.cpu().numpy().tobytes()
-
-
-def wait_for_all(member: Rank) -> None:
-    """Return when every rank has called this."""
-    if member.world_size > 1:
-        dist.barrier(member.group)
 
 
 def merged_moments(member: Rank, moments: Moments) -> Moments:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlinf_async.backends.checkpoint.errors import CheckpointError
@@ -54,15 +53,6 @@ class Own(NamedTuple):
     extra: dict[str, Any]
 
 
-class Member(NamedTuple):
-    """An active rank, among those that write and read together."""
-
-    rank: int
-    world_size: int
-    group: dist.ProcessGroup | None
-    device: torch.device
-
-
 def begin(
     manager: MegatronModelManager, writer: CheckpointWriter, path: Path, extra: Mapping[str, object]
 ) -> Future[Path]:
@@ -73,14 +63,13 @@ def begin(
     """
     if not manager.active:
         return writer.idle(path)
-    member = _member(manager)
     staging = staging_folder(path)
-    with fail_together(member, "writing the checkpoint before"):
+    with fail_together(manager, "writing the checkpoint before"):
         writer.wait()
-    with fail_together(member, f"preparing {staging}"):
+    with fail_together(manager, f"preparing {staging}"):
         if manager.rank == 0:
             fresh_staging(path)
-    with fail_together(member, f"copying what goes to {path}"), manager.awake():
+    with fail_together(manager, f"copying what goes to {path}"), manager.awake():
         if not staging.is_dir():
             raise CheckpointError(
                 f"{path} cannot be written: not all ranks write to the same disk; give a path that "
@@ -94,7 +83,7 @@ def begin(
 def finish(manager: MegatronModelManager, writer: CheckpointWriter, path: Path) -> None:
     """Wait until the checkpoint that was begun is complete. Collective; idle ranks do not wait."""
     if manager.active:
-        with fail_together(_member(manager), f"writing {path}"):
+        with fail_together(manager, f"writing {path}"):
             writer.wait()
 
 
@@ -105,15 +94,14 @@ def load(manager: MegatronModelManager, writer: CheckpointWriter, path: Path) ->
     rank raises, and nothing was changed on any.
     """
     manager.active_part()
-    member = _member(manager)
-    with fail_together(member, "writing the checkpoint before"):
+    with fail_together(manager, "writing the checkpoint before"):
         writer.settle()
         writer.wait()
     with contextlib.ExitStack() as reading:
-        with fail_together(member, f"reading {path}"):
+        with fail_together(manager, f"reading {path}"):
             folder = find_checkpoint(path)
             reading.enter_context(being_read(folder))
-        with fail_together(member, f"reading {folder}"):
+        with fail_together(manager, f"reading {folder}"):
             size = manager.world_size
             saved = read_checkpoint(folder, lambda number: number % size == manager.rank)
             own = [_own(one, folder) for one in saved.own]
@@ -122,7 +110,7 @@ def load(manager: MegatronModelManager, writer: CheckpointWriter, path: Path) ->
             _check(manager, saved)
         # Not assembled before: that would take the memory of a second float32 model with moments.
         # All that the files can lack was checked.
-        with fail_together(member, f"loading {folder}"), manager.awake():
+        with fail_together(manager, f"loading {folder}"), manager.awake():
             for held in manager.held:
                 found = _assembled(held, saved)
                 empty = manager.arena.empty
@@ -135,11 +123,6 @@ def saved_name(tensor: str) -> str:
     """Return the name of a tensor in the FSDP backend's networks: the model of transformers is a
     part of them, as the head of a critic is."""
     return tensor if tensor.startswith(VALUE_HEAD) else f"language.{tensor}"
-
-
-def _member(manager: MegatronModelManager) -> Member:
-    everyone = manager.grid.groups.intra_dist_opt
-    return Member(manager.rank, manager.world_size, everyone, manager.device)
 
 
 def _content(manager: MegatronModelManager, part: Part, extra: Mapping[str, object]) -> Content:

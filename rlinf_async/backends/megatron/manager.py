@@ -223,10 +223,16 @@ class MegatronModelManager(Offloading):
         """Computes without gradients; raises `IdleRank`."""
         return self.active_part().inference
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The active ranks."""
+        found: dist.ProcessGroup | None = self.grid.groups.intra_dist_opt
+        return found
+
     def wait_for_all(self) -> None:
         """Wait for the other active ranks. Collective among those; an idle one does not wait."""
         if self.active and self.world_size > 1:
-            dist.barrier(group=self.grid.groups.intra_dist_opt)
+            dist.barrier(group=self.group)
 
     @property
     def tensors(self) -> tuple[GlobalTensor, ...]:

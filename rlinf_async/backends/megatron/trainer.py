@@ -48,6 +48,7 @@ from rlinf_async.backends.language_training.trainer import IterationTrainer
 from rlinf_async.backends.megatron import checkpoint
 from rlinf_async.backends.megatron.config import MegatronTrainerConfig
 from rlinf_async.backends.megatron.manager import MegatronModelManager
+from rlinf_async.backends.megatron.publishing import publish_slices
 from rlinf_async.backends.megatron.rescale import check_strategy, rescale
 from rlinf_async.backends.megatron.schedule import Work
 from rlinf_async.messages.embodied import Floats
@@ -334,14 +335,15 @@ class MegatronTrainer(MegatronTrainerBase):
         0. Collective."""
         if not self.manager.active:
             return pack({}, self._version)
-        state = self.manager.whole_weights(DTYPES[self.config.publish_precision])
-        update = pack(
-            state,
-            self._version,
-            self.config.bucket_bytes,
-            allocate=allocate,
-            previous=self._published,
-        )
+        manager, dtype = self.manager, DTYPES[self.config.publish_precision]
+        size, before = self.config.bucket_bytes, self._published
+        with manager.awake({WEIGHTS}):
+            update = publish_slices(
+                manager, dtype, self._version, size, allocate=allocate, previous=before
+            )
+        if update is None:
+            state = manager.whole_weights(dtype)
+            update = pack(state, self._version, size, allocate=allocate, previous=before)
         self._published = update
         return update
 

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
-from rlinf_async.backends.fsdp.errors import FSDPError
 from rlinf_async.backends.fsdp.language.publishing import hugging_face_state
 from rlinf_async.backends.fsdp.language.trainer import PolicyTrainer
 from rlinf_async.backends.fsdp.manager import DTYPES
+from rlinf_async.backends.language_training.publishing_in_place import NotPublished
 from rlinf_async.channels.wire import shared_bytes
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.parallel import Strategy
@@ -168,7 +168,7 @@ def where_it_cannot(rank: int, world_size: int, folder: Path) -> None:
         train(trainer, rank)
     check_equal(trainer, rank)  # after buckets in memory of its own
     train(trainer, rank)
-    error = MemoryError if rank == 0 else FSDPError
+    error = MemoryError if rank == 0 else NotPublished
     with pytest.raises(error, match="no .* bytes" if rank == 0 else "see that rank's error"):
         trainer.publish(refusing)
     check_equal(trainer, rank)
