@@ -9,20 +9,33 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
-from contextvars import ContextVar
-from typing import Final
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-TAKES_TIME: Final[ContextVar[Callable[[float], None] | None]] = ContextVar("TAKES_TIME")
-"""where seconds go instead of being slept: set by a loop that runs blocking code inline"""
+_here = threading.local()
+"""of each thread: where seconds go instead of being slept"""
+
+
+@contextmanager
+def taking_time(take: Callable[[float], None]) -> Iterator[None]:
+    """Have the seconds of the block, which is run inline by a loop, go there.
+
+    Not by a context variable: whoever runs the code may do so in a context that was copied before.
+    """
+    _here.take = take
+    try:
+        yield
+    finally:
+        _here.take = None
 
 
 def let_pass(seconds: float) -> None:
     """Take so many seconds; none where they are not above 0."""
     if seconds <= 0.0:
         return
-    take = TAKES_TIME.get(None)
+    take: Callable[[float], None] | None = getattr(_here, "take", None)
     if take is None:
         time.sleep(seconds)
     else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens, TrainingSample
@@ -31,6 +31,16 @@ class PromptTooLong(ValueError):
 
 class ModelOutputError(RuntimeError):
     """The model returned NaN or infinity; the message names request and weight version."""
+
+
+@runtime_checkable
+class Resizable(Protocol):
+    """An engine that can serve on other devices than those it was made for."""
+
+    async def resize(self, devices: int, /) -> None:
+        """Serve on so many devices from now on; 0: on as many as it was made for. Requests that are
+        here go on afterwards."""
+        ...
 
 
 class GenerationEngine(Protocol):

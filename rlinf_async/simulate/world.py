@@ -22,7 +22,6 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Literal
 
 from rlinf_async.backends.cost.engine import CostEngine
-from rlinf_async.backends.cost.lengths import Predictor
 from rlinf_async.channels import Channel
 from rlinf_async.messages.language import Request, Sample, SampleGroup
 from rlinf_async.parallel import Strategy
@@ -45,6 +44,7 @@ from rlinf_async.scheduling import (
     load_policy,
     safe,
 )
+from rlinf_async.scheduling.predictor import Predictor
 from rlinf_async.simulate.config import SimulationConfig
 from rlinf_async.simulate.usage import Usage
 from rlinf_async.simulate.workers import SimulatedActor, SimulatedRollout

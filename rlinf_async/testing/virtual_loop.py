@@ -23,7 +23,7 @@ from collections.abc import Callable, Coroutine, Generator, Hashable
 from functools import partial
 from typing import Any, Final, TypeVar, TypeVarTuple
 
-from rlinf_async.elapse import TAKES_TIME
+from rlinf_async.elapse import taking_time
 from rlinf_async.testing.errors import Deadlock, Livelock
 from rlinf_async.testing.ready import Entry, FifoQueue, ReadyQueue, SeededQueue
 from rlinf_async.testing.report import describe_callback, describe_tasks, short_name, unfinished
@@ -182,10 +182,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         asyncio._set_running_loop(None)
         self._in_executor = True
         passed: list[float] = []
-        TAKES_TIME.set(passed.append)  # in a context of its own: see run_in_executor
         answer: Callable[[], None]
         try:
-            answer = partial(future.set_result, func(*args))
+            with taking_time(passed.append):
+                answer = partial(future.set_result, func(*args))
         except Exception as error:
             answer = partial(future.set_exception, error)
         finally:

@@ -59,6 +59,8 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
 
     backend: ClassVar[str] = "fsdp"
     """registered name of the trainer"""
+    collects: ClassVar[bool] = False
+    """it trains a mini-batch only once all of it is there, so it may change while it waits"""
 
     def __init__(
         self,
@@ -81,6 +83,8 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         self._batches = batches
         self._sizes = batches.of_rank(1)  # until the trainer knows its data ranks
         self._offloaded = False
+        self._holds = True
+        """its devices are not lent"""
 
     def make_trainer(self) -> LanguageTrainer:
         """Build the trainer. Runs in the compute thread; override it to bring your own."""
@@ -256,24 +260,50 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
             return
         await self._at_boundary(self._link, tokens=0, seconds=0.0)
 
+    async def scheduler_offload_sync(self) -> None:
+        """Free the devices for others; the scheduler hears of it from every launched rank, and
+        gives them away once all have done so."""
+        if self.active:
+            await self.offload()
+        self._holds = False
+
     async def _at_boundary(self, link: SchedulerLink, tokens: int, seconds: float) -> None:
-        ready = ActorReady(
+        """Do what is decided here, until it is to go on."""
+        goes_on = False
+        while not goes_on:
+            verdict = await link.decided(self._ready(tokens, seconds))
+            tokens, seconds, goes_on = 0, 0.0, verdict.goes_on
+            self._boundary = verdict.boundary
+            if self.done == self._mini_batches:  # rank 0 may have ended it early
+                await self.compute(self.end_iteration)
+            await self._follow(link, verdict)
+        if self.done < self._mini_batches:
+            await self._share(self._boundary)
+
+    def _ready(self, tokens: int, seconds: float) -> ActorReady:
+        return ActorReady(
             boundary=self._boundary,
             mini_batches=self._mini_batches,
             epochs=self._batches.epochs,
             strategy=self._changes.strategy,
             tokens=tokens,
             seconds=seconds,
+            holds=self._holds,
+            collects=self.collects,
         )
-        verdict = await link.decided(ready)
-        self._boundary = boundary = verdict.boundary
-        if boundary.done == self._mini_batches:  # rank 0 may have ended it early
-            await self.compute(self.end_iteration)
-        if verdict.strategy is not None:
+
+    async def _follow(self, link: SchedulerLink, verdict: Verdict) -> None:
+        error = ""
+        if not verdict.holds:
+            await self.scheduler_offload_sync()
+        elif not self._holds:
+            self._holds = True
+            if self.active:
+                await self.onload()
+        if verdict.holds and verdict.strategy is not None:
             error = await self._changes.at_boundary(verdict.strategy)
-            await link.changed(boundary, self._changes.strategy, error)
-        if boundary.done < self._mini_batches:
-            await self._share(boundary)
+        if verdict.changes:
+            await link.changed(verdict, self._changes.strategy, holds=self._holds, error=error)
 
     async def _share(self, boundary: Boundary) -> None:
         assert self._link is not None  # it is scheduled

@@ -1,23 +1,28 @@
 """The scheduler role: devices follow the work while the run goes on."""
 
+from rlinf_async.workers.scheduler.changes import SchedulerSummary
 from rlinf_async.workers.scheduler.config import SchedulingConfig, Topology
 from rlinf_async.workers.scheduler.messages import (
     ActorChanged,
     ActorReady,
     Boundary,
     DataShare,
+    DevicesReport,
+    InstanceNews,
     InstanceReport,
     Orders,
     SchedulerReport,
     Verdict,
 )
-from rlinf_async.workers.scheduler.worker import SchedulerSummary, SchedulerWorker
+from rlinf_async.workers.scheduler.worker import SchedulerWorker
 
 __all__ = [
     "ActorChanged",
     "ActorReady",
     "Boundary",
     "DataShare",
+    "DevicesReport",
+    "InstanceNews",
     "InstanceReport",
     "Orders",
     "SchedulerReport",

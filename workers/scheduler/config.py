@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from rlinf_async.parallel import Strategy
+from rlinf_async.scheduling import Rates
 
 
 class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,6 +27,13 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """for which it waits until a rollout worker has stopped or come back"""
     change_seconds: float = 120.0
     """that a change of the actors' strategy may take"""
+    every: float = 0.05
+    """share of an iteration's samples after which the policy is asked again"""
+    rates: Rates = Rates()
+    """seconds that work takes, where they are known before the run measures them: from
+    ``rlinf-async calibrate``"""
+    lengths: tuple[float, ...] = ()
+    """of responses of an earlier run, in tokens"""
 
     def __post_init__(self) -> None:
         if not self.policy:
@@ -33,6 +41,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         for name in ("answer_seconds", "stop_seconds", "change_seconds"):
             if not getattr(self, name) > 0.0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if not 0.0 < self.every <= 1.0:
+            raise ValueError(f"every is {self.every}; it must lie above 0 and be at most 1")
 
     @property
     def patience(self) -> float:
@@ -57,3 +67,13 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     """samples of a prompt, which are trained together"""
     hosts: dict[int, int] = {}
     """host of each device; one for all where left out"""
+    sizes: tuple[int, ...] = ()
+    """numbers of devices that an instance can serve on, beside that at home"""
+    workers: int = 0
+    """workers of the actor that report; 0: one for each rank"""
+
+    @property
+    def guests(self) -> tuple[int, ...]:
+        """Instances on the actor's own devices, which serve while it lends them."""
+        own = set(self.actor[: self.home.world_size])
+        return tuple(n for n, home in enumerate(self.instances) if not own.isdisjoint(home))

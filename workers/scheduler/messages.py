@@ -5,8 +5,11 @@
     Orders          scheduler    -> rollout, actor   who serves, and what the actor changes to
                                                      (`Latest`: it holds for all later ones, too)
     InstanceReport  rollout      -> scheduler        orders are carried out; how far requests are
+    InstanceNews    rollout      -> scheduler        responses are finished, requests have begun
+    DevicesReport   whoever      -> scheduler        devices are lost, or there again
+                    watches hosts
     ActorReady      actor rank 0 -> scheduler        at a boundary between two mini-batches
-    ActorChanged    actor        -> scheduler        of each rank: that strategy is in force, or not
+    ActorChanged    actor        -> scheduler        of each rank: what is in force now
     Verdict         actor rank 0 -> other ranks      what all ranks do at a boundary (`Latest`)
     DataShare       actor rank 0 -> collector        who trains the next global batch
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 import msgspec
 
 from rlinf_async.parallel import Strategy
+from rlinf_async.scheduling import Resume
 
 
 class Boundary(msgspec.Struct, frozen=True, order=True):
@@ -51,10 +55,16 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """instances that take requests, of those that serve; None: all. While requests move from one to
     another, so that nobody else takes them"""
     hand_back: tuple[HandBack, ...] = ()
+    wider: tuple[Resume, ...] = ()
+    """instances that serve on other devices than at home"""
     boundary: Boundary | None = None
-    """the actor goes on from here"""
+    """the place of the actor for which the next three hold"""
     strategy: Strategy | None = None
-    """of the actor from that boundary on; None: as it is"""
+    """of the actor from there on; None: as it is"""
+    holds: bool = True
+    """False: the actor offloads, and its devices are others' until later orders"""
+    goes_on: bool = True
+    """False: the actor stays there, until later orders"""
     over: bool = False
     """there is no scheduler any more: nobody waits for it, and all stays as it is"""
     reason: str = ""
@@ -78,6 +88,9 @@ class EndedCount(msgspec.Struct, frozen=True, kw_only=True):
 
     group: int
     tokens: int
+    name: str = ""
+    """of its request: where a worker dies it may be finished twice"""
+    iteration: int = -1
     made: int = 0
     """of these tokens, those that were made here, in one piece"""
     seconds: float = 0.0
@@ -107,6 +120,22 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True, tag="instance"):
     """responses that were finished since its last report"""
 
 
+class InstanceNews(msgspec.Struct, frozen=True, kw_only=True, tag="news"):
+    """rollout -> scheduler: what has happened since its last message, without being asked."""
+
+    instance: int
+    ended: tuple[EndedCount, ...] = ()
+    began: tuple[str, ...] = ()
+    """names of requests that it has taken, while some instances alone take any"""
+
+
+class DevicesReport(msgspec.Struct, frozen=True, kw_only=True, tag="devices"):
+    """whoever watches hosts -> scheduler: nobody can use these devices, or can again."""
+
+    lost: tuple[int, ...] = ()
+    found: tuple[int, ...] = ()
+
+
 class ActorReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """actor rank 0 -> scheduler: its strategy can change now."""
 
@@ -121,29 +150,46 @@ class ActorReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """that this data rank trained since the last boundary"""
     seconds: float = 0.0
     """for which it trained them, without waits for samples"""
+    holds: bool = True
+    """it holds its devices; else it has offloaded, and waits to get them back"""
+    collects: bool = False
+    """it trains a mini-batch only once all of its samples are there: until then it may stay at the
+    boundary, and change"""
 
 
 class ActorChanged(msgspec.Struct, frozen=True, kw_only=True, tag="changed"):
-    """actor -> scheduler: what came of the strategy that was ordered, on one rank, which has
-    released what it does not hold any more."""
+    """actor -> scheduler: what came of orders on one rank, which has released what it does not hold
+    any more."""
 
     rank: int
     boundary: Boundary
+    sequence: int
+    """of the orders"""
     strategy: Strategy
     """in force now"""
+    holds: bool = True
+    """it has its devices; else it has offloaded"""
     error: str = ""
-    """why it is not the one that was ordered"""
+    """why the strategy is not the one that was ordered"""
 
 
-SchedulerReport = InstanceReport | ActorReady | ActorChanged
+SchedulerReport = InstanceReport | InstanceNews | ActorReady | ActorChanged | DevicesReport
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """actor rank 0 -> other ranks: what all of them do at a boundary. Those that are skipped
-    changed nothing: a rank that waits for one of them goes on from this one."""
+    """actor rank 0 -> other ranks: what all of them do at a boundary. It says how things are to be:
+    a rank that missed one goes on from the next."""
 
     boundary: Boundary
+    number: int = 0
+    """counts up"""
+    sequence: int = 0
+    """of the orders that it follows"""
     strategy: Strategy | None = None
+    holds: bool = True
+    goes_on: bool = True
+    changes: bool = False
+    """every rank says what came of it"""
 
 
 class DataShare(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from rlinf_async.parallel import Strategy
 from rlinf_async.scheduling import Rates
 from rlinf_async.workers.scheduler.messages import EndedCount
@@ -25,9 +27,14 @@ LEAST_TOKENS = 4
 
 
 class MeasuredRates:
-    """The newest measurements of a run, and the rates that follow from them."""
+    """The newest measurements of a run, and the rates that follow from them.
 
-    def __init__(self) -> None:
+    Args:
+        known: rates from elsewhere, which are not measured again; those that are 0 are.
+    """
+
+    def __init__(self, known: Rates | None = None) -> None:
+        self._known = known or Rates()
         self._steps: deque[tuple[float, float]] = deque(maxlen=KEPT)
         """requests decoded together, seconds of a decoding step"""
         self._batches: deque[tuple[float, float]] = deque(maxlen=KEPT)
@@ -57,15 +64,21 @@ class MeasuredRates:
 
     def rates(self) -> Rates:
         """Return what is known by now."""
+        known = self._known
         decode, sequence = _line(self._steps, alike_is_constant=True)
         batch, token = _line(self._batches, alike_is_constant=False)
-        return Rates(
+        if known.decode_seconds:
+            decode, sequence = known.decode_seconds, known.sequence_seconds
+        if known.train_seconds:
+            batch, token = known.mini_batch_seconds, known.train_seconds
+        return msgspec.structs.replace(
+            known,
             decode_seconds=decode,
             sequence_seconds=sequence,
             train_seconds=token,
             mini_batch_seconds=batch,
-            rescale_seconds=_mean(self._changes),
-            move_seconds=_mean(self._moves),
+            rescale_seconds=known.rescale_seconds or _mean(self._changes),
+            move_seconds=known.move_seconds or _mean(self._moves),
         )
 
 

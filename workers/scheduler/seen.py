@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 from rlinf_async.parallel import Strategy
 from rlinf_async.scheduling import (
@@ -14,13 +16,23 @@ from rlinf_async.scheduling import (
     RequestState,
     instance_name,
 )
+from rlinf_async.scheduling.predictor import Predictor
 from rlinf_async.workers.scheduler.config import Topology
-from rlinf_async.workers.scheduler.messages import ActorReady, InstanceReport, RequestCount
+from rlinf_async.workers.scheduler.messages import (
+    ActorReady,
+    EndedCount,
+    InstanceReport,
+    RequestCount,
+)
+
+Phase: TypeAlias = Literal["begin", "step", "end"]
 
 UNKNOWN_TOKENS = 256.0
 """mean length of a response before one is finished"""
 KNOWN_GROUPS = 4096
 """newest groups whose finished responses are remembered"""
+KNOWN_LENGTHS = 8192
+"""newest finished responses whose lengths are remembered"""
 
 
 def same_sizes(one: Strategy, other: Strategy) -> bool:
@@ -34,24 +46,80 @@ class Seen:
 
     Args:
         topology: of the run.
+        lengths: of responses of an earlier run, in tokens.
     """
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: Topology, lengths: Sequence[float] = ()) -> None:
         self._topology = topology
         self.instances: dict[int, InstanceReport] = {}
+        self._lengths = deque[float](lengths, maxlen=KNOWN_LENGTHS)
+        self._predictor = Predictor(lengths) if len(lengths) else None
         self._groups: dict[int, list[int]] = {}
         """tokens of finished responses, by group"""
-        self._longest = 0
+        self._whole = Counter[int]()
+        """groups that are finished, by iteration"""
+        self._finished: dict[int, set[str]] = {}
+        """names of requests that are finished, by iteration"""
+        self._longest = max(lengths, default=0.0)
         self._refused: tuple[int, list[Strategy]] = (-1, [])
 
     def note(self, report: InstanceReport) -> None:
         """Take a report."""
         self.instances[report.instance] = report
-        for one in report.ended:
+
+    def note_ended(self, ended: Sequence[EndedCount]) -> None:
+        """Take responses that are finished; one that is finished twice counts once."""
+        for one in ended:
+            names = self._finished.setdefault(one.iteration, set())
+            if one.name in names:
+                continue
+            names.add(one.name)
+            self._lengths.append(one.tokens)
             self._longest = max(self._longest, one.tokens)
-            self._groups.setdefault(one.group, []).append(one.tokens)
+            group = self._groups.setdefault(one.group, [])
+            group.append(one.tokens)
+            self._whole[one.iteration] += len(group) == self._topology.group
             while len(self._groups) > KNOWN_GROUPS:
                 del self._groups[next(iter(self._groups))]
+
+    def begin(self, iteration: int) -> None:
+        """An iteration begins: lengths are expected by those of the iterations before."""
+        for older in [one for one in self._finished if one < iteration]:
+            del self._finished[older]
+        if self._lengths:
+            self._predictor = Predictor(self._lengths)
+
+    def finished(self, iteration: int) -> int:
+        """Return the samples of an iteration that are generated, as far as is known."""
+        return len(self._finished.get(iteration, ()))
+
+    def arrived(self, ready: ActorReady) -> int:
+        """Return the samples of whole groups that are generated, and not trained yet."""
+        whole = self._whole[ready.boundary.iteration] * self._topology.group
+        first = max(ready.mini_batches // ready.epochs, 1)
+        trained = ready.boundary.done * self._topology.samples // first
+        return max(whole - trained, 0)
+
+    def lacks(self, ready: ActorReady) -> bool:
+        """Whether samples of the next mini-batch are still to be generated."""
+        first = ready.mini_batches // ready.epochs
+        if ready.boundary.done >= first or not self._present():
+            return False
+        return self.arrived(ready) < self._topology.samples // first
+
+    def _present(self) -> int:
+        """Return the requests that are somewhere."""
+        waiting = max((one.queued for one in self.instances.values()), default=0)
+        return waiting + sum(len(one.requests) for one in self.instances.values())
+
+    def _unfinished(self, ready: ActorReady, phase: str) -> int:
+        """Return the samples of the iteration that are still to be generated.
+
+        What a worker that died had finished and not told is missing in the count: where no request
+        is left, everything is generated.
+        """
+        missing = max(self._topology.samples - self.finished(ready.boundary.iteration), 0)
+        return missing if phase == "begin" or self._present() else 0
 
     def refused(self, iteration: int, strategy: Strategy) -> None:
         """Note that the actor could not apply a strategy: it is not offered again until the next
@@ -76,6 +144,8 @@ class Seen:
         self,
         ready: ActorReady,
         *,
+        phase: Phase,
+        is_ready: bool,
         time: float,
         silent: set[int],
         sequence: int,
@@ -87,6 +157,8 @@ class Seen:
 
         Args:
             ready: where the actor is.
+            phase: of the iteration.
+            is_ready: whether the actor waits there, and can change.
             time: seconds, by the loop's clock.
             silent: instances that have not answered.
             sequence: of the last orders.
@@ -103,15 +175,13 @@ class Seen:
         names = tuple(self._request(one) for one in queued or ())
         if queued is not None:
             waiting = len(names)
-        unfinished = waiting + sum(one.load for one in instances)
-        phase = {0: "begin", ready.mini_batches: "end"}.get(boundary.done, "step")
         mean = self._mean_tokens()
         return ClusterState(
             time=time,
             iteration=boundary.iteration,
-            phase=phase,  # type: ignore[arg-type]  # one of the three
+            phase=phase,
             samples=topology.samples,
-            finished=max(0, topology.samples - unfinished),
+            finished=topology.samples - self._unfinished(ready, phase),
             tokens=mean,
             longest=float(self._longest),
             group=topology.group,
@@ -128,10 +198,12 @@ class Seen:
                 strategy=self._known(ready.strategy),
                 home=topology.home,
                 strategies=self._offered(boundary.iteration),
+                holds=ready.holds,
                 mini_batches=ready.mini_batches,
                 mini_batches_done=boundary.done,
                 epochs=ready.epochs,
-                ready=True,
+                arrived=self.arrived(ready) if ready.collects else None,
+                ready=is_ready,
             ),
             rates=rates,
             holdings=ledger.holdings(),
@@ -159,6 +231,7 @@ class Seen:
             home=home,
             devices=held,
             slots=report.slots,
+            sizes=self._topology.sizes,
             running=running,
             waiting=len(requests) - running,
             made=sum(one.made for one in requests),
@@ -169,16 +242,18 @@ class Seen:
 
     def _mean_tokens(self) -> float:
         """Return the mean number of tokens of finished responses; 0: there is none."""
-        samples = sum(one.samples for one in self.instances.values())
-        return sum(one.tokens for one in self.instances.values()) / samples if samples else 0.0
+        return sum(self._lengths) / len(self._lengths) if self._lengths else 0.0
 
     def _request(self, request: RequestCount) -> RequestState:
         return RequestState(name=request.name, made=request.made, expected=self.expected(request))
 
     def expected(self, request: RequestCount) -> float:
-        """Guess the tokens that are still to come: the rest of the mean, of its own group where
+        """Guess the tokens that are still to come: by the lengths of earlier iterations, of those
+        that are longer than it; while there are none, the rest of the mean, of its own group where
         others of that are finished; of a request that is longer already, half as many again as it
         has: lengths have a long tail."""
+        if self._predictor is not None:
+            return min(float(request.most), self._predictor.left(request.made))
         group = self._groups.get(request.group)
         mean = sum(group) / len(group) if group else self._mean_tokens() or UNKNOWN_TOKENS
         return min(float(request.most), max(mean - request.made, request.made / 2, 1.0))

@@ -17,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Literal
 
 import numpy as np
@@ -70,6 +71,8 @@ class ToyEngine:
         self._arrived = 0
         self._dead = False
         self._changed = asyncio.Event()
+        self._asking = 0
+        """calls that wait for the end of a step"""
         self._turn = asyncio.Lock()
         self._work: asyncio.Task[None] | None = None
 
@@ -139,16 +142,14 @@ class ToyEngine:
     async def so_far(self) -> dict[str, Generated]:
         """Return what each request has at the end of this step."""
         self._check_alive()
-        self._changed.set()
-        async with self._turn:
+        async with self._between_steps():
             rows = [*self._running, *(row for _, _, row in self._waiting)]
             return {one.request.name: self._made(one, "abort") for one in rows}
 
     async def load(self, update: WeightUpdate) -> int:
         """Take the version of the update; its tensors, if any, are ignored."""
         self._check_alive()
-        self._changed.set()
-        async with self._turn:
+        async with self._between_steps():
             refuse_older(update.version, self._version)
             await asyncio.sleep(self._config.load_seconds)
             self._check_alive()
@@ -173,10 +174,22 @@ class ToyEngine:
         if self._dead:
             raise EngineDied("the toy engine is dead")
 
+    @asynccontextmanager
+    async def _between_steps(self) -> AsyncIterator[None]:
+        """The context in which no step runs, after the present one."""
+        self._asking += 1
+        self._changed.set()
+        try:
+            async with self._turn:
+                yield
+        finally:
+            self._asking -= 1
+
     async def _run(self) -> None:
         while self._running or self._waiting:
             async with self._turn:
-                self._changed.clear()
+                if not self._asking:  # somebody who came just before has its turn after one step
+                    self._changed.clear()
                 self._answer_ended()
                 self._admit()
                 if self._running:

@@ -4,7 +4,7 @@
 
     seed --> loop order, policy, faults: deaths of rollout workers and of the scheduler, instances
              that do not answer or do not stop for a while, a policy that raises, strategies that
-             fail; requests that are ordered and moved at random
+             fail; requests that are ordered and moved at random; an actor that lends its device
          --> every sample is generated; every iteration trains on all of its own, on-policy; the
              actor is at home between iterations unless it could not go there
 """
@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 import msgspec
 
 import rlinf_async as ra
-from rlinf_async.backends import registry
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.toy.trainer import ToyTrainer
 from rlinf_async.messages.language import Generated, Request
@@ -36,6 +35,7 @@ from rlinf_async.workers.scheduler import SchedulerWorker, SchedulingConfig
 from tests.runtime.mortal import MortalBackend
 from tests.workers.rollout.language_kit import Rollout
 from tests.workers.scheduler.kit import BATCHES, ENGINE, Ran, Run
+from tests.workers.scheduler.registered import registered
 
 ITERATIONS = 2
 LIMITS = SchedulingConfig(policy="tail", answer_seconds=2.0, stop_seconds=4.0, change_seconds=6.0)
@@ -51,19 +51,30 @@ def trained_once(ran: Ran, iterations: int = ITERATIONS) -> None:
         assert max(one.lag_max for one in reports) == 0
 
 
+HOME = {0: 1, 1: 2, 2: 0}
+"""device of each rollout worker; that of actor rank 0 is 0, that of rank 1 is 2"""
+
+
 class Devices:
-    """Who holds the device that moves, as the workers themselves know it."""
+    """Who holds the devices that move, as the workers themselves know it."""
 
     def __init__(self) -> None:
-        self.rollout = True
+        self.rollout: set[int] = set()
+        """ranks that serve"""
         self.actor: dict[int, int] = {}
         """data parallel size, by rank"""
+        self.lent: set[int] = set()
+        """ranks of the actor that have offloaded"""
         self.wrong: list[str] = []
 
     def check(self) -> None:
-        """Note it where both hold it."""
-        if self.rollout and self.actor.get(1, 1) > 1:
-            self.wrong.append(f"rollout[1] serves while the actor has {self.actor}")
+        """Note it where both hold a device."""
+        by_actor = {0} - self.lent
+        if self.actor.get(1, 1) > 1:
+            by_actor |= {1} - self.lent
+        taken = {(0, 2)[rank] for rank in by_actor}
+        if both := taken & {HOME[rank] for rank in self.rollout}:
+            self.wrong.append(f"devices {both} are held twice: {self.rollout}, {self.actor}")
 
 
 class Slow(Rollout):
@@ -75,13 +86,11 @@ class Slow(Rollout):
     async def offload(self, migrate: bool = False) -> None:
         await asyncio.sleep(self.chance.choice((0.0, 0.0, 1.0, 7.0)))
         await super().offload(migrate)
-        if self.rank == 1:
-            self.held.rollout = False
+        self.held.rollout.discard(self.rank)
 
     async def _generate(self, request: Request, report: LanguageRolloutReport) -> Generated | None:
-        if self.rank == 1:
-            self.held.rollout = True
-            self.held.check()
+        self.held.rollout.add(self.rank)
+        self.held.check()
         return await super()._generate(request, report)
 
 
@@ -133,7 +142,7 @@ class Unsure(SchedulerWorker):
             return Unsteady(self.chance.randrange(8))
         if self.chance.random() < 0.4:
             return Shuffling(self.chance)
-        return load_policy(self.chance.choice(("tail", "greedy", "longest_first")))
+        return load_policy(self.chance.choice(("tail", "greedy", "longest_first", "turns")))
 
 
 class Failing(ToyTrainer):
@@ -152,6 +161,15 @@ class Failing(ToyTrainer):
         self.held.check()
         return report
 
+    def offload(self, *, keep_weights: bool = False) -> None:
+        super().offload(keep_weights=keep_weights)
+        self.held.lent.add(self._rank)
+
+    def onload(self) -> None:
+        super().onload()
+        self.held.lent.discard(self._rank)
+        self.held.check()
+
 
 def try_seed(seed: int) -> None:
     """Run the program of this seed; raises what does not hold."""
@@ -165,13 +183,22 @@ def try_seed(seed: int) -> None:
         async with ra.Cluster(backend) as cluster:
             slots = chance.choice((2, 5, 8))
             engine = msgspec.structs.replace(ENGINE, slots=slots)
-            run = Run(cluster, engine=engine, config=LIMITS, rollout=Slow, scheduler=Unsure)
+            guest = chance.random() < 0.5
+            run = Run(
+                cluster,
+                engine=engine,
+                config=LIMITS,
+                rollout=Slow,
+                scheduler=Unsure,
+                guest=guest,
+            )
             await run.start()
 
             async def kill() -> None:
                 for _ in range(chance.randint(0, 3)):
                     await asyncio.sleep(chance.uniform(0.0, 20.0))
-                    backend.kill(chance.choice(("Scheduler[0]", "Rollout[0]", "Rollout[1]")))
+                    mortal = ["Scheduler[0]", "Rollout[0]", "Rollout[1]", *["Rollout[2]"] * guest]
+                    backend.kill(chance.choice(mortal))
 
             killing = asyncio.create_task(kill())
             try:
@@ -179,10 +206,6 @@ def try_seed(seed: int) -> None:
             finally:
                 killing.cancel()
 
-    known = registry.LANGUAGE_TRAINERS["toy"]
-    registry.LANGUAGE_TRAINERS["toy"] = f"{__name__}:Failing"
-    try:
+    with registered("toy", Failing):
         run_seeded(body(), seed=seed)
-    finally:
-        registry.LANGUAGE_TRAINERS["toy"] = known
     assert not devices.wrong, devices.wrong

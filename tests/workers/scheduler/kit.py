@@ -68,6 +68,7 @@ class Run:
         backend: its registered name.
         config: of the scheduler.
         scheduler: its class.
+        guest: another rollout worker, on the actor's own device, serves while the actor lends it.
     """
 
     def __init__(
@@ -80,9 +81,11 @@ class Run:
         config: SchedulingConfig = CONFIG,
         scheduler: type[SchedulerWorker] = SchedulerWorker,
         rollout: type[Rollout] = Rollout,
+        guest: bool = False,
     ) -> None:
         self.cluster, self.engine, self.trainer, self.config = cluster, engine, trainer, config
         self._backend = backend
+        self._instances = ((1,), (2,), (0,)) if guest else ((1,), (2,))
         self._scheduler_class, self._rollout_class = scheduler, rollout
         self.channels = Channels(cluster)
         self.groups = cluster.channel(SampleGroup, name="groups", capacity=64)
@@ -113,12 +116,12 @@ class Run:
             self._rollout_class,
             self.engine,
             scheduled=True,
-            count=2,
+            count=len(self._instances),
             name="Rollout",
             restart=ra.Restart(max=3),
         )
         topology = Topology(
-            instances=((1,), (2,)),
+            instances=self._instances,
             actor=(0, 2),
             home=home,
             strategies=tuple(msgspec.structs.replace(home, dp=dp) for dp in valid),
@@ -131,7 +134,7 @@ class Run:
             name="Scheduler",
             restart=ra.Restart(max=5),
         )
-        await self.orders.sender.publish(Orders())
+        await self.orders.sender.publish(Orders(stopped=topology.guests))
         self._ends = [
             channels.requests.receiver.open(),
             channels.samples.sender.open(),
@@ -139,7 +142,7 @@ class Run:
             self.groups.receiver.open(),
             self.reports.receiver.open(),  # a scheduler that dies is not the last to read them
         ]
-        self.serving = channels.serve(self.rollouts, [0, 1])
+        self.serving = channels.serve(self.rollouts, range(len(self._instances)))
         self.following: list[Any] = [
             self.actors.call(
                 FSDPActor.follow_scheduler,

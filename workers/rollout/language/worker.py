@@ -30,7 +30,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rlinf_async.backends.language import EngineDied, GenerationEngine, ModelOutputError
+from rlinf_async.backends.language import (
+    EngineDied,
+    GenerationEngine,
+    ModelOutputError,
+    Resizable,
+)
 from rlinf_async.channels import EndOfChannel, LatestReceiver, Lease, Receiver, Sender
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Sample, Tokens, WeightsTaken
@@ -41,6 +46,7 @@ from rlinf_async.workers.rollout.language.live import LiveEngine
 from rlinf_async.workers.rollout.language.taking import Taking
 from rlinf_async.workers.scheduler.messages import (
     EndedCount,
+    InstanceNews,
     InstanceReport,
     Orders,
     RequestCount,
@@ -119,7 +125,11 @@ class LanguageRolloutWorker(Worker):
         """names of the requests that are to be handed back"""
         self._handed_back = self._samples = self._tokens = 0
         self._ended: list[EndedCount] = []
-        """since the last report to a scheduler, where there is one"""
+        """since the last message to a scheduler, where there is one"""
+        self._began: list[str] = []
+        """requests that were taken since then, where few instances take any"""
+        self._news = asyncio.Event()
+        self._orders = Orders()
         self._requests: Receiver[Request] | None = None
         """while it serves"""
 
@@ -290,26 +300,55 @@ class LanguageRolloutWorker(Worker):
 
         Reports once for each of its orders that is carried out, with the `progress`.
         """
+        async with task_group() as group:
+            telling = group.create_task(self._tell(reports))
+            await self._follow_orders(orders, reports)
+            telling.cancel()
+        self._told.set()
+        self._taking.open()  # nothing is requested any more: `serve` sees the end
+
+    async def _follow_orders(
+        self, orders: LatestReceiver[Orders], reports: Sender[SchedulerReport]
+    ) -> None:
         seen, stopped = 0, False
         while True:
             try:
-                newest = await orders.get(newer_than=seen)
+                newest = self._orders = await orders.get(newer_than=seen)
             except EndOfChannel:
-                break
+                return
             seen = orders.version
             before = self._handed_back
             if self.rank in newest.stopped:
                 await self.offload(newest.migrate)
                 stopped = True
-            elif stopped:
-                await self.onload()
+            else:
+                await self._use_devices(newest)
+                if stopped:
+                    await self.onload()
                 stopped = False
-            if not stopped:
                 await self._share_out(newest)
             self._told.set()
             await reports.put(await self._report(newest, self._handed_back - before))
-        self._told.set()
-        self._taking.open()  # nothing is requested any more: `serve` sees the end
+
+    async def _tell(self, reports: Sender[SchedulerReport]) -> None:
+        """Send news, without being asked."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._ended or self._began:
+                ended, self._ended = self._ended, []
+                began, self._began = self._began, []
+                await reports.put(
+                    InstanceNews(instance=self.rank, ended=tuple(ended), began=tuple(began))
+                )
+
+    async def _use_devices(self, orders: Orders) -> None:
+        """Serve on other devices than before, where the engine can."""
+        engine = self._live.engine
+        if isinstance(engine, Resizable):
+            await engine.resize(
+                next((len(one.devices) for one in orders.wider if one.instance == self.rank), 0)
+            )
 
     async def _share_out(self, orders: Orders) -> None:
         """Hand requests back that move to another worker; take some, or leave them to others."""
@@ -358,6 +397,9 @@ class LanguageRolloutWorker(Worker):
             work = self._answer(lease, held.pop_all(), samples, report)
             task = answering.create_task(work, name=f"{self.name} {request.name}")
             self._answering[task] = request
+            if self._orders.takers is not None:
+                self._began.append(request.name)
+                self._news.set()
             task.add_done_callback(self._answering.pop)
         return True
 
@@ -423,11 +465,14 @@ class LanguageRolloutWorker(Worker):
             EndedCount(
                 group=request.group,
                 tokens=tokens,
+                name=request.name,
+                iteration=request.iteration,
                 made=tokens - brought,
                 seconds=seconds,
                 running=(running + self._running()) / 2,
             )
         )
+        self._news.set()
 
     def _running(self) -> int:
         return min(len(self._answering), self._live.engine.max_concurrent)

@@ -1,0 +1,241 @@
+"""`Control`: the scheduler's orders go out, reports come in, and waits for them have a limit.
+
+Invariant: every report is noted once, by the one task that reads, in the order in which they came;
+whoever waits looks again after each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from logging import Logger, LoggerAdapter
+from typing import Any
+
+import msgspec
+
+from rlinf_async.channels import (
+    ChannelClosed,
+    EndOfChannel,
+    LatestReceiver,
+    LatestSender,
+    Receiver,
+)
+from rlinf_async.scheduling import Resume, instance_name
+from rlinf_async.workers.scheduler.config import SchedulingConfig, Topology
+from rlinf_async.workers.scheduler.messages import (
+    ActorChanged,
+    ActorReady,
+    Boundary,
+    DevicesReport,
+    HandBack,
+    InstanceNews,
+    InstanceReport,
+    Orders,
+    SchedulerReport,
+)
+from rlinf_async.workers.scheduler.rates import MeasuredRates
+from rlinf_async.workers.scheduler.seen import Seen
+
+
+class Control:
+    """What is ordered, and what is known.
+
+    Args:
+        topology: who was launched on which devices.
+        config: limits, and what is known before.
+        incarnation: of the scheduler.
+        log: of the scheduler.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        config: SchedulingConfig,
+        incarnation: int,
+        log: Logger | LoggerAdapter[Any],
+    ) -> None:
+        self._config, self._topology = config, topology
+        self._incarnation, self._log = incarnation, log
+        self.seen = Seen(topology, config.lengths)
+        self.rates = MeasuredRates(config.rates)
+        self.newest = Orders()
+        self.actor: ActorReady | None = None
+        """where the actor is, and what it has, as it said last"""
+        self.is_open = False
+        """the actor waits at a boundary"""
+        self.asks = False
+        """it has come to a boundary at which nobody was asked yet"""
+        self.devices: list[DevicesReport] = []
+        """that nobody has seen to"""
+        self.fresh = 0
+        """responses that were finished since the policy was asked"""
+        self.unanswered = 0
+        """waits that ended without an answer"""
+        self._changed: dict[int, ActorChanged] = {}
+        """by rank"""
+        self._began: set[str] = set()
+        self._over = False
+        self._news = asyncio.Event()
+
+    # -- orders -------------------------------------------------------------------------------
+
+    async def open(self, orders: LatestSender[Orders], newest: LatestReceiver[Orders]) -> None:
+        """Go on from the newest orders: every instance reports, and says whether it serves."""
+        self._orders = orders
+        self.newest = await newest.get(newer_than=0)
+        await self.publish()
+
+    async def publish(
+        self,
+        *,
+        takers: tuple[int, ...] | None = None,
+        hand_back: tuple[HandBack, ...] = (),
+        stopped: Collection[int] | None = None,
+        wider: tuple[Resume, ...] | None = None,
+        reason: str = "",
+    ) -> None:
+        """Publish the next orders. What is not said here stays as it was, but for what moves from
+        one instance to another: then all take requests."""
+        last = self.newest
+        self._began.clear()
+        self.newest = msgspec.structs.replace(
+            last,
+            sequence=last.sequence + 1,
+            scheduler=self._incarnation,
+            stopped=last.stopped if stopped is None else tuple(sorted(stopped)),
+            migrate=self._config.on_stop == "migrate",
+            wider=last.wider if wider is None else wider,
+            takers=takers,
+            hand_back=hand_back,
+            reason=reason,
+        )
+        await self._orders.publish(self.newest)
+
+    async def order_actor(
+        self,
+        boundary: Boundary,
+        *,
+        strategy: Any = None,
+        holds: bool = True,
+        goes_on: bool = True,
+        reason: str = "",
+    ) -> None:
+        """Tell the actor at this boundary what to be, and whether to go on."""
+        self.newest = msgspec.structs.replace(
+            self.newest, boundary=boundary, strategy=strategy, holds=holds, goes_on=goes_on
+        )
+        if goes_on and self.actor is not None and self.actor.boundary == boundary:
+            self.is_open = False
+        await self.publish(reason=reason)
+
+    # -- reports ------------------------------------------------------------------------------
+
+    async def read(self, reports: Receiver[SchedulerReport]) -> None:
+        """Note every report until nobody sends any more."""
+        try:
+            while True:
+                self._note(await reports.get())
+                self._wake()
+        except (EndOfChannel, ChannelClosed):
+            self._over = True
+            self._wake()
+
+    def _wake(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def _note(self, report: SchedulerReport) -> None:
+        match report:
+            case InstanceReport():
+                self.seen.note(report)
+                self._note_ended(report)
+            case InstanceNews():
+                self._began.update(report.began)
+                self._note_ended(report)
+            case ActorReady():
+                self.actor, self.is_open, self.asks = report, True, True
+                self.rates.trained(report.tokens, report.seconds, report.strategy)
+            case ActorChanged():
+                self._changed[report.rank] = report
+            case DevicesReport():
+                self.devices.append(report)
+
+    def _note_ended(self, report: InstanceReport | InstanceNews) -> None:
+        self.seen.note_ended(report.ended)
+        self.rates.decoded(report.ended)
+        self.fresh += len(report.ended)
+
+    # -- waiting ------------------------------------------------------------------------------
+
+    async def until(self, condition: Callable[[], bool], seconds: float | None) -> bool:
+        """Wait until a condition holds; False if it does not within so many seconds.
+
+        Raises `EndOfChannel` once nobody reports any more.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                while not condition():
+                    if self._over:
+                        raise EndOfChannel("reports")
+                    await self._news.wait()
+        except TimeoutError:
+            return condition()
+        return True
+
+    async def gather(self, instances: Collection[int], seconds: float, what: str) -> set[int]:
+        """Wait until these instances have carried out the newest orders; those that have not."""
+        sequence, among = self.newest.sequence, set(instances)
+
+        def missing() -> set[int]:
+            return self.seen.missing(sequence, among)
+
+        if await self.until(lambda: not missing(), seconds):
+            return set()
+        self.unanswered += 1
+        names = ", ".join(instance_name(one) for one in sorted(missing()))
+        self._log.warning(
+            "%s did not %s within %g s; everything else stays as it is", names, what, seconds
+        )
+        return missing()
+
+    async def begun(self, names: Collection[str], count: int, seconds: float) -> set[str]:
+        """Wait until so many of these requests have begun, after the newest orders; those that
+        have."""
+        await self.until(lambda: len(self._began.intersection(names)) >= count, seconds)
+        return self._began.intersection(names)
+
+    async def changed(self) -> list[ActorChanged] | None:
+        """Wait until every rank of the actor has said what came of the newest orders; None: one has
+        not, and nobody knows. The boundary of the actor is then as it was."""
+        sequence, boundary = self.newest.sequence, self.newest.boundary
+        workers = self._topology.workers or len(self._topology.actor)
+
+        def said() -> list[ActorChanged]:
+            here = (self._changed[rank] for rank in sorted(self._changed))
+            return [one for one in here if one.sequence >= sequence and one.boundary == boundary]
+
+        def answered() -> bool:
+            return len(said()) == workers
+
+        def left() -> bool:  # rank 0 is at another boundary, and has said nothing of this one
+            elsewhere = self.is_open and self.actor is not None and self.actor.boundary != boundary
+            return elsewhere and all(one.rank for one in said())
+
+        limit = self._config.change_seconds
+        await self.until(lambda: answered() or left(), limit)
+        found = said()
+        if answered():
+            first = found[0]
+            if self.actor is not None:
+                self.actor = msgspec.structs.replace(
+                    self.actor, strategy=first.strategy, holds=first.holds
+                )
+            return found
+        self.unanswered += 1
+        self._log.warning(
+            "ranks %s of the actor did not say whether they have changed (limit: %g s); rollout "
+            "workers that have stopped stay so until it is known what it holds",
+            sorted(set(range(workers)) - {one.rank for one in found}),
+            limit,
+        )
+        return None
