@@ -34,6 +34,15 @@ class ModelOutputError(RuntimeError):
 
 
 @runtime_checkable
+class CountsTokens(Protocol):
+    """An engine that can say how far its requests are without giving their tokens."""
+
+    async def made(self) -> dict[str, int]:
+        """Return the tokens of each response so far, by the name of its request."""
+        ...
+
+
+@runtime_checkable
 class Resizable(Protocol):
     """An engine that can serve on other devices than those it was made for."""
 

@@ -110,7 +110,7 @@ class ActorState(msgspec.Struct, frozen=True, kw_only=True):
         return self.mini_batches - self.mini_batches_done
 
 
-class Rates(msgspec.Struct, frozen=True, kw_only=True):
+class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds that work takes, as measured or calibrated. 0: not known."""
 
     decode_seconds: float = 0.0

@@ -3,11 +3,12 @@
 ::
 
     Source --Request--> SimulatedRollout --Sample--> Scorer --ScoredSample--> Collector
-      ^                      ^                         +--> SimulatedInference ---^
-      ^                      ^                                                   |
-      |                      +------ WeightUpdate ------ SimulatedActor <--SampleGroup
-      +---- version ----                                       ^
-                              World: policy, ledger, decisions +
+      ^                  ^       ^                     +--> SimulatedInference ---^ |
+      |                  |       +---- WeightUpdate ---- SimulatedActor         Dispatcher
+      +---- version ---- |                                ^    ^                    |
+                         +-- Orders -- SimulatedScheduler +    +----SampleGroup-----+
+
+The scheduler's own channels are those of a job with a scheduler: see ``runtime/jobs/language``.
 """
 
 from __future__ import annotations
@@ -36,22 +37,31 @@ from rlinf_async.messages.language import (
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.cluster import Cluster
+from rlinf_async.runtime.jobs.language.dispatch import Dispatcher
 from rlinf_async.runtime.jobs.language.samples import Collector, Ledger, Source
 from rlinf_async.scheduling import ScalingDecision
 from rlinf_async.simulate.bound import by_cause
 from rlinf_async.simulate.config import SimulationConfig
 from rlinf_async.simulate.faults import Faults
+from rlinf_async.simulate.site import Site
 from rlinf_async.simulate.usage import Moment
 from rlinf_async.simulate.workers import (
     Scorer,
     SimulatedActor,
     SimulatedInference,
     SimulatedRollout,
+    SimulatedScheduler,
 )
-from rlinf_async.simulate.world import World
 from rlinf_async.testing import VirtualLoop, run_on
 from rlinf_async.workers.actor.config import LanguageBatches
 from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
+from rlinf_async.workers.scheduler import (
+    DataShare,
+    DevicesReport,
+    Orders,
+    SchedulerReport,
+    Verdict,
+)
 
 OnStep = Callable[[int, float], None]
 """called after each iteration, with its number and virtual time"""
@@ -189,18 +199,17 @@ async def _main(
     check: bool,
 ) -> Record:
     async with Cluster.local(deadlock_after=None) as cluster:
-        run = SimulatedRun(cluster, config, report)
-        run.world.checked = check
+        run = SimulatedRun(cluster, config, report, check=check)
         await run.launch()
         await run.train(on_step or (lambda number, seconds: None))
         spans = await cluster.spans() if with_spans else []
         return Record(
-            result=run.result(),
+            result=await run.result(),
             spans=spans,
-            decisions=run.world.decisions,
+            decisions=run.site.decisions,
             trained=run.trained,
             lengths=run.lengths,
-            history=run.world.usage.history,
+            history=run.site.usage.history,
         )
 
 
@@ -208,9 +217,14 @@ class SimulatedRun:
     """The graph, and its steps."""
 
     def __init__(
-        self, cluster: Cluster, config: SimulationConfig, report: Callable[[str], None]
+        self,
+        cluster: Cluster,
+        config: SimulationConfig,
+        report: Callable[[str], None],
+        *,
+        check: bool = False,
     ) -> None:
-        self._cluster, self._config = cluster, config
+        self._cluster, self._config, self._report = cluster, config, report
         ahead = config.work.max_staleness + 1
         room = 2 * config.samples * ahead
         self.requests: Channel[Request] = cluster.channel(
@@ -230,7 +244,13 @@ class SimulatedRun:
         self.taken: Channel[WeightsTaken] = cluster.channel(
             WeightsTaken, name="weights taken", capacity=16 * config.hardware.devices
         )
-        self.world = World(config, report)
+        self.orders: Latest[Orders] = cluster.latest(Orders, name="orders")
+        self.verdicts: Latest[Verdict] = cluster.latest(Verdict, name="verdicts")
+        self.told: Channel[SchedulerReport] = cluster.channel(
+            SchedulerReport, name="scheduler reports", capacity=64 * config.hardware.devices
+        )
+        self.shares: Channel[DataShare] = cluster.channel(DataShare, name="shares", capacity=8)
+        self.site = Site(config, checked=check)
         self.ledger = Ledger(
             prompts=config.prompts,
             group_size=config.work.group_size,
@@ -245,8 +265,20 @@ class SimulatedRun:
             version=0,
             iterations=config.work.iterations,
         )
+        self.dispatcher = Dispatcher(
+            self.groups.sender,
+            self.shares.receiver,
+            batch=config.prompts // config.work.mini_batches,
+            batches=config.work.mini_batches,
+            samples=config.samples,
+        )
         self.collector = Collector(
-            self.ledger, self.scored.receiver, self.groups.sender, ranks=1, version=0
+            self.ledger,
+            self.scored.receiver,
+            self.groups.sender,
+            ranks=1,
+            version=0,
+            dispatcher=self.dispatcher,
         )
         self.trained: list[str] = []
         """names of all samples that were trained"""
@@ -254,8 +286,11 @@ class SimulatedRun:
         """response tokens of those, by iteration"""
         self._reports: list[LanguageTrainReport] = []
         self._step_seconds: list[float] = []
-        self._faults = Faults(config, self.world)
+        self._faults = Faults(config, self.site, self._tell)
         self._next_prompt = 0
+
+    async def _tell(self, report: DevicesReport) -> None:
+        await self.told.sender.put(report)
 
     def _prompts(self, count: int) -> Sequence[Prompt]:
         first, self._next_prompt = self._next_prompt, self._next_prompt + count
@@ -267,13 +302,16 @@ class SimulatedRun:
 
     async def launch(self) -> None:
         """Start all workers; everybody is at home."""
-        config, world = self._config, self.world
-        self.rollout = await self._cluster.launch(
+        config, site, launch = self._config, self.site, self._cluster.launch
+        self.scheduler = await self._cluster.launch_one(
+            SimulatedScheduler, site, self._report, name="scheduler"
+        )
+        self.rollout = await launch(
             SimulatedRollout,
-            world,
+            site,
             config.generation,
             LanguageRolloutConfig(seed=config.seed, engine_restarts=1_000_000),
-            count=len(world.homes),
+            count=len(site.topology.instances),
             name="rollout",
         )
         batches = LanguageBatches(
@@ -282,29 +320,33 @@ class SimulatedRun:
             optimizer_steps=config.work.mini_batches,
             micro_batch_size=config.work.group_size,
         )
-        self.actor = await self._cluster.launch_one(
+        self.actor = await launch(
             SimulatedActor,
-            world,
+            site,
             config.actor,
             batches,
             config.work.max_staleness,
             pipelined=config.work.pipelined,
+            count=site.topology.workers,
             name="actor",
         )
-        self.scorer = await self._cluster.launch_one(Scorer, world, config.env, name="reward")
+        home = config.hardware.actor_devices
+        await self.actor.call(SimulatedActor.init_trainer_resharding, home)
+        self.scorer = await self._cluster.launch_one(Scorer, site, config.env, name="reward")
         self.inference = await self._cluster.launch_one(
-            SimulatedInference, world, config.inference, name="inference"
+            SimulatedInference, site, config.inference, name="inference"
         )
-        world.samples = self.ledger
-        world.group, world.requests, world.groups = self.rollout, self.requests, self.groups
 
     async def train(self, on_step: OnStep) -> None:
         """Run all iterations."""
         with ExitStack() as ends:  # this process's own ends, open between two calls
             ends_here = (self.scored.receiver, self.requests.receiver, self.groups.receiver)
-            for end in (*ends_here, self.groups.sender):
+            for end in (*ends_here, self.told.receiver, self.shares.receiver):
                 ends.enter_context(end)
-            ends.enter_context(self.requests.sender)
+            for sender in (self.groups.sender, self.requests.sender):
+                ends.enter_context(sender)
+            self.told.sender.open()  # closed at the end, which ends the scheduler
+            ends.enter_context(self.shares.sender)
             await self._train(on_step)
 
     async def _train(self, on_step: OnStep) -> None:
@@ -322,59 +364,91 @@ class SimulatedRun:
         inferring = inferred and self.inference.call(
             SimulatedInference.log_probs, self.unchecked.receiver, self.scored.sender
         )
-        await self.world.open()
+        following = await self._follow()
         background = [
             asyncio.create_task(one)
             for one in (
                 self.collector.run(),
+                self.dispatcher.run(),
                 self._drop_taken(),
-                self.world.follow(),
                 self._faults.run(),
             )
         ]
-        self.world.settle()
-        await self.actor.call(SimulatedActor.sync_model_to_rollout, self.weights.sender)
-        self.world.usage.restart()
+        self.site.settle()
+        await self._publish()
+        self.site.usage.restart()
         source: asyncio.Task[None] | None = None
         for number in range(self._config.work.iterations):
             began = loop.time()
             if source is None:
                 source = asyncio.create_task(self.source.run())
             self.source.trained(number)
-            await self.world.begin(number)
-            report = await self.actor.call(
+            self.site.iteration = number
+            reports = await self.actor.call(
                 SimulatedActor.run_training_pipeline, self.groups.receiver
             )
-            await self.world.end()
             if number == self._config.work.iterations - 1:
-                self.world.settle()  # nobody waits until its weights are loaded
-            await self.actor.call(SimulatedActor.sync_model_to_rollout, self.weights.sender)
-            self._account(report, number)
+                self.site.settle()  # nobody waits until its weights are loaded
+            await self._publish()
+            self._account(reports, number)
             gc.collect(0)  # what is new
             self._step_seconds.append(loop.time() - began)
             on_step(number, loop.time())
         assert source is not None
         await source
-        self.world.close()
+        await self.orders.sender.close()
+        await self.verdicts.sender.close()
+        for call in following[:2]:
+            await call
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
+        self.told.sender.close()
+        await following[2]  # the scheduler: nobody reports any more
         del serving, scoring, inferring
+
+    async def _publish(self) -> None:
+        await self.actor.call(SimulatedActor.sync_model_to_rollout, self.weights.sender)
+
+    async def _follow(self) -> tuple[Any, ...]:
+        """Have everyone follow the scheduler; the guests on the actor's devices are stopped."""
+        orders, told = self.orders, self.told
+        await orders.sender.publish(Orders(stopped=self.site.topology.guests))
+        return (
+            self.actor.call(
+                SimulatedActor.follow_scheduler,
+                orders.receiver,
+                told.sender,
+                self.verdicts.sender,
+                self.verdicts.receiver,
+                self.shares.sender,
+                self.site.scheduler.config.patience,
+            ),
+            self.rollout.call(SimulatedRollout.follow_scheduler, orders.receiver, told.sender),
+            self.scheduler.call(
+                SimulatedScheduler.run,
+                orders.sender,
+                orders.receiver,
+                told.receiver,
+                self.requests.receiver,
+            ),
+        )
 
     async def _drop_taken(self) -> None:
         async for _ in self.taken.receiver:
             pass
 
-    def _account(self, report: LanguageTrainReport, number: int) -> None:
-        self._reports.append(report)
+    def _account(self, reports: Sequence[LanguageTrainReport], number: int) -> None:
+        self._reports += reports
         samples = [one.sample for group in self.collector.trained(number) for one in group]
         self.trained += [one.request.name for one in samples]
         self.lengths.append([len(one.generated.token_ids) for one in samples])
-        self.world.check()
+        self.site.check_home()
 
-    def result(self) -> Simulated:
+    async def result(self) -> Simulated:
         """What came of it."""
-        config, world = self._config, self.world
+        config, site = self._config, self.site
+        migrated, fault = await self.scheduler.call(SimulatedScheduler.decisions)
         tokens = sum(one.response_tokens for one in self._reports)
         lags = sum(one.lag_mean * one.response_tokens for one in self._reports)
         return Simulated(
@@ -384,15 +458,15 @@ class SimulatedRun:
             samples=len(self.trained),
             seconds=sum(self._step_seconds),
             step_seconds=self._step_seconds,
-            bubbles=world.usage.bubbles(),
+            bubbles=site.usage.bubbles(),
             lag_mean=lags / max(tokens, 1),
             lag_max=max((one.lag_max for one in self._reports), default=0),
             tokens=tokens,
-            decisions=len(world.decisions),
-            migrated=world.migrated,
+            decisions=len(site.decisions),
+            migrated=migrated,
             crashes=self._faults.crashes,
             lost_hosts=self._faults.lost_hosts,
             price=config.hardware.price,
-            fault=world.policy.fault,
-            spent=by_cause(config, self.lengths, world.usage.spent, sum(self._step_seconds)),
+            fault=fault,
+            spent=by_cause(config, self.lengths, site.usage.spent, sum(self._step_seconds)),
         )

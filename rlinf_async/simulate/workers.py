@@ -2,85 +2,45 @@
 
 ::
 
-    SimulatedRollout   `LanguageRolloutWorker` over `CostEngine`: taking, leases, interruption,
-                       weights in flight, engines that die are its own
-    SimulatedActor     `LanguageActor` over `CostTrainer`; one worker stands for all ranks, and lets
-                       the seconds of a mini-batch pass where the real one has its compute thread
-    Scorer             lets the time of environment steps pass, and scores, as a reward worker does
-    SimulatedInference lets the time of log-probs pass, on devices of its own
+    SimulatedRollout    `LanguageRolloutWorker` over `CostEngine`
+    SimulatedActor      `LanguageActor` over `CostTrainer`, one for each copy of the model: it
+                        stands for the tensor-parallel ranks, which do the same at the same time
+    SimulatedScheduler  `SchedulerWorker`
+    Scorer              lets the time of environment steps pass, and scores, as a reward worker does
+    SimulatedInference  lets the time of log-probs pass, on devices of its own
+
+What they override tells the `Site` what happens, or says where time goes; nothing is decided here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rlinf_async.backends.cost.config import EnvCostConfig, InferenceCostConfig
 from rlinf_async.backends.cost.engine import CostEngine
 from rlinf_async.backends.cost.trainer import CostTrainer
 from rlinf_async.backends.language import GenerationEngine
-from rlinf_async.channels import LatestSender, Receiver, Sender
-from rlinf_async.messages.language import (
-    LanguageTrainReport,
-    Request,
-    Sample,
-    SampleGroup,
-    Scored,
-    ScoredSample,
-)
-from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.channels import Receiver, Sender
+from rlinf_async.messages.language import Sample, Scored, ScoredSample
+from rlinf_async.scheduling import ClusterState, ScalingDecision, safe
+from rlinf_async.simulate.site import Site, scheduling
 from rlinf_async.workers.actor.iteration import Batches, Iteration, Waiting
 from rlinf_async.workers.actor.language import LanguageActor
 from rlinf_async.workers.base import Worker
-from rlinf_async.workers.rollout.language.worker import (
-    AHEAD,
-    LanguageRolloutReport,
-    LanguageRolloutWorker,
-)
-
-
-class Site(Protocol):
-    """What the workers need to know of their run, and tell it."""
-
-    rollouts: dict[int, SimulatedRollout]
-    actor: SimulatedActor
-    holds: bool
-    """whether the actor holds its devices"""
-    collected: int
-    """samples of the next mini-batch that the actor has"""
-
-    def fit(self, number: int, engine: CostEngine) -> None:
-        """Tell a new engine of an instance which devices it has."""
-
-    def finished_sample(self, sample: Sample) -> None:
-        """Note that a sample was generated."""
-
-    async def boundary(self, arrived: int) -> None:
-        """Change what is to be changed before the next mini-batch, and wait for devices."""
-
-    async def publishing(self, seconds: float) -> None:
-        """Let the time of gathering the weights of a version pass."""
-
-    def inferring(self, tokens: int) -> AbstractContextManager[float]:
-        """Return the context in which log-probs are computed, with its seconds."""
-        ...
-
-    def mini_batch(self) -> AbstractAsyncContextManager[None]:
-        """Return the context in which the actor trains, and does not change."""
-        ...
+from rlinf_async.workers.rollout.language.worker import LanguageRolloutWorker
+from rlinf_async.workers.scheduler import SchedulerWorker
 
 
 class SimulatedRollout(LanguageRolloutWorker):
     """One rollout instance."""
 
-    def __init__(self, world: Any, engine: Any, config: Any) -> None:
-        super().__init__(engine, config, backend="cost")
-        self._world: Site = world
-        self._took = asyncio.Event()
-        world.rollouts[self.rank] = self
+    def __init__(self, site: Site, engine: Any, config: Any) -> None:
+        super().__init__(engine, config, backend="cost", scheduled=True)
+        self._site = site
+        site.rollouts[self.rank] = self
 
     @property
     def engine(self) -> CostEngine:
@@ -90,167 +50,113 @@ class SimulatedRollout(LanguageRolloutWorker):
         return engine
 
     def make_engine(self) -> GenerationEngine:
-        """Make an engine for the devices that this instance holds."""
+        """Make an engine for the devices that this instance has."""
         made = super().make_engine()
         assert isinstance(made, CostEngine)
-        self._world.fit(self.rank, made)
+        wider = (one.devices for one in self._orders.wider if one.instance == self.rank)
+        self._site.fit(self.rank, made, next(wider, ()))
         return made
-
-    async def stop(self) -> int:
-        """Put what is here back, and release the devices; returns how many were put back."""
-        count = await self.interrupt()
-        await self.offload()
-        return count
-
-    async def begin(self, width: float) -> None:
-        """Serve, on ``width`` times the devices of home."""
-        self.engine.change(width=width)
-        await self.onload()
-
-    async def hand_over(self, names: list[str]) -> int:
-        """Put these requests back, and take none until `resume`; returns how many were put back."""
-        return await self.interrupt(names)
-
-    async def hold(self) -> None:
-        """Take no requests until `resume`; those that are here go on."""
-        await self._taking.close()
-
-    async def has_taken(self, names: set[str]) -> None:
-        """Wait until as many of these requests are here as there is room for."""
-        engine = self.engine
-        room = engine.max_concurrent + engine.max_concurrent // AHEAD - len(self._here())
-        wanted = min(len(names), room)
-        while sum(one.name in names for _, one in self._here()) < wanted:
-            self._took.clear()
-            await self._took.wait()
-
-    async def _start_next(
-        self,
-        requests: Receiver[Request],
-        samples: Sender[Sample],
-        room: asyncio.Semaphore,
-        answering: asyncio.TaskGroup,
-        report: LanguageRolloutReport,
-    ) -> bool:
-        began = await super()._start_next(requests, samples, room, answering, report)
-        self._took.set()
-        return began
-
-    async def widen(self, width: float) -> None:
-        """Go on with other devices: all requests stop for as long as that takes."""
-        self.engine.change(width=width)
-        self.engine.stall(2 * self.engine.config.move_seconds, "moving")
 
 
 class SimulatedIteration(Iteration):
-    """Trains the mini-batches of one iteration in virtual time."""
+    """Trains what arrives of a mini-batch while the rest of it is generated."""
 
-    world: Site
-    """set by whoever makes it"""
-    pipelined = False
-
-    async def _epoch(self, batches: Batches | None, waiting: Waiting) -> list[Mapping[str, float]]:
-        assert batches is not None
+    async def _stepped(
+        self, batches: Batches | None, waiting: Waiting, loop: asyncio.AbstractEventLoop
+    ) -> Mapping[str, float]:
         trainer = self._trainer
+        assert batches is not None
         assert isinstance(trainer, CostTrainer)
-        steps: list[Mapping[str, float]] = []
-        loop = asyncio.get_running_loop()
-        for _ in range(self._sizes.num_global_batches):
-            count, later = 0, list[int]()
-            ahead = Ahead(trainer, loop.time())
+        count, arriving = 0, batches.global_batch()
+        while True:
             with waiting():
-                async for batch in batches.global_batch():
-                    tokens = [one.tokens for one in batch.samples]
-                    count += len(tokens)
-                    self.world.collected = count
-                    if self.pipelined and self.world.holds:
-                        ahead.arrived(sum(tokens), loop.time())
-                    else:
-                        later += tokens
-                await self.world.boundary(arrived=count)
-            async with self.world.mini_batch():
-                seconds = trainer.seconds(later) + trainer.config.step_seconds
-                await asyncio.sleep(ahead.left(loop.time()) + seconds)
-            steps.append({"samples_trained": float(count)})
-        return steps
-
-
-class Ahead:
-    """What an actor trains of a mini-batch while the rest of it is generated.
-
-    Groups go to the data ranks in turn, as they arrive (see `Dispatcher`); each rank trains what it
-    has, one after the other.
-    """
-
-    def __init__(self, trainer: CostTrainer, now: float) -> None:
-        self._trainer = trainer
-        self._groups = 0
-        """that have arrived"""
-        self._free = [now] * trainer.strategy.dp
-        """time at which each data rank has trained what it has"""
-
-    def arrived(self, tokens: int, now: float) -> None:
-        """A group is here, with so many tokens."""
-        rank = self._groups % len(self._free)
-        self._groups += 1
-        self._free[rank] = max(self._free[rank], now) + self._trainer.rank_seconds(tokens)
-
-    def left(self, now: float) -> float:
-        """Return the seconds until all of it is trained, by the ranks that there are now."""
-        left = max(0.0, max(self._free) - now)
-        return left * len(self._free) / self._trainer.strategy.dp
+                batch = await anext(arriving, None)
+            if batch is None:
+                break
+            await self._worker.compute(trainer.micro_batch, batch.samples)
+            self._tokens += sum(one.tokens for one in batch.samples)
+            count += len(batch.samples)
+        await self._worker.compute(trainer.optimizer_step)
+        return {"samples_trained": float(count)}
 
 
 class SimulatedActor(LanguageActor):
-    """All ranks of the actor."""
+    """All ranks of one copy of the model."""
 
     def __init__(
-        self,
-        world: Any,
-        trainer: Any,
-        batches: Any,
-        max_staleness: int,
-        *,
-        pipelined: bool = False,
+        self, site: Site, trainer: Any, batches: Any, max_staleness: int, *, pipelined: bool
     ) -> None:
-        super().__init__(trainer, batches, backend="cost", max_staleness=max_staleness)
-        self._world: Site = world
-        self._pipelined = pipelined
-        world.actor = self
+        self.stands_for = site.config.hardware.actor_tp
+        super().__init__(
+            trainer, batches, backend="cost", max_staleness=max_staleness, scheduled=True
+        )
+        self._site, self._pipelined = site, pipelined
+        site.actors[self.rank] = self
 
     @property
     def trainer(self) -> CostTrainer:
         """The trainer."""
-        assert isinstance(self._trainer, CostTrainer)
-        return self._trainer
+        return self._trainer  # type: ignore[return-value]  # `make_trainer` makes it
 
-    async def run_training_pipeline(
-        self, input_channel: Receiver[SampleGroup]
-    ) -> LanguageTrainReport:
-        """Train on one iteration while it arrives. See `LanguageActor.run_training_pipeline`."""
-        async with self._one_iteration() as iteration:
-            return await iteration.train_arriving(input_channel)
+    @property
+    def collects(self) -> bool:  # type: ignore[override]  # a setting of each run here
+        """Whether it trains whole mini-batches only."""
+        return not self._pipelined
 
-    async def sync_model_to_rollout(self, weights: LatestSender[WeightUpdate]) -> int:
-        """Publish the present version, which takes its time, too."""
-        await self._world.publishing(self.trainer.config.publish_seconds)
-        return await super().sync_model_to_rollout(weights)
+    def make_trainer(self) -> CostTrainer:
+        """Make the trainer of all ranks that this one stands for."""
+        return CostTrainer(self._config, self.world_size, self.rank, tp=self.stands_for)
 
-    @asynccontextmanager
-    async def _one_iteration(self) -> AsyncIterator[SimulatedIteration]:
-        async with self.training():
-            iteration = SimulatedIteration(
-                self, self._trainer, self._sizes, epochs=1, max_staleness=self._max_staleness
-            )
-            iteration.world, iteration.pipelined = self._world, self._pipelined
-            yield iteration
+    def _iteration(self) -> Iteration:
+        kind = SimulatedIteration if self._pipelined else Iteration
+        return kind(
+            self,
+            self._trainer,
+            self._sizes,
+            epochs=self._batches.epochs,
+            max_staleness=self._max_staleness,
+        )
+
+    async def boundary(self, done: int, tokens: int = 0, seconds: float = 0.0) -> None:
+        """Go on once all have trained, and it is known how."""
+        if self.active:
+            await self._site.gradients.wait(self.active_world_size // self.stands_for)
+        self._account()
+        await super().boundary(done, tokens, seconds)
+        self._account()
+
+    def _account(self) -> None:
+        for cause, seconds in self.trainer.take_spent().items():
+            self._site.spent(cause, seconds * self.stands_for)
+
+
+class SimulatedScheduler(SchedulerWorker):
+    """The scheduler, watched."""
+
+    def __init__(self, site: Site, report: Callable[[str], None]) -> None:
+        super().__init__(site.topology, scheduling(site.config))
+        self._site = site
+        self.policy = safe(self.make_policy(), self.config.policy, report)
+        site.scheduler = self
+
+    def devices_moved(self) -> None:
+        """Account for it."""
+        self._site.devices_moved()
+
+    def decided(self, state: ClusterState, decision: ScalingDecision) -> None:
+        """Note it."""
+        self._site.decided(state, decision)
+
+    async def decisions(self) -> tuple[int, str]:
+        """Return the requests that were handed back, and why the policy was given up."""
+        return self._changes.summary.migrated, self.policy.fault
 
 
 class Scorer(Worker):
     """Runs the environment of every sample, and scores it."""
 
-    def __init__(self, world: Any, env: EnvCostConfig) -> None:
-        self._world: Site = world
+    def __init__(self, site: Site, env: EnvCostConfig) -> None:
+        self._site = site
         self._env = env
 
     async def score(self, samples: Receiver[Sample], scored: Sender[ScoredSample]) -> int:
@@ -260,7 +166,7 @@ class Scorer(Worker):
         async with asyncio.TaskGroup() as group:
             async for sample in samples:
                 count += 1
-                self._world.finished_sample(sample)
+                self._site.finished_sample(sample)
                 one = ScoredSample(sample=sample, outcome=Scored(reward=float(count % 2)))
                 if self._env.seconds:
                     group.create_task(self._score_later(one, room, scored))
@@ -279,8 +185,8 @@ class Scorer(Worker):
 class SimulatedInference(Worker):
     """Computes log-probs of every sample, on devices of its own."""
 
-    def __init__(self, world: Any, config: InferenceCostConfig) -> None:
-        self._world: Site = world
+    def __init__(self, site: Site, config: InferenceCostConfig) -> None:
+        self._site = site
         self._config = config
 
     async def log_probs(self, samples: Receiver[ScoredSample], done: Sender[ScoredSample]) -> int:
@@ -289,7 +195,7 @@ class SimulatedInference(Worker):
         async for batch in samples.leases(weight=self._config.batch, at_least=1):
             async with batch as items:
                 tokens = sum(_tokens(one.sample) for one in items)
-                with self._world.inferring(tokens) as seconds:
+                with self._site.inferring(tokens) as seconds:
                     await asyncio.sleep(seconds)
                 for one in items:
                     await done.put(one)

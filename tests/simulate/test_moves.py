@@ -14,10 +14,13 @@ from tests.simulate.kit import small
 
 SEEN: list[ClusterState] = []
 """states that the policies below were asked about, the newest last"""
+DECIDED: list[ScalingDecision] = []
+"""what they have decided"""
 
 
 def run(policy: str, config: SimulationConfig | None = None) -> Record:
     SEEN.clear()
+    DECIDED.clear()
     config = config or small(iterations=1)
     scheduler = msgspec.structs.replace(config.scheduler, policy=f"{__name__}:{policy}", every=0.05)
     record = simulate(msgspec.structs.replace(config, scheduler=scheduler), check=True)
@@ -31,13 +34,14 @@ class Moving:
 
     def decide(self, state: ClusterState, /) -> ScalingDecision:
         SEEN.append(state)
-        if state.phase != "step" or state.sequence or state.finished < 8:
+        if state.phase != "step" or DECIDED or state.finished < 8:
             return ScalingDecision()
         serving = sorted(state.serving, key=lambda one: one.load)
         target, source = serving[0], serving[-1]
         names = tuple(one.name for one in source.requests[:2])
         move = Migration(source=source.number, target=target.number, names=names)
-        return ScalingDecision(migrations=(move,))
+        DECIDED.append(ScalingDecision(migrations=(move,)))
+        return DECIDED[-1]
 
 
 def test_requests_move_to_the_instance_that_is_named_with_their_tokens() -> None:
@@ -49,7 +53,7 @@ def test_requests_move_to_the_instance_that_is_named_with_their_tokens() -> None
         {one.name: one.made for one in state.instances[number or 0].requests}
         for state, number in (
             (next(one for one in SEEN if one.finished >= 8), move.source),
-            (next(one for one in SEEN if one.sequence == 1), move.target),
+            (SEEN[[one.finished >= 8 for one in SEEN].index(True) + 1], move.target),
         )
     )
     for name in move.names:
@@ -57,12 +61,16 @@ def test_requests_move_to_the_instance_that_is_named_with_their_tokens() -> None
 
 
 class Thinning:
-    """Sends the request of each instance that has the most to come to whoever has room."""
+    """Sends the requests with the most to come of three instances to whoever else has room."""
 
     def decide(self, state: ClusterState, /) -> ScalingDecision:
-        if state.phase != "step" or state.sequence > 3:
+        if state.phase != "step" or len(DECIDED) > 3:
             return ScalingDecision()
-        moves = tuple(Migration(source=one.number, count=1) for one in state.serving if one.load)
+        moves = tuple(
+            Migration(source=one.number, count=1) for one in [*state.serving][:3] if one.load
+        )
+        if moves:
+            DECIDED.append(ScalingDecision(migrations=moves))
         return ScalingDecision(migrations=moves)
 
 
@@ -74,6 +82,8 @@ def test_requests_move_to_whoever_has_room() -> None:
 
 class Backwards:
     """Has the last request that waits served first."""
+
+    orders = True
 
     def decide(self, state: ClusterState, /) -> ScalingDecision:
         SEEN.append(state)
@@ -116,7 +126,8 @@ def test_environment_steps_come_between_the_last_token_and_training() -> None:
         simulate(msgspec.structs.replace(config, env=each)).result
         for each in (config.env, env, one_by_one)
     )
-    assert late.seconds == pytest.approx(fast.seconds + 10 * 0.5)
+    # Groups come one by one, and are spread otherwise over the data ranks.
+    assert 0.0 <= late.seconds - fast.seconds - 10 * 0.5 < 0.5
     assert queued.seconds >= config.samples * 10 * 0.5
 
 

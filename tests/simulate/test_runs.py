@@ -8,12 +8,9 @@ from collections import Counter
 import msgspec
 import pytest
 
-from rlinf_async.backends.cost.config import CostTrainerConfig
-from rlinf_async.backends.cost.trainer import CostTrainer
 from rlinf_async.scheduling import ClusterState, ScalingDecision
 from rlinf_async.simulate import Simulated, on_devices, simulate
 from rlinf_async.simulate.config import FaultConfig, HardwareConfig
-from rlinf_async.simulate.workers import Ahead
 from rlinf_async.testing import VirtualLoop
 from tests.simulate.kit import SMALL, small
 
@@ -57,15 +54,6 @@ def test_nothing_of_a_run_outlives_it() -> None:
 
 def loops() -> int:
     return sum(type(one) is VirtualLoop for one in gc.get_objects())
-
-
-def test_what_arrives_early_is_trained_by_all_ranks_in_turn() -> None:
-    trainer = CostTrainer(CostTrainerConfig(token_seconds=0.1), 2, 0)
-    ahead = Ahead(trainer, 0.0)
-    for _ in range(4):
-        ahead.arrived(10, 0.0)
-    assert ahead.left(0.0) == 2.0  # 4 groups of 1 s on 2 ranks
-    assert ahead.left(1.5) == 0.5
 
 
 def timeless(result: Simulated) -> Simulated:

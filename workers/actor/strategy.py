@@ -52,6 +52,11 @@ class AppliedStrategy(msgspec.Struct, frozen=True, kw_only=True):
 class Sharing(Protocol):
     """How the ranks of a worker share an iteration."""
 
+    @property
+    def launched_ranks(self) -> int:
+        """Ranks of all workers of the group."""
+        ...
+
     def rescalable(self) -> Rescalable:
         """Return the trainer; raises `StrategyError` where its backend cannot change its ranks."""
         ...
@@ -105,7 +110,7 @@ class StrategyChanges:
     @property
     def active_ranks(self) -> int:
         """Number of ranks that train."""
-        return self._strategy.world_size if self._strategy else self._worker.world_size
+        return self._strategy.world_size if self._strategy else self._sharing.launched_ranks
 
     @property
     def strategy(self) -> Strategy:
@@ -121,7 +126,7 @@ class StrategyChanges:
         self._timeout, self._bucket_bytes = timeout, bucket_bytes
         present = self.strategy
         part = present.world_size // present.dp  # ranks of one model
-        sizes = [_with_dp(present, dp) for dp in range(1, self._worker.world_size // part + 1)]
+        sizes = [_with_dp(present, dp) for dp in range(1, self._sharing.launched_ranks // part + 1)]
         valid = [one.dp for one in sizes if self._fits(one)]
         if not valid:
             self._check_fits(sizes[-1])
@@ -302,7 +307,7 @@ class StrategyChanges:
     def _check_fits(self, strategy: Strategy) -> None:
         """Raise `StrategyError` or `ValueError` for what model, ranks or batches do not fit."""
         self._sharing.rescalable().check_strategy(strategy)
-        launched = self._worker.world_size
+        launched = self._sharing.launched_ranks
         if strategy.world_size > launched:
             raise StrategyError([f"{strategy.sizes}: only {launched} ranks were launched"])
         self._sharing.check_share(strategy.dp)

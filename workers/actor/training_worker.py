@@ -47,6 +47,9 @@ class TrainingWorker(Worker, ABC, Generic[TrainerT]):
     """
 
     _trainer: TrainerT
+    stands_for = 1
+    """ranks that this worker is: one, but in simulations, where those of one copy of a model do the
+    same at the same time"""
 
     def __init__(self, trainer: Any, *, backend: str, resume: str | None) -> None:
         self._config = trainer
@@ -105,7 +108,12 @@ class TrainingWorker(Worker, ABC, Generic[TrainerT]):
     @property
     def active(self) -> bool:
         """Whether this rank trains."""
-        return self.rank < self.active_world_size
+        return self.rank * self.stands_for < self.active_world_size
+
+    @property
+    def launched_ranks(self) -> int:
+        """Ranks of all workers of the group."""
+        return self.world_size * self.stands_for
 
     async def strategy(self) -> Strategy:
         """Return the strategy that is in force."""

@@ -122,9 +122,11 @@ class SchedulerWorker(Worker):
                 # Where the actor waits, nobody may be left who reports: it is asked for anyway.
                 limit = config.answer_seconds if control.is_open else None
                 due = await control.until(self._is_due, limit)
+                moved = bool(control.devices)
                 while control.devices:
                     await self._see_to_devices()
-                if control.asks or not due or self._has_progressed():
+                waits = control.is_open and (moved or not due)
+                if control.asks or waits or self._has_progressed():
                     await self._decide()
         except (EndOfChannel, ChannelClosed):  # the run is over, perhaps within a decision
             changes.summary.policy_fault = self.policy.fault

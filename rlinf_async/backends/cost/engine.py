@@ -75,6 +75,9 @@ class CostEngine:
         """factor of every time: of a slow node"""
         self.devices = 1
         """devices that it holds now"""
+        self.home = 1
+        """devices that it was made for"""
+        self._offloaded = False
         self._spent: dict[str, float] = {}
         self._stalled = ""
         """for what it last stood still"""
@@ -154,6 +157,13 @@ class CostEngine:
         self._advance()
         return {row.request.name: self._generated(row, "abort") for row in self._rows()}
 
+    async def made(self) -> dict[str, int]:
+        """Return the tokens of each response so far."""
+        self._check_alive()
+        self._advance()
+        position = self._position
+        return {row.request.name: row.made(position) for row in self._rows()}
+
     async def load(self, update: WeightUpdate) -> int:
         """Take the version of the update; nothing runs meanwhile."""
         self._check_alive()
@@ -171,13 +181,24 @@ class CostEngine:
         self._check_alive()
         return [np.broadcast_to(LOG_PROB, len(response)) for _, response in sequences]
 
+    async def resize(self, devices: int) -> None:
+        """Go on with other devices; where it serves, requests stop for as long as that takes."""
+        width = (devices or self.home) / self.home
+        if width == self.width:
+            return
+        self.change(width=width)
+        if not self._offloaded:
+            self.stall(2 * self.config.move_seconds, "moving")
+
     async def offload(self) -> None:
         """Take the time of it."""
+        self._offloaded = True
         self._spend("moving", self.config.move_seconds)
         await asyncio.sleep(self.config.move_seconds * self.slowness)
 
     async def onload(self) -> None:
         """Take the time of it."""
+        self._offloaded = False
         self._spend("moving", self.config.move_seconds)
         await asyncio.sleep(self.config.move_seconds * self.slowness)
 

@@ -1,8 +1,7 @@
-"""`CostTrainer`: a `LanguageTrainer` that says how long training would take, for any ranks.
+"""`CostTrainer`: a `LanguageTrainer` that takes the time that training would take.
 
-It never blocks: whoever drives it in virtual time asks `seconds`, and lets them pass on the loop.
-One trainer stands for all ranks of an actor. They share a mini-batch by its tokens; it takes as
-long as the busiest of them, which has at least the longest sample.
+On a virtual loop the seconds pass by its clock: see `let_pass`. Each data rank trains its own share
+of a mini-batch; whoever drives several has them wait for one another.
 """
 
 from __future__ import annotations
@@ -14,40 +13,90 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.cost.config import CostTrainerConfig
 from rlinf_async.backends.language import MicroBatch
+from rlinf_async.elapse import let_pass
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
 from rlinf_async.messages.weights import Allocate, WeightUpdate
-from rlinf_async.parallel import DataRank, Strategy
+from rlinf_async.parallel import DataRank, Strategy, StrategyError
 
 ADVANTAGE = np.ones(1, np.float32)
 
 
 class CostTrainer:
-    """Counts versions and says how long everything takes."""
+    """Counts versions and takes time.
+
+    Args:
+        config: of the cost model.
+        world_size: copies of the model that were launched: data ranks.
+        rank: of this one.
+        tp: tensor-parallel ranks of a copy, for all of which it stands.
+    """
 
     normalizes = False
 
-    def __init__(self, config: CostTrainerConfig, world_size: int, rank: int) -> None:
+    def __init__(
+        self, config: CostTrainerConfig, world_size: int, rank: int, *, tp: int = 1
+    ) -> None:
         self.config = config
-        self.strategy = Strategy(dp=world_size)
+        self._strategy = Strategy(dp=world_size, tp=tp)
+        self._launched, self._rank = world_size, rank
         self._version = 0
+        self._spent: dict[str, float] = {}
 
-    def seconds(self, tokens: Sequence[int]) -> float:
-        """Seconds of a forward and backward pass of samples of so many tokens each.
+    def _take(self, cause: str, seconds: float) -> None:
+        self._spent[cause] = self._spent.get(cause, 0.0) + seconds
+        let_pass(seconds)
 
-        Ranks of one data rank share each of its samples.
-        """
-        strategy = self.strategy
-        together = strategy.world_size // strategy.dp
-        busiest = max(sum(tokens) / strategy.dp, max(tokens, default=0))
-        return busiest * self.config.token_seconds / together
+    def take_spent(self) -> dict[str, float]:
+        """Return the seconds since the last call by cause: ``training``, ``resharding``,
+        ``publishing``."""
+        spent, self._spent = self._spent, {}
+        return spent
 
-    def rank_seconds(self, tokens: int) -> float:
-        """Seconds of a forward and backward pass of so many tokens of one data rank."""
-        together = self.strategy.world_size // self.strategy.dp
-        return tokens * self.config.token_seconds / together
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that is in force."""
+        return self._strategy
+
+    def check_strategy(self, strategy: Strategy) -> None:
+        """Raise `StrategyError` unless it has copies of the same size, of those launched."""
+        if strategy.world_size != strategy.dp * self._strategy.tp:
+            raise StrategyError([f"{strategy.sizes}: copies have tp={self._strategy.tp}"])
+        if strategy.dp > self._launched:
+            raise StrategyError([f"dp={strategy.dp}: only {self._launched} copies were launched"])
+
+    def rescale(
+        self, strategy: Strategy, *, timeout: float, bucket_bytes: int, objection: str = ""
+    ) -> RescaleReport:
+        """Take the time of it, on the ranks that train afterwards."""
+        self.check_strategy(strategy)
+        if objection:
+            raise StrategyError([objection])
+        old, self._strategy = self._strategy, strategy
+        if self._trains:
+            self._take("resharding", self.config.rescale_seconds)
+        return RescaleReport(
+            old_strategy=old,
+            new_strategy=strategy,
+            active=self._trains,
+            seconds=self.config.rescale_seconds,
+            sent_bytes=0,
+            received_bytes=0,
+            peak_bytes=0,
+            kept_bytes=0,
+            extras=(),
+        )
+
+    @property
+    def _trains(self) -> bool:
+        return self._rank < self._strategy.dp
+
+    def skip_iteration(self) -> None:
+        """Count an iteration that other ranks train."""
+        self._version += 1
 
     @property
     def version(self) -> int:
@@ -56,8 +105,8 @@ class CostTrainer:
 
     @property
     def data_rank(self) -> DataRank:
-        """It reads for all ranks."""
-        return DataRank(0, 1)
+        """Every copy that trains has samples of its own."""
+        return DataRank(self._rank, self._strategy.dp, is_io=self._trains)
 
     def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return the samples with constant advantages."""
@@ -73,13 +122,26 @@ class CostTrainer:
         return list(samples)
 
     def agree(self, count: int, /) -> int:
-        """Return the count: it stands for all ranks."""
+        """Return the count: ranks do not wait for one another."""
         return count
 
     def training_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
-        """Count what is trained; takes no time, see `seconds`."""
-        counts = [len(one.samples) for one in micro_batches]
-        return {"samples_trained": float(sum(counts))}
+        """Take the time of one optimizer step."""
+        count = 0
+        for one in micro_batches:
+            self.micro_batch(one.samples)
+            count += len(one.samples)
+        self.optimizer_step()
+        return {"samples_trained": float(count)}
+
+    def micro_batch(self, samples: Sequence[TrainingSample]) -> None:
+        """Take the time of a forward and backward pass."""
+        tokens = sum(one.tokens for one in samples)
+        self._take("training", tokens * self.config.token_seconds / self._strategy.tp)
+
+    def optimizer_step(self) -> None:
+        """Take the time of an optimizer step."""
+        self._take("training", self.config.step_seconds)
 
     def end_iteration(self) -> None:
         """Count the version up."""
@@ -97,6 +159,8 @@ class CostTrainer:
 
     def publish(self, allocate: Allocate | None = None) -> WeightUpdate:
         """Return the version without any weights."""
+        if self._trains:
+            self._take("publishing", self.config.publish_seconds)
         return WeightUpdate(self._version, (), self._version)
 
     def load(self, update: WeightUpdate) -> None:
@@ -104,10 +168,12 @@ class CostTrainer:
         self._version = update.version
 
     def offload(self, *, keep_weights: bool = False) -> None:
-        """Do nothing: see ``move_seconds``."""
+        """Take the time of it."""
+        self._take("resharding", self.config.move_seconds)
 
     def onload(self) -> None:
-        """Do nothing: see ``move_seconds``."""
+        """Take the time of it."""
+        self._take("resharding", self.config.move_seconds)
 
     def save_pretrained(self, folder: Path) -> None:
         """Write the version."""

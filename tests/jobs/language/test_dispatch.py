@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+import numpy as np
+
 from rlinf_async.channels import Channel
-from rlinf_async.messages.language import SampleGroup
+from rlinf_async.messages.language import SampleGroup, TrainingSample
 from rlinf_async.runtime.jobs.language.dispatch import Dispatcher
 from rlinf_async.testing import explore
+from rlinf_async.workers.inference.answers import bare_sample
 from rlinf_async.workers.scheduler import Boundary, DataShare
 
 
@@ -49,3 +53,28 @@ def test_without_an_order_groups_go_as_they_come() -> None:
         groups.receiver.close()
 
     explore(body, seeds=range(10))
+
+
+def test_ranks_get_equally_many_groups_and_nearly_as_many_tokens() -> None:
+    def of(number: int, tokens: int) -> SampleGroup:
+        return msgspec.structs.replace(group(number), samples=[sample(tokens)])
+
+    async def body() -> None:
+        groups = Channel(SampleGroup, name="groups", capacity=64)
+        shares = Channel(DataShare, name="shares", capacity=8)
+        dispatcher = Dispatcher(groups.sender, shares.receiver, batch=4)
+        for number, tokens in enumerate((10, 20, 30, 40)):
+            dispatcher.add(of(number, tokens))
+        running = asyncio.create_task(dispatcher.run())
+        await shares.sender.put(DataShare(boundary=Boundary(0, 0), ranks=2))
+        found = [{(await groups.receiver.get(key=key)).group for _ in range(2)} for key in (0, 1)]
+        assert found == [{3, 0}, {2, 1}]
+        shares.close()
+        await running
+        groups.receiver.close()
+
+    explore(body, seeds=range(5))
+
+
+def sample(tokens: int) -> TrainingSample:
+    return bare_sample(np.zeros(1, np.int32), np.zeros(tokens - 1, np.int32), index=0)

@@ -31,6 +31,7 @@ import msgspec
 import numpy as np
 
 from rlinf_async.backends.language import (
+    CountsTokens,
     EngineDied,
     GenerationEngine,
     ModelOutputError,
@@ -233,16 +234,14 @@ class LanguageRolloutWorker(Worker):
 
     async def progress(self) -> RolloutProgress:
         """How far each request is; counts, no tokens. Nothing is interrupted."""
-        found = await self._so_far()
+        made = await self._made()
         return RolloutProgress(
             rank=self.rank,
             version=self._live.engine.version,
             slots=self._live.engine.max_concurrent,
             samples=self._samples,
             tokens=self._tokens,
-            requests=tuple(
-                _progress(_continued(one, found.get(one.name))) for _, one in self._here()
-            ),
+            requests=tuple(_progress(one, made.get(one.name)) for _, one in self._here()),
         )
 
     async def offload(self, migrate: bool = False) -> None:
@@ -280,6 +279,15 @@ class LanguageRolloutWorker(Worker):
         try:
             return await self._live.engine.so_far()
         except EngineDied:  # its successor generates them from the start
+            return {}
+
+    async def _made(self) -> dict[str, int]:
+        engine = self._live.engine
+        if not isinstance(engine, CountsTokens):
+            return {name: len(one.token_ids) for name, one in (await self._so_far()).items()}
+        try:
+            return await engine.made()
+        except EngineDied:
             return {}
 
     async def version(self) -> int:
@@ -498,8 +506,10 @@ def _continued(request: Request, generated: Generated | None) -> Request:
     return msgspec.structs.replace(request, partial=generated)
 
 
-def _progress(request: Request) -> RequestCount:
-    made = 0 if request.partial is None else len(request.partial.token_ids)
+def _progress(request: Request, made: int | None) -> RequestCount:
+    """How far a request is, of which the engine has made so many tokens; None: it has none here."""
+    if not made:
+        made = 0 if request.partial is None else len(request.partial.token_ids)
     most = request.sampling.max_tokens - made
     return RequestCount(name=request.name, made=made, most=most, group=request.group)
 

@@ -107,15 +107,23 @@ class Dispatcher:
             keeping.cancel()
 
     async def _hand_out(self, share: DataShare) -> None:
-        for position in range(self._batch):
-            group = await self._next()
-            await self._groups.put(group, key=position % share.ranks)
+        """Give every rank equally many groups, and as nearly as many tokens as can be: of the
+        groups that are here, the longest goes first, to the rank that has least."""
+        room = [self._batch // share.ranks] * share.ranks
+        tokens = [0] * share.ranks
+        while any(room):
+            for group in sorted(await self._next(sum(room)), key=_tokens, reverse=True):
+                rank = min((one for one, left in enumerate(room) if left), key=tokens.__getitem__)
+                room[rank] -= 1
+                tokens[rank] += _tokens(group)
+                await self._groups.put(group, key=rank)
 
-    async def _next(self) -> SampleGroup:
+    async def _next(self, most: int) -> list[SampleGroup]:
+        """Return the groups that are here, in their order; wait for one if there are none."""
         while not self._ready:
             self._added.clear()
             await self._added.wait()
-        return self._ready.popleft()
+        return [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
 
     # -- further epochs -----------------------------------------------------------------------
 
@@ -144,6 +152,10 @@ class Dispatcher:
             self._returned.clear()
             await self._returned.wait()
         return sorted(self._trained[iteration], key=lambda one: (one.group, one.index))
+
+
+def _tokens(group: SampleGroup) -> int:
+    return sum(one.tokens for one in group.samples)
 
 
 def _parts(samples: list[TrainingSample], ranks: int) -> list[list[TrainingSample]]:

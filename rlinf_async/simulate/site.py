@@ -1,0 +1,209 @@
+"""`Site`: what a simulation watches of its workers, beside what they do: usage, decisions,
+invariants.
+
+All of them are in this process, so nothing of this travels, and nothing of it is decided here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rlinf_async.backends.cost.engine import CostEngine
+from rlinf_async.messages.language import Sample
+from rlinf_async.parallel import Strategy
+from rlinf_async.scheduling import (
+    ACTOR,
+    ClusterState,
+    DeviceLedger,
+    Rates,
+    ScalingDecision,
+    instance_name,
+)
+from rlinf_async.simulate.config import SimulationConfig
+from rlinf_async.simulate.usage import Usage
+from rlinf_async.workers.scheduler import SchedulingConfig, Topology
+
+if TYPE_CHECKING:
+    from rlinf_async.simulate.workers import (
+        SimulatedActor,
+        SimulatedRollout,
+        SimulatedScheduler,
+    )
+
+ANSWER_SECONDS = 120.0
+"""of virtual time; a slow node takes its time, and nobody is deaf"""
+CHANGE_SECONDS = 3600.0
+
+
+def topology(config: SimulationConfig) -> Topology:
+    """Return who is on which devices: the actor on the first ones and, while it grows, on all;
+    instances on all, those on the actor's own are its guests."""
+    hardware, shared = config.hardware, config.shared_devices
+    size, tp = hardware.instance_devices, hardware.actor_tp
+    strategies = tuple(Strategy(dp=dp, tp=tp) for dp in config.dp_sizes)
+    return Topology(
+        instances=tuple(tuple(range(n, n + size)) for n in range(0, shared, size)),
+        actor=tuple(range(shared)),
+        home=Strategy(dp=hardware.actor_devices // tp, tp=tp),
+        strategies=strategies,
+        samples=config.samples,
+        group=config.work.group_size,
+        hosts={n: n // hardware.devices_per_host for n in range(shared)},
+        sizes=tuple(width * size for width in hardware.instance_widths),
+        workers=max(config.dp_sizes),
+    )
+
+
+def scheduling(config: SimulationConfig) -> SchedulingConfig:
+    """Return the scheduler's settings; rates and lengths are known, as from earlier runs."""
+    generation, actor = config.generation, config.actor
+    return SchedulingConfig(
+        policy=config.scheduler.policy,
+        every=config.scheduler.every,
+        answer_seconds=ANSWER_SECONDS,
+        stop_seconds=CHANGE_SECONDS,
+        change_seconds=CHANGE_SECONDS,
+        rates=Rates(
+            decode_seconds=generation.decode_seconds,
+            sequence_seconds=generation.sequence_seconds,
+            wider=generation.wider,
+            prefill_seconds=generation.prefill_seconds,
+            train_seconds=actor.token_seconds,
+            mini_batch_seconds=actor.step_seconds,
+            rescale_seconds=actor.rescale_seconds + actor.move_seconds,
+            move_seconds=2 * generation.move_seconds,
+        ),
+        lengths=tuple(generation.lengths.many(4096, 1).tolist()),
+    )
+
+
+class GradientSync:
+    """Data ranks wait for one another at the end of each mini-batch, as its all-reduce has them."""
+
+    def __init__(self) -> None:
+        self._arrived, self._all = 0, asyncio.Event()
+
+    async def wait(self, ranks: int) -> None:
+        """Wait until so many ranks are here."""
+        self._arrived += 1
+        if self._arrived < ranks:
+            await self._all.wait()
+        else:
+            everyone, self._arrived, self._all = self._all, 0, asyncio.Event()
+            everyone.set()
+
+
+class Site:
+    """See the module.
+
+    Args:
+        config: of the simulation.
+        checked: whether invariants are held whenever devices have moved.
+    """
+
+    def __init__(self, config: SimulationConfig, *, checked: bool = False) -> None:
+        self.config, self.checked = config, checked
+        self.topology = topology(config)
+        self.rollouts: dict[int, SimulatedRollout] = {}
+        self.actors: dict[int, SimulatedActor] = {}
+        self.scheduler: SimulatedScheduler
+        self.gradients = GradientSync()
+        self.usage = Usage(config.hardware.devices)
+        self.decisions: list[tuple[float, ScalingDecision]] = []
+        """those that changed something, with their time"""
+        self.iteration = self.training = 0
+        """ranks of the actor that train"""
+        self._finished: Counter[int] = Counter()
+
+    @property
+    def ledger(self) -> DeviceLedger:
+        """Who holds which device, as the scheduler knows it."""
+        return self.scheduler.ledger
+
+    @property
+    def finished(self) -> int:
+        """Samples of this iteration that are generated."""
+        return self._finished[self.iteration]
+
+    # -- what the workers tell it -------------------------------------------------------------
+
+    def finished_sample(self, sample: Sample) -> None:
+        """A sample was generated."""
+        self._finished[sample.request.iteration] += 1
+
+    def decided(self, state: ClusterState, decision: ScalingDecision) -> None:
+        """A decision is about to be carried out."""
+        if decision.changes_devices or decision.migrations:
+            self.decisions.append((state.time, decision))
+        self.note()
+
+    def devices_moved(self) -> None:
+        """The ledger has changed."""
+        held = {one.holder: len(one.devices) for one in self.ledger.holdings()}
+        actor = held.pop(ACTOR, 0)
+        self.usage.holds(actor=actor, rollout=sum(held.values()))
+        for number, rollout in self.rollouts.items():
+            rollout.engine.hold(len(self.ledger.held_by(instance_name(number))))
+        if self.checked:
+            self.check()
+
+    def trains(self, ranks: int) -> None:
+        """So many more ranks of the actor train."""
+        self.training += ranks
+        self.note()
+
+    def spent(self, cause: str, device_seconds: float) -> None:
+        """Devices of the actor were busy."""
+        self.usage.spend(cause, device_seconds)
+        if cause != "resharding":
+            self.usage.worked("actor", device_seconds)
+
+    @contextmanager
+    def inferring(self, tokens: int) -> Iterator[float]:
+        """The context in which log-probs are computed, with its seconds."""
+        cost = tokens * self.config.inference.token_seconds
+        yield cost / self.config.inference.devices
+        self.usage.spend("inference", cost)
+        self.usage.worked("inference", cost)
+
+    def settle(self) -> None:
+        """Account for what the engines have done by now."""
+        for rollout in self.rollouts.values():
+            self.usage.spent_by(rollout.engine)
+
+    def fit(self, number: int, engine: CostEngine, wider: Sequence[int]) -> None:
+        """Tell a new engine which devices its instance has."""
+        engine.home = len(self.topology.instances[number])
+        engine.devices = len(wider) or engine.home
+        engine.width = engine.devices / engine.home
+
+    def note(self) -> None:
+        """Add the present moment to the history."""
+        rollout = sum(one.engine.devices for one in self.rollouts.values() if one.engine.running)
+        busy = {"rollout": rollout, "actor": self.training}
+        self.usage.note(busy, self.config.samples - self.finished)
+
+    # -- invariants ---------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise AssertionError unless no device is held twice, and who works holds some."""
+        held = [device for one in self.ledger.holdings() for device in one.devices]
+        assert len(held) == len(set(held)) <= self.config.hardware.devices, "a device held twice"
+        for number, rollout in self.rollouts.items():
+            own = self.ledger.held_by(instance_name(number))
+            assert own or not rollout.engine.running, f"instance {number} serves without devices"
+        assert self.ledger.held_by(ACTOR) or not self.training, "the actor trains without devices"
+
+    def check_home(self) -> None:
+        """Raise AssertionError unless all ranks of the actor have the same valid strategy, that of
+        home where nothing has failed."""
+        self.check()
+        strategies = {one.trainer.strategy for one in self.actors.values()}
+        assert len(strategies) == 1, f"ranks of the actor have {strategies}"
+        assert strategies <= set(self.topology.strategies), f"{strategies} are not valid"
+        if not self.ledger.lost and not self.scheduler.policy.fault:
+            assert strategies == {self.topology.home}, "the actor is not at home"
