@@ -20,6 +20,7 @@ from rlinf_async.config import Document
 from rlinf_async.simulate import SimulationConfig, on_devices, simulate
 from rlinf_async.simulate.bound import at_best
 from rlinf_async.simulate.config import placements
+from rlinf_async.simulate.oracle import oracle
 from rlinf_async.simulate.sweep import with_policy
 
 FILES = ["examples/simulated_long_reasoning.toml", "examples/simulated_1024.toml"]
@@ -48,7 +49,7 @@ def table(file: str, sizes: list[int], iterations: int, policies: list[str]) -> 
     """Print the table of one file."""
     config = Document.read(file).to(SimulationConfig, {"work.iterations": str(iterations)})
     print(f"\n{config.name}: {file}", flush=True)
-    print("devices  actor  policy          samples/device-h  same  best  of bound  CPU s")
+    print("devices  actor  policy          samples/device-h  same  best of oracle  of bound  CPU s")
     for devices in sizes:
         at_home = on_devices(config, devices)
         placed = with_actor(at_home, best_share(config, devices))
@@ -59,10 +60,11 @@ def table(file: str, sizes: list[int], iterations: int, policies: list[str]) -> 
             record = simulate(with_policy(at_home, policy))
             rate = record.result.samples_per_device_hour
             same = same or rate
-            least = at_best(at_home, record.lengths)
+            least, known = at_best(at_home, record.lengths), oracle(at_home, record.lengths)
             print(
                 f"{devices:7d} {at_home.hardware.actor_devices:6d}  {policy:14s} {rate:17.1f} "
                 f"{rate / same:5.2f} {rate / best.samples_per_device_hour:5.2f} "
+                f"{known.seconds / record.result.seconds:10.2f} "
                 f"{least / record.result.seconds:9.2f} {time.process_time() - began:6.1f}",
                 flush=True,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -15,6 +15,9 @@ from rlinf_async.config import ConfigError, Document, UsageError, to_toml
 if TYPE_CHECKING:
     from rlinf_async.simulate import Record, SimulationConfig
 
+ORACLE = "oracle"
+"""in ``--compare``: no policy, but what one that knows every length could do"""
+
 
 @click.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True},
@@ -23,8 +26,12 @@ if TYPE_CHECKING:
 )
 @click.option("--devices", type=click.IntRange(min=2), help="Devices of the cluster.")
 @click.option("--policy", help="The same as the setting 'scheduler.policy' in the file.")
-@click.option("--compare", metavar="A,B,...", help="The same run under these policies.")
-@click.option("--oracle", is_flag=True, help="Also what no policy can beat, and where time goes.")
+@click.option(
+    "--compare",
+    metavar="A,B,...",
+    help="The same run under these policies, and 'oracle', which knows every length.",
+)
+@click.option("--oracle", is_flag=True, help="Also what can be had at best, and where time goes.")
 @click.option("--sweep", is_flag=True, help="Try every placement; print the best configuration.")
 @click.option(
     "--picture",
@@ -56,15 +63,24 @@ def simulate(
         if file is not None and not file.absolute().parent.is_dir():
             raise UsageError(f"{option} {file}: the folder {file.parent} does not exist")
     config = _config(tokens, devices, policy)
-    policies = _policies(compare) if compare is not None else [config.scheduler.policy]
-    if oracle and sweep:
+    policies = [config.scheduler.policy] if compare is None else _policies(compare)
+    knows_all = oracle or ORACLE in policies
+    policies = [one for one in policies if one != ORACLE]
+    if not policies:
+        raise UsageError("--compare oracle: name a policy that is held against it, too")
+    if knows_all and sweep:
         raise UsageError("--oracle: simulate the configuration that --sweep prints with it")
+    if knows_all and config.work.max_staleness:
+        raise UsageError(
+            f"{config.name}: work.max_staleness is {config.work.max_staleness}; the oracle plans "
+            "iterations one by one, so it needs 0"
+        )
     if sweep:
         return _sweep(config, policies, json_file)
     from rlinf_async.simulate.sweep import with_policy
 
     records = _run([with_policy(config, one) for one in policies])
-    _table(records, at_best=_at_best(config, records[0]) if oracle else None)
+    _table(records, _limits(config, records[0], at_best=oracle) if knows_all else {})
     if oracle:
         _causes(records)
     if picture is not None:
@@ -104,7 +120,8 @@ def _policies(text: str) -> list[str]:
     if not names:
         raise UsageError("--compare: names no policy")
     for name in names:
-        load_policy(name, ("--compare",))
+        if name != ORACLE:
+            load_policy(name, ("--compare",))
     return names
 
 
@@ -130,12 +147,16 @@ def _run(configs: Sequence[SimulationConfig]) -> list[Record]:
     return records
 
 
-def _at_best(config: SimulationConfig, record: Record) -> float:
-    """Return the samples per device-hour that no policy can beat for the lengths of a record."""
-    from rlinf_async.simulate.bound import at_best
+def _limits(config: SimulationConfig, record: Record, *, at_best: bool) -> dict[str, float]:
+    """Return the samples per device-hour that could be had for the lengths of a record."""
+    from rlinf_async.simulate.bound import at_best as bound
+    from rlinf_async.simulate.oracle import oracle
 
-    hours = at_best(config, record.lengths) * config.hardware.devices / 3600.0
-    return record.result.samples / hours
+    seconds = {ORACLE: oracle(config, record.lengths).seconds}
+    if at_best:
+        seconds["(at best)"] = bound(config, record.lengths)
+    devices = config.hardware.devices
+    return {name: record.result.samples * 3600.0 / devices / one for name, one in seconds.items()}
 
 
 def _causes(records: Sequence[Record]) -> None:
@@ -153,18 +174,20 @@ def _causes(records: Sequence[Record]) -> None:
     Console(width=150).print(table)
 
 
-def _table(records: Sequence[Record], *, at_best: float | None) -> None:
+def _table(records: Sequence[Record], limits: Mapping[str, float]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table()
     names = ["policy", "samples/device-h", "gain", "step s", "rollout idle", "actor idle"]
     names += ["lag", "device-h", "cost", "decisions", "took s"]
+    names += ["of oracle"] * bool(limits)
     for name in names:
         table.add_column(name, justify="left" if name == "policy" else "right")
     base = records[0].result.samples_per_device_hour
     for record in records:
         result = record.result
+        share = [f"{result.samples_per_device_hour / limits[ORACLE]:.0%}"] if limits else []
         table.add_row(
             result.policy,
             f"{result.samples_per_device_hour:,.1f}",
@@ -177,9 +200,10 @@ def _table(records: Sequence[Record], *, at_best: float | None) -> None:
             f"{result.cost:,.0f}",
             str(result.decisions),
             f"{result.real_seconds:.1f}",
+            *share,
         )
-    if at_best is not None:
-        table.add_row("(at best)", f"{at_best:,.1f}", f"{at_best / base:.2f}")
+    for name, rate in limits.items():
+        table.add_row(name, f"{rate:,.1f}", f"{rate / base:.2f}")
     Console(width=150).print(table)
 
 

@@ -25,11 +25,12 @@ def test_policies_are_compared(
 ) -> None:
     picture, results = tmp_path / "devices.png", tmp_path / "results.json"
     files = ["--picture", str(picture), "--json", str(results)]
-    code = main(["simulate", file, "--compare", "static,tail", "--oracle", *files])
+    code = main(["simulate", file, "--compare", "static,tail,oracle", "--oracle", *files])
     assert code == 0
     printed = capsys.readouterr().out
     assert "static" in printed
     assert "(at best)" in printed
+    assert "of oracle" in printed
     assert "small batches" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
     static, tail = msgspec.json.decode(results.read_bytes())
@@ -55,6 +56,8 @@ def test_a_sweep_prints_the_best_configuration(
         (["--policy", "tial"], "no policy is called 'tial'; did you mean 'tail'?"),
         (["--compare", "static,nobody"], "no policy is called 'nobody'"),
         (["--oracle", "--sweep"], "--oracle: simulate the configuration that --sweep prints"),
+        (["--compare", "oracle"], "name a policy that is held against it"),
+        (["--oracle", "--work.max_staleness", "1"], "work.max_staleness is 1"),
         (["--hardware.actor_devices", "3"], "sizes that can: [1, 2, 4]"),
         (["--generation.decode_seconds", "0"], "decode_seconds is 0.0; it must be above 0"),
         (["--work.iteration", "3"], "did you mean 'iterations'?"),

@@ -130,6 +130,8 @@ class LanguageRolloutWorker(Worker):
         self._began: list[str] = []
         """requests that were taken since then, where few instances take any"""
         self._news = asyncio.Event()
+        self._devices = 0
+        """that it serves on; 0: those of home"""
         self._orders = Orders()
         self._requests: Receiver[Request] | None = None
         """while it serves"""
@@ -352,11 +354,11 @@ class LanguageRolloutWorker(Worker):
 
     async def _use_devices(self, orders: Orders) -> None:
         """Serve on other devices than before, where the engine can."""
-        engine = self._live.engine
-        if isinstance(engine, Resizable):
-            await engine.resize(
-                next((len(one.devices) for one in orders.wider if one.instance == self.rank), 0)
-            )
+        wider = (len(one.devices) for one in orders.wider if one.instance == self.rank)
+        devices = next(wider, 0)
+        if devices != self._devices and isinstance(self._live.engine, Resizable):
+            await self._live.engine.resize(devices)
+        self._devices = devices
 
     async def _share_out(self, orders: Orders) -> None:
         """Hand requests back that move to another worker; take some, or leave them to others."""
