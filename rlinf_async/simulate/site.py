@@ -10,9 +10,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rlinf_async.backends.cost.engine import CostEngine
+from rlinf_async.backends.cost.trainer import CostTrainer
 from rlinf_async.messages.language import Sample
 from rlinf_async.parallel import Strategy
 from rlinf_async.scheduling import (
@@ -25,14 +26,7 @@ from rlinf_async.scheduling import (
 )
 from rlinf_async.simulate.config import SimulationConfig
 from rlinf_async.simulate.usage import Usage
-from rlinf_async.workers.scheduler import SchedulingConfig, Topology
-
-if TYPE_CHECKING:
-    from rlinf_async.simulate.workers import (
-        SimulatedActor,
-        SimulatedRollout,
-        SimulatedScheduler,
-    )
+from rlinf_async.workers.scheduler import SchedulerWorker, SchedulingConfig, Topology
 
 ANSWER_SECONDS = 120.0
 """of virtual time; a slow node takes its time, and nobody is deaf"""
@@ -81,6 +75,24 @@ def scheduling(config: SimulationConfig) -> SchedulingConfig:
     )
 
 
+class Generates(Protocol):
+    """A rollout worker."""
+
+    @property
+    def engine(self) -> CostEngine:
+        """The engine of the moment."""
+        ...
+
+
+class Trains(Protocol):
+    """An actor."""
+
+    @property
+    def trainer(self) -> CostTrainer:
+        """Of all ranks that it stands for."""
+        ...
+
+
 class GradientSync:
     """Data ranks wait for one another at the end of each mini-batch, as its all-reduce has them."""
 
@@ -108,9 +120,9 @@ class Site:
     def __init__(self, config: SimulationConfig, *, checked: bool = False) -> None:
         self.config, self.checked = config, checked
         self.topology = topology(config)
-        self.rollouts: dict[int, SimulatedRollout] = {}
-        self.actors: dict[int, SimulatedActor] = {}
-        self.scheduler: SimulatedScheduler
+        self.rollouts: dict[int, Generates] = {}
+        self.actors: dict[int, Trains] = {}
+        self.scheduler: SchedulerWorker
         self.gradients = GradientSync()
         self.usage = Usage(config.hardware.devices)
         self.decisions: list[tuple[float, ScalingDecision]] = []
