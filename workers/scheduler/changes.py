@@ -140,11 +140,17 @@ class Changes:
         return late
 
     async def resume(self, resumes: Sequence[Resume]) -> None:
-        """Let instances serve whose devices nobody else holds."""
+        """Let instances serve whose devices nobody else holds; those last that get devices of
+        others which become narrower."""
+        left = list(resumes)
+        while back := {one.instance: one for one in left if self._can_have(one)}:
+            left = [one for one in left if one.instance not in back]
+            if not await self._resume(back):
+                return
+
+    async def _resume(self, back: dict[int, Resume]) -> bool:
+        """Give instances their devices; whether they all use them."""
         control = self._control
-        back = {one.instance: one for one in resumes if self._can_have(one)}
-        if not back:
-            return
         wider = [one for one in control.newest.wider if one.instance not in back]
         for number, one in back.items():  # it may have them now, whether it answers or not
             home = self._topology.instances[number]
@@ -153,7 +159,7 @@ class Changes:
                 wider.append(one)
         self._moved()
         await control.publish(stopped=set(control.newest.stopped) - set(back), wider=tuple(wider))
-        await control.gather(set(back), self._config.stop_seconds, "come back")
+        return not await control.gather(set(back), self._config.stop_seconds, "come back")
 
     def _can_have(self, one: Resume) -> bool:
         own = set(self._ledger.held_by(instance_name(one.instance)))

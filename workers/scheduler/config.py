@@ -18,6 +18,9 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     rollout workers that are not needed any more; ``greedy``, ``longest_first``: where that ends
     the iteration earlier, by measured rates; or a policy of your own: ``module:Class``, or a name
     of the entry point group ``rlinf_async.scaling_policies``"""
+    guests: int = 0
+    """rollout workers beside ``cluster.rollout_workers``, on the devices of the first actors: they
+    serve while the actors lend them, and are stopped else"""
     on_stop: Literal["migrate", "wait"] = "migrate"
     """what a rollout worker that has to stop does with its requests: others go on with them, or it
     finishes them"""
@@ -41,6 +44,8 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         for name in ("answer_seconds", "stop_seconds", "change_seconds"):
             if not getattr(self, name) > 0.0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.guests < 0:
+            raise ValueError(f"guests is {self.guests}; it must be at least 0")
         if not 0.0 < self.every <= 1.0:
             raise ValueError(f"every is {self.every}; it must lie above 0 and be at most 1")
 

@@ -91,6 +91,7 @@ class EndedCount(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     """of its request: where a worker dies it may be finished twice"""
     iteration: int = -1
+    """-1: of none, of an evaluation"""
     made: int = 0
     """of these tokens, those that were made here, in one piece"""
     seconds: float = 0.0

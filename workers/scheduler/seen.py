@@ -73,9 +73,11 @@ class Seen:
             names = self._finished.setdefault(one.iteration, set())
             if one.name in names:
                 continue
-            names.add(one.name)
             self._lengths.append(one.tokens)
             self._longest = max(self._longest, one.tokens)
+            if one.iteration < 0:
+                continue
+            names.add(one.name)
             group = self._groups.setdefault(one.group, [])
             group.append(one.tokens)
             self._whole[one.iteration] += len(group) == self._topology.group

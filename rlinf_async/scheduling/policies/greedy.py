@@ -16,6 +16,7 @@ from rlinf_async.scheduling.policies.growing import (
     has_work,
     larger_strategies,
     lend,
+    spread,
     take_back,
     take_most,
 )
@@ -37,7 +38,7 @@ class Greedy:
         if not state.rates.known:
             return nothing
         if state.phase == "begin":
-            return _begin(state) or nothing
+            return spread(_begin(state) or nothing, state)
         if not state.actor.holds:
             return _back(state) or nothing
         return _grown(state) or nothing

@@ -5,10 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
+import msgspec
+
 from rlinf_async.parallel import Strategy
-from rlinf_async.scheduling.decision import Migration, Resume, ScalingDecision
+from rlinf_async.scheduling.decision import (
+    Migration,
+    Resume,
+    ScalingDecision,
+    holdings_after,
+)
 from rlinf_async.scheduling.policies.home import servable
-from rlinf_async.scheduling.state import ClusterState, InstanceState
+from rlinf_async.scheduling.state import ClusterState, InstanceState, instance_name
+
+UNEVEN = 0.2
+"""share above the mean load from which requests of an instance go to others"""
 
 
 def lend(state: ClusterState) -> ScalingDecision | None:
@@ -70,6 +80,27 @@ def take_most(state: ClusterState) -> ScalingDecision | None:
 def migrations(leaving: Sequence[InstanceState]) -> tuple[Migration, ...]:
     """The requests of instances that stop go to whichever instance has room."""
     return tuple(Migration(source=one.number, count=one.load) for one in leaving if one.load)
+
+
+def spread(decision: ScalingDecision, state: ClusterState) -> ScalingDecision:
+    """Return the decision of an iteration's beginning, with which instances share the requests.
+
+    Some have taken all of them before others came back, or got devices of the actor. None is begun,
+    or nearly so: they move for nothing.
+    """
+    holdings = holdings_after(decision, state)
+    serving = [
+        one for one in state.instances if one.answers and holdings[instance_name(one.number)]
+    ]
+    if state.queued or not serving:
+        return decision
+    fair = math.ceil(sum(one.load for one in serving) / len(serving))
+    moves = tuple(
+        Migration(source=one.number, count=one.load - fair)
+        for one in serving
+        if one.load > (1.0 + UNEVEN) * fair
+    )
+    return msgspec.structs.replace(decision, migrations=(*decision.migrations, *moves))
 
 
 def keep_order(state: ClusterState) -> list[InstanceState]:

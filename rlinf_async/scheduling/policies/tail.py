@@ -18,6 +18,7 @@ from rlinf_async.scheduling.policies.growing import (
     instances_needed,
     keep_order,
     lend,
+    spread,
     take_back,
 )
 from rlinf_async.scheduling.policies.home import go_home
@@ -36,7 +37,7 @@ class Tail:
         if state.phase == "end":
             return go_home(state)
         if state.phase == "begin":
-            return lend(state) or nothing
+            return spread(lend(state) or nothing, state)
         if not state.actor.holds:
             due = state.finished >= LENT_UNTIL * state.samples or not state.unfinished
             return (take_back(state) if due else None) or nothing

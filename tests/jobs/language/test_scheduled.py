@@ -51,9 +51,29 @@ def test_policies_that_predict_decide_by_what_the_run_takes(scheduled: Job, poli
     assert (int(summary.scheduler["ordered"]) > 0) == (policy == "longest_first")
 
 
+@pytest.mark.parametrize("policy", ["tail", "turns"])
+def test_actors_lend_their_device_at_the_beginning_of_each_iteration(
+    scheduled: Job, policy: str
+) -> None:
+    summary = scheduled.succeed(
+        *("--scheduler.policy", policy, "--scheduler.guests", 1, "--training.iterations", 2),
+        *("--rollout.toy.slots", 2, "--training.group_size", 8),
+    )
+    assert summary.samples == 2 * 64
+    assert summary.staleness is not None
+    assert summary.staleness.max == 0
+    assert summary.scheduler is not None
+    assert summary.scheduler["policy_fault"] == ""
+    assert summary.scheduler["lent"] == 2
+    assert summary.scheduler["unanswered"] == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"scheduler.policy": "static", "scheduler.guests": "1"}, "actors lend nothing"),
+        ({"scheduler.guests": "2"}, "guests is 2, but there are only 1 actors"),
+        ({"scheduler.guests": "-1"}, "guests is -1; it must be at least 0"),
         ({"scheduler.policy": "tale"}, "no policy is called 'tale'; did you mean 'tail'?"),
         ({"scheduler.policy": "turns"}, "policy 'turns' lends the actors' devices to rollout"),
         ({"scheduler.answer_seconds": "0"}, "answer_seconds is 0.0; it must be above 0"),

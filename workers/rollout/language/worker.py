@@ -476,7 +476,7 @@ class LanguageRolloutWorker(Worker):
                 group=request.group,
                 tokens=tokens,
                 name=request.name,
-                iteration=request.iteration,
+                iteration=-1 if request.evaluation else request.iteration,
                 made=tokens - brought,
                 seconds=seconds,
                 running=(running + self._running()) / 2,

@@ -49,7 +49,7 @@ class LanguageChannels:
             Request,
             name="requests",
             capacity=samples,
-            max_deliveries=restarted(config.rollout_workers + config.scheduled),
+            max_deliveries=restarted(config.rollout_ranks + config.scheduled),
         )
         self.generated: Channel[Sample] = cluster.channel(
             Sample,
@@ -90,7 +90,7 @@ class LanguageChannels:
             )
         self.weights: Latest[WeightUpdate] = cluster.latest(WeightUpdate, name="weights")
         self.taken: Channel[WeightsTaken] = cluster.channel(
-            WeightsTaken, name="weights taken", capacity=16 * config.rollout_workers
+            WeightsTaken, name="weights taken", capacity=16 * config.rollout_ranks
         )
 
     @contextmanager

@@ -177,8 +177,13 @@ class LanguageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def rollout_workers(self) -> int:
-        """Number of rollout workers."""
+        """Number of rollout workers with devices of their own."""
         return self.cluster.rollout_workers or 1
+
+    @property
+    def rollout_ranks(self) -> int:
+        """Number of rollout workers, with those on devices that the actors lend."""
+        return self.rollout_workers + self.scheduler.guests
 
     @property
     def placement(self) -> LanguagePlacement:

@@ -5,9 +5,11 @@
     device     0  1 | 2      3      4
     actor      0  1 |        3      2      idle members at first, from the last rollout worker on
     rollout         | 0      1      2      rollout worker 0 always serves
+    guests     3    |                      stopped at first; they serve while the actors lend theirs
 
 Actors and rollout workers have devices of their own; beyond theirs actors are launched on those of
-rollout workers, too, and hold nothing there until a worker has given its device back.
+rollout workers, too, and hold nothing there until a worker has given its device back. So are the
+``scheduler.guests`` among the rollout workers on devices of the actors.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Layout(msgspec.Struct, frozen=True):
     actor: tuple[int, ...]
     """of each launched rank; the first ones train between two iterations"""
     instances: tuple[tuple[int, ...], ...]
-    """of each rollout worker"""
+    """of each rollout worker, guests last"""
     hosts: dict[int, int]
     """host of each device"""
     accelerated: bool
@@ -43,7 +45,8 @@ def layout_of(config: LanguageConfig, plan: Plan) -> Layout:
     names = sorted({one.host for one in plan.machine})
     every = [*own, *(device for one in instances for device in one)]
     hosts = {one: names.index(plan.machine[one].host) if accelerated else 0 for one in every}
-    return Layout((*own, *beyond)[:launched], instances, hosts, accelerated)
+    guests = tuple((own[number],) for number in range(config.scheduler.guests))
+    return Layout((*own, *beyond)[:launched], (*instances, *guests), hosts, accelerated)
 
 
 def _homes(

@@ -213,15 +213,23 @@ class Roles:
             return None
         sequences = [_sequence(one.token_ids) for one in prompts]
         await self._taken(version)
-        answers = await self._rollouts.call(LanguageRolloutWorker.log_probs, sequences)
+        answers = await self._rollouts.call_on(
+            self._at_home, LanguageRolloutWorker.log_probs, sequences
+        )
         async with self._turn_of_learners():
             return max([await self.learners.compare(sequences, answer) for answer in answers])
 
+    @property
+    def _at_home(self) -> range:
+        """The rollout workers that serve between two iterations."""
+        return range(self._config.rollout_workers)
+
     async def _taken(self, version: int) -> None:
-        """Wait until every rollout worker serves this version."""
+        """Wait until every rollout worker with devices of its own serves this version."""
         while True:
             self._version_taken.clear()  # first: what is taken while they are asked sets it again
-            if min(await self._rollouts.call(LanguageRolloutWorker.version)) >= version:
+            versions = await self._rollouts.call_on(self._at_home, LanguageRolloutWorker.version)
+            if min(versions) >= version:
                 return
             await self._version_taken.wait()
 
@@ -233,7 +241,7 @@ class Roles:
             config.rollout.serving,
             backend=config.rollout.backend,
             scheduled=config.scheduled,
-            count=config.rollout_workers,
+            count=config.rollout_ranks,
             name="Rollout",
             restart=Restart(max=counts.max_restarts),
             **self._plan.options("rollout", counts.environment),

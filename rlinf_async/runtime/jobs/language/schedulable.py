@@ -9,6 +9,7 @@ from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.scheduling import load_policy
 
 POLICY = ("scheduler", "policy")
+GUESTS = ("scheduler", "guests")
 PLACEMENT = ("cluster", "placement")
 
 
@@ -18,17 +19,23 @@ def check_scheduler(config: LanguageConfig, plan: Plan) -> None:
     Raises:
         ConfigError: names the setting, the reason, and what to do.
     """
-    policy = config.scheduler.policy
+    policy, guests = config.scheduler.policy, config.scheduler.guests
     if policy == "static":
+        if guests:
+            raise ConfigError(
+                f"guests is {guests}, but with scheduler.policy 'static' actors lend nothing: set "
+                "it to 0, or use another policy",
+                path=GUESTS,
+            )
         return
     load_policy(policy, POLICY)
-    if policy == "turns":
+    if policy == "turns" and not guests:
         raise ConfigError(
-            "policy 'turns' lends the actors' devices to rollout workers, which simulations do and "
-            "runs do by placement alone: set cluster.placement to 'collocated' and the policy to "
-            "'static', or use 'tail', 'greedy' or 'longest_first'",
+            "policy 'turns' lends the actors' devices to rollout workers that are launched there: "
+            "set scheduler.guests to their number, or use 'tail', 'greedy' or 'longest_first'",
             path=POLICY,
         )
+    _check_guests(config, plan)
     _check_actors(config)
     _check_devices(config, plan)
     _check_sizes(config, layout_of(config, plan))
@@ -36,6 +43,23 @@ def check_scheduler(config: LanguageConfig, plan: Plan) -> None:
 
 def _wanted(config: LanguageConfig) -> str:
     return f"scheduler.policy is {config.scheduler.policy!r}: set it to 'static', or "
+
+
+def _check_guests(config: LanguageConfig, plan: Plan) -> None:
+    guests = config.scheduler.guests
+    if guests > config.actors:
+        raise ConfigError(
+            f"guests is {guests}, but there are only {config.actors} actors whose devices could be "
+            "lent: use no more",
+            path=GUESTS,
+        )
+    if guests and plan.accelerated("rollout"):
+        raise ConfigError(
+            "rollout workers on accelerators cannot be guests of actors: both would start in the "
+            "memory of one device. Set it to 0, or take turns by cluster.placement = 'collocated' "
+            "and scheduler.policy = 'static'",
+            path=GUESTS,
+        )
 
 
 def _check_actors(config: LanguageConfig) -> None:

@@ -33,6 +33,7 @@ from rlinf_async.workers.errors import WorkerDied
 from rlinf_async.workers.rollout.language import LanguageRolloutWorker
 from rlinf_async.workers.scheduler import (
     DataShare,
+    InstanceReport,
     Orders,
     SchedulerReport,
     SchedulerSummary,
@@ -82,7 +83,7 @@ class Scheduling:
         self._orders: Latest[Orders] = cluster.latest(Orders, name="orders")
         self._verdicts: Latest[Verdict] = cluster.latest(Verdict, name="verdicts")
         self._reports: Channel[SchedulerReport] = cluster.channel(
-            SchedulerReport, name="scheduler reports", capacity=64 * (config.rollout_workers + 1)
+            SchedulerReport, name="scheduler reports", capacity=64 * (config.rollout_ranks + 1)
         )
         self.shares: Channel[DataShare] = cluster.channel(DataShare, name="shares", capacity=8)
         batches = config.actor.global_batches * config.actor.epochs
@@ -127,7 +128,7 @@ class Scheduling:
         """Have everyone follow the scheduler, from its first orders on."""
         self._requests = requests
         self._reports.receiver.open()  # while a scheduler is started again, nobody else reads them
-        await self._orders.sender.publish(Orders())
+        await self._orders.sender.publish(Orders(stopped=self._topology.guests))
         self._following = [
             actors.call(
                 LanguageActor.follow_scheduler,
@@ -161,11 +162,36 @@ class Scheduling:
                 death,
             )
             newest = await self._orders.receiver.get(newer_than=0)
+            newest = msgspec.structs.replace(newest, takers=None, hand_back=())
+            if not newest.holds:
+                newest = await self._stop_guests(newest)
             await self._orders.sender.publish(
-                msgspec.structs.replace(newest, over=True, takers=None, hand_back=())
+                msgspec.structs.replace(newest, over=True, holds=True, goes_on=True)
             )
             return None
         return summary
+
+    async def _stop_guests(self, newest: Orders) -> Orders:
+        """Stop the rollout workers on the devices that the actors have lent; the orders for it."""
+        guests = set(self._topology.guests)
+        stopped = tuple(sorted({*newest.stopped, *guests}))
+        orders = msgspec.structs.replace(newest, sequence=newest.sequence + 1, stopped=stopped)
+        await self._orders.sender.publish(orders)
+        limit = self._config.scheduler.stop_seconds
+        try:
+            async with asyncio.timeout(limit):
+                while guests:
+                    report = await self._reports.receiver.get()
+                    if isinstance(report, InstanceReport) and report.sequence >= orders.sequence:
+                        guests.discard(report.instance)
+        except TimeoutError:
+            log.warning(
+                "rollout workers %s did not stop within %g s; the actors take their devices back "
+                "all the same",
+                sorted(guests),
+                limit,
+            )
+        return orders
 
     async def finish(self) -> SchedulerSummary | None:
         """End the orders, and wait for all who follow them; what the scheduler did."""
