@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 ANSWER_SECONDS: Final = 10.0
 """time that the address of a cluster has to answer"""
+LOOK_SECONDS: Final = 0.2
+"""time after which it is looked again whether a Ray node runs here"""
 LOCAL_STORE_BYTES: Final = 100 << 20
 """size of Ray's object store where Ray is started here: items do not go through it"""
 CALL_SECONDS: Final = 90.0
@@ -41,6 +44,8 @@ TOKENS: Final = (
     "with the same file ~/.ray/auth_token on all hosts (RAY_AUTH_MODE=disabled where the head was "
     "started so)"
 )
+SAID_BY_RAY: Final = ("Version mismatch", "Could not find any running Ray instance")
+"""errors of Ray that name their cause"""
 HTTP2_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HTTP2_SETTINGS: Final = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 """An empty frame of settings: its fourth byte is the type."""
@@ -223,8 +228,9 @@ def _connect(address: str | None, runtime_env: dict[str, Any] | None) -> str:
     options: dict[str, Any] = {"address": address or "local"}
     if options["address"] == "local":
         options |= {"include_dashboard": False, "object_store_memory": LOCAL_STORE_BYTES}
-    else:
+    elif options["address"] != "auto":  # which Ray looks for on this host, and says so at once
         _check_answers(options["address"])
+        _check_is_host(options["address"])
     check_runtime_env(runtime_env or {}, "the cluster")
     try:
         ray.init(runtime_env=runtime_env, logging_level=logging.ERROR, **options)
@@ -243,12 +249,12 @@ def _connect(address: str | None, runtime_env: dict[str, Any] | None) -> str:
 def _why(error: Exception, address: str | None) -> str:
     """Why Ray cannot be connected to, and what that may come from: often Ray says nothing of it."""
     text = " ".join(str(error).split()) or type(error).__name__
-    if address is None or "Version mismatch" in text:
+    if address is None or any(one in text for one in SAID_BY_RAY):
         return text
     python = ".".join(map(str, sys.version_info[:3]))
     hints = (
         f"{text}. This process has Ray {of_ray().__version__} and Python {python}: the cluster has "
-        "to have the same, and this host has to be one of it ('ray start --address=...' here, too)"
+        "to have the same ('ray --version' on its head)"
     )
     return hints if os.environ.get("RAY_AUTH_MODE") else f"{hints}. {TOKENS}"
 
@@ -256,8 +262,6 @@ def _why(error: Exception, address: str | None) -> str:
 def _check_answers(address: str) -> None:
     """Raise `BuildError` where no gRPC server answers at the address: Ray itself waits for a
     minute, or for ever."""
-    if address == "auto":
-        return
     host, colon, port = address.rpartition(":")
     if "://" in address or not colon or not port.isdigit():
         raise BuildError(
@@ -280,6 +284,20 @@ def _check_answers(address: str) -> None:
             "the address that 'ray start --head' prints, whose port is 6379 by default (8265 is "
             "that of the dashboard)"
         )
+
+
+def _check_is_host(address: str) -> None:
+    """Raise `BuildError` where no Ray node runs on this host: Ray connects through it, and waits
+    for it for a minute without a word."""
+    find = getattr(of_ray("_private.services"), "find_node_ids", None)  # what Ray itself calls
+    end = time.monotonic() + ANSWER_SECONDS  # it may be starting
+    while find is not None and not find():
+        if time.monotonic() >= end:
+            raise BuildError(
+                f"the Ray cluster at {address!r} answers, but this host has no part in it: start "
+                f"the driver on one of its hosts, or 'ray start --address={address}' here before"
+            )
+        time.sleep(LOOK_SECONDS)
 
 
 def _greeting(made: socket.socket) -> bytes:

@@ -17,6 +17,7 @@ from rlinf_async.cli import main
 from rlinf_async.runtime.jobs import config as job_config
 from rlinf_async.runtime.ray import session
 from rlinf_async.runtime.ray.call_thread import CallThread
+from rlinf_async.runtime.ray.library import of_ray
 from rlinf_async.workers.errors import BuildError
 from tests.net.hosts import ROOT
 
@@ -24,6 +25,7 @@ EXAMPLE = ROOT / "examples" / "fetch_reach_ppo.toml"
 HANGS = """
 import asyncio, threading
 from rlinf_async.runtime.ray.call_thread import CallThread
+from rlinf_async.runtime.ray.library import of_ray
 
 async def main():
     calls = CallThread("hangs")
@@ -112,6 +114,18 @@ async def test_a_head_that_asks_for_a_token_is_thought_of(monkeypatch: pytest.Mo
     ):
         await enter(address)
     assert "This process has Ray 2.99.0 and Python 3." in str(refused.value)
+
+
+async def test_a_driver_beside_the_cluster_is_told_to_join_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(of_ray("_private.services"), "find_node_ids", list)
+    with (
+        listening(session.HTTP2_SETTINGS) as address,
+        pytest.raises(BuildError, match=rf"{address}' answers, but this host has no part in it"),
+    ):
+        await enter(address)
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
