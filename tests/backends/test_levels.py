@@ -28,6 +28,7 @@ def steps(executed: Any, reward: Any, **fields: Any) -> levels.Steps:
         "terminated": np.zeros(rows, bool),
         "truncated": np.zeros(rows, bool),
         "final_value": np.zeros(rows, np.float32),
+        "tokens": shown.shape[2],
     } | fields
     return levels.Steps(reward=np.array(reward, np.float32), executed=shown, **given)
 
@@ -74,11 +75,12 @@ def test_an_episode_that_ends_within_a_chunk_learns_nothing_from_what_follows() 
     assert made.advantage[1, 0].tolist() == [10.0, 5.0]
 
 
-@pytest.mark.parametrize("values", [1, 3])
+@pytest.mark.parametrize("values", [1, 2, 3], ids=["chunk", "actions", "neither"])
 def test_a_policy_without_a_value_for_each_token_is_refused_at_their_level(values: int) -> None:
-    made = steps([[[1, 1]], [[1, 1]]], [[[1.0, 9.0]], [[2.0, 4.0]]])
+    made = steps([[[1, 1]], [[1, 1]]], [[[1.0, 9.0]], [[2.0, 4.0]]], tokens=4)
     other = made._replace(value=np.zeros((3, 1, values), np.float32))
-    with pytest.raises(ValueError, match=f"{values} values for 2 actions.*one for each token"):
+    said = f"{values} values for the 4 tokens of 2 actions.*one for each token"
+    with pytest.raises(ValueError, match=said):
         levels.chunk_advantages(other, AdvantageConfig(level="token"))
 
 
@@ -88,7 +90,9 @@ def test_tokens_have_the_advantages_of_steps_and_the_last_of_an_action_its_rewar
     value = np.arange(12, dtype=np.float32).reshape(3, 1, 4)
     ended = np.array([[True], [False]])
     config = AdvantageConfig(gamma=0.5, gae_lambda=0.0, level="token")
-    made = levels.chunk_advantages(steps(executed, reward, value=value, terminated=ended), config)
+    made = levels.chunk_advantages(
+        steps(executed, reward, value=value, terminated=ended, tokens=4), config
+    )
     assert made.advantage.shape == made.returns.shape == (2, 1, 4)
     # r + 0.5 V(next token) - V(token), whose values are 0, 1 | 4, 5, 6, 7 and 8 at the end.
     assert made.advantage[0, 0, :2].tolist() == [0.0 + 0.5 * 1 - 0, 1.0 - 1]

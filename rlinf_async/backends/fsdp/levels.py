@@ -44,7 +44,9 @@ class Steps(NamedTuple):
     executed: Bools
     """``[T, E, k]``"""
     value: Floats
-    """``[T + 1, E, V]``: ``V`` is 1, or ``k``, or the tokens of ``k`` actions"""
+    """``[T + 1, E, V]``: ``V`` is 1, or ``k``, or ``tokens``"""
+    tokens: int
+    """log-probs of a sample: 1, or the tokens of ``k`` actions"""
     terminated: Bools
     truncated: Bools
     final_value: Floats
@@ -83,12 +85,12 @@ def by_token(steps: Steps) -> Steps:
     """
     *shape, actions = steps.reward.shape
     values = steps.value.shape[-1]
-    tokens, rest = divmod(values, actions)
-    if rest or not tokens:
+    tokens, rest = divmod(steps.tokens, actions)
+    if rest or values != steps.tokens:
         raise ValueError(
-            f"actor.advantage.level is 'token', and the policy gives {values} values for {actions} "
-            "actions: it must give one for each token (its setting token_values says so), or set "
-            "'action' or 'chunk'"
+            f"actor.advantage.level is 'token', and the policy gives {values} values for the "
+            f"{steps.tokens} tokens of {actions} actions: it must give one for each token (its "
+            "setting token_values says so), or set 'action' or 'chunk'"
         )
     reward = np.zeros((*shape, actions * tokens), np.float32)
     reward[..., tokens - 1 :: tokens] = steps.reward

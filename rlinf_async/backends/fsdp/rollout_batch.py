@@ -170,11 +170,12 @@ def _steps(
     truncated = side_by_side(ordered, "truncated")
     if config.advantage.group_size > 1:
         executed = levels.masked_after_done(executed, terminated | truncated)
-    value = side_by_side(ordered, "value")
+    value, log_prob = side_by_side(ordered, "value"), side_by_side(ordered, "log_prob")
     return levels.Steps(
         reward=each,
         executed=executed,
         value=value if value.ndim == 3 else value[..., None],
+        tokens=log_prob.shape[2] if log_prob.ndim == 3 else 1,
         terminated=terminated,
         truncated=truncated,
         final_value=side_by_side(ordered, "final_value"),
