@@ -70,12 +70,17 @@ class Driver:
     folder for temporary files, which nobody else has.
     """
 
-    def __init__(self, temporary: pathlib.Path, *arguments: object) -> None:
+    def __init__(
+        self,
+        temporary: pathlib.Path,
+        *arguments: object,
+        module: tuple[object, ...] = ("rlinf_async.cli",),
+    ) -> None:
         self._log = temporary.with_suffix(".log")
         self._mark = f"TMPDIR={temporary}".encode()
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rlinf_async.cli", *(str(one) for one in arguments)],
+                [sys.executable, "-m", *(str(one) for one in (*module, *arguments))],
                 env={**os.environ, "TMPDIR": str(temporary)},
                 stdout=log,
                 stderr=log,
