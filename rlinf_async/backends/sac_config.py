@@ -19,14 +19,20 @@ class SacOptimizerConfig(OptimizerConfig, frozen=True, kw_only=True, forbid_unkn
 
 
 class SacPolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Networks of the policy and of both critics, which share no layers."""
+    """Networks of the policy and of both critics, which share no layers but those of images."""
 
     hidden_sizes: tuple[int, ...] = (256, 256)
     """ReLU between them"""
+    channels: tuple[int, ...] = (32, 32, 32, 32)
+    """of images: outputs of the convolutions, which halve height and width"""
 
     def __post_init__(self) -> None:
         if any(size < 1 for size in self.hidden_sizes):
             raise ValueError(f"hidden_sizes is {list(self.hidden_sizes)}; all must be at least 1")
+        if not self.channels or any(count < 1 for count in self.channels):
+            raise ValueError(
+                f"channels is {list(self.channels)}; there must be at least one, each at least 1"
+            )
 
 
 class SacShardingConfig(ShardingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +55,8 @@ class SacLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """where it is learnt"""
     target_entropy: float | None = None
     """where it is learnt; minus the number of values of an action when left out"""
+    image_shift: int = 4
+    """pixels by which each image of a batch is shifted at random, at most; 0: none"""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.gamma <= 1.0:
@@ -65,6 +73,8 @@ class SacLossConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"initial_entropy_coefficient is {self.initial_entropy_coefficient}; it must be "
                 "above 0"
             )
+        if self.image_shift < 0:
+            raise ValueError(f"image_shift is {self.image_shift}; it must be at least 0")
         if self.target_entropy is not None and not math.isfinite(self.target_entropy):
             raise ValueError(
                 f"target_entropy is {self.target_entropy}; it must be a finite number, or left out"

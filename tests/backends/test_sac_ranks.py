@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,9 +18,11 @@ from rlinf_async.backends.sac_config import (
 )
 from rlinf_async.messages.replay import ReplayBatch
 from tests.backends.fsdp_helpers import in_processes, load_result, save_result
+from tests.backends.test_sac_images import IMAGES, image_batch
 from tests.backends.test_sac_trainer import POLICY, batch
 
 UPDATES = 10
+POLICIES = {"vector": POLICY, "images": IMAGES}
 COLUMNS = ("weight", "observation", "action", "reward", "next_observation", "discount", "version")
 CONFIG = SacTrainerConfig(
     fsdp=SacShardingConfig(optimizer=SacOptimizerConfig(lr=3e-3, value_lr=1e-2, max_grad_norm=5.0))
@@ -33,15 +35,17 @@ def share(whole: ReplayBatch, world_size: int, rank: int) -> ReplayBatch:
     return msgspec.structs.replace(whole, **parts)
 
 
-def weighted(number: int) -> ReplayBatch:
-    one = batch(number)
+def weighted(kind: str, number: int) -> ReplayBatch:
+    one = image_batch(number) if kind == "images" else batch(number)
     one.weight = np.random.default_rng(number).uniform(0.2, 1.0, len(one.weight)).astype("f4")
     return one
 
 
-def learn(rank: int, world_size: int, folder: Path) -> None:
-    trainer = SacTrainer(CONFIG, POLICY, world_size, rank)
-    steps = [trainer.step(share(weighted(number), world_size, rank)) for number in range(UPDATES)]
+def learn(rank: int, world_size: int, folder: Path, kind: str) -> None:
+    trainer = SacTrainer(CONFIG, POLICIES[kind], world_size, rank)
+    steps = [
+        trainer.step(share(weighted(kind, number), world_size, rank)) for number in range(UPDATES)
+    ]
     trainer.end_iteration()
     trainer.save_checkpoint(folder / "checkpoint")
     update = trainer.publish()
@@ -54,17 +58,26 @@ def learn(rank: int, world_size: int, folder: Path) -> None:
     save_result(folder, rank, result)
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, list[Any]]:
+class Runs(NamedTuple):
+    """The same updates on one rank and on two."""
+
+    kind: str
+    checkpoint: Path
+    """of two"""
+    alone: Any
+    together: list[Any]
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    learn(0, 1, one)
-    return two, load_result(one, 0), in_processes(learn, 2, two)
+    learn(0, 1, one, request.param)
+    together = in_processes(learn, 2, two, request.param)
+    return Runs(request.param, two / "checkpoint", load_result(one, 0), together)
 
 
-def test_losses_errors_and_weights_of_two_ranks_are_those_of_one(
-    results: tuple[Path, Any, list[Any]],
-) -> None:
-    _, alone, together = results
+def test_losses_errors_and_weights_of_two_ranks_are_those_of_one(runs: Runs) -> None:
+    alone, together = runs.alone, runs.together
     for rank in together:
         torch.testing.assert_close(rank["error"], alone["error"], atol=1e-5, rtol=1e-5)
         for step, expected in zip(rank["metrics"], alone["metrics"], strict=True):
@@ -76,16 +89,13 @@ def test_losses_errors_and_weights_of_two_ranks_are_those_of_one(
     assert together[1]["published"] == 0
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_with_one(
-    results: tuple[Path, Any, list[Any]],
-) -> None:
-    folder, alone, _ = results
-    trainer = SacTrainer(CONFIG, POLICY)
-    trainer.load_checkpoint(folder / "checkpoint")
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(runs: Runs) -> None:
+    trainer = SacTrainer(CONFIG, POLICIES[runs.kind])
+    trainer.load_checkpoint(runs.checkpoint)
     assert trainer.version == 1
     for name, value in trainer.manager.get_model_state_dict().items():
-        torch.testing.assert_close(value, alone["state"][name], atol=1e-5, rtol=1e-5)
-    numbers = trainer.step(weighted(UPDATES)).metrics
+        torch.testing.assert_close(value, runs.alone["state"][name], atol=1e-5, rtol=1e-5)
+    numbers = trainer.step(weighted(runs.kind, UPDATES)).metrics
     assert numbers["critic_loss"] > 0.0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pathlib
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,7 @@ POLICY = PolicyConfig(
     name="mlp_squashed_gaussian", observation_size=3, action_size=2, hidden_sizes=(8, 8)
 )
 SIZE = 16
+DEFAULT = SacLossConfig()
 
 
 def batch(number: int = 0, *, weight: float = 1.0) -> ReplayBatch:
@@ -44,8 +46,8 @@ def batch(number: int = 0, *, weight: float = 1.0) -> ReplayBatch:
     )
 
 
-def trainer(**sac: float) -> SacTrainer:
-    return SacTrainer(SacTrainerConfig(sac=SacLossConfig(**sac)), POLICY)
+def trainer(sac: SacLossConfig = DEFAULT) -> SacTrainer:
+    return SacTrainer(SacTrainerConfig(sac=sac), POLICY)
 
 
 def parameters(one: SacTrainer) -> dict[str, torch.Tensor]:
@@ -53,7 +55,7 @@ def parameters(one: SacTrainer) -> dict[str, torch.Tensor]:
 
 
 def test_a_step_moves_everything_and_targets_by_their_share() -> None:
-    one = trainer(tau=0.25)
+    one = trainer(SacLossConfig(tau=0.25))
     before = parameters(one)
     done = one.step(batch())
     after = parameters(one)
@@ -68,7 +70,7 @@ def test_a_step_moves_everything_and_targets_by_their_share() -> None:
 
 
 def test_the_policys_loss_leaves_the_critics_alone_and_the_critics_loss_the_policy() -> None:
-    one = trainer(entropy_coefficient=0.2)
+    one = trainer(SacLossConfig(entropy_coefficient=0.2))
     model = one.manager.model
     assert isinstance(model, SacModel)
     losses = model(one._share(batch(weight=0.0)))  # nothing is left of the critics' loss
@@ -133,8 +135,9 @@ def test_log_probs_of_samples_are_those_of_their_noise() -> None:
         ({"gamma": 1.5}, "between 0 and 1"),
         ({"entropy_coefficient": -1.0}, "at least 0, or left out"),
         ({"initial_entropy_coefficient": 0.0}, "above 0"),
+        ({"image_shift": -1}, "image_shift is -1; it must be at least 0"),
     ],
 )
 def test_numbers_that_cannot_be_are_named(wrong: dict[str, float], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        SacLossConfig(**wrong)
+    with pytest.raises(msgspec.ValidationError, match=said):
+        msgspec.convert(wrong, SacLossConfig)

@@ -10,7 +10,7 @@ All three losses are of the same weights, and change them in one step: the polic
 of the critics before the step, where other implementations update the critics first.
 
 Any number of ranks takes the same steps as one, as far as rounding goes: every rank draws the noise
-of the whole batch, and takes the part of its share.
+of the whole batch (of actions, and of the shifts of images), and takes the part of its share.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from rlinf_async.backends.fsdp.manager import FSDPModelManager
 from rlinf_async.backends.fsdp.sac_model import METRICS, SacBatch, SacLosses, SacModel
 from rlinf_async.backends.fsdp.sharding import local_shard
 from rlinf_async.backends.policies.config import PolicyConfig
+from rlinf_async.backends.policies.encoder import random_shift
 from rlinf_async.backends.policies.tensors import Observed, to_tensors
 from rlinf_async.backends.sac_config import SacTrainerConfig
 from rlinf_async.messages.replay import ReplayBatch
+from rlinf_async.messages.spaces import Seen
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights import pack
 
@@ -70,6 +72,7 @@ class SacTrainer:
             self.manager.setup_model_and_optimizer()
         self._generator = torch.Generator(self.manager.device).manual_seed(config.seed)
         self._action_size = policy.action_size
+        self._images = [image.name for image in policy.sees.of_kind("image")]
         self._version = 0
         self._skipped_in_a_row = 0
         self._critics, self._targets = _local(self._model.critic), _local(self._model.target)
@@ -124,8 +127,8 @@ class SacTrainer:
         action, reward, discount, weight = (tensor(to_tensors(one, device)) for one in columns)
         next_noise, noise = self._noise(len(reward)), self._noise(len(reward))
         return SacBatch(
-            to_tensors(batch.observation, device),
-            to_tensors(batch.next_observation, device),
+            self._observed(batch.observation),
+            self._observed(batch.next_observation),
             action,
             reward,
             discount,
@@ -133,6 +136,23 @@ class SacTrainer:
             noise,
             next_noise,
         )
+
+    def _observed(self, seen: Seen) -> Observed:
+        """Observations on the device; of images, each shifted by as much as it happens."""
+        manager, limit = self.manager, self.config.sac.image_shift
+        observed = to_tensors(seen, manager.device)
+        if isinstance(observed, Tensor) or not limit:
+            return observed
+        for name in self._images:
+            offsets = torch.randint(
+                -limit,
+                limit + 1,
+                (manager.world_size, len(seen), 2),
+                generator=self._generator,
+                device=manager.device,
+            )
+            observed[name] = random_shift(observed[name], offsets[manager.rank])
+        return observed
 
     def _noise(self, share: int) -> Tensor:
         """Standard normal noise ``[share, A]``: this rank's part of that of all."""

@@ -7,6 +7,10 @@
             +--> policy --> critics, frozen -----> policy's loss --+--> total
                        +-------------------> entropy coefficient --+
 
+Images have one encoder, which policy and critics share. It is part of the policy, which acts with
+it, but only the critics' loss trains it; the targets see with it, too, as in Yarats et al. 2021,
+"Mastering Visual Continuous Control: Improved Data-Augmented Reinforcement Learning" (DrQ-v2).
+
 All losses are of one forward pass, because FSDP2 gathers weights around that. They are means over
 the share of a rank, and linear in it: their gradients, averaged over ranks of equal shares, are
 those of the whole batch. That holds for the entropy coefficient's, too.
@@ -70,13 +74,18 @@ class SacLosses(NamedTuple):
 
 
 class TwinCritics(nn.Module):
-    """Two MLPs of an observation and an action, ReLU between the layers, in one multiplication.
+    """Two MLPs of features and an action, ReLU between the layers, in one multiplication.
 
-    Weights begin as those of `torch.nn.Linear`.
+    Weights begin as those of `torch.nn.Linear`. Both share the head of the features.
+
+    Args:
+        head: of the features ``[N, F]``, see `SquashedGaussianPolicy`.
+        sizes: of the layers, from what the head makes and an action to the value.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, head: nn.Module, sizes: Sequence[int]) -> None:
         super().__init__()
+        self.head = head
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
         for inputs, outputs in pairwise(sizes):
             bound = 1.0 / math.sqrt(inputs)
@@ -86,20 +95,22 @@ class TwinCritics(nn.Module):
             ):
                 into.append(nn.Parameter(torch.empty(shape).uniform_(-bound, bound)))
 
-    def forward(self, observation: Tensor, action: Tensor) -> Tensor:
+    def forward(self, features: Tensor, action: Tensor) -> Tensor:
         """Return values ``[2, N]``."""
-        return self._values(observation, action, [*self.weights], [*self.biases])
+        return self._values(self.head(features), action, [*self.weights], [*self.biases])
 
-    def frozen(self, observation: Tensor, action: Tensor) -> Tensor:
+    def frozen(self, features: Tensor, action: Tensor) -> Tensor:
         """Return values ``[2, N]`` with gradients for ``action`` and none for the critics."""
+        with torch.no_grad():
+            seen = self.head(features)
         weights = [weight.detach() for weight in self.weights]
-        return self._values(observation, action, weights, [bias.detach() for bias in self.biases])
+        return self._values(seen, action, weights, [bias.detach() for bias in self.biases])
 
     @staticmethod
     def _values(
-        observation: Tensor, action: Tensor, weights: list[Tensor], biases: list[Tensor]
+        seen: Tensor, action: Tensor, weights: list[Tensor], biases: list[Tensor]
     ) -> Tensor:
-        hidden = torch.cat([observation, action], -1).expand(2, -1, -1)
+        hidden = torch.cat([seen, action], -1).expand(2, -1, -1)
         for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
             hidden = torch.baddbmm(bias, hidden if index == 0 else functional.relu(hidden), weight)
         return hidden.squeeze(-1)
@@ -114,8 +125,7 @@ class SacModel(nn.Module):
         if not isinstance(found, SquashedGaussianPolicy):
             raise ValueError(f"soft actor-critic cannot train the policy {policy.name!r}")
         self.policy: SquashedGaussianPolicy[Any] = found
-        sizes = (policy.observation_size + policy.action_size, *policy.hidden_sizes, 1)
-        self.critic, self.target = TwinCritics(sizes), TwinCritics(sizes)
+        self.critic, self.target = self._critics(policy), self._critics(policy)
         self.target.load_state_dict(self.critic.state_dict())
         self.target.requires_grad_(False)
         self.log_entropy_coefficient = nn.Parameter(
@@ -125,9 +135,15 @@ class SacModel(nn.Module):
         asked = sac.target_entropy
         self._target_entropy = -float(policy.action_size) if asked is None else asked
 
+    def _critics(self, policy: PolicyConfig) -> TwinCritics:
+        head, size = self.policy.new_head()
+        return TwinCritics(head, (size + policy.action_size, *policy.hidden_sizes, 1))
+
     def value_parameter_names(self) -> set[str]:
-        """Return the names of the critics' parameters, which have a learning rate of their own."""
-        return {name for name, _ in self.named_parameters() if name.startswith("critic.")}
+        """Return the names of what the critics' loss trains, with a learning rate of its own: the
+        critics, and the encoder of images."""
+        of_critics = ("critic.", "policy.encoder.")
+        return {name for name, _ in self.named_parameters() if name.startswith(of_critics)}
 
     def forward(self, batch: SacBatch) -> SacLosses:
         """Return the losses of a batch, with gradients for all but the targets."""
@@ -145,7 +161,7 @@ class SacModel(nn.Module):
         seen = self.policy.features(batch.observation)
         values = self.critic(seen, batch.action)
         of_critics = critic_loss(values, target, batch.weight)
-        # The policy's loss does not change what the critics see.
+        # The policy's loss does not train the encoder.
         seen = seen.detach()
         acted, log_prob = self.policy.sample(seen, batch.noise)
         of_policy = policy_loss(log_prob, self.critic.frozen(seen, acted), coefficient)

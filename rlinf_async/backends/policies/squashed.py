@@ -1,13 +1,13 @@
-"""The policy of soft actor-critic: a normal distribution, squashed by tanh into [-1, 1].
+"""The policies of soft actor-critic: a normal distribution, squashed by tanh into [-1, 1].
 
 Source: Haarnoja et al. 2018, appendix C. The environment stretches actions to its bounds
-(``env.actions = "rescale"``).
+(``env.actions = "rescale"``). That of images: Yarats et al. 2019 and 2021, see
+`rlinf_async.backends.policies.encoder`.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Final
@@ -24,7 +24,8 @@ from rlinf_async.backends.policies.base import (
     Step,
     register_policy,
 )
-from rlinf_async.backends.policies.config import PolicyConfig, mlp_misfit
+from rlinf_async.backends.policies.config import PolicyConfig, cnn_misfit, mlp_misfit
+from rlinf_async.backends.policies.encoder import FeatureHead, ImageEncoder
 
 LOG_STD_MIN: Final = -20.0
 LOG_STD_MAX: Final = 2.0
@@ -36,23 +37,41 @@ class SquashedGaussianPolicy(Policy[ObservedT]):
     It has no value: where one is asked for, it is 0. Observations are not normalised. As long as
     ``uniform`` is set it samples uniformly in [-1, 1], whatever it sees.
 
+    Features ``[N, F]`` of an observation are what the critics see, too: the vector itself, or what
+    an encoder makes of images. A head makes of them the inputs of an MLP; policy and critics have
+    one each.
+
     Args:
         config: sizes of the layers, and spaces.
-        inputs: numbers that the MLP is given.
+        encoder: of images; None: observations are one vector.
     """
 
     uniform: Tensor
 
-    def __init__(self, config: PolicyConfig, inputs: int) -> None:
+    def __init__(self, config: PolicyConfig, encoder: ImageEncoder | None = None) -> None:
         super().__init__(config)
-        self._size = config.action_size
+        self._size, self._vector = config.action_size, config.observation_size
+        self.encoder = encoder
+        self.head, inputs = self.new_head()
         sizes = (inputs, *config.hidden_sizes, 2 * config.action_size)
         self.actor = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(sizes)))
         self.register_buffer("uniform", torch.ones((), dtype=torch.bool))
 
-    @abstractmethod
+    def new_head(self) -> tuple[nn.Module, int]:
+        """Return a new head for features, and how many numbers it makes of them."""
+        if self.encoder is None:
+            return nn.Identity(), self._vector
+        head = FeatureHead(self.encoder)
+        return head, head.size
+
     def features(self, observation: ObservedT) -> Tensor:
         """Return what the critics see too, ``[N, F]``, with gradients."""
+        if self.encoder is not None:
+            encoded: Tensor = self.encoder(observation)
+            return encoded
+        if not isinstance(observation, Tensor):
+            raise TypeError("a policy without an encoder takes one vector")
+        return observation
 
     def sample(self, features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Return the actions ``[N, A]`` of standard normal ``noise [N, A]``, with gradients, and
@@ -97,7 +116,7 @@ class SquashedGaussianPolicy(Policy[ObservedT]):
         return Evaluation(log_prob, -log_prob, log_prob.new_zeros(len(log_prob)))
 
     def _outputs(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = features
+        hidden = self.head(features)
         for index, layer in enumerate(self.actor):
             hidden = layer(hidden if index == 0 else functional.relu(hidden))
         mean, log_std = hidden.chunk(2, -1)
@@ -106,19 +125,33 @@ class SquashedGaussianPolicy(Policy[ObservedT]):
 
 @register_policy("mlp_squashed_gaussian")
 class MlpSquashedGaussianPolicy(SquashedGaussianPolicy[Tensor]):
-    """For observations of one vector, which are its features."""
+    """For observations of one vector."""
 
     @classmethod
     def misfit(cls, config: PolicyConfig) -> str:
-        if config.sees.flat and not config.acts.continuous:
-            return "it samples one Box of continuous actions; the environment's are others"
-        return mlp_misfit(config)
+        return mlp_misfit(config) or _action_misfit(config)
+
+
+@register_policy("cnn_squashed_gaussian")
+class CnnSquashedGaussianPolicy(SquashedGaussianPolicy[Mapping[str, Tensor]]):
+    """For images, and the state where there is one.
+
+    Its encoder is trained by the critics' loss alone, which SAC+AE found to be stable: the policy's
+    gradient ends at the features.
+    """
+
+    @classmethod
+    def misfit(cls, config: PolicyConfig) -> str:
+        return cnn_misfit(config) or _action_misfit(config)
 
     def __init__(self, config: PolicyConfig) -> None:
-        super().__init__(config, config.observation_size)
+        super().__init__(config, ImageEncoder(config.sees, config.channels))
 
-    def features(self, observation: Tensor) -> Tensor:
-        return observation
+
+def _action_misfit(config: PolicyConfig) -> str:
+    if config.acts.continuous:
+        return ""
+    return "it samples one Box of continuous actions; the environment's are others"
 
 
 def _count(observation: Tensor | Mapping[str, Tensor]) -> int:

@@ -58,6 +58,20 @@ def test_two_ranks_share_batches_and_one_goes_on_alone(job: Job) -> None:
 
 
 @pytest.mark.parametrize("storage", [(), MEMORY], ids=["disk", "memory"])
+def test_images_are_stored_as_bytes_and_learnt_from(job: Job, storage: tuple[object, ...]) -> None:
+    env = ("--env.entry_point", "examples/reach_env.py:ReachTargets")
+    pixels = ("--env.kwargs", "{pixels_only = true, size = 12}")
+    small = ("--actor.fsdp.policy.channels", "[4]")
+    job.succeed(*env, *pixels, *small, *storage, "--training.total_steps", 4 * STEPS)
+    job.check_books(4)
+    job.succeed(*env, *pixels, *small, *storage, "--resume")
+    job.check_books(6)
+    if not storage:
+        slots = (80 + STEPS * 5) * 12 * 12 * 3
+        assert (job.out / "replay/observation.bin").stat().st_size == slots
+
+
+@pytest.mark.parametrize("storage", [(), MEMORY], ids=["disk", "memory"])
 def test_a_resumed_run_goes_on_with_the_same_store(job: Job, storage: tuple[object, ...]) -> None:
     job.succeed(*PRIORITIZED, *storage, "--training.total_steps", 4 * STEPS)
     job.check_books(4)

@@ -50,19 +50,17 @@ def test_several_ranks_of_fsdp1_are_refused(job: Job) -> None:
     assert "actor.fsdp.strategy: 'fsdp1': its ranks hold other parts of the critics" in ended.err
 
 
-def test_images_are_refused_with_what_to_do(job: Job, tmp_path: pathlib.Path) -> None:
-    env = tmp_path / "camera.py"
+def test_texts_are_refused_with_what_to_do(job: Job, tmp_path: pathlib.Path) -> None:
+    env = tmp_path / "told.py"
     env.write_text(
-        "import gymnasium, numpy\n"
-        "class Camera(gymnasium.Env):\n"
-        "    observation_space = gymnasium.spaces.Box(0, 255, (8, 8, 3), numpy.uint8)\n"
+        "import gymnasium\n"
+        "class Told(gymnasium.Env):\n"
+        "    observation_space = gymnasium.spaces.Text(5)\n"
         "    action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,))\n"
     )
-    ended = job.train("--env.entry_point", f"{env}:Camera", "--env.probe", "false")
+    ended = job.train("--env.entry_point", f"{env}:Told", "--env.probe", "false")
     assert ended.code == 2
-    assert "shows image 'image' [8, 8, 3]; the networks of soft actor-critic take one vector" in (
-        ended.err
-    )
+    assert "the networks of soft actor-critic read no text: leave it out" in ended.err
 
 
 def test_the_store_of_another_run_is_not_overwritten(job: Job, tmp_path: pathlib.Path) -> None:

@@ -27,7 +27,8 @@ SectionT = TypeVar("SectionT", bound=EnvConfig | RolloutConfig | ReplayConfig | 
 MAY_DIFFER = (*ALWAYS_MAY_DIFFER, "replay.prefetch")
 """settings and sections that a resumed run may change"""
 
-POLICY = "mlp_squashed_gaussian"
+MLP, CNN = "mlp_squashed_gaussian", "cnn_squashed_gaussian"
+"""policies for one vector, and for images"""
 
 
 class SacTrainingConfig(LengthConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,11 +170,11 @@ def fitted(config: SacConfig, spec: EnvSpec) -> FittedSac:
             "job = 'embodied_ppo'",
             path=("env",),
         )
-    if not spec.observation.flat:
+    if spec.observation.of_kind("text"):
         raise ConfigError(
-            f"{config.env.name} shows {spec.observation}; the networks of soft actor-critic take "
-            "one vector of numbers: wrap the environment (gymnasium.wrappers.FilterObservation, "
-            "FlattenObservation), or use job = 'embodied_ppo'",
+            f"{config.env.name} shows {spec.observation}; the networks of soft actor-critic "
+            "read no text: leave it out (gymnasium.wrappers.FilterObservation), or use "
+            "job = 'embodied_ppo'",
             path=("env",),
         )
     replace = msgspec.structs.replace
@@ -185,12 +186,13 @@ def fitted(config: SacConfig, spec: EnvSpec) -> FittedSac:
         **{name: getattr(config, name) for name in config.__struct_fields__}
         | {name: seeded(getattr(config, name)) for name in ("env", "rollout", "replay", "actor")},
         policy=PolicyConfig(
-            name=POLICY,
+            name=MLP if spec.observation.flat else CNN,
             observation_size=spec.observation_size,
             action_size=spec.action_size,
             observation=spec.observation,
             action=spec.action,
             hidden_sizes=config.actor.fsdp.policy.hidden_sizes,
+            channels=config.actor.fsdp.policy.channels,
             action_chunk=1,
         ),
     )
