@@ -46,7 +46,7 @@ def accounts(made: Plan, out: Path) -> Accounts:
     if made.kind == "sac":
         note = json.loads((out / "checkpoints/latest.json").read_bytes())
         state = read_state(out / "checkpoints" / note["checkpoint"] / "replay/state.json")
-        updates = (iterations * steps - 480) // 2
+        updates = iterations * steps - 480
         wrong += [
             (state.count if state else 0) - iterations * steps,
             int(str(summary.extra["gradient steps"])) - updates,

@@ -64,7 +64,7 @@ actions = "rescale"
 total_steps = 6_400
 steps_per_iteration = 20
 learning_starts = 480
-updates_per_step = 0.5
+updates_per_step = 1.0
 checkpoint_every = 3
 metrics = []
 
