@@ -49,8 +49,9 @@ class ImageEncoder(nn.Module):
 
     def forward(self, observation: Mapping[str, Tensor]) -> Tensor:
         """Return features ``[N, F]`` of uint8 images and a state that is as it shall be."""
+        # Flattened here: FSDP2 loses its hooks on outputs that are views.
         parts = [
-            encoder(_pixels(observation[name]))
+            encoder(_pixels(observation[name])).flatten(1)
             for name, encoder in zip(self._images, self.encoders, strict=True)
         ]
         if STATE in observation:
@@ -103,7 +104,7 @@ def _convolutions(image: Part, channels: tuple[int, ...]) -> nn.Sequential:
         nn.init.orthogonal_(convolution.weight, math.sqrt(2.0))
         nn.init.zeros_(convolution.bias if convolution.bias is not None else torch.empty(0))
         layers += [convolution, nn.ReLU()]
-    return nn.Sequential(*layers, nn.Flatten())
+    return nn.Sequential(*layers)
 
 
 def _channels(image: Part) -> int:
