@@ -130,15 +130,17 @@ def test_a_cue_is_remembered_with_a_memory_and_not_without(
     assert least <= summary.success_rate <= most
 
 
-def test_the_pendulum_is_learnt_from_replayed_transitions(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("example", ["sac_pendulum.toml", "sac_pixel_reach.toml"])
+def test_replayed_transitions_are_learnt_from(tmp_path: pathlib.Path, example: str) -> None:
     done = run(
-        *("-m", "rlinf_async.cli", "train", EXAMPLES / "sac_pendulum.toml"),
-        *("--out", tmp_path / "run", "--training.total_steps", 400, "--evaluation.episodes", 2),
+        *("-m", "rlinf_async.cli", "train", EXAMPLES / example, "--out", tmp_path / "run"),
+        *("--training.total_steps", 320, "--training.learning_starts", 240),
+        *("--training.updates_per_step", 1, "--evaluation.episodes", 2),
     )
-    assert (done.returncode, done.stderr) == (1, "")  # 400 steps do not reach the target
+    assert (done.returncode, done.stderr) == (1, "")  # too few steps for the target
     summary = read_summary(tmp_path / "run" / "summary.json", EmbodiedSummary)
-    assert (summary.outcome, summary.env_steps) == ("fell short", 400)
-    assert summary.extra == {"gradient steps": 200}
+    assert (summary.outcome, summary.env_steps) == ("fell short", 320)
+    assert summary.extra == {"gradient steps": 80}
 
 
 def test_the_vision_language_action_policy_is_cloned_and_trained(tmp_path: pathlib.Path) -> None:
