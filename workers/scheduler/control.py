@@ -184,19 +184,22 @@ class Control:
 
     async def gather(self, instances: Collection[int], seconds: float, what: str) -> set[int]:
         """Wait until these instances have carried out the newest orders; those that have not."""
-        sequence, among = self.newest.sequence, set(instances)
+        sequence, left = self.newest.sequence, sorted(instances)
 
-        def missing() -> set[int]:
-            return self.seen.missing(sequence, among)
+        def all_have() -> bool:  # looked at after every report: each instance is asked once
+            while left and self.seen.has(left[-1], sequence):
+                left.pop()
+            return not left
 
-        if await self.until(lambda: not missing(), seconds):
+        if await self.until(all_have, seconds):
             return set()
+        missing = {one for one in left if not self.seen.has(one, sequence)}
         self.unanswered += 1
-        names = ", ".join(instance_name(one) for one in sorted(missing()))
+        names = ", ".join(instance_name(one) for one in sorted(missing))
         self._log.warning(
             "%s did not %s within %g s; everything else stays as it is", names, what, seconds
         )
-        return missing()
+        return missing
 
     async def begun(self, names: Collection[str], count: int, seconds: float) -> set[str]:
         """Wait until so many of these requests have begun, after the newest orders; those that

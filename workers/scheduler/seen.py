@@ -102,12 +102,16 @@ class Seen:
         trained = ready.boundary.done * self._topology.samples // first
         return max(whole - trained, 0)
 
+    def has_next(self, ready: ActorReady) -> bool:
+        """Whether all samples of the next mini-batch are generated, as far as is known."""
+        first = ready.mini_batches // ready.epochs
+        if ready.boundary.done >= first:
+            return True
+        return self.arrived(ready) >= self._topology.samples // first
+
     def lacks(self, ready: ActorReady) -> bool:
         """Whether samples of the next mini-batch are still to be generated."""
-        first = ready.mini_batches // ready.epochs
-        if ready.boundary.done >= first or not self._present():
-            return False
-        return self.arrived(ready) < self._topology.samples // first
+        return not self.has_next(ready) and self._present() > 0
 
     def _present(self) -> int:
         """Return the requests that are somewhere."""
@@ -134,11 +138,8 @@ class Seen:
         every = self._topology.strategies
         return tuple(one for one in every if since != iteration or one not in refused)
 
-    def missing(self, sequence: int, among: set[int]) -> set[int]:
-        """Return the instances among these that have not carried out the orders of a sequence."""
-        return {one for one in among if not self._has(one, sequence)}
-
-    def _has(self, instance: int, sequence: int) -> bool:
+    def has(self, instance: int, sequence: int) -> bool:
+        """Whether an instance has carried out the orders of a sequence."""
         report = self.instances.get(instance)
         return report is not None and report.sequence >= sequence
 

@@ -53,6 +53,7 @@ from rlinf_async.workers.scheduler.config import SchedulingConfig, Topology
 from rlinf_async.workers.scheduler.control import Control
 from rlinf_async.workers.scheduler.messages import (
     ActorReady,
+    Boundary,
     Orders,
     RequestCount,
     SchedulerReport,
@@ -79,6 +80,8 @@ class SchedulerWorker(Worker):
         )
         self._requests: Receiver[Request] | None = None
         self._phase: Phase = "end"
+        self._arrived_at: Boundary | None = None
+        """boundary of the actor whose mini-batch the policy knows to be there"""
         self._lost: set[int] = set()
         """instances that stopped because their devices were lost"""
         devices = {*topology.actor, *(one for home in topology.instances for one in home)}
@@ -145,8 +148,12 @@ class SchedulerWorker(Worker):
         control, samples = self._control, self.topology.samples
         if control.actor is None or self._phase == "end" or not control.fresh:
             return False
-        done = control.seen.finished(control.actor.boundary.iteration) >= samples
-        return done or control.fresh >= max(1.0, self.config.every * samples)
+        if control.fresh >= max(1.0, self.config.every * samples):
+            return True
+        actor = control.actor
+        if control.is_open and actor.collects and self._arrived_at != actor.boundary:
+            return control.seen.has_next(actor)
+        return control.seen.finished(actor.boundary.iteration) >= samples
 
     def _next_phase(self, ready: ActorReady) -> Phase:
         if ready.boundary.done == ready.mini_batches:
@@ -176,6 +183,8 @@ class SchedulerWorker(Worker):
             state, decision = await self._asked(ready, silent)
             self.decided(state, decision)
             stays = ready.collects and control.seen.lacks(ready)
+            if control.seen.has_next(ready):
+                self._arrived_at = ready.boundary
             await changes.carry_out(decision, holds_boundary=stays)
 
     async def _asked(

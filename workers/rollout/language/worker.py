@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import math
 from contextlib import AsyncExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -284,11 +284,13 @@ class LanguageRolloutWorker(Worker):
             return {}
 
     async def _made(self) -> dict[str, int]:
-        engine = self._live.engine
-        if not isinstance(engine, CountsTokens):
+        engine: Any = self._live.engine
+        kind: Any = type(engine)
+        if not _counts_tokens(kind):
             return {name: len(one.token_ids) for name, one in (await self._so_far()).items()}
         try:
-            return await engine.made()
+            made: dict[str, int] = await engine.made()
+            return made
         except EngineDied:
             return {}
 
@@ -494,6 +496,12 @@ class LanguageRolloutWorker(Worker):
             text=self._live.engine.decode(generated.token_ids),
             rollout_rank=self.rank,
         )
+
+
+@cache
+def _counts_tokens(engine: Any) -> bool:
+    """Whether engines of this class do; a check by their methods takes long."""
+    return issubclass(engine, CountsTokens)
 
 
 def _held(slots: int) -> int:
