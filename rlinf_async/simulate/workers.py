@@ -24,7 +24,7 @@ from rlinf_async.backends.cost.engine import CostEngine
 from rlinf_async.backends.cost.trainer import CostTrainer
 from rlinf_async.backends.language import GenerationEngine
 from rlinf_async.channels import Receiver, Sender
-from rlinf_async.messages.language import Sample, Scored, ScoredSample
+from rlinf_async.messages.language import Sample, Scored, ScoredSample, TrainingSample
 from rlinf_async.scheduling import ClusterState, ScalingDecision, safe
 from rlinf_async.simulate.site import Site, scheduling
 from rlinf_async.workers.actor.iteration import Batches, Iteration, Waiting
@@ -59,7 +59,13 @@ class SimulatedRollout(LanguageRolloutWorker):
 
 
 class SimulatedIteration(Iteration):
-    """Trains what arrives of a mini-batch while the rest of it is generated."""
+    """Trains each mini-batch as a whole, or what arrives of it while the rest is generated."""
+
+    site: Site
+    """set by whoever makes it"""
+    ranks = 1
+    """for which this one stands"""
+    pipelined = False
 
     async def _stepped(
         self, batches: Batches | None, waiting: Waiting, loop: asyncio.AbstractEventLoop
@@ -67,17 +73,27 @@ class SimulatedIteration(Iteration):
         trainer = self._trainer
         assert batches is not None
         assert isinstance(trainer, CostTrainer)
-        count, arriving = 0, batches.global_batch()
+        arriving, kept = batches.global_batch(), list[TrainingSample]()
         while True:
             with waiting():
                 batch = await anext(arriving, None)
             if batch is None:
                 break
-            await self._worker.compute(trainer.micro_batch, batch.samples)
-            self._tokens += sum(one.tokens for one in batch.samples)
-            count += len(batch.samples)
-        await self._worker.compute(trainer.optimizer_step)
-        return {"samples_trained": float(count)}
+            kept += batch.samples
+            if self.pipelined:
+                await self._busy_with(trainer.micro_batch, batch.samples)
+        if not self.pipelined:
+            await self._busy_with(trainer.micro_batch, kept)
+        await self._busy_with(trainer.optimizer_step)
+        self._tokens += sum(one.tokens for one in kept)
+        return {"samples_trained": float(len(kept))}
+
+    async def _busy_with(self, work: Callable[..., None], *args: Any) -> None:
+        self.site.trains(self.ranks)
+        try:
+            await self._worker.compute(work, *args)
+        finally:
+            self.site.trains(-self.ranks)
 
 
 class SimulatedActor(LanguageActor):
@@ -108,14 +124,15 @@ class SimulatedActor(LanguageActor):
         return CostTrainer(self._config, self.world_size, self.rank, tp=self.stands_for)
 
     def _iteration(self) -> Iteration:
-        kind = SimulatedIteration if self._pipelined else Iteration
-        return kind(
+        made = SimulatedIteration(
             self,
             self._trainer,
             self._sizes,
             epochs=self._batches.epochs,
             max_staleness=self._max_staleness,
         )
+        made.site, made.ranks, made.pipelined = self._site, self.stands_for, self._pipelined
+        return made
 
     async def boundary(self, done: int, tokens: int = 0, seconds: float = 0.0) -> None:
         """Go on once all have trained, and it is known how."""
