@@ -157,4 +157,4 @@ class GruPolicy(RecurrentPolicy):
         reset_h, update_h, new_h = recurrent.chunk(3, -1)
         reset, update = torch.sigmoid(reset_x + reset_h), torch.sigmoid(update_x + update_h)
         new = torch.tanh(new_x + reset * new_h)
-        return torch.lerp(new, memory, update)
+        return new + update * (memory - new)  # torch.lerp takes no mixed precision

@@ -52,6 +52,11 @@ def test_log_probs_of_rollout_and_actor_agree_over_episodes_and_iterations(
     assert max(differences) < 1e-4
 
 
+def test_it_is_trained_in_lower_precision(job: Job) -> None:
+    summary = job.succeed(*GRU, *WALK, "--actor.fsdp.precision", "bfloat16")
+    assert summary.iterations == 6
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
