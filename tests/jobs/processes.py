@@ -92,6 +92,10 @@ class Driver:
         """All that it printed so far."""
         return self._log.read_text()
 
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
     def running(self, name: bytes) -> list[int]:
         """Those that it has started, at whatever remove, whose command line has this in it."""
         parents = {one.pid: one.parent for one in processes()}
