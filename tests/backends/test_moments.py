@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -94,3 +96,22 @@ def test_discounted_returns_equal_the_backward_looking_sum(
             assert returns[step, env] == pytest.approx(running, abs=1e-4)
             running = 0.0 if ended[step, env] else running
         assert after[env] == pytest.approx(running, abs=1e-4)
+
+
+def test_what_it_computes_with_follows_every_change_also_of_a_copy() -> None:
+    normalizer, observation = ObservationNormalizer(1, 10.0), torch.tensor([[6.0]])
+    assert normalizer(observation).item() == pytest.approx(6.0)
+    normalizer.update(torch.tensor([[0.0], [8.0]]))
+    assert normalizer(observation).item() == pytest.approx(0.5)
+    copied = copy.deepcopy(normalizer)
+    for _ in range(4):  # any number of changes
+        copied.mean.copy_(torch.tensor([2.0]))
+        copied.variance.copy_(torch.tensor([4.0]))
+        assert copy.deepcopy(copied)(observation).item() == pytest.approx(2.0)
+    assert copied(observation).item() == pytest.approx(2.0)
+    assert normalizer(observation).item() == pytest.approx(0.5)
+    normalizer.load_state_dict(copied.state_dict())
+    assert normalizer(observation).item() == pytest.approx(2.0)
+    normalizer.to(torch.float64)
+    normalizer.mean = torch.tensor([5.0], dtype=torch.float64)
+    assert normalizer(observation).item() == pytest.approx(0.5)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TypeGuard
 
 import numpy as np
 
@@ -47,22 +48,11 @@ def _sampled(policy: PolicyBackend, questions: Sequence[Observations]) -> Answer
     finals = [q.final_observation for q in questions if q.final_observation is not None]
     rows = _rows([*(question.observation for question in questions), *finals])
     version = policy.version
-    memory = _memory(
-        policy,
-        [
-            *((question.memory, question.observation) for question in questions),
-            *(
-                (question.final_memory, question.final_observation)
-                for question in questions
-                if question.final_observation is not None
-            ),
-        ],
-    )
     if all(question.value_only for question in questions):
         nothing = np.empty(0, np.float32)
-        answer = PolicyAnswer(nothing, nothing, _value(policy, rows, memory))
-    elif isinstance(policy, RecurrentPolicyBackend):
-        answer = policy.act_from(rows, memory)
+        answer = PolicyAnswer(nothing, nothing, _value(policy, rows, questions))
+    elif _recurrent(policy):
+        answer = policy.act_from(rows, _memory(policy, questions))
     else:
         answer = policy.act(rows)
     _check(version, action=answer.action, log_prob=answer.log_prob, value=answer.value)
@@ -97,28 +87,39 @@ def _shares(
         start = end
 
 
-def _memory(policy: PolicyBackend, parts: Sequence[tuple[Floats | None, Seen]]) -> Floats:
-    """What a recurrent policy remembers, ``[N, H]``; of others an array without columns."""
-    size = policy.memory_size if isinstance(policy, RecurrentPolicyBackend) else 0
+def _recurrent(policy: PolicyBackend) -> TypeGuard[RecurrentPolicyBackend]:
+    # `isinstance` looks at every member of the protocol, and takes as long as a small layer.
+    return hasattr(policy, "act_from")
+
+
+def _memory(policy: RecurrentPolicyBackend, questions: Sequence[Observations]) -> Floats:
+    """What the policy remembers of each row, ``[N, H]``."""
+    parts = [
+        *((question.memory, question.observation) for question in questions),
+        *(
+            (question.final_memory, question.final_observation)
+            for question in questions
+            if question.final_observation is not None and not question.deterministic
+        ),
+    ]
     each = [
-        np.zeros((len(seen), size), np.float32) if memory is None else memory
+        np.zeros((len(seen), policy.memory_size), np.float32) if memory is None else memory
         for memory, seen in parts
     ]
     return each[0] if len(each) == 1 else np.concatenate(each)
 
 
-def _value(policy: PolicyBackend, rows: Seen, memory: Floats) -> Floats:
-    if isinstance(policy, RecurrentPolicyBackend):
-        return policy.value_from(rows, memory)
+def _value(policy: PolicyBackend, rows: Seen, questions: Sequence[Observations]) -> Floats:
+    if _recurrent(policy):
+        return policy.value_from(rows, _memory(policy, questions))
     return policy.value(rows)
 
 
 def _most_likely(policy: PolicyBackend, questions: Sequence[Observations]) -> Answered:
     rows = _rows([question.observation for question in questions])
-    memory = _memory(policy, [(question.memory, question.observation) for question in questions])
-    version, value, after = policy.version, _value(policy, rows, memory), None
-    if isinstance(policy, RecurrentPolicyBackend):
-        action, after = policy.mode_from(rows, memory)
+    version, value, after = policy.version, _value(policy, rows, questions), None
+    if _recurrent(policy):
+        action, after = policy.mode_from(rows, _memory(policy, questions))
     else:
         action = policy.mode(rows)
     _check(version, action=action, value=value)

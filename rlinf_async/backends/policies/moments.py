@@ -5,7 +5,7 @@ Only the actor updates them, after training: one weight version names both.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -79,17 +79,42 @@ class RunningMoments(nn.Module):
         return (self.variance + EPSILON).rsqrt().to(torch.float32)
 
 
+class _Used(NamedTuple):
+    """What `ObservationNormalizer` computes with, and of which statistics it was computed."""
+
+    mean: Tensor
+    variance: Tensor
+    of: tuple[int, int]
+    """changes of both in place, as torch counts them"""
+    mean32: Tensor
+    scale: Tensor
+
+
 class ObservationNormalizer(RunningMoments):
     """``(x - mean) / deviation``, held within ``clip``."""
 
     def __init__(self, size: int, clip: float) -> None:
         super().__init__(size)
         self.clip = clip
+        self._used: _Used | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_used": None}  # a copy counts its own changes
 
     def forward(self, observation: Tensor) -> Tensor:
         """Return normalised float32 observations of the shape ``[..., D]`` given."""
-        centered = observation - self.mean.to(torch.float32)
-        return centered.mul_(self.scale()).clamp_(-self.clip, self.clip)
+        mean, scale = self._constants()
+        return (observation - mean).mul_(scale).clamp_(-self.clip, self.clip)
+
+    def _constants(self) -> tuple[Tensor, Tensor]:
+        """Mean and ``1 / deviation`` in float32: computed where the statistics have changed, which
+        they do once for many steps of environments."""
+        used, mean, variance = self._used, self.mean, self.variance
+        changes = (mean._version, variance._version)
+        if not (used and used.mean is mean and used.variance is variance and used.of == changes):
+            used = _Used(mean, variance, changes, mean.to(torch.float32), self.scale())
+            self._used = used
+        return used.mean32, used.scale
 
 
 class ReturnNormalizer(RunningMoments):
