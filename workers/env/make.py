@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rlinf_async.config import ConfigError, MissingExtra, UsageError
@@ -19,6 +18,7 @@ from rlinf_async.workers.env.make_batched import (
     refuse_batched,
 )
 from rlinf_async.workers.env.observations import ObservationWriter
+from rlinf_async.workers.env.probing import probe, probe_many
 
 if TYPE_CHECKING:
     import gymnasium
@@ -36,6 +36,13 @@ def make_env(config: EnvConfig, *, render_mode: str | None = None) -> Env:
     """
     gymnasium_for(config)  # an entry point needs it, too
     env = _make_one(config, render_mode)
+    for space in ("observation_space", "action_space"):
+        if getattr(env, space, None) is None:
+            raise ConfigError(
+                f"env {config.name}: a {type(env.unwrapped).__name__} without {space}, which every "
+                "gymnasium.Env has to have",
+                path=("entry_point" if config.entry_point else "id",),
+            )
     if config.action_chunk == 1:
         return env
     from rlinf_async.workers.env.chunks import ActionChunks
@@ -83,7 +90,7 @@ def describe_env(config: EnvConfig) -> EnvSpec:
         writer = ObservationWriter(env.observation_space, config.name)
         reader = ActionReader(env.action_space, config.name, config.actions)
         if config.probe:
-            _probe(env, writer, config.name)
+            probe(env, writer, config.name)
         return EnvSpec(
             observation=writer.spec,
             action=reader.spec,
@@ -100,11 +107,7 @@ def _describe_batched(config: EnvConfig) -> EnvSpec:
         writer = ObservationWriter(env.single_observation_space, config.name)
         reader = ActionReader(env.single_action_space, config.name, config.actions)
         if config.probe:
-            seen, _ = env.reset(seed=0)
-            try:
-                writer.write_all(seen, writer.spec.empty(env.num_envs))
-            except (ValueError, TypeError, KeyError) as error:
-                raise EnvError(f"env {config.name}: reset() returned {error}") from error
+            probe_many(env, writer, config.name)
         limit = getattr(getattr(env, "spec", None), "max_episode_steps", None)
         return EnvSpec(observation=writer.spec, action=reader.spec, max_episode_steps=limit)
     finally:
@@ -121,26 +124,6 @@ def _describe_async(config: EnvConfig) -> EnvSpec:
         return EnvSpec(observation=writer.spec, action=reader.spec, max_episode_steps=limit)
     finally:
         env.close()
-
-
-def _probe(env: Env, writer: ObservationWriter, name: str) -> None:
-    row = writer.spec.empty(1)[0]
-    env.action_space.seed(0)
-    steps: dict[str, Callable[[], Any]] = {
-        "reset": lambda: env.reset(seed=0),
-        "step": lambda: env.step(env.action_space.sample()),
-    }
-    for doing, call in steps.items():
-        try:
-            returned = call()
-        except Exception:  # it is made again in its worker, whose error names step and seed
-            return
-        try:
-            writer.write(returned[0], row)
-            if doing == "step":
-                float(returned[1])
-        except (ValueError, TypeError, KeyError, IndexError) as error:
-            raise EnvError(f"env {name}: {doing}() returned {error}") from error
 
 
 def _missing(error: Exception) -> str:

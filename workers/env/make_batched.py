@@ -146,9 +146,16 @@ def _called(config: EnvConfig, function: Any, **given: int) -> Any:
         return function(**given, **config.kwargs)
     except Exception as error:
         said = ", ".join(f"{name} = {value}" for name, value in given.items())
+        hint = ""
+        if isinstance(error, TypeError):
+            hint = (
+                f"; with env.simulator = {config.simulator!r} it takes {' and '.join(given)}, and "
+                "returns one simulator of so many environments: for a single one set env.simulator "
+                "= 'single'"
+            )
         raise EnvError(
             f"env {config.name}: {config.entry_point!r} with {said} and {config.kwargs} raised "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}{hint}"
         ) from error
 
 

@@ -81,15 +81,15 @@ class Slot:
         try:
             observation, reward, terminated, truncated, info = self.env.step(action)
             self._write(observation, row)
-            gained = float(reward)
+            gained, going_on = float(reward), not (terminated or truncated)
+            self.action_rewards = info.get(ACTION_REWARDS, [])
         except Exception as error:
             raise self.failed("step", error) from error
         if not math.isfinite(gained):
             raise EnvFailed(f"{self._where('step')} returned the reward {gained}")
-        self.action_rewards = info.get(ACTION_REWARDS, [])
         self.length += max(len(self.action_rewards) - 1, 0)
         self._return += gained
-        if not (terminated or truncated):
+        if going_on:
             return gained, False, False, None
         ended = Episode(self._return, self.length, _success(info))
         return gained, bool(terminated), bool(truncated), ended

@@ -46,7 +46,7 @@ def test_an_env_that_raises_in_the_middle_is_named_with_its_step_and_seed(job: J
 
 
 def test_an_env_that_shows_nan_is_named(job: Job) -> None:
-    error = failed(job.train(*WALK, "{shows = nan}"))
+    error = failed(job.train(*WALK, "{shows = nan}", "--env.probe", "false"))
     assert "env Walk[0]" in error
     assert "NaN or infinite" in error
 

@@ -1,0 +1,129 @@
+"""A reset and a step of an environment, before anything starts: what does not fit is named.
+
+What an environment raises itself is for its worker to report, with step and seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlinf_async.messages.spaces import Seen, numbers_of
+from rlinf_async.workers.env.batched import BatchedEnv, batch_of
+from rlinf_async.workers.env.errors import EnvError
+from rlinf_async.workers.env.observations import ObservationWriter, array_of
+
+if TYPE_CHECKING:
+    import gymnasium
+
+    Env = gymnasium.Env[Any, Any]
+
+STEP = "observation, reward, terminated, truncated, info"
+
+
+def probe(env: Env, writer: ObservationWriter, name: str) -> None:
+    """Reset an environment and take a step with an action of its space.
+
+    Raises:
+        EnvError: what it returns is not what its spaces and Gymnasium's interface say.
+    """
+    env.action_space.seed(0)
+    rows = writer.spec.empty(1)
+    try:
+        returned: Any = env.reset(seed=0)
+    except Exception:
+        return
+    try:
+        shown, _ = _parts(returned, "observation, info")
+        _write(shown, rows, lambda: writer.write(shown, rows[0]))
+    except ValueError as error:
+        raise EnvError(f"env {name}: reset() returned {error}") from error
+    try:
+        returned = env.step(env.action_space.sample())
+    except Exception:
+        return
+    try:
+        shown, reward, terminated, truncated, _ = _parts(returned, STEP)
+        _write(shown, rows, lambda: writer.write(shown, rows[0]))
+        _check_reward(reward)
+        for flag, value in (("terminated", terminated), ("truncated", truncated)):
+            if np.shape(value):
+                raise ValueError(f"{flag} of shape {np.shape(value)}, which is no bool")
+    except ValueError as error:
+        raise EnvError(f"env {name}: step() returned {error}") from error
+
+
+def probe_many(env: BatchedEnv, writer: ObservationWriter, name: str) -> None:
+    """Reset a simulator of many environments, and take a step in all of them.
+
+    Raises: as `probe`.
+    """
+    rows = writer.spec.empty(env.num_envs)
+    try:
+        returned: Any = env.reset(seed=0)
+    except Exception:
+        return
+    try:
+        shown, _ = _parts(returned, "observations, info")
+        _write(shown, rows, lambda: writer.write_all(shown, rows))
+    except ValueError as error:
+        raise EnvError(f"env {name}: reset() returned {error}") from error
+    space = env.single_action_space
+    space.seed(0)
+    actions = batch_of([space.sample() for _ in range(env.num_envs)])
+    try:
+        returned = env.step(actions)
+    except Exception:
+        return
+    try:
+        shown, *each, _ = _parts(returned, "observations, rewards, terminations, truncations, info")
+        _write(shown, rows, lambda: writer.write_all(shown, rows))
+        for flag, values in zip(("rewards", "terminations", "truncations"), each, strict=True):
+            shape = array_of(values).shape
+            if shape != (env.num_envs,):
+                raise ValueError(f"{flag} of shape {shape}, there are {env.num_envs} environments")
+    except ValueError as error:
+        raise EnvError(f"env {name}: step() returned {error}") from error
+
+
+def _parts(returned: Any, wanted: str) -> tuple[Any, ...]:
+    count = len(wanted.split(", "))
+    if not isinstance(returned, tuple) or len(returned) != count:
+        found = f"{len(returned)} values" if isinstance(returned, tuple) else _called(returned)
+        old = " (since Gym 0.26 the end of an episode is two values)" if count == 5 else ""
+        raise ValueError(f"{found}; it has to return {wanted}{old}")
+    if not isinstance(returned[-1], Mapping):
+        raise ValueError(f"{_called(returned[-1])} as info, which has to be a dict")
+    return returned
+
+
+def _write(shown: Any, rows: Seen, write: Any) -> None:
+    try:
+        write()
+    except ValueError:
+        raise
+    except KeyError as error:
+        raise ValueError(f"an observation without {error}, which its space has") from error
+    except (TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"{_called(shown)} as observation, which its space is not") from error
+    numbers = numbers_of(rows)
+    bad = 0 if numbers is None else int((~np.isfinite(numbers)).sum())
+    if bad:
+        raise ValueError(f"an observation with {bad} values that are NaN or infinite as float32")
+
+
+def _check_reward(reward: Any) -> None:
+    try:
+        gained = float(reward)
+    except (TypeError, ValueError) as error:
+        shape = f" of shape {np.shape(reward)}" if np.shape(reward) else ""
+        raise ValueError(f"{_called(reward)}{shape} as reward, which is no number") from error
+    if not math.isfinite(gained):
+        raise ValueError(f"the reward {gained}")
+
+
+def _called(value: Any) -> str:
+    return f"a value of type {type(value).__name__}"
