@@ -122,7 +122,6 @@ BENCH = Bench(
             "slow_steps.toml",
             *_SEED,
             *("--env.simulator", "vector", "--env.entry_point", "slow_steps:LockStep"),
-            *("--env.stages", "1", "--env.parallel", "false"),
         ),
     ),
     bars=(

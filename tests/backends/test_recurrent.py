@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,6 +22,7 @@ from rlinf_async.messages.spaces import STATE, ActionSpec, choices, continuous, 
 from rlinf_async.workers.env.memory import after_step
 from rlinf_async.workers.env.stage import Outcome
 from rlinf_async.workers.rollout.batch import answer_all
+from tests.backends.fsdp_helpers import in_processes, load_result, save_result
 
 STEPS, ENVS, MEMORY_SIZE = 12, 4, 6
 
@@ -220,3 +224,34 @@ def test_minibatches_are_of_whole_sequences() -> None:
     assert (sizes.minibatch_size, sizes.micro_batch_size) == (4, 1)
     with pytest.raises(ValueError, match="whole sequences of 12 steps"):
         of_sequences(PPOConfig(minibatch_size=40), 12)
+
+
+def train_on_all(rank: int, world_size: int, folder: Path) -> None:
+    """Three optimizer steps, each on everything that the ranks have."""
+    settings = trainer_config(continuous(2))
+    size = 2 * ENVS * STEPS // world_size  # each rank would normalise the advantages of its own
+    ppo = PPOConfig(epochs=3, minibatch_size=size, normalize_advantage="none")
+    trainer = EmbodiedTrainer(msgspec.structs.replace(settings, ppo=ppo), world_size, rank)
+    torch.manual_seed(7)  # the same policy acts, whatever the number of ranks
+    server = serve_policy(settings.fsdp.policy, 5)
+    assert isinstance(server, RecurrentPolicyServer)
+    both = [trajectory(server, stage) for stage in range(2)]
+    metrics = trainer.train(both[rank::world_size])
+    state = trainer.manager.get_model_state_dict(everywhere=True)
+    save_result(folder, rank, {"metrics": dict(metrics), "state": state})
+
+
+def test_two_ranks_train_a_memory_like_one(tmp_path: Path) -> None:
+    single, double = tmp_path / "single", tmp_path / "double"
+    single.mkdir()
+    double.mkdir()
+    train_on_all(0, 1, single)
+    expected = load_result(single, 0)
+    assert expected["metrics"]["updates"] == 3
+    for found in in_processes(train_on_all, 2, double):
+        assert found["state"].keys() == expected["state"].keys()
+        for name, tensor in expected["state"].items():
+            torch.testing.assert_close(found["state"][name], tensor, rtol=0, atol=1e-5)
+        assert found["metrics"]["grad_norm"] == pytest.approx(
+            expected["metrics"]["grad_norm"], abs=1e-5
+        )
