@@ -20,7 +20,7 @@ JOBS: dict[str, tuple[Path, tuple[str, ...], dict[str, object]]] = {
         EXAMPLES / "fetch_reach_ppo.toml",
         ("policy_loss", "value_loss"),
         {
-            "training.total_steps": 16_000,
+            "training.total_steps": 12_000,
             "cluster.rollout_workers": 0,
             "evaluation.episodes": 1,
         },
@@ -30,9 +30,9 @@ JOBS: dict[str, tuple[Path, tuple[str, ...], dict[str, object]]] = {
         ("policy_loss", "grad_norm"),
         {
             "warm_start.steps": 50,
-            "training.iterations": 20,
+            "training.iterations": 12,
             "actor.pipelined": "false",
-            "evaluation.every": 20,
+            "evaluation.every": 12,
         },
     ),
 }
@@ -48,7 +48,8 @@ def train(job: str, backend: str, out: Path) -> tuple[float, list[float]]:
         sys.exit(code)
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     with (out / "metrics.csv").open(newline="", encoding="utf-8") as file:
-        losses = [float(row[name]) for row in csv.DictReader(file) for name in columns]
+        rows = [row for row in csv.DictReader(file) if row[columns[0]]]  # others are evaluations
+        losses = [float(row[name]) for row in rows for name in columns]
     return summary["train_seconds"], losses
 
 
