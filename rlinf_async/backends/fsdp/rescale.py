@@ -28,7 +28,7 @@ from rlinf_async.backends.fsdp.release import break_cycles, storages_of
 from rlinf_async.backends.fsdp.sharding import Shards, reshard
 from rlinf_async.backends.fsdp.shards import NewShards, RankShards, ShardMemory
 from rlinf_async.backends.fsdp.state import MOMENTS, moment_shards, set_moments
-from rlinf_async.backends.rescale import Change, Rescale, TransferGroup
+from rlinf_async.backends.rescale import Change, TransferGroup, rescale_together
 from rlinf_async.backends.rescale.release import collect_unless_freed, trim_heap
 from rlinf_async.backends.reshard import Report
 from rlinf_async.backends.reshard.executor import DEFAULT_BUCKET_BYTES
@@ -69,26 +69,17 @@ def rescale(
     Raises `StrategyError` for what `check_strategy` refuses, and what `Rescale.run` does.
     """
     launched = manager.groups.launched
-    refusal: StrategyError | None = None
-    try:
-        check_strategy(strategy, launched)
-    except StrategyError as error:
-        refusal = error
-    if launched == 1:
-        if refusal is not None:
-            raise refusal
-        old = manager.strategy
-        return RescaleReport(old, old, True, 0.0, 0, 0, 0, 0, (extra,))
-    change = FSDPChange(manager, strategy.dp)
-    return Rescale(
-        change,
+    return rescale_together(
+        lambda: check_strategy(strategy, launched),
+        lambda: FSDPChange(manager, strategy.dp),
         manager.strategy,
         Strategy(dp=strategy.dp, sharding=FSDP2()),
+        launched,
         timeout=timeout,
         bucket_bytes=bucket_bytes,
         extra=extra,
-        objection=refusal or objection,
-    ).run()
+        objection=objection,
+    )
 
 
 class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

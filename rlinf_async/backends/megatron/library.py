@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
@@ -43,7 +44,8 @@ def check_installed() -> None:
 
 
 def _check_version(found: str) -> None:
-    if tuple(int(part) for part in found.split(".")[:2]) != SUPPORTED:
+    numbers = re.match(r"(\d+)\.(\d+)(?!\d)", found)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) != SUPPORTED:
         raise MegatronUnavailable(
             f"megatron-core is installed in version {found}; this backend is made for "
             f"{SUPPORTED[0]}.{SUPPORTED[1]}: pip install 'rlinf-async[megatron]'"

@@ -44,7 +44,7 @@ from rlinf_async.backends.megatron.shards import (
 )
 from rlinf_async.backends.megatron.state import MOMENTS
 from rlinf_async.backends.megatron.weights import Held, zero_padding
-from rlinf_async.backends.rescale import Change, Rescale, RescaleError, TransferGroup
+from rlinf_async.backends.rescale import Change, RescaleError, TransferGroup, rescale_together
 from rlinf_async.backends.rescale.release import trim_heap
 from rlinf_async.backends.reshard import Report, State, allocate, reshard
 from rlinf_async.backends.reshard.executor import DEFAULT_BUCKET_BYTES
@@ -104,25 +104,17 @@ def rescale(
 
     Raises `StrategyError` for what `check_strategy` refuses, and what `Rescale.run` does.
     """
-    refusal: StrategyError | None = None
-    try:
-        check_strategy(strategy, manager.architecture, manager.launched)
-    except StrategyError as error:
-        refusal = error
-    old = manager.strategy
-    if manager.launched == 1:
-        if refusal is not None:
-            raise refusal
-        return RescaleReport(old, old, True, 0.0, 0, 0, 0, 0, (extra,))
-    return Rescale(
-        MegatronChange(manager, strategy, settle),
-        old,
+    return rescale_together(
+        lambda: check_strategy(strategy, manager.architecture, manager.launched),
+        lambda: MegatronChange(manager, strategy, settle),
+        manager.strategy,
         strategy,
+        manager.launched,
         timeout=timeout,
         bucket_bytes=bucket_bytes,
         extra=extra,
-        objection=refusal or objection,
-    ).run()
+        objection=objection,
+    )
 
 
 class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -50,6 +50,53 @@ class Proposal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     extra: bytes
 
 
+def rescale_together(
+    check: Callable[[], None],
+    change: Callable[[], Change],
+    old: Strategy,
+    new: Strategy,
+    launched: int,
+    *,
+    timeout: float,
+    bucket_bytes: int,
+    extra: bytes,
+    objection: str,
+) -> RescaleReport:
+    """Train under another strategy from now on. Called by all launched ranks.
+
+    Args:
+        check: raises `StrategyError` for a strategy that the backend cannot change to.
+        change: makes what the backend does.
+        old: strategy in force.
+        new: strategy that this rank was asked for.
+        launched: number of ranks; one alone has nothing to change.
+        timeout: see `Rescale`.
+        bucket_bytes: likewise.
+        extra: likewise.
+        objection: likewise.
+
+    Raises what ``check`` does, on this rank, and what `Rescale.run` does.
+    """
+    refusal: StrategyError | None = None
+    try:
+        check()
+    except StrategyError as error:
+        refusal = error
+    if launched == 1:
+        if refusal is not None:
+            raise refusal
+        return RescaleReport(old, old, True, 0.0, 0, 0, 0, 0, (extra,))
+    return Rescale(
+        change(),
+        old,
+        new,
+        timeout=timeout,
+        bucket_bytes=bucket_bytes,
+        extra=extra,
+        objection=refusal or objection,
+    ).run()
+
+
 class Rescale:
     """One attempt, on one rank. `run` goes through the stages.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
@@ -103,6 +104,36 @@ def test_what_megatron_cannot_train_is_named_before_anything_starts(
 ) -> None:
     job = Job(tmp_path, capsys, TINY)
     ended = job.train(*SETTINGS, "--actor.backend", "megatron", *settings)
+    assert ended.code == 2, ended.err
+    assert message in ended.err
+    assert not job.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (None, "needs megatron-core: pip install 'rlinf-async[megatron]'"),
+        ("0.15.2", "megatron-core is installed in version 0.15.2; this backend is made for 0.16"),
+        ("0.160.0", "installed in version 0.160.0"),
+        ("0.dev0", "installed in version 0.dev0"),
+    ],
+)
+@pytest.mark.usefixtures("no_cluster")
+def test_megatron_in_another_version_or_none_is_named_before_anything_starts(
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    found: str | None,
+    message: str,
+) -> None:
+    def version(name: str) -> str:
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr("rlinf_async.backends.megatron.library.version", version)
+    job = Job(tmp_path, capsys, TINY)
+    ended = job.train(*SETTINGS, "--actor.backend", "megatron")
     assert ended.code == 2, ended.err
     assert message in ended.err
     assert not job.out.exists()
