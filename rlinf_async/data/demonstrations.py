@@ -13,10 +13,11 @@ read too: see `lerobot`.
 
 from __future__ import annotations
 
+import contextlib
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import msgspec
 import numpy as np
@@ -111,13 +112,9 @@ def read_episodes(folder: Path, wanted: ObservationSpec | None = None) -> Iterat
         return
     for number in range(info.episodes):
         path = _file(folder, number)
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                yield _episode(arrays, info.observation)
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise DataError(f"{str(path)!r} is no episode of these demonstrations: {error}") from (
-                error
-            )
+        with _explained(path), np.load(path, allow_pickle=False) as arrays:
+            episode = _episode(arrays, info.observation)
+        yield episode
 
 
 def check_demonstrations(
@@ -138,7 +135,55 @@ def check_demonstrations(
         )
     if not info.episodes:
         raise DataError(f"{str(folder)!r} holds no episodes")
+    if not is_lerobot(folder):
+        for number in range(info.episodes):
+            _check_file(_file(folder, number), info)
     return info
+
+
+def _check_file(path: Path, info: DemonstrationsInfo) -> None:
+    """Raise `DataError` unless an episode's file holds what its folder says.
+
+    Reads its actions, and of what is shown the shapes alone: images may be many gigabytes.
+    """
+    with _explained(path), np.load(path, allow_pickle=False) as arrays:
+        action = arrays[ACTION]
+        if info.discrete:
+            if action.ndim != 1 or action.dtype.kind not in "iu":
+                raise ValueError(f"its actions are {action.dtype} {list(action.shape)}, no choices")
+        elif action.shape != (len(action), info.action_size):
+            raise ValueError(
+                f"its actions have shape {list(action.shape)}, not {info.action_size} numbers each"
+            )
+        elif not np.isfinite(action).all():
+            raise ValueError("an action is NaN or infinite")
+        for part in info.observation.parts:
+            with arrays.zip.open(f"{part.name}.npy") as file:
+                shape, dtype = _header(file)
+            wanted = (len(action), *part.shape)
+            if shape != wanted or not np.can_cast(dtype, part.dtype, "same_kind"):
+                raise ValueError(
+                    f"{part.name!r} is {dtype} {list(shape)}, not {np.dtype(part.dtype)} "
+                    f"{list(wanted)}"
+                )
+
+
+def _header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and type of an array in numpy's format, without the array."""
+    numpy_format: Any = np.lib.format  # numpy leaves its functions untyped
+    first = numpy_format.read_magic(file) == (1, 0)
+    read = numpy_format.read_array_header_1_0 if first else numpy_format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    return shape, dtype
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Name the file in whatever is wrong with it."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise DataError(f"{str(path)!r} is no episode of these demonstrations: {error}") from error
 
 
 def chunks_of(episodes: Sequence[Episode], length: int) -> Chunks:

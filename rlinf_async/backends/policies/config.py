@@ -84,6 +84,12 @@ def cnn_misfit(config: PolicyConfig) -> str:
     """Why a CNN cannot have these observations; empty if it can."""
     if not config.sees.of_kind("image"):
         return f"a CNN takes images, but the environment shows {config.sees}"
+    for image in config.sees.of_kind("image"):
+        if len(image.shape) > 3:
+            return (
+                f"image {image.name!r} has shape {list(image.shape)}; a CNN takes [height, width] "
+                "or [height, width, channels]: put stacked frames side by side as channels"
+            )
     if config.sees.of_kind("text"):
         return (
             f"a CNN reads no text, but the environment shows {config.sees}: take "

@@ -26,16 +26,10 @@ from rlinf_async.runtime.jobs.embodied.settings import described
 from rlinf_async.workers.env import make_env
 from rlinf_async.workers.env.observations import ObservationWriter
 from tests.backends.fsdp_helpers import in_processes, load_result, save_result
-from tests.backends.vision_language import kit
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "vla_reach.toml"
 CHUNKS, ENVS = 8, 16
 """of a trajectory"""
-
-
-def small(world_size: int) -> EmbodiedTrainerConfig:
-    """Of a few thousand weights."""
-    return kit.trainer_config(minibatch_size=32 // world_size)
 
 
 def example(world_size: int) -> EmbodiedTrainerConfig:
@@ -50,6 +44,8 @@ def example(world_size: int) -> EmbodiedTrainerConfig:
 def played(config: EmbodiedTrainerConfig, stage: int) -> Trajectory:
     """What the untrained policy does in the environment of the example, in its first episodes."""
     env_config = Document.read(EXAMPLE).to(EmbodiedConfig).env
+    # Its bounds are those of the policy, and its actions are taken from chunks below.
+    env_config = msgspec.structs.replace(env_config, action_chunk=1, actions="clip")
     policy = config.fsdp.policy
     trainer, server = EmbodiedTrainer(config, 1, 0), PolicyServer(policy, seed=stage)
     server.load(trainer.publish())
@@ -97,27 +93,26 @@ def played(config: EmbodiedTrainerConfig, stage: int) -> Trajectory:
     )
 
 
-def train(rank: int, world_size: int, folder: Path, updates: int, of_example: bool) -> None:
+def train(rank: int, world_size: int, folder: Path, updates: int) -> None:
     """Take ``updates`` optimizer steps, each on everything that the ranks have."""
-    config = (example if of_example else small)(world_size)
+    config = example(world_size)
     epochs = msgspec.structs.replace(config.ppo, epochs=updates)
     config = msgspec.structs.replace(config, ppo=epochs)
-    stages = range(rank, 2, world_size)
-    mine = [played(config, one) if of_example else kit.trajectory(one) for one in stages]
+    mine = [played(config, stage) for stage in range(rank, 2, world_size)]
     trainer = EmbodiedTrainer(config, world_size, rank)
     metrics = trainer.train(mine)
     state = trainer.manager.get_model_state_dict(everywhere=True)
     save_result(folder, rank, {"metrics": dict(metrics), "state": state})
 
 
-def differences(updates: int, folder: Path, *, of_example: bool) -> tuple[float, float]:
+def differences(updates: int, folder: Path) -> tuple[float, float]:
     """The largest difference of weights, and of the gradient norm, between two ranks and one."""
     single, double = folder / "single", folder / "double"
     single.mkdir()
     double.mkdir()
-    train(0, 1, single, updates, of_example)
+    train(0, 1, single, updates)
     expected = load_result(single, 0)
-    found: list[Any] = in_processes(train, 2, double, updates, of_example)
+    found: list[Any] = in_processes(train, 2, double, updates)
     weights = max(
         float((one["state"][name] - tensor).abs().max())
         for one in found
@@ -130,7 +125,7 @@ def differences(updates: int, folder: Path, *, of_example: bool) -> tuple[float,
 def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        weights, norm = differences(10, Path(folder), of_example=True)
+        weights, norm = differences(10, Path(folder))
     reached = weights < 1e-5 and norm < 1e-5
     print(
         f"{EXAMPLE.name}: 10 updates, two ranks against one: weights within {weights:.1e}, "

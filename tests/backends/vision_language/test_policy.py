@@ -173,6 +173,8 @@ def test_what_does_not_fit_is_said(fields: dict[str, Any], message: str) -> None
 
 
 def test_a_language_model_is_no_vision_language_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "smolvlm"}')
+    assert "it has no weights (*.safetensors, " in misfit(folder=str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     assert "holds a model of type 'qwen3', which is no vision-language" in misfit(
         folder=str(tmp_path)

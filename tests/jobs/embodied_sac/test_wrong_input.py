@@ -28,6 +28,13 @@ KITCHEN = "tests.jobs.embodied.envs:Kitchen"
         ("replay.folder", __file__, "replay.folder: the replay store cannot be written there"),
         ("training.learning_starts", 192, "nothing would be learnt"),
         ("training.updates_per_step", 0, "updates_per_step is 0.0; it must be above 0"),
+        (
+            "training.updates_per_step",
+            0.001,
+            "after the first 64 are none: nothing would be",
+        ),
+        ("actor.sac.image_shift", -1, "image_shift is -1; it must be at least 0"),
+        ("actor.fsdp.policy.channels", "[]", "channels is []; there must be at least one"),
         ("cluster.actors", 2, "cluster.backend: several actors need a process each"),
         ("cluster.actors", 3, "replay.batch_size: 16 transitions cannot be divided among cluster"),
         ("actor.sac.tau", 0, "tau is 0.0; it must be above 0"),
@@ -50,17 +57,37 @@ def test_several_ranks_of_fsdp1_are_refused(job: Job) -> None:
     assert "actor.fsdp.strategy: 'fsdp1': its ranks hold other parts of the critics" in ended.err
 
 
-def test_texts_are_refused_with_what_to_do(job: Job, tmp_path: pathlib.Path) -> None:
-    env = tmp_path / "told.py"
+@pytest.mark.parametrize(
+    ("seen", "taken", "message"),
+    [
+        ("Text(5)", "Box(-1.0, 1.0, (1,))", "soft actor-critic read no text: leave it out"),
+        (
+            "Box(0, 255, (4, 8, 8, 3), numpy.uint8)",
+            "Box(-1.0, 1.0, (1,))",
+            "has shape [4, 8, 8, 3]; a CNN takes [height, width]",
+        ),
+        (
+            "Box(0, 255, (4, 9, 3), numpy.uint8)",
+            "Box(-1.0, 1.0, (1,))",
+            "image_shift: images would be shifted by up to 4 pixels, but 'image' has 4 x 9",
+        ),
+        ("Box(-1.0, 1.0, (2,))", "Box(-1.0, 1.0, (0,))", "takes actions without any number"),
+    ],
+)
+def test_spaces_that_do_not_fit_are_refused(
+    job: Job, tmp_path: pathlib.Path, seen: str, taken: str, message: str
+) -> None:
+    env = tmp_path / "odd.py"
     env.write_text(
-        "import gymnasium\n"
-        "class Told(gymnasium.Env):\n"
-        "    observation_space = gymnasium.spaces.Text(5)\n"
-        "    action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,))\n"
+        "import gymnasium, numpy\n"
+        "from gymnasium.spaces import Box, Text\n"
+        "class Odd(gymnasium.Env):\n"
+        f"    observation_space = {seen}\n"
+        f"    action_space = {taken}\n"
     )
-    ended = job.train("--env.entry_point", f"{env}:Told", "--env.probe", "false")
+    ended = job.train("--env.entry_point", f"{env}:Odd", "--env.probe", "false")
     assert ended.code == 2
-    assert "the networks of soft actor-critic read no text: leave it out" in ended.err
+    assert message in ended.err
 
 
 def test_the_store_of_another_run_is_not_overwritten(job: Job, tmp_path: pathlib.Path) -> None:

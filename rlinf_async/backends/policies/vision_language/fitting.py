@@ -11,6 +11,8 @@ from rlinf_async.backends.policies.config import PolicyConfig
 
 MODEL_TYPES: Final = ("smolvlm", "idefics3")
 """types of models that the policy can be built on, as in their ``config.json``"""
+WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
+"""files of weights"""
 
 
 def misfit(config: PolicyConfig) -> str:
@@ -74,7 +76,9 @@ def folder_misfit(folder: str) -> str:
         return f"vision_language.folder is {folder!r}: its config.json cannot be read: {error}"
     found = config.get("model_type") if isinstance(config, dict) else None
     if found in MODEL_TYPES:
-        return ""
+        if any(True for pattern in WEIGHTS for _ in path.parent.glob(pattern)):
+            return ""
+        return f"vision_language.folder is {folder!r}: it has no weights ({', '.join(WEIGHTS)})"
     return (
         f"vision_language.folder is {folder!r}: it holds a model of type {found!r}, which is no "
         "vision-language model that the policy can be built on; these are: "

@@ -236,6 +236,13 @@ def check_processes(cluster: ClusterConfig) -> None:
 
 def described(env: EnvConfig) -> EnvSpec:
     """Ask an environment for its spaces; raises `ConfigError` where it cannot be had."""
+    found = _asked(env)
+    if not found.action_size:
+        raise ConfigError(f"{env.name} takes actions without any number or choice", path=("env",))
+    return found
+
+
+def _asked(env: EnvConfig) -> EnvSpec:
     try:
         return describe_env(env)
     except ConfigError as error:

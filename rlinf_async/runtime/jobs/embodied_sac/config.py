@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rlinf_async.backends.policies.config import PolicyConfig
+from rlinf_async.backends.policies.config import PolicyConfig, cnn_misfit
 from rlinf_async.backends.sac_config import SacTrainerConfig
 from rlinf_async.config import ConfigError
 from rlinf_async.messages.spaces import EnvSpec
@@ -72,6 +72,11 @@ class SacConfig(EnvironmentSettings, frozen=True, kw_only=True, forbid_unknown_f
         """Gradient steps of an iteration: their sum keeps to ``updates_per_step``."""
         return self._updates_until(iteration + 1) - self._updates_until(iteration)
 
+    @property
+    def total_updates(self) -> int:
+        """Gradient steps of the whole run."""
+        return self._updates_until(self.iterations)
+
     def _updates_until(self, iteration: int) -> int:
         trained = iteration * self.iteration_steps - self.training.learning_starts
         return floor(max(0, trained) * self.training.updates_per_step)
@@ -113,6 +118,13 @@ def check_sizes(config: SacConfig) -> None:
             f"{config.cluster.env_workers} env workers x {config.env.envs} envs x {steps} steps = "
             f"{config.iteration_steps}",
             path=("replay", "capacity"),
+        )
+    if not config.total_updates:
+        training = config.training
+        raise ConfigError(
+            f"{training.updates_per_step} gradient steps for each of {training.total_steps} steps "
+            f"after the first {training.learning_starts} are none: nothing would be learnt",
+            path=("training", "updates_per_step"),
         )
     _check_ranks(config)
     for setting in ("action_chunk", "group_size"):
@@ -156,6 +168,22 @@ def _check_ranks(config: SacConfig) -> None:
         )
 
 
+def _check_images(config: SacConfig, spec: EnvSpec) -> None:
+    """Refuse images that a CNN cannot have, or that would be shifted out of the picture."""
+    if spec.observation.flat:
+        return
+    if problem := cnn_misfit(PolicyConfig(observation=spec.observation, action=spec.action)):
+        raise ConfigError(problem, path=("env",))
+    shift = config.actor.sac.image_shift
+    for image in spec.observation.of_kind("image"):
+        if shift >= min(image.shape[:2]):
+            raise ConfigError(
+                f"images would be shifted by up to {shift} pixels, but {image.name!r} has "
+                f"{image.shape[0]} x {image.shape[1]}: take fewer, or 0",
+                path=("actor", "sac", "image_shift"),
+            )
+
+
 def fitted(config: SacConfig, spec: EnvSpec) -> FittedSac:
     """The configuration with the environment's spaces, and one seed spread over all.
 
@@ -177,6 +205,7 @@ def fitted(config: SacConfig, spec: EnvSpec) -> FittedSac:
             "job = 'embodied_ppo'",
             path=("env",),
         )
+    _check_images(config, spec)
     replace = msgspec.structs.replace
 
     def seeded(section: SectionT) -> SectionT:
