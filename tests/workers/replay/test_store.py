@@ -158,6 +158,23 @@ def test_a_new_transition_has_the_largest_priority() -> None:
     np.testing.assert_allclose(store.arrays["priority"][:3], [3.0, 0.5, 3.0], rtol=1e-5)
 
 
+def test_priorities_that_are_read_anew_draw_the_same_transitions() -> None:
+    """A request that a killed worker had answered has the same answer from the next one."""
+    store = ReplayStore(COLUMNS, capacity=20, spare=7)
+    first = Priorities(store, alpha=0.6)
+    for _ in range(4):
+        before = store.first
+        numbers = store.write({name: store.arrays[name][:8] for name in store.arrays})
+        store.count += len(numbers)
+        first.added(numbers, np.arange(before, store.first))
+        first.update(numbers[::3], np.linspace(0.1, 5.0, 3, dtype=np.float32))
+    again = Priorities(store, alpha=0.6)
+    again.update(numbers[::3], np.linspace(0.1, 5.0, 3, dtype=np.float32))  # of that request
+    expected, found = (one.draw(np.random.default_rng(1), 16, beta=0.5) for one in (first, again))
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_array_equal(found[1], expected[1])
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
