@@ -37,6 +37,14 @@ def make_batched(config: EnvConfig, count: int, seed: int) -> BatchedEnv:
         _envpool(config, count, seed) if config.simulator == "envpool" else _vector(config, count)
     )
     _check_count(config, made, count)
+    missing = [name for name in ("reset", "step") if not hasattr(made, name)]
+    if missing:
+        raise ConfigError(
+            f"{config.name}: a {type(made).__name__} without {missing[0]}(), but env.simulator = "
+            f"{config.simulator!r} needs reset() and step(actions); one with send() and recv() is "
+            "'async'",
+            path=("simulator",),
+        )
     return cast(BatchedEnv, made)
 
 

@@ -80,6 +80,10 @@ def silent(num_envs: int, seed: int) -> Any:
     return vector(num_envs)
 
 
+def unseeded(num_envs: int) -> InTurn:
+    return InTurn(num_envs, 0)
+
+
 def by_hand(num_envs: int) -> Any:
     return vector(num_envs, "next_step")
 
@@ -145,4 +149,12 @@ def test_a_simulator_that_is_none_is_found_before_anything_starts(
 ) -> None:
     config = EnvConfig(entry_point=f"{HERE}:{entry}", simulator="async", kwargs=kwargs)
     with pytest.raises(ConfigError, match=said):
+        describe_env(config)
+
+
+def test_a_simulator_that_gives_those_that_are_ready_is_not_taken_for_one_that_steps_all() -> None:
+    config = EnvConfig(
+        id="Toy", entry_point=f"{HERE}:unseeded", simulator="vector", envs=2, stages=1
+    )
+    with pytest.raises(ConfigError, match=r"an? InTurn without reset\(\).*recv\(\) is 'async'"):
         describe_env(config)
