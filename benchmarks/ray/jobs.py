@@ -44,9 +44,12 @@ def train(job: str, backend: str, out: Path) -> tuple[float, list[float]]:
     path, columns, settings = JOBS[job]
     given = settings | {"cluster.backend": backend, "out": out}
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    if code := cli.main(["train", str(path), *words]):
+    code = cli.main(["train", str(path), *words])
+    if not (out / "summary.json").is_file():
         sys.exit(code)
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    if code and summary["outcome"] != "fell short":  # of its goal: the run is too short for it
+        sys.exit(code)
     with (out / "metrics.csv").open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row[columns[0]]]  # others are evaluations
         losses = [float(row[name]) for row in rows for name in columns]
