@@ -67,6 +67,7 @@ def played(config: EmbodiedTrainerConfig, stage: int) -> Trajectory:
         answers.append(server.act(seen[step]))
         chunks = answers[-1].action.reshape(ENVS, policy.action_chunk, -1)
         for env, one in enumerate(envs):
+            observation: Any = None
             for index, action in enumerate(chunks[env]):
                 observation, gained, ended, cut, _ = one.step(action)
                 reward[step, env, index], executed[step, env, index] = gained, True
