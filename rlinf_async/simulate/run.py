@@ -376,7 +376,7 @@ class SimulatedRun:
         ]
         self.site.settle()
         await self._publish()
-        self.site.usage.restart()
+        self.site.restart()
         source: asyncio.Task[None] | None = None
         for number in range(self._config.work.iterations):
             began = loop.time()
@@ -390,6 +390,7 @@ class SimulatedRun:
             if number == self._config.work.iterations - 1:
                 self.site.settle()  # nobody waits until its weights are loaded
             await self._publish()
+            self.site.settle_actors()
             self._account(reports, number)
             gc.collect(0)  # what is new
             self._step_seconds.append(loop.time() - began)

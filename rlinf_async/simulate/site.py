@@ -168,12 +168,6 @@ class Site:
         self.training += ranks
         self.note()
 
-    def spent(self, cause: str, device_seconds: float) -> None:
-        """Devices of the actor were busy."""
-        self.usage.spend(cause, device_seconds)
-        if cause != "resharding":
-            self.usage.worked("actor", device_seconds)
-
     @contextmanager
     def inferring(self, tokens: int) -> Iterator[float]:
         """The context in which log-probs are computed, with its seconds."""
@@ -186,6 +180,21 @@ class Site:
         """Account for what the engines have done by now."""
         for rollout in self.rollouts.values():
             self.usage.spent_by(rollout.engine)
+
+    def settle_actors(self) -> None:
+        """Account for what the actors have done by now, each for the ranks that it stands for."""
+        ranks = self.config.hardware.actor_tp
+        for actor in self.actors.values():
+            for cause, seconds in actor.trainer.take_spent().items():
+                self.usage.spend(cause, seconds * ranks)
+                if cause != "resharding":
+                    self.usage.worked("actor", seconds * ranks)
+
+    def restart(self) -> None:
+        """Forget what was spent before the first iteration."""
+        self.settle()
+        self.settle_actors()
+        self.usage.restart()
 
     def fit(self, number: int, engine: CostEngine, wider: Sequence[int]) -> None:
         """Tell a new engine which devices its instance has."""

@@ -138,13 +138,7 @@ class SimulatedActor(LanguageActor):
         """Go on once all have trained, and it is known how."""
         if self.active:
             await self._site.gradients.wait(self.active_world_size // self.stands_for)
-        self._account()
         await super().boundary(done, tokens, seconds)
-        self._account()
-
-    def _account(self) -> None:
-        for cause, seconds in self.trainer.take_spent().items():
-            self._site.spent(cause, seconds * self.stands_for)
 
 
 class SimulatedScheduler(SchedulerWorker):
