@@ -25,9 +25,8 @@ they are is counted where they arrive.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import msgspec
@@ -35,18 +34,25 @@ import numpy as np
 
 from rlinf_async.backends.base import TrainingDiverged
 from rlinf_async.backends.language import LanguageTrainer, MicroBatch
-from rlinf_async.channels import BatchResizingIterator, Channel, Receiver
-from rlinf_async.channels.batching import BatchSizes, BlockingBatches, HandlerFailed
+from rlinf_async.channels import BatchResizingIterator, Receiver
+from rlinf_async.channels.batching import BatchSizes, HandlerFailed
 from rlinf_async.messages.language import LanguageTrainReport, SampleGroup
 from rlinf_async.workers.actor.groups import ArrivalStatistics, GroupOps
+from rlinf_async.workers.actor.micro_batches import (
+    Batches,
+    Waiting,
+    all_micro_batches,
+    arriving_micro_batches,
+    channel_of,
+    is_spent,
+    means,
+    with_advantages,
+)
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.spans import MergedSpan
 
-Batches = BatchResizingIterator[SampleGroup]
 Step = Callable[[Iterable[MicroBatch]], Mapping[str, float]]
 """what is done with the micro-batches of a global batch"""
-Waiting = Callable[[], AbstractContextManager[None]]
-"""around each wait for a micro-batch"""
 
 WAIT = "wait samples"
 
@@ -146,7 +152,7 @@ class Iteration:
         if not self._data.is_io:
             return await self._train(None, arriving=False)
         ordered = sorted(collected, key=lambda group: group.group)
-        receiver = _channel_of(ordered, f"{self._worker.name} collected").receiver
+        receiver = channel_of(ordered, f"{self._worker.name} collected").receiver
         return await self._train(self._batches(receiver), arriving=False)
 
     async def train_arriving(self, groups: Receiver[SampleGroup]) -> LanguageTrainReport:
@@ -193,7 +199,7 @@ class Iteration:
                     await self._send_again(batches, rank, epoch)
                 else:
                     batches = None
-                ends = position + 1 == of_epoch and rank.leads and _is_spent(steps[-of_epoch:])
+                ends = position + 1 == of_epoch and rank.leads and is_spent(steps[-of_epoch:])
                 if ends or rank.done + 1 == of_epoch * self._epochs:
                     break
                 await rank.boundary(rank.done + 1, self._tokens - tokens, self._busy - busy)
@@ -237,7 +243,7 @@ class Iteration:
             steps = await self._epoch(batches, waiting)
             kept = batches.get_all_batches() if batches is not None and self._epochs > 1 else None
             for epoch in range(1, self._epochs):
-                if _is_spent(steps[-self._sizes.num_global_batches :]):
+                if is_spent(steps[-self._sizes.num_global_batches :]):
                     break
                 again = None if kept is None else self._shuffled(kept, epoch)
                 steps += await self._epoch(again, nullcontext)
@@ -288,11 +294,11 @@ class Iteration:
         if batches is None:
             return await self._worker.compute(self._step, ())
         if getattr(loop, "virtual", False):  # it computes inline: nothing could be waited for there
-            there = await _all_micro_batches(batches, waiting)
+            there = await all_micro_batches(batches, waiting)
             return await self._worker.compute(self._step, self._counted(there))
         view = batches.blocking(loop)
         try:
-            arriving = _micro_batches(batches, view, waiting, batches.sizes)
+            arriving = arriving_micro_batches(batches, view, waiting, batches.sizes)
             return await self._worker.compute(self._step, self._counted(arriving))
         except HandlerFailed as failed:
             raise (failed.__cause__ or failed) from None
@@ -347,7 +353,7 @@ class Iteration:
         order = np.random.default_rng(seed).permutation(len(batch.samples))
         shuffled = msgspec.structs.replace(batch, samples=[batch.samples[at] for at in order])
         return self._plain_batches(
-            _channel_of([shuffled], f"{self._worker.name} epoch {epoch}").receiver
+            channel_of([shuffled], f"{self._worker.name} epoch {epoch}").receiver
         )
 
     def _plain_batches(self, receiver: Receiver[SampleGroup], key: int | None = None) -> Batches:
@@ -376,7 +382,7 @@ class Iteration:
         self, steps: Sequence[Mapping[str, float]], *, seconds: float
     ) -> LanguageTrainReport:
         """Return the report of an iteration that was trained in ``seconds``, or skipped."""
-        metrics = _means(steps)
+        metrics = means(steps)
         if self._epochs > 1:
             metrics["epochs"] = len(steps) / self._sizes.num_global_batches
         arrived = self.arrived
@@ -398,64 +404,3 @@ class Iteration:
             wait_seconds=arrived.wait_seconds,
             train_seconds=seconds,
         )
-
-
-def with_advantages(trainer: LanguageTrainer, group: SampleGroup) -> SampleGroup:
-    """Return the same samples with advantages and returns; existing ones are kept."""
-    samples = trainer.compute_advantages(group.samples)
-    return msgspec.structs.replace(group, samples=samples)
-
-
-def _is_spent(steps: Sequence[Mapping[str, float]]) -> bool:
-    """Whether the early stop (``early_stop_ratio``) stopped every sample of an epoch.
-
-    Another epoch would then have no gradient.
-    """
-    return all(step.get("early_stopped", 0.0) >= 1.0 for step in steps)
-
-
-def _means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return means over the steps that measured it: one without any gradient has fewer metrics.
-
-    Of the gradient norm only over those where it is finite, if there are any.
-    """
-    found = {}
-    for name in dict.fromkeys(name for step in steps for name in step):
-        numbers = [step[name] for step in steps if name in step]
-        if name == "grad_norm":
-            numbers = [number for number in numbers if math.isfinite(number)] or numbers
-        found[name] = sum(numbers) / len(numbers)
-    return found
-
-
-def _channel_of(groups: Sequence[SampleGroup], name: str) -> Channel[SampleGroup]:
-    """Return a channel of this process with these groups in it."""
-    channel = Channel(SampleGroup, name=name, capacity=len(groups))
-    for group in groups:
-        channel.sender.put_nowait(group)
-    return channel
-
-
-async def _all_micro_batches(batches: Batches, waiting: Waiting) -> list[MicroBatch]:
-    """Wait for a whole global batch on the loop."""
-    with waiting():
-        try:
-            parts = [one.samples async for one in batches.global_batch()]
-        except HandlerFailed as failed:
-            raise (failed.__cause__ or failed) from None
-    last = len(parts) - 1
-    return [MicroBatch(one, at == last, len(parts)) for at, one in enumerate(parts)]
-
-
-def _micro_batches(
-    batches: Batches, view: BlockingBatches[SampleGroup], waiting: Waiting, sizes: BatchSizes
-) -> Iterator[MicroBatch]:
-    size = sizes.micro_batch_size
-    count = None if size is None else sizes.global_batch_size // size
-    last = False
-    micro_batches = view.global_batch()
-    while not last:
-        with waiting():
-            micro_batch = next(micro_batches)
-        last = batches.finished_global_batch
-        yield MicroBatch(micro_batch.samples, last, count)

@@ -7,8 +7,6 @@ of a mini-batch; whoever drives several has them wait for one another.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -16,6 +14,7 @@ import numpy as np
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.cost.config import CostTrainerConfig
 from rlinf_async.backends.language import MicroBatch
+from rlinf_async.backends.version_trainer import VersionTrainer
 from rlinf_async.elapse import let_pass
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
@@ -25,7 +24,7 @@ from rlinf_async.parallel import DataRank, Strategy, StrategyError
 ADVANTAGE = np.ones(1, np.float32)
 
 
-class CostTrainer:
+class CostTrainer(VersionTrainer):
     """Counts versions and takes time.
 
     Args:
@@ -35,15 +34,13 @@ class CostTrainer:
         tp: tensor-parallel ranks of a copy, for all of which it stands.
     """
 
-    normalizes = False
+    file = "cost.json"
 
     def __init__(
         self, config: CostTrainerConfig, world_size: int, rank: int, *, tp: int = 1
     ) -> None:
+        super().__init__(world_size, rank, tp=tp)
         self.config = config
-        self._strategy = Strategy(dp=world_size, tp=tp)
-        self._launched, self._rank = world_size, rank
-        self._version = 0
         self._spent: dict[str, float] = {}
 
     def _take(self, cause: str, seconds: float) -> None:
@@ -55,11 +52,6 @@ class CostTrainer:
         ``publishing``."""
         spent, self._spent = self._spent, {}
         return spent
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy that is in force."""
-        return self._strategy
 
     def check_strategy(self, strategy: Strategy) -> None:
         """Raise `StrategyError` unless it has copies of the same size, of those launched."""
@@ -94,15 +86,6 @@ class CostTrainer:
     def _trains(self) -> bool:
         return self._rank < self._strategy.dp
 
-    def skip_iteration(self) -> None:
-        """Count an iteration that other ranks train."""
-        self._version += 1
-
-    @property
-    def version(self) -> int:
-        """Number of iterations that were trained."""
-        return self._version
-
     @property
     def data_rank(self) -> DataRank:
         """Every copy that trains has samples of its own."""
@@ -120,10 +103,6 @@ class CostTrainer:
     def normalize_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return the samples as they are."""
         return list(samples)
-
-    def agree(self, count: int, /) -> int:
-        """Return the count: ranks do not wait for one another."""
-        return count
 
     def training_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
         """Take the time of one optimizer step."""
@@ -143,10 +122,6 @@ class CostTrainer:
         """Take the time of an optimizer step."""
         self._take("training", self.config.step_seconds)
 
-    def end_iteration(self) -> None:
-        """Count the version up."""
-        self._version += 1
-
     def log_probs(
         self, samples: Sequence[TrainingSample], *, reference: bool = False
     ) -> list[Floats]:
@@ -163,10 +138,6 @@ class CostTrainer:
             self._take("publishing", self.config.publish_seconds)
         return WeightUpdate(self._version, (), self._version)
 
-    def load(self, update: WeightUpdate) -> None:
-        """Take the version of these weights."""
-        self._version = update.version
-
     def offload(self, *, keep_weights: bool = False) -> None:
         """Take the time of it."""
         self._take("resharding", self.config.move_seconds)
@@ -174,26 +145,3 @@ class CostTrainer:
     def onload(self) -> None:
         """Take the time of it."""
         self._take("resharding", self.config.move_seconds)
-
-    def save_pretrained(self, folder: Path) -> None:
-        """Write the version."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "cost.json").write_bytes(msgspec.json.encode({"version": self._version}))
-
-    def save_checkpoint(self, path: Path, extra: Mapping[str, object] | None = None) -> None:
-        """Write the version."""
-        self.save_pretrained(path)
-
-    def begin_checkpoint(
-        self, path: Path, extra: Mapping[str, object] | None = None
-    ) -> Future[Path]:
-        """Write the version, at once."""
-        self.save_checkpoint(path, extra)
-        done: Future[Path] = Future()
-        done.set_result(path)
-        return done
-
-    def load_checkpoint(self, path: Path) -> list[dict[str, object]]:
-        """Take the version that was written."""
-        self._version = msgspec.json.decode((path / "cost.json").read_bytes())["version"]
-        return [{}]

@@ -7,8 +7,6 @@ It has no model. Its weights are bytes that depend on their version, with valid 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -18,6 +16,7 @@ from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.language import MicroBatch
 from rlinf_async.backends.toy.config import ToyTrainerConfig
 from rlinf_async.backends.toy.responses import token_log_probs
+from rlinf_async.backends.version_trainer import VersionTrainer
 from rlinf_async.elapse import let_pass
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import TrainingSample
@@ -25,31 +24,19 @@ from rlinf_async.messages.weights import Allocate, TensorSlot, WeightBucket, Wei
 from rlinf_async.parallel import DataRank, Strategy, StrategyError
 
 
-class ToyTrainer:
+class ToyTrainer(VersionTrainer):
     """A `LanguageTrainer` that waits as long as training would take."""
 
-    normalizes = False
+    file = "toy.json"
 
     def __init__(self, config: ToyTrainerConfig, world_size: int, rank: int) -> None:
+        super().__init__(world_size, rank)
         self.config = config
-        self._version = 0
-        self._launched, self._rank = world_size, rank
-        self._strategy = Strategy(dp=world_size)
-
-    @property
-    def version(self) -> int:
-        """Number of iterations that were trained."""
-        return self._version
 
     @property
     def data_rank(self) -> DataRank:
         """Every rank that trains has samples of its own."""
         return DataRank(self._rank, self._strategy.dp, is_io=self._rank < self._strategy.dp)
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy that is in force: data parallel."""
-        return self._strategy
 
     def check_strategy(self, strategy: Strategy) -> None:
         """Raise `StrategyError` unless it is data parallel over launched ranks."""
@@ -79,10 +66,6 @@ class ToyTrainer:
             extras=(),
         )
 
-    def skip_iteration(self) -> None:
-        """Count an iteration that other ranks train."""
-        self._version += 1
-
     def compute_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return the samples with their reward as the advantage of every token."""
         return [
@@ -99,10 +82,6 @@ class ToyTrainer:
         """Return the samples as they are."""
         return list(samples)
 
-    def agree(self, count: int, /) -> int:
-        """Return the count: ranks do not wait for one another."""
-        return count
-
     def training_step(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
         """Take the time of one optimizer step."""
         samples = tokens = 0
@@ -113,10 +92,6 @@ class ToyTrainer:
             tokens += here
         let_pass(self.config.seconds_per_step)
         return {"samples_trained": float(samples), "tokens_trained": float(tokens)}
-
-    def end_iteration(self) -> None:
-        """Count the version up."""
-        self._version += 1
 
     def log_probs(
         self, samples: Sequence[TrainingSample], *, reference: bool = False
@@ -141,10 +116,6 @@ class ToyTrainer:
         headers = msgspec.msgpack.encode((self._version, [(bucket.slots, bucket.checksum)]))
         return WeightUpdate(self._version, (bucket,), xxhash.xxh3_64_intdigest(headers))
 
-    def load(self, update: WeightUpdate) -> None:
-        """Take the version of these weights."""
-        self._version = update.version
-
     def offload(self, *, keep_weights: bool = False) -> None:
         """Take the time of it."""
         let_pass(self.config.seconds_to_move)
@@ -152,27 +123,3 @@ class ToyTrainer:
     def onload(self) -> None:
         """Take the time of it."""
         let_pass(self.config.seconds_to_move)
-
-    def save_pretrained(self, folder: Path) -> None:
-        """Write the version."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "toy.json").write_bytes(msgspec.json.encode({"version": self._version}))
-
-    def save_checkpoint(self, path: Path, extra: Mapping[str, object] | None = None) -> None:
-        """Write the version, from rank 0."""
-        if self._rank == 0:
-            self.save_pretrained(path)
-
-    def begin_checkpoint(
-        self, path: Path, extra: Mapping[str, object] | None = None
-    ) -> Future[Path]:
-        """Write the version, at once."""
-        self.save_checkpoint(path, extra)
-        done: Future[Path] = Future()
-        done.set_result(path)
-        return done
-
-    def load_checkpoint(self, path: Path) -> list[dict[str, object]]:
-        """Take the version that was written."""
-        self._version = msgspec.json.decode((path / "toy.json").read_bytes())["version"]
-        return [{}]

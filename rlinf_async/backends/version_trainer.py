@@ -1,0 +1,82 @@
+"""`VersionTrainer`: what trainers without a model share: a version, and its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from rlinf_async.messages.weights import WeightUpdate
+from rlinf_async.parallel import Strategy
+
+
+class VersionTrainer:
+    """Counts versions; a checkpoint is the version.
+
+    Args:
+        world_size: data ranks that were launched.
+        rank: of this one.
+        tp: tensor-parallel ranks of a copy of the model.
+    """
+
+    normalizes = False
+    file: ClassVar[str]
+    """of a checkpoint"""
+
+    def __init__(self, world_size: int, rank: int, *, tp: int = 1) -> None:
+        self._launched, self._rank = world_size, rank
+        self._strategy = Strategy(dp=world_size, tp=tp)
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        """Number of iterations that were trained."""
+        return self._version
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that is in force."""
+        return self._strategy
+
+    def agree(self, count: int, /) -> int:
+        """Return the count: ranks do not wait for one another."""
+        return count
+
+    def skip_iteration(self) -> None:
+        """Count an iteration that other ranks train."""
+        self._version += 1
+
+    def end_iteration(self) -> None:
+        """Count the version up."""
+        self._version += 1
+
+    def load(self, update: WeightUpdate) -> None:
+        """Take the version of these weights."""
+        self._version = update.version
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the version."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / self.file).write_bytes(msgspec.json.encode({"version": self._version}))
+
+    def save_checkpoint(self, path: Path, extra: Mapping[str, object] | None = None) -> None:
+        """Write the version, from rank 0."""
+        if self._rank == 0:
+            self.save_pretrained(path)
+
+    def begin_checkpoint(
+        self, path: Path, extra: Mapping[str, object] | None = None
+    ) -> Future[Path]:
+        """Write the version, at once."""
+        self.save_checkpoint(path, extra)
+        done: Future[Path] = Future()
+        done.set_result(path)
+        return done
+
+    def load_checkpoint(self, path: Path) -> list[dict[str, object]]:
+        """Take the version that was written."""
+        self._version = msgspec.json.decode((path / self.file).read_bytes())["version"]
+        return [{}]
