@@ -1,4 +1,4 @@
-"""Sample groups as batches, and statistics of those that arrive."""
+"""Sample groups as batches, statistics of those that arrive, and their advantages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from rlinf_async.backends.language import LanguageTrainer
 from rlinf_async.messages.language import SampleGroup
 
 SEVERAL = -1
@@ -82,3 +83,9 @@ class ArrivalStatistics:
                 f"{newest} to {oldest} versions old, but max_staleness is {allowed}: its requests "
                 "were admitted too early, or weights came from elsewhere"
             )
+
+
+def with_advantages(trainer: LanguageTrainer, group: SampleGroup) -> SampleGroup:
+    """Return the same samples with advantages and returns; existing ones are kept."""
+    samples = trainer.compute_advantages(group.samples)
+    return msgspec.structs.replace(group, samples=samples)

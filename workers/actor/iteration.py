@@ -37,7 +37,7 @@ from rlinf_async.backends.language import LanguageTrainer, MicroBatch
 from rlinf_async.channels import BatchResizingIterator, Receiver
 from rlinf_async.channels.batching import BatchSizes, HandlerFailed
 from rlinf_async.messages.language import LanguageTrainReport, SampleGroup
-from rlinf_async.workers.actor.groups import ArrivalStatistics, GroupOps
+from rlinf_async.workers.actor.groups import ArrivalStatistics, GroupOps, with_advantages
 from rlinf_async.workers.actor.micro_batches import (
     Batches,
     Waiting,
@@ -46,7 +46,6 @@ from rlinf_async.workers.actor.micro_batches import (
     channel_of,
     is_spent,
     means,
-    with_advantages,
 )
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.spans import MergedSpan

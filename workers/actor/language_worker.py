@@ -26,8 +26,8 @@ from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGro
 from rlinf_async.parallel import check_batch
 from rlinf_async.workers.actor.config import LanguageBatches
 from rlinf_async.workers.actor.errors import IncompleteShare
+from rlinf_async.workers.actor.groups import with_advantages
 from rlinf_async.workers.actor.iteration import Iteration
-from rlinf_async.workers.actor.micro_batches import with_advantages
 from rlinf_async.workers.actor.scheduled import SchedulerLink
 from rlinf_async.workers.actor.strategy import LONGEST_POLL
 from rlinf_async.workers.actor.training_worker import TrainingWorker

@@ -14,9 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-import msgspec
-
-from rlinf_async.backends.language import LanguageTrainer, MicroBatch
+from rlinf_async.backends.language import MicroBatch
 from rlinf_async.channels import BatchResizingIterator, Channel
 from rlinf_async.channels.batching import BatchSizes, BlockingBatches, HandlerFailed
 from rlinf_async.messages.language import SampleGroup
@@ -24,12 +22,6 @@ from rlinf_async.messages.language import SampleGroup
 Batches = BatchResizingIterator[SampleGroup]
 Waiting = Callable[[], AbstractContextManager[None]]
 """around each wait for a micro-batch"""
-
-
-def with_advantages(trainer: LanguageTrainer, group: SampleGroup) -> SampleGroup:
-    """Return the same samples with advantages and returns; existing ones are kept."""
-    samples = trainer.compute_advantages(group.samples)
-    return msgspec.structs.replace(group, samples=samples)
 
 
 def is_spent(steps: Sequence[Mapping[str, float]]) -> bool:
