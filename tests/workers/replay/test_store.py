@@ -161,7 +161,7 @@ def test_a_new_transition_has_the_largest_priority() -> None:
 def test_priorities_that_are_read_anew_draw_the_same_transitions() -> None:
     """A request that a killed worker had answered has the same answer from the next one."""
     store = ReplayStore(COLUMNS, capacity=20, spare=7)
-    first = Priorities(store, alpha=0.6)
+    first, numbers = Priorities(store, alpha=0.6), np.arange(0)
     for _ in range(4):
         before = store.first
         numbers = store.write({name: store.arrays[name][:8] for name in store.arrays})
