@@ -251,12 +251,15 @@ class Seen:
         return RequestState(name=request.name, made=request.made, expected=self.expected(request))
 
     def expected(self, request: RequestCount) -> float:
-        """Guess the tokens that are still to come: by the lengths of earlier iterations, of those
-        that are longer than it; while there are none, the rest of the mean, of its own group where
-        others of that are finished; of a request that is longer already, half as many again as it
-        has: lengths have a long tail."""
-        if self._predictor is not None:
-            return min(float(request.most), self._predictor.left(request.made))
+        """Guess the tokens that are still to come.
+
+        Of a request that has none yet and others of its group are finished: their mean, for prompts
+        differ. Else by the lengths of earlier iterations, of those that are longer than it. While
+        there are none, the rest of the mean; of a request that is longer already, half as many
+        again as it has: lengths have a long tail.
+        """
         group = self._groups.get(request.group)
+        if self._predictor is not None and not (group and not request.made):
+            return min(float(request.most), self._predictor.left(request.made))
         mean = sum(group) / len(group) if group else self._mean_tokens() or UNKNOWN_TOKENS
         return min(float(request.most), max(mean - request.made, request.made / 2, 1.0))

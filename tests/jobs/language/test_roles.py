@@ -35,7 +35,7 @@ class Rollouts:
         self._taken = taken
         self._version = 0
 
-    async def call(self, method: object, *arguments: object) -> list[Any]:
+    async def call_on(self, ranks: range, method: object, *arguments: object) -> list[Any]:
         if method is LanguageRolloutWorker.log_probs:
             return [[]]
         answers = [self._version, 1]
@@ -60,7 +60,8 @@ class Noted:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         async def asked(*arguments: Any) -> Any:
-            what = arguments[0].__name__ if name == "call" else name
+            ranks = int(name == "call_on")  # its first argument
+            what = arguments[ranks].__name__ if name in ("call", "call_on") else name
             self._notes.append(f"{self._whose} {what}")
             return 0.0 if name == "compare" else [1]
 

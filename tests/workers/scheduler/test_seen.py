@@ -1,0 +1,54 @@
+"""What the scheduler expects of requests, by what it has seen."""
+
+from __future__ import annotations
+
+from rlinf_async.parallel import Strategy
+from rlinf_async.workers.scheduler.config import Topology
+from rlinf_async.workers.scheduler.messages import EndedCount, RequestCount
+from rlinf_async.workers.scheduler.seen import UNKNOWN_TOKENS, Seen
+
+TOPOLOGY = Topology(
+    instances=((0,), (1,)),
+    actor=(2,),
+    home=Strategy(),
+    strategies=(Strategy(),),
+    samples=8,
+    group=4,
+)
+
+
+def asked(group: int, made: int = 0, most: int = 1000) -> RequestCount:
+    return RequestCount(name=f"{group}", made=made, most=most, group=group)
+
+
+def ended(iteration: int, group: int, *lengths: int) -> list[EndedCount]:
+    return [
+        EndedCount(name=f"{group}/{at}", iteration=iteration, group=group, tokens=tokens)
+        for at, tokens in enumerate(lengths)
+    ]
+
+
+def test_in_the_first_iteration_the_mean_is_expected_of_its_own_group_where_it_is_known() -> None:
+    seen = Seen(TOPOLOGY)
+    assert seen.expected(asked(0)) == UNKNOWN_TOKENS
+    seen.note_ended(ended(0, 0, 10, 30))
+    assert seen.expected(asked(0)) == 20.0
+    assert seen.expected(asked(1)) == 20.0
+    seen.note_ended(ended(0, 1, 80))
+    assert seen.expected(asked(1)) == 80.0
+    assert seen.expected(asked(1, made=60)) == 30.0  # half as many again
+    assert seen.expected(asked(1, most=50)) == 50.0
+
+
+def test_later_the_lengths_of_earlier_iterations_are_but_groups_still_differ_while_they_wait() -> (
+    None
+):
+    seen = Seen(TOPOLOGY)
+    seen.note_ended(ended(0, 0, 10, 30, 100, 100))
+    seen.begin(1)
+    assert seen.expected(asked(2)) == 60.0
+    assert seen.expected(asked(2, made=30)) == 70.0  # of those above 30, less the 30
+    seen.note_ended(ended(1, 2, 10, 12))
+    assert seen.expected(asked(2)) == 11.0
+    assert seen.expected(asked(3)) == 60.0
+    assert seen.expected(asked(2, made=30)) == 70.0
