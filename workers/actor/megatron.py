@@ -60,7 +60,7 @@ class MegatronActor(LanguageActor):
         Args:
             batch: this data rank's samples, of any number; with advantages for gradients. Those
                 that are given to ranks which do not read are ignored.
-            forward_only: compute log-probs. Otherwise gradients are added, undivided, to those that
+            forward_only: compute log-probs. Otherwise gradients, undivided, in place of those that
                 are there; the next `training_step` begins without them.
 
         Raises `ValueError` on all ranks if gradients are asked for and a data rank has no samples.

@@ -82,6 +82,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         faults.append(f"rotary positions of type {scaling!r} (only 'default' and 'llama3')")
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         faults.append("partial_rotary_factor (only 1)")
+    if config.get("attention_dropout"):
+        faults.append(f"attention_dropout={config['attention_dropout']} (only 0)")
     if faults:
         raise ModelMismatch(
             f"the backend 'megatron' does not train a {kind} with {', '.join(faults)}. Use the "

@@ -78,12 +78,14 @@ def custom_forward(
             f"sequence_parallel is {sequence_parallel}, but the model was built with "
             f"{bool(config.sequence_parallel)}"
         )
-    mask = batch.attention_mask if pack_seqs else torch.ones_like(batch.attention_mask)
-    lengths: list[int] = mask.sum(1).tolist()
-    if max(lengths) > max_batch_seqlen:
+    there = batch.attention_mask
+    longest = int(there.sum(1).max())
+    if longest > max_batch_seqlen:
         raise ValueError(
-            f"a sample has {max(lengths)} tokens, more than max_batch_seqlen = {max_batch_seqlen}"
+            f"a sample has {longest} tokens, more than max_batch_seqlen = {max_batch_seqlen}"
         )
+    mask = there if pack_seqs else torch.ones_like(there)
+    lengths = there.sum(1).tolist() if pack_seqs else _segments(there)
     ids = batch.input_ids[mask]
     rows = torch.arange(len(ids), device=ids.device)
     inverse = torch.full((len(ids),), 1.0 / temperature, device=ids.device)
@@ -94,28 +96,39 @@ def custom_forward(
     if not last:
         return output
     if value_model:
-        return _unpacked(output[0, :, 0].float(), mask)
+        return _unpacked(output[0, :, 0].float(), mask, there)
     logits = output[0] / temperature
     if logits_processor is None:
-        return _unpacked(logits, mask)
+        return _unpacked(logits, mask, there)
     arguments = {
         name: one[mask] if _is_of_tokens(one, mask) else one
         for name, one in logits_processor_args.items()
     }
     found = logits_processor(logits, **arguments)
-    return {name: _unpacked(one, mask) for name, one in found.items()}
+    return {name: _unpacked(one, mask, there) for name, one in found.items()}
 
 
 def _is_of_tokens(value: Any, mask: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape[:2] == mask.shape
 
 
-def _unpacked(packed: Tensor, mask: Tensor) -> Tensor:
-    """Return ``[B, S, ...]`` of ``[T, ...]``, with its gradient."""
+def _segments(there: Tensor) -> list[int]:
+    """Return the lengths of what attends to itself alone: the tokens of each sample, and its
+    padding apart from them."""
+    return [
+        length
+        for row in there
+        for length in torch.unique_consecutive(row, return_counts=True)[1].tolist()
+    ]
+
+
+def _unpacked(packed: Tensor, mask: Tensor, there: Tensor) -> Tensor:
+    """Return ``[B, S, ...]`` of ``[T, ...]``, which are computed where ``mask`` is; 0 at padding,
+    with its gradient."""
     padded = packed.new_zeros(*mask.shape, *packed.shape[1:])
-    return padded.masked_scatter(
-        mask.view(*mask.shape, *[1] * (packed.dim() - 1)).expand_as(padded), packed
-    )
+    more = [1] * (packed.dim() - 1)
+    filled = padded.masked_scatter(mask.view(*mask.shape, *more).expand_as(padded), packed)
+    return filled.masked_fill(~there.view(*there.shape, *more), 0)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -60,8 +60,8 @@ class Schedule:
         """Run the micro-batches of a global batch; return the answers, on the last stage.
         Collective.
 
-        Gradients are added to those that are there, undivided; they are reduced over data ranks,
-        tied embeddings and sequence-parallel ranks.
+        Gradients have to be 0 before. They are undivided, and reduced over data ranks, tied
+        embeddings and sequence-parallel ranks.
         """
         if self._grid.strategy.pp == 1:
             return self._train_one_stage(work)

@@ -108,11 +108,15 @@ class MegatronTrainerBase(IterationTrainer[MegatronTrainerConfig]):
         return self._step(micro_batches, None)
 
     def forward_backward(self, micro_batches: Iterable[MicroBatch]) -> Mapping[str, float]:
-        """Add the gradients of one global batch, undivided, to those that are there. Collective.
+        """Compute the gradients of one global batch, undivided, in place of those that are there.
+        Collective.
+
+        They are reduced over ranks, in place: a second batch cannot be added to them.
 
         Raises `OffloadedError` while offloaded.
         """
         self.manager.check_onloaded("forward_backward()")
+        self.manager.zero_grad()
         return self._accumulate(micro_batches, None).metrics
 
     def get_forward_step_func(self) -> Callable[..., Any]:

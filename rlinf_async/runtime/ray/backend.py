@@ -34,7 +34,7 @@ from rlinf_async.runtime.output import OutputLog
 from rlinf_async.runtime.ray.environment import check_runtime_env
 from rlinf_async.runtime.ray.hosts import Host, devices_of
 from rlinf_async.runtime.ray.interfaces import address_of
-from rlinf_async.runtime.ray.interpreters import Interpreters
+from rlinf_async.runtime.ray.interpreters import Interpreters, environment_of
 from rlinf_async.runtime.ray.library import of_ray
 from rlinf_async.runtime.ray.output import RayOutput
 from rlinf_async.runtime.ray.process import (
@@ -288,7 +288,7 @@ class RayBackend:
 def _start_actor(spec: WorkerSpec, place: Place) -> Any:
     """Have Ray start an actor; returns its handle at once."""
     ray, strategies = of_ray(), of_ray("util.scheduling_strategies")
-    variables = dict(spec.env_vars)
+    variables = environment_of(spec)
     if place.numbers:
         variables |= {
             "CUDA_VISIBLE_DEVICES": ",".join(place.numbers),
@@ -299,7 +299,7 @@ def _start_actor(spec: WorkerSpec, place: Place) -> Any:
     if place.slot is not None:
         strategy = strategies.PlacementGroupSchedulingStrategy(place.slot.group, place.slot.index)
     runtime_env = dict(spec.runtime_env)
-    if variables := {**runtime_env.get("env_vars", {}), **variables}:
+    if variables:
         runtime_env["env_vars"] = variables
     options: dict[str, Any] = {"runtime_env": runtime_env} if runtime_env else {}
     actor = ray.remote(RankProcess).options(

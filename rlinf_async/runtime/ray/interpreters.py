@@ -44,7 +44,7 @@ class Interpreters:
         """
         if (host.id, command) in self._right:
             return
-        asked = await self._session.do(_ask, command, dict(spec.env_vars), host)
+        asked = await self._session.do(_ask, command, environment_of(spec), host)
         where = f"{spec.info.name} on {host.name}: py_executable = {command!r}"
         try:
             async with asyncio.timeout(2 * SECONDS):
@@ -59,6 +59,11 @@ class Interpreters:
         if answer != wanted:
             raise BuildError(f"{where}: it has {in_words(answer)}, the driver {in_words(wanted)}")
         self._right.add((host.id, command))
+
+
+def environment_of(spec: WorkerSpec) -> dict[str, str]:
+    """Return the variables that a rank's process is started with: those of its own come last."""
+    return {**spec.runtime_env.get("env_vars", {}), **spec.env_vars}
 
 
 def _ask(command: str, env_vars: dict[str, str], host: Host) -> Any:

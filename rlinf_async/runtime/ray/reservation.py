@@ -158,20 +158,31 @@ class Reservations:
         return device
 
     async def _move(self, spec: WorkerSpec, hosts: Sequence[Host]) -> WorkerSpec:
-        """Reserve as many devices of the same kind on another host, for this rank."""
+        """Reserve as many devices of the same kind on another host, for this rank.
+
+        Raises:
+            BuildError: no host has them; or none gives them, and why the last one that was asked
+                does not.
+        """
         present = {host.id for host in hosts}
         self._slots = {key: slot for key, slot in self._slots.items() if slot.host.id in present}
-        wanted = spec.info.devices
+        wanted, refused = spec.info.devices, None
         for host in hosts:
             free = [one for one in host.devices if one not in self._slots]
             same = [one for one in free if wanted and one.kind == wanted[0].kind]
             if len(same) >= len(wanted):
                 moved = _with_devices(spec, same[: len(wanted)])
-                await self.reserve([moved])
+                try:
+                    await self.reserve([moved])
+                except BuildError as error:  # somebody else holds them: another host may have more
+                    refused = error
+                    continue
                 for old, new in zip(wanted, moved.info.devices, strict=True):
                     self._replaced[old] = new
                     self._replaced.pop(new, None)
                 return moved
+        if refused is not None:
+            raise refused
         lost = ", ".join(f"{one.host}:{one.kind}:{one.index}" for one in wanted)
         raise BuildError(
             f"{spec.info.name} cannot be started again: its host is lost (it had {lost or 'none'}) "

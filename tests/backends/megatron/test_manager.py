@@ -114,9 +114,7 @@ def forward_own_batches(rank: int, world_size: int, folder: Path) -> None:
             model, ids, mask, positions, True, pack_seqs=pack, temperature=0.5,
             logits_processor=process, logits_processor_args=arguments,
         )["log_probs"]  # fmt: skip
-        if not pack:
-            assert found.shape == ids.shape
-            continue
+        assert found.shape == ids.shape
         for row, one in enumerate(batch):
             numbers = found[row, ids.shape[1] - 1 - len(one.response_ids) : -1]
             np.testing.assert_allclose(numbers.detach().numpy(), expected[row], atol=1e-5)
@@ -139,3 +137,36 @@ def forward_own_batches(rank: int, world_size: int, folder: Path) -> None:
 
 def test_code_can_bring_its_own_padded_batches(tmp_path: Path) -> None:
     in_processes(forward_own_batches, 2, tmp_path)
+
+
+def compute_gradients_twice(rank: int, world_size: int, folder: Path) -> None:
+    """Norms of the gradients that the optimizer would step, after one call and after two."""
+    found = {}
+    for name, fields in {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {}}.items():
+        trainer = made(world_size, rank, **fields)
+        at = trainer.data_rank
+        batch = [one for one in samples(4) if one.group % at.size == at.rank]
+        ready = trainer.compute_advantages(batch)
+        norms = []
+        for _ in range(2):
+            trainer.forward_backward(iter(micro_batches(ready, 4)))
+            gradients = [one.parameter.main_grad for one in trainer.manager.held]
+            norms.append(float(torch.stack([one.norm() for one in gradients]).norm()))
+        found[name] = norms
+    save_result(folder, rank, found)
+
+
+def test_gradients_are_those_of_the_last_batch_alone(tmp_path: Path) -> None:
+    """They are reduced in place: what was reduced before cannot be added to."""
+    for result in in_processes(compute_gradients_twice, 2, tmp_path):
+        for once, twice in result.values():
+            assert once > 0.0
+            assert twice == pytest.approx(once, rel=1e-6)
+
+
+def test_a_model_with_dropout_is_refused() -> None:
+    from rlinf_async.backends.megatron.architecture import architecture_of
+    from rlinf_async.parallel import ModelMismatch
+
+    with pytest.raises(ModelMismatch, match=r"attention_dropout=0\.1 \(only 0\)"):
+        architecture_of({**QWEN3, "attention_dropout": 0.1})

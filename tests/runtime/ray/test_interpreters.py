@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rlinf_async.runtime.ray.interpreters import versions_of
+from rlinf_async.runtime.backend import WorkerSpec
+from rlinf_async.runtime.ray.interpreters import environment_of, versions_of
 from rlinf_async.runtime.ray.library import of_ray
 from rlinf_async.runtime.ray.rank_process import versions
+from rlinf_async.workers.base import Worker
+from rlinf_async.workers.context import WorkerInfo
 
 
 def program(path: Path, script: str) -> str:
@@ -32,3 +35,15 @@ def test_what_is_wrong_with_it_is_said(tmp_path: Path) -> None:
     assert versions_of(silent, {}) == "it cannot import Ray and rlinf_async: exit code 3"
     assert "it cannot be run: " in str(versions_of("/no/such/python", {}))
     assert versions_of("'unbalanced", {}) == "it cannot be run: No closing quotation"
+
+
+def test_it_is_asked_with_the_variables_that_a_rank_is_started_with() -> None:
+    spec = WorkerSpec(
+        cls=Worker,
+        args=(),
+        kwargs={},
+        info=WorkerInfo(group="G", rank=0, world_size=1),
+        env_vars={"A": "own"},
+        runtime_env={"env_vars": {"A": "shared", "B": "shared"}, "py_executable": "python"},
+    )
+    assert environment_of(spec) == {"A": "own", "B": "shared"}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 
 from rlinf_async.runtime.backend import WorkerSpec
 from rlinf_async.runtime.ray.bundles import Bundle, asked, bundles, holders, impossible
 from rlinf_async.runtime.ray.hosts import Host
-from rlinf_async.runtime.ray.reservation import Slot, numbered
+from rlinf_async.runtime.ray.reservation import Reservations, Slot, numbered
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.context import Device, WorkerInfo
 from rlinf_async.workers.errors import BuildError
@@ -88,3 +89,31 @@ def test_devices_have_accelerators_in_the_order_of_their_numbers_on_every_host()
     found = numbered(wanted, slots, {0: "2", 1: "0", 3: "10"})
     shown = {key: (slot.index, slot.number) for key, slot in found.items()}
     assert shown == {A0: (0, "2"), A1: (3, "10"), B0: (1, "0"), CORE: (2, "")}
+
+
+class Refusing(Reservations):
+    """Reservations of which some hosts' devices are held by another cluster."""
+
+    def __init__(self, *held: str) -> None:
+        super().__init__(cast(Any, None), wait=0.0, label="")
+        self._refused = set(held)
+
+    async def reserve(self, ranks: Sequence[WorkerSpec]) -> None:
+        [device] = ranks[0].info.devices
+        if device.host in self._refused:
+            raise BuildError(f"GPU on {device.host}, which was not free")
+
+
+def host(name: str) -> Host:
+    return Host(id=name, name=name, address="", port=0, resources={"GPU": 1.0})
+
+
+async def test_a_rank_moves_to_the_next_host_where_one_that_looked_free_is_not() -> None:
+    hosts = [host("b"), host("c")]
+    [rank] = ranks((A0,))
+    moved = await Refusing("b")._move(rank, hosts)
+    assert moved.info.devices == (Device("cuda", 0, "c"),)
+    with pytest.raises(BuildError, match="GPU on c, which was not free"):
+        await Refusing("b", "c")._move(rank, hosts)
+    with pytest.raises(BuildError, match="no other host has 1 free devices"):
+        await Refusing()._move(rank, [])
