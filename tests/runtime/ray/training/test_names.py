@@ -38,7 +38,9 @@ ACTOR = {
 
 
 def arguments(cls: type[object], method: str) -> list[str]:
-    return [*inspect.signature(getattr(cls, method)).parameters][1:]
+    """Those of a method, without Ray's own, which it adds to a class that was made an actor."""
+    names = [*inspect.signature(getattr(cls, method)).parameters][1:]
+    return [name for name in names if not name.startswith("_ray_")]
 
 
 def test_a_group_takes_what_it_took_there() -> None:
