@@ -19,6 +19,7 @@ from rlinf_async.cli.bench import bench
 from rlinf_async.cli.checkpoints import export, reshard
 from rlinf_async.cli.demonstrations import demonstrations
 from rlinf_async.cli.envs import envs
+from rlinf_async.cli.evaluate import evaluate
 from rlinf_async.cli.failures import guarded
 from rlinf_async.cli.jobs import FindJob, Session, registered_job
 from rlinf_async.cli.runs import status, stop
@@ -56,6 +57,7 @@ commands.add_command(bench)
 commands.add_command(calibrate)
 commands.add_command(demonstrations)
 commands.add_command(envs)
+commands.add_command(evaluate)
 commands.add_command(export)
 commands.add_command(reshard)
 commands.add_command(simulate)

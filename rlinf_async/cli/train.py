@@ -208,9 +208,9 @@ def _read(
     devices of another machine, to check for.
     """
     document = Document.read(file)
-    job = _job_of(session, document)
+    job = job_of(session, document)
     try:
-        config = _without_job_where_unknown(job, document).to(job.config_type, overrides)
+        config = config_of(job, document, overrides)
     except ConfigError as error:
         raise _with_options(error, overrides, options) from error
     try:
@@ -227,7 +227,8 @@ def _options(command: click.Command) -> list[str]:
     return [name for one in command.params if isinstance(one, click.Option) for name in one.opts]
 
 
-def _job_of(session: Session, document: Document) -> Job:
+def job_of(session: Session, document: Document) -> Job:
+    """The job that a file names; raises `ConfigError` where there is none."""
     name = document.tables.get(JOB)
     if not isinstance(name, str):
         raise ConfigError(
@@ -253,10 +254,15 @@ def _with_options(error: ConfigError, overrides: Overrides, options: Iterable[st
     return ConfigError(error.problem + hint, path=error.path, origin=error.origin)
 
 
-def _without_job_where_unknown(job: Job, document: Document) -> Document:
-    """The document without ``job``, where the job's Struct has no such field."""
+def config_of(job: Job, document: Document, overrides: Overrides) -> Any:
+    """The document as the job's Struct, which need not have the field ``job``.
+
+    Raises:
+        ConfigError: of a name, a type or a value.
+    """
     names = {field.encode_name for field in msgspec.structs.fields(job.config_type)}
-    return document if JOB in names else document.without(JOB)
+    read = document if JOB in names else document.without(JOB)
+    return read.to(job.config_type, overrides)
 
 
 def _check_folder(out: pathlib.Path | None, resume: bool) -> None:

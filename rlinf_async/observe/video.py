@@ -1,4 +1,4 @@
-"""A video of a policy in its environment.
+"""A video of a policy in its environment, or pictures of it.
 
 Everything happens in the calling thread, on an env that is made here: an OpenGL context belongs to
 the thread that made it, and rendering from another one gives black frames without an error. So do
@@ -22,6 +22,7 @@ import numpy as np
 from rlinf_async.observe.errors import VideoError
 from rlinf_async.observe.files import replacing
 from rlinf_async.observe.mp4 import Frame, Mp4
+from rlinf_async.observe.strip import Strip
 
 _DEFAULT_FPS: Final = 25.0
 _MOST_BLANK: Final = 0.5  # share of frames of one colour; above it the renderer is at fault
@@ -70,7 +71,8 @@ def record_video(
     on_episode: Callable[[], None] | None = None,
     on_frame: Callable[[int, int], None] | None = None,
 ) -> VideoReport:
-    """Play episodes and write them as an mp4 (H.264), at the env's own frame rate.
+    """Play episodes and write them: as an mp4 (H.264) at the env's own frame rate, or, where the
+    name of the file ends with ``.png``, as a strip of pictures.
 
     Sets ``MUJOCO_GL=egl`` for this process where there is no display and nothing else was chosen.
 
@@ -104,8 +106,9 @@ def record_video(
     with (
         _made(make_env) as env,
         replacing(path) as partial,
-        Mp4(partial, fps=_fps(env), shown_as=path) as video,
+        _film(partial, path, env) as video,
     ):
+        fps = _fps(env)
         for one in seeds:
             if on_episode is not None:
                 on_episode()
@@ -118,11 +121,18 @@ def record_video(
         path=str(path),
         frames=video.frames,
         blank_frames=video.blank_frames,
-        fps=video.fps,
+        fps=fps,
         returns=[total for total, _ in played],
         successes=[success for _, success in played],
         cut=cut,
     )
+
+
+def _film(partial: Path, path: Path, env: RenderedEnv) -> Mp4 | Strip:
+    """What takes the frames; ``path`` is the name that ``partial`` will have."""
+    if path.suffix == ".png":
+        return Strip(partial)
+    return Mp4(partial, fps=_fps(env), shown_as=path)
 
 
 def choose_headless_renderer() -> None:
@@ -194,7 +204,7 @@ def _fps(env: RenderedEnv) -> float:
     return float(fps) if isinstance(fps, int | float) and fps > 0 else _DEFAULT_FPS
 
 
-def _refuse_blank(video: Mp4) -> None:
+def _refuse_blank(video: Mp4 | Strip) -> None:
     if video.blank_frames > _MOST_BLANK * video.frames:
         raise VideoError(
             f"{video.blank_frames} of {video.frames} frames are of a single colour: the renderer "

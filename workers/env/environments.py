@@ -43,9 +43,7 @@ class Environments:
         """Make the first environment of the evaluations, where those of the stages are in other
         processes: it says what the spaces are."""
         if self.config.simulator == "pool":
-            env = self._make_env()
-            self._look_at(env.observation_space, env.action_space, env.spec)
-            self._evaluation_slots.append(self._slot(env, self.config.stages, 0))
+            self._add_evaluation_slot()
 
     def stage(self, number: int) -> EnvStage:
         """Make the environments of a stage."""
@@ -80,9 +78,8 @@ class Environments:
                 lock_step = self._async_simulator(count, label, own, Readiness(count))
                 return BatchedEvaluation(lock_step, episodes)
             return BatchedEvaluation(self._simulator(count, label, own), episodes)
-        for index in range(len(self._evaluation_slots), min(len(episodes), self.config.envs)):
-            slot = self._slot(self._make_env(), self.config.stages, index)
-            self._evaluation_slots.append(slot)
+        while len(self._evaluation_slots) < min(len(episodes), self.config.envs):
+            self._add_evaluation_slot()
         slots = self._evaluation_slots[: len(episodes)]
         return Evaluation(slots, self._writer.spec, self._reader, iter(episodes), seed)
 
@@ -147,6 +144,12 @@ class Environments:
             group_size=self.config.group_size,
             seeds=seeds,
         )
+
+    def _add_evaluation_slot(self) -> None:
+        env, index = self._make_env(), len(self._evaluation_slots)
+        if not index:  # an evaluation may come without stages
+            self._look_at(env.observation_space, env.action_space, env.spec)
+        self._evaluation_slots.append(self._slot(env, self.config.stages, index))
 
     def _make_env(self) -> gymnasium.Env[Any, Any]:
         from rlinf_async.workers.env.make import make_env

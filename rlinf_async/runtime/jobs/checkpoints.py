@@ -91,6 +91,27 @@ def load_progress(
     return progress
 
 
+def named_checkpoint(run: Path, checkpoint: str) -> Path:
+    """The folder of a checkpoint of the run in this folder.
+
+    Args:
+        run: its folder.
+        checkpoint: its name, or the number of its version.
+
+    Raises:
+        UsageError: no such checkpoint, with those that there are.
+    """
+    checkpoints = run / "checkpoints"
+    name = folder_of(int(checkpoint)) if checkpoint.isdecimal() else checkpoint
+    choices = sorted(path.parent.name for path in checkpoints.glob(f"[!.]*/{OWN_PROGRESS}"))
+    if name not in choices:
+        raise UsageError(
+            f"--checkpoint {checkpoint}: {run} has no such checkpoint; it has: "
+            f"{', '.join(choices) or 'none'}"
+        )
+    return checkpoints / name
+
+
 @contextlib.contextmanager
 def resuming_from(run: Path, checkpoint: str) -> Iterator[None]:
     """Within, the run in this folder resumes from an older checkpoint than its newest.
@@ -104,21 +125,14 @@ def resuming_from(run: Path, checkpoint: str) -> Iterator[None]:
     Raises:
         UsageError: no such checkpoint, with those that there are; or a process runs there.
     """
-    checkpoints = run / "checkpoints"
-    name = folder_of(int(checkpoint)) if checkpoint.isdecimal() else checkpoint
-    choices = sorted(path.parent.name for path in checkpoints.glob(f"[!.]*/{OWN_PROGRESS}"))
-    if name not in choices:
-        raise UsageError(
-            f"--checkpoint {checkpoint}: {run} has no such checkpoint to resume from; it has: "
-            f"{', '.join(choices) or 'none'}"
-        )
-    latest = checkpoints / PROGRESS
+    folder = named_checkpoint(run, checkpoint)
+    latest = run / "checkpoints" / PROGRESS
     try:
         lock = take_lock(run)
     except RunFolderError as error:
         raise UsageError(str(error)) from error
     try:
-        before, chosen = latest.read_bytes(), (checkpoints / name / OWN_PROGRESS).read_bytes()
+        before, chosen = latest.read_bytes(), (folder / OWN_PROGRESS).read_bytes()
         atomic_write(latest, chosen)
     finally:
         release_lock(lock)

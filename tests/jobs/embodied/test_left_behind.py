@@ -12,7 +12,7 @@ from rlinf_async.backends.fsdp.embodied import EmbodiedTrainer
 from rlinf_async.observe.errors import RunFolderError
 from rlinf_async.observe.trace import Span
 from rlinf_async.runtime.jobs import view
-from rlinf_async.runtime.jobs.embodied import reports
+from rlinf_async.runtime.jobs.embodied import playing
 from rlinf_async.runtime.local import LocalWorker
 from tests.jobs.embodied.kit import Job
 
@@ -100,7 +100,7 @@ def test_metrics_can_do_without_tensorboard(job: Job) -> None:
 def test_an_interrupted_video_costs_the_video_and_nothing_else(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reports, "record_video", interrupt)
+    monkeypatch.setattr(playing, "record_video", interrupt)
     ended = job.train("--evaluation.video_episodes", 1)
     assert ended.code == 130
     assert job.summary.outcome == "finished"
@@ -116,7 +116,7 @@ def test_a_video_that_cannot_be_made_costs_the_video_and_nothing_else(
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no renderer")
 
-    monkeypatch.setattr(reports, "record_video", broken)
+    monkeypatch.setattr(playing, "record_video", broken)
     summary = job.succeed("--evaluation.video_episodes", 1)
     assert summary.outcome == "finished"
     assert summary.extra == {"video": "not made: RuntimeError: no renderer"}

@@ -26,12 +26,12 @@ from rlinf_async.runtime.jobs.checkpoints import Checkpointer, ShardWriters, cle
 from rlinf_async.runtime.jobs.config import HostConfig
 from rlinf_async.runtime.jobs.embodied.channels import EmbodiedChannels
 from rlinf_async.runtime.jobs.embodied.collectors import Collectors
+from rlinf_async.runtime.jobs.embodied.drawings import pictures
 from rlinf_async.runtime.jobs.embodied.evaluation import evaluate, write_evaluation
+from rlinf_async.runtime.jobs.embodied.playing import Checkpointed
 from rlinf_async.runtime.jobs.embodied.reports import (
-    Checkpointed,
     EmbodiedProgress,
     headline,
-    pictures,
     row,
     summarized,
     warn_of_no_success,

@@ -23,7 +23,8 @@ from rlinf_async.runtime.jobs.embodied.config import (
     check_sizes,
     fitted,
 )
-from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun
+from rlinf_async.runtime.jobs.embodied.playing import Trained
+from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun, make_trainer
 from rlinf_async.runtime.jobs.embodied.settings import check_host, described
 from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.jobs.run import run_in_folder
@@ -68,6 +69,11 @@ class EmbodiedPPO:
             return EmbodiedRun(msgspec.structs.replace(full, cluster=chosen(full)), folder)
 
         return run_in_folder(config, out, resume=resume, may_differ=MAY_DIFFER, build=build)
+
+    def trained(self, config: EmbodiedConfig) -> Trained:
+        """What is needed to let a policy act that was trained with this configuration."""
+        full = fitted(config, described(config.env))
+        return Trained(full, lambda: make_trainer(full))
 
     def _fitted(self, config: EmbodiedConfig) -> EmbodiedConfig:
         full = fitted(config, described(config.env))

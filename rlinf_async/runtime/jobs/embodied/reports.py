@@ -1,44 +1,22 @@
-"""What an embodied run reports: progress, rows of the metrics, the top line of the live view, and
-at the end its pictures."""
+"""What an embodied run reports: progress, rows of the metrics, the top line of the live view."""
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
-import numpy as np
 
-from rlinf_async.backends.base import PolicyBackend, RecurrentPolicyBackend
 from rlinf_async.messages.embodied import TrainReport
-from rlinf_async.messages.weights import WeightUpdate
-from rlinf_async.observe.errors import ObserveError, VideoError
-from rlinf_async.observe.learning_curve import draw_learning_curve
-from rlinf_async.observe.progress import ProgressState, ProgressView, figure
-from rlinf_async.observe.run_folder import RunFolder
+from rlinf_async.observe.progress import figure
 from rlinf_async.observe.summary import EmbodiedSummary, Staleness
-from rlinf_async.observe.video import record_video
-from rlinf_async.runtime.jobs.checkpoints import RunProgress, load_progress
+from rlinf_async.runtime.jobs.checkpoints import RunProgress
 from rlinf_async.runtime.jobs.embodied.settings import EnvironmentSettings
 from rlinf_async.runtime.jobs.failures import Stopped
-from rlinf_async.runtime.jobs.run import Draw
 from rlinf_async.runtime.jobs.view import Headline
-from rlinf_async.workers.env import EnvError, EvaluatedEpisode, make_env
-from rlinf_async.workers.env.actions import ActionReader
-from rlinf_async.workers.env.observations import ObservationWriter
-
-if TYPE_CHECKING:
-    from rlinf_async.messages.spaces import Seen
-
-
-class Checkpointed(Protocol):
-    """A trainer, as far as a picture needs one."""
-
-    def load_checkpoint(self, path: Path) -> object: ...
-    def publish(self) -> WeightUpdate: ...
+from rlinf_async.workers.env import EvaluatedEpisode
 
 
 class EmbodiedProgress(RunProgress, kw_only=True):
@@ -198,129 +176,3 @@ def success_rate(episodes: Sequence[EvaluatedEpisode]) -> float | None:
 def mean_return(episodes: Sequence[EvaluatedEpisode]) -> float:
     """The mean return of the episodes."""
     return sum(episode.episode_return for episode in episodes) / len(episodes)
-
-
-def pictures(
-    config: EnvironmentSettings,
-    folder: RunFolder,
-    title: str,
-    headline: Callable[[], Headline],
-    make_trainer: Callable[[], Checkpointed],
-) -> dict[str, Draw]:
-    """The learning curve, and a video of the trained policy where one is configured.
-
-    ``headline`` is the top line of the view that shows how far the video has come;
-    ``make_trainer`` builds what reads the checkpoint.
-    """
-
-    def curve() -> None:
-        draw_learning_curve(
-            folder.metrics,
-            folder.learning_curve,
-            title=title,
-            target=config.evaluation.target_success_rate,
-        )
-
-    found: dict[str, Draw] = {"learning curve": curve}
-    # A simulator of many environments has no picture of one.
-    if config.evaluation.video_episodes and config.env.simulator == "single":
-        found["video"] = lambda: draw_video(config, folder, headline(), make_trainer)
-    return found
-
-
-def draw_video(
-    config: EnvironmentSettings,
-    folder: RunFolder,
-    headline: Headline,
-    make_trainer: Callable[[], Checkpointed],
-) -> None:
-    """Record the trained policy, for ``evaluation.video_seconds`` at most.
-
-    Raises:
-        VideoError: the environment does not render, or fails meanwhile.
-        UsageError: the environment cannot be made any more.
-    """
-    try:
-        _record(config, folder, headline, make_trainer)
-    except EnvError as error:
-        raise VideoError(str(error)) from error
-
-
-def _record(
-    config: EnvironmentSettings,
-    folder: RunFolder,
-    headline: Headline,
-    make_trainer: Callable[[], Checkpointed],
-) -> None:
-    policy = Player(_trained_policy(config, folder.checkpoints, make_trainer))
-    env = make_env(config.env)
-    try:
-        writer = ObservationWriter(env.observation_space, config.env.name)
-        reader = ActionReader(env.action_space, config.env.name, config.env.actions)
-    finally:
-        env.close()
-    row = writer.spec.empty(1)
-
-    def act(observation: Any) -> Any:
-        writer.write(observation, row[0])
-        return reader.read(policy.act(row.copy()), 1)[0]
-
-    wanted = config.evaluation
-    with ProgressView() as view:
-
-        def show(episode: int, frames: int) -> None:
-            note = f"video: episode {episode + 1} of {wanted.video_episodes}, {frames} frames"
-            view.update(ProgressState(**headline._asdict(), note=note))
-
-        made = record_video(
-            lambda: make_env(config.env, render_mode="rgb_array"),
-            act,
-            folder.video,
-            episodes=wanted.video_episodes,
-            seed=wanted.seed,
-            time_limit=wanted.video_seconds,
-            on_episode=policy.begin,
-            on_frame=show,
-        )
-    if made.cut:
-        print(
-            f"{config.name}: the video was ended after evaluation.video_seconds = "
-            f"{wanted.video_seconds:g}, in episode {len(made.returns)} of {wanted.video_episodes}",
-            file=sys.stderr,
-        )
-
-
-def _trained_policy(
-    config: EnvironmentSettings, checkpoints: Path, make_trainer: Callable[[], Checkpointed]
-) -> PolicyBackend:
-    """The policy of the newest checkpoint."""
-    from rlinf_async.backends.registry import load_policy_backend
-
-    progress = load_progress(checkpoints, EmbodiedProgress)
-    if progress is None:
-        raise ObserveError(f"there is no checkpoint in {checkpoints}")
-    trainer = make_trainer()
-    trainer.load_checkpoint(checkpoints / progress.checkpoint)
-    policy = load_policy_backend("torch")(config.acting_policy, 0, "cpu")
-    policy.load(trainer.publish())
-    return policy
-
-
-class Player:
-    """The deterministic policy in one environment, with what a recurrent one remembers."""
-
-    def __init__(self, policy: PolicyBackend) -> None:
-        self._policy = policy
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin an episode."""
-        if isinstance(self._policy, RecurrentPolicyBackend):
-            self._memory = np.zeros((1, self._policy.memory_size), np.float32)
-
-    def act(self, row: Seen) -> Any:
-        """The action ``[1, A]`` for an observation ``[1, D]``."""
-        if not isinstance(self._policy, RecurrentPolicyBackend):
-            return self._policy.mode(row)
-        action, self._memory = self._policy.mode_from(row, self._memory)
-        return action

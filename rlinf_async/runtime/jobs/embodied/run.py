@@ -57,6 +57,13 @@ class ActorShards:
         await self._actors.call(EmbodiedFSDPActor.checkpoint_written)
 
 
+def make_trainer(config: EmbodiedConfig) -> TrainerBackend:
+    """What reads a checkpoint, in this process; ``config`` is fitted to its environment."""
+    from rlinf_async.backends.registry import load_trainer_backend
+
+    return load_trainer_backend("fsdp")(config.actor, 1, 0)
+
+
 class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChannels]):
     """A run of PPO; see `EnvironmentRun`.
 
@@ -197,9 +204,7 @@ class EmbodiedRun(EnvironmentRun[EmbodiedConfig, EmbodiedProgress, EmbodiedChann
 
     def make_trainer(self) -> TrainerBackend:
         """What reads a checkpoint, in this process."""
-        from rlinf_async.backends.registry import load_trainer_backend
-
-        return load_trainer_backend("fsdp")(self.config.actor, 1, 0)
+        return make_trainer(self.config)
 
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
         """What came of the run."""

@@ -15,6 +15,7 @@ from rlinf_async.config import ConfigError
 from rlinf_async.observe.run_folder import RunFolder
 from rlinf_async.observe.summary import EmbodiedSummary
 from rlinf_async.runtime.jobs.embodied.choosing import chosen
+from rlinf_async.runtime.jobs.embodied.playing import Trained
 from rlinf_async.runtime.jobs.embodied.settings import check_host, described
 from rlinf_async.runtime.jobs.embodied_sac.config import (
     MAY_DIFFER,
@@ -23,7 +24,7 @@ from rlinf_async.runtime.jobs.embodied_sac.config import (
     check_sizes,
     fitted,
 )
-from rlinf_async.runtime.jobs.embodied_sac.run import SacRun
+from rlinf_async.runtime.jobs.embodied_sac.run import SacRun, make_trainer
 from rlinf_async.runtime.jobs.placement import Plan
 from rlinf_async.runtime.jobs.run import run_in_folder
 from rlinf_async.workers.context import Device
@@ -65,6 +66,11 @@ class EmbodiedSAC:
             return SacRun(msgspec.structs.replace(full, cluster=chosen(full)), folder)
 
         return run_in_folder(config, out, resume=resume, may_differ=MAY_DIFFER, build=build)
+
+    def trained(self, config: SacConfig) -> Trained:
+        """What is needed to let a policy act that was trained with this configuration."""
+        full = fitted(config, described(config.env))
+        return Trained(full, lambda: make_trainer(full))
 
     def _fitted(self, config: SacConfig) -> FittedSac:
         full = fitted(config, described(config.env))

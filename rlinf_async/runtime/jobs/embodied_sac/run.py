@@ -80,6 +80,13 @@ class SacShards:
         os.replace(sibling(path), path / REPLAY)
 
 
+def make_trainer(config: FittedSac) -> OffPolicyTrainer:
+    """What reads a checkpoint, in this process."""
+    from rlinf_async.backends.registry import load_off_policy_trainer
+
+    return load_off_policy_trainer("sac")(config.actor, config.policy, 1, 0)
+
+
 class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
     """A run of soft actor-critic; see `EnvironmentRun`.
 
@@ -249,9 +256,7 @@ class SacRun(EnvironmentRun[FittedSac, SacProgress, SacChannels]):
 
     def make_trainer(self) -> OffPolicyTrainer:
         """What reads a checkpoint, in this process."""
-        from rlinf_async.backends.registry import load_off_policy_trainer
-
-        return load_off_policy_trainer("sac")(self.config.actor, self.config.policy, 1, 0)
+        return make_trainer(self.config)
 
     def summary(self, stopped: Stopped | None) -> EmbodiedSummary:
         """What came of the run."""
