@@ -99,8 +99,8 @@ def _play(
     for path in films:
         chosen = worth_showing(done)
         made = film_of(config.env, policy, path, chosen, seed=first)
-        success = {True: "success, ", False: "no success, ", None: ""}[made.successes[0]]
-        lines.append(f"{path}: episode {chosen.episode}: {success}return {made.returns[0]:.2f}")
+        ended = {True: ": success", False: ": no success", None: ""}[made.successes[0]]
+        lines.append(f"{path}: episode {chosen.episode}, {made.frames} frames{ended}")
     return _figures(run, folder.name, first, done), lines
 
 

@@ -68,6 +68,7 @@ def record_video(
     seed: int | None = None,
     max_steps: int = 1000,
     time_limit: float | None = None,
+    until_success: bool = False,
     on_episode: Callable[[], None] | None = None,
     on_frame: Callable[[int, int], None] | None = None,
 ) -> VideoReport:
@@ -81,6 +82,8 @@ def record_video(
         act: observation -> action. What it raises goes through as it is.
         max_steps: of one episode, for an env that does not end.
         time_limit: seconds, after which the video ends with the frames that it has; None: no limit.
+        until_success: an episode ends with the step that first succeeds; some go on to their
+            time limit, and nothing more is seen of them.
         on_episode: called before each episode.
         on_frame: called after each frame with the number of its episode, from 0, and the number of
             frames so far.
@@ -112,7 +115,9 @@ def record_video(
         for one in seeds:
             if on_episode is not None:
                 on_episode()
-            total, success, cut = _play(env, act, film, max_steps, seed=one)
+            total, success, cut = _play(
+                env, act, film, max_steps, seed=one, until_success=until_success
+            )
             played.append((total, success))
             if cut:
                 break
@@ -164,6 +169,7 @@ def _play(
     max_steps: int,
     *,
     seed: int | None,
+    until_success: bool,
 ) -> tuple[float, bool | None, bool]:
     """One episode: its return, whether it ended in success, and whether ``film`` ended it."""
     with _naming("reset the env"):
@@ -175,10 +181,15 @@ def _play(
             observation, reward, terminated, truncated, info = env.step(action)
         total += float(reward)
         goes_on = film()
-        if terminated or truncated or not goes_on:
+        done = until_success and bool(_success(info))
+        if terminated or truncated or done or not goes_on:
             break
+    return total, _success(info), not goes_on
+
+
+def _success(info: Mapping[str, Any]) -> bool | None:
     success = info.get("is_success", info.get("success"))
-    return total, None if success is None else bool(success), not goes_on
+    return None if success is None else bool(success)
 
 
 def _render(env: RenderedEnv) -> Frame:

@@ -136,6 +136,17 @@ def test_an_env_that_does_not_end_is_stopped(tmp_path: Path) -> None:
     assert record(FakeEnv(), tmp_path / "video.mp4", episodes=1, max_steps=2).frames == 3
 
 
+def test_an_episode_that_goes_on_after_its_success_is_shown_up_to_it(tmp_path: Path) -> None:
+    class Early(FakeEnv):
+        def step(self, action: int, /) -> tuple[int, float, bool, bool, dict[str, Any]]:
+            *step, _ = super().step(action)
+            return (*step, {"is_success": self.steps >= 2})  # type: ignore[return-value]
+
+    assert record(Early(), tmp_path / "whole.mp4", episodes=1).frames == 4
+    report = record(Early(), tmp_path / "video.mp4", episodes=2, until_success=True)
+    assert (report.frames, report.successes) == (6, [True, True])
+
+
 def test_a_time_limit_ends_the_video_with_the_frames_that_it_has(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     options: Any = {"on_frame": lambda *counts: seen.append(counts), "episodes": 2}

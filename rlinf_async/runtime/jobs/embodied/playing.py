@@ -103,6 +103,7 @@ def film(
     episodes: int = 1,
     max_steps: int = 1000,
     time_limit: float | None = None,
+    until_success: bool = False,
     on_frame: Callable[[int, int], None] | None = None,
 ) -> VideoReport:
     """Write episodes of the deterministic policy as `record_video` does.
@@ -122,6 +123,7 @@ def film(
             seed=seed,
             max_steps=max_steps,
             time_limit=time_limit,
+            until_success=until_success,
             on_episode=act.begin,
             on_frame=on_frame,
         )
@@ -155,13 +157,17 @@ def film_of(
     *,
     seed: int,
 ) -> VideoReport:
-    """Play an episode of an evaluation with this seed again, and film it. Raises: as `film`."""
+    """Play an episode of an evaluation with this seed again, until it has succeeded, and film it.
+
+    Raises: as `film`.
+    """
     return film(
         env,
         policy,
         path,
         seed=episode_seed(seed, episode.episode),
         max_steps=-(-episode.length // env.action_chunk),
+        until_success=True,
     )
 
 
