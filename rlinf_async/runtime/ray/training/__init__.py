@@ -21,6 +21,7 @@
 
 from rlinf_async.runtime.ray.training.actor import TrainRayActor
 from rlinf_async.runtime.ray.training.args import TrainArgs
+from rlinf_async.runtime.ray.training.critics import PeerFailed
 from rlinf_async.runtime.ray.training.data import RolloutData, RolloutDataError
 from rlinf_async.runtime.ray.training.engine import RolloutEngineActor
 from rlinf_async.runtime.ray.training.fsdp_actor import FSDPTrainRayActor
@@ -35,6 +36,7 @@ __all__ = [
     "FSDPTrainRayActor",
     "MegatronTrainRayActor",
     "OrderedPlacementGroup",
+    "PeerFailed",
     "RayTrainGroup",
     "Refs",
     "RolloutData",

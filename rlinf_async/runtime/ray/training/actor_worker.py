@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from numpy import array_equal
 
-from rlinf_async.channels import LatestSender, Receiver, Sender
+from rlinf_async.channels import LatestSender
 from rlinf_async.messages.language import LanguageTrainReport, SampleGroup, TrainingSample
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.runtime.ray.training.args import TrainArgs
+from rlinf_async.runtime.ray.training.critics import ActorStep, from_peer
 from rlinf_async.runtime.ray.training.settings import backend, batches, trainer_config
 from rlinf_async.runtime.ray.training.worker import GroupRank
 from rlinf_async.workers.actor import FSDPActor
@@ -114,27 +116,29 @@ class GroupActor(GroupRank, FSDPActor):
         groups: Sequence[SampleGroup],
         *,
         rollout_id: int,
-        to_critic: Sender[SampleGroup] | None = None,
-        values: Receiver[SampleGroup] | None = None,
+        paired: ActorStep | None = None,
     ) -> LanguageTrainReport:
         """Train on this rank's share of one rollout.
 
         Args:
             groups: the share.
             rollout_id: number of the rollout.
-            to_critic: where the critic of this rank waits for reference log-probs.
-            values: where the values of the critic of this rank come from.
+            paired: the step in which the critic of this rank values the same rollout.
+
+        Raises:
+            PeerFailed: that critic failed, or is lost.
         """
         await self.switch(ACTOR)
         samples = [sample for group in groups for sample in group.samples]
         await self.compute(self._add_log_probs, samples)
-        reads = self.data_rank.is_io  # the others of its model are given what it reads
-        if to_critic is not None and reads:
-            for group in groups:
-                await to_critic.put(group, key=self.data_rank.rank)
-        if values is not None and reads:
-            await self._add_values(groups, values, rollout_id)
-        await self.compute(self._make_ready, samples)
+        failed: Exception | None = None
+        if paired is not None and self.data_rank.is_io:  # it feeds the others of its model
+            doing = f"{self.name} cannot train rollout {rollout_id}"
+            try:
+                await from_peer(paired.peer, doing, self._add_values(groups, paired, rollout_id))
+            except RuntimeError as error:  # the other ranks must not train either
+                failed = error
+        await self.compute(self._make_ready, samples, failed)
         report = await self.run_training(self._fed(groups).receiver)
         interval = self.args.ref_update_interval
         if interval is not None and (rollout_id + 1) % interval == 0 and REF in self.tags:
@@ -170,13 +174,16 @@ class GroupActor(GroupRank, FSDPActor):
         return self.any_rank(any(answers))
 
     async def _add_values(
-        self, groups: Sequence[SampleGroup], values: Receiver[SampleGroup], rollout_id: int
+        self, groups: Sequence[SampleGroup], paired: ActorStep, rollout_id: int
     ) -> None:
-        """Take the values of these samples from the critic."""
+        """Have the critic value these samples."""
+        if paired.prepared is not None:
+            for group in groups:
+                await paired.prepared.put(group)
         by_number = {(s.group, s.index): s for group in groups for s in group.samples}
         missing = set(by_number)
         while missing:
-            valued = await values.get(key=self.data_rank.rank)
+            valued = await paired.values.get()
             if valued.iteration != rollout_id:
                 raise RuntimeError(
                     f"the critic sent values of rollout {valued.iteration}, but the actor trains "
@@ -184,22 +191,26 @@ class GroupActor(GroupRank, FSDPActor):
                 )
             for sample in valued.samples:
                 number = sample.group, sample.index
-                if number not in by_number:
+                mine = by_number.get(number)
+                if mine is None or not same_tokens(mine, sample):
                     raise RuntimeError(
                         f"the critic sent values of sample {number[0]}/{number[1]}, which this "
                         "rank of the actor does not have: give both the same rollout data"
                     )
-                by_number[number].value = sample.value
+                mine.value = sample.value
                 missing.discard(number)
 
-    def _make_ready(self, samples: list[TrainingSample]) -> None:
-        """Call the hook, and check the samples, on all ranks or on none. Collective."""
-        failed: Exception | None = None
+    def _make_ready(self, samples: list[TrainingSample], failed: Exception | None) -> None:
+        """Call the hook, and check the samples, on all ranks or on none. Collective.
+
+        Args:
+            failed: what this rank failed with before.
+        """
         try:
-            if self._hook is not None:
+            if self._hook is not None and failed is None:
                 self._call_hook(samples)
             args = self.args
-            if self.data_rank.is_io:
+            if self.data_rank.is_io and failed is None:
                 self._check_ready(samples, reference=args.needs_reference, values=args.needs_values)
         except Exception as error:
             failed = error
@@ -231,6 +242,13 @@ class GroupActor(GroupRank, FSDPActor):
             self.kept_weights.backup(ROLLOUT_ACTOR)
         else:
             self.kept_weights.backup(OLD_ACTOR)
+
+
+def same_tokens(one: TrainingSample, other: TrainingSample) -> bool:
+    """Whether both are of the same prompt and response."""
+    return array_equal(one.prompt_ids, other.prompt_ids) and array_equal(
+        one.response_ids, other.response_ids
+    )
 
 
 def _unknown(sample: TrainingSample) -> bool:

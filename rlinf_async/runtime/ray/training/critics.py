@@ -1,65 +1,267 @@
-"""The pair of an actor's rank and the critic of the same rank: two channels, which live with the
-actor.
+"""The pair of an actor's rank and the critic of the same rank.
 
-::
+Each step has two channels of its own, which live with the actor::
 
     actor   samples with reference log-probs --prepared-->  critic      (only for KL in the rewards)
     actor   <--values--  the same samples with their values  critic
+
+             waits for           unblocked by
+    actor    values              the critic: sends them, or fails; its process is lost
+    critic   prepared            the actor: sends them, or fails; its process is lost
+
+A side that fails in a step fails the channel into which it sends, and a process that is lost fails
+all channels of the pair: the other side gets a `PeerFailed`. What a failed step has left in its
+channels ends with them, so a step that is tried again takes nothing of it.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Awaitable
+from typing import Any, Self, TypeVar
+
 import msgspec
 
-from rlinf_async.channels import Channel, Receiver, Sender
+from rlinf_async.channels import Channel, ChannelError, Receiver, Sender, WireError
+from rlinf_async.channels.errors import error_text
+from rlinf_async.channels.wire import ChannelClient, Connection, EndRef, Request
 from rlinf_async.messages.language import SampleGroup
 from rlinf_async.parallel import DataRank
 from rlinf_async.runtime.ray.session import own_address
 from rlinf_async.runtime.ray.training.args import TrainArgs
-from rlinf_async.runtime.ray.training.links import ChannelHost, Guest, Ticket
+from rlinf_async.runtime.ray.training.links import ChannelHost, Guest, HostTicket
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
-class CriticTickets(msgspec.Struct, frozen=True):
-    """The critic's ends of the channels of a pair."""
+class PeerFailed(RuntimeError):
+    """A rank of an actor or a critic cannot train a rollout, since the rank that it is paired with
+    failed, or is lost: which one, and what happened to it. Both train again once both are called
+    again; a rank that is lost has to be replaced (`RayTrainGroup.connect`)."""
 
-    prepared: Ticket
-    values: Ticket
+
+class PairSteps:
+    """Numbers the steps of two groups that are paired: a call of one group belongs to the newest
+    step of the same rollout in which it has no part so far, else it begins one.
+
+    So a rollout that is tried again is another step, whichever group is called first.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._newest: dict[int, int] = {}
+        """by rollout"""
+        self._joined: dict[str, int] = {}
+        """the newest step of each role"""
+        self._lock = threading.Lock()
+
+    def join(self, role: str, rollout_id: int) -> int:
+        """Return the step, from 1, of this call for a rollout."""
+        with self._lock:
+            step = self._newest.get(rollout_id, 0)
+            if step <= self._joined.get(role, 0):
+                self._last = step = self._newest[rollout_id] = self._last + 1
+            self._joined[role] = step
+            return step
+
+
+class PairTicket(msgspec.Struct, frozen=True):
+    """With it a critic opens its side of the pair."""
+
+    actor: str
+    """name of the actor's rank"""
+    host: HostTicket
     data_rank: DataRank
     """which share of a rollout the actor trains"""
 
 
+class StepEnds(msgspec.Struct, frozen=True):
+    """actor -> critic: its ends of the channels of a step."""
+
+    prepared: EndRef
+    values: EndRef
+
+
+class Step(msgspec.Struct, frozen=True):
+    """critic -> actor: give me the ends of this step."""
+
+    number: int
+
+
+class Channels:
+    """The two channels of a step. Both have a sender and a receiver here, so that neither side ends
+    one by coming last, or by going first."""
+
+    def __init__(self, number: int, prompts: int) -> None:
+        self.prepared = Channel(SampleGroup, name=f"prepared of step {number}", capacity=prompts)
+        self.values = Channel(SampleGroup, name=f"values of step {number}", capacity=prompts)
+        self.prepared.sender.open()
+        self.values.receiver.open()
+
+    def fail(self, reason: str) -> None:
+        self.prepared.fail(reason)
+        self.values.fail(reason)
+
+
+class ActorStep:
+    """The actor's ends of a step."""
+
+    def __init__(self, channels: Channels, peer: str, *, prepares: bool) -> None:
+        self.peer = peer
+        """name of the critic's rank"""
+        self.prepared: Sender[SampleGroup] | None = channels.prepared.sender if prepares else None
+        self.values: Receiver[SampleGroup] = channels.values.receiver
+        self._channels = channels
+
+    async def fail(self, error: BaseException) -> None:
+        """Let the critic know that this rank does not train the step."""
+        self._channels.prepared.fail(error_text(error))
+
+
 class ActorSide:
-    """The channels of a pair, and the actor's ends."""
+    """The actor's side of a pair. Made by `open`."""
 
-    def __init__(self, args: TrainArgs, data_rank: DataRank) -> None:
-        prompts = -(-args.rollout_batch_size // data_rank.size)
-        self._prepared = Channel(SampleGroup, name="prepared", capacity=prompts)
-        self._values = Channel(SampleGroup, name="values", capacity=prompts)
-        self._data_rank = data_rank
-        self.prepared: Sender[SampleGroup] | None = None
-        if args.kl_coef > 0.0:
-            self.prepared = self._prepared.new_sender()
-        self.values: Receiver[SampleGroup] = self._values.new_receiver()
+    def __init__(
+        self, args: TrainArgs, data_rank: DataRank, host: ChannelHost, name: str, critic: str
+    ) -> None:
+        self._prompts = -(-args.rollout_batch_size // data_rank.size)
+        self._prepares = args.kl_coef > 0.0
+        self._name, self._critic = name, critic
+        self._host = host
+        host.router.add_sync("pair.open", None, self._opened)
+        host.router.add_sync("pair.step", Step, self._give_ends)
+        self.ticket = PairTicket(name, host.host_ticket, data_rank)
+        """what the critic opens its side with"""
+        self._steps: dict[int, Channels] = {}
+        self._current = 0
+        """the newest step that was begun here"""
+        self._lost = ""
+        """what happened to the critic's process"""
 
-    async def tickets(self, name: str) -> CriticTickets:
-        """Serve the channels, and return the critic's ends of them."""
-        host = self._host = await ChannelHost.open(own_address(), name)
-        prepared = host.ticket(self._prepared.receiver, "critic")
-        values = host.ticket(self._values.sender, "critic")
-        return CriticTickets(prepared, values, self._data_rank)
+    @classmethod
+    async def open(cls, args: TrainArgs, data_rank: DataRank, name: str, critic: str) -> Self:
+        """Serve the critic's rank of this name."""
+        return cls(args, data_rank, await ChannelHost.open(own_address(), name), name, critic)
+
+    async def begin(self, number: int) -> ActorStep:
+        """Begin a step. What is left of those before it ends here."""
+        self._current = number
+        for old in [one for one in self._steps if one < number]:
+            channels = self._steps.pop(old)
+            channels.fail(f"{self._name} is at another step")
+            self._host.channels.withdraw(channels.prepared)
+            self._host.channels.withdraw(channels.values)
+        return ActorStep(self._channels(number), self._critic, prepares=self._prepares)
+
+    async def close(self) -> None:
+        """Part with the critic."""
+        await self._host.close()
+
+    def _channels(self, number: int) -> Channels:
+        """Those of this step, whoever begins it first."""
+        found = self._steps.get(number)
+        if found is None:
+            found = self._steps[number] = Channels(number, self._prompts)
+            if self._lost:
+                found.fail(self._lost)
+        return found
+
+    def _opened(self, request: Request[None]) -> None:
+        request.connection.on_close(self._left)
+        request.reply(None)
+
+    def _give_ends(self, request: Request[Step]) -> None:
+        number, give = request.meta.number, self._host.channels.end_ref
+        if number < self._current:
+            raise ChannelError(f"{self._name} is at another step")
+        channels = self._channels(number)
+        prepared = give(channels.prepared.receiver, self._critic)
+        request.reply(StepEnds(prepared, give(channels.values.sender, self._critic)))
+
+    def _left(self, connection: Connection, reason: str) -> None:
+        self._lost = f"its process is lost: {reason}"
+        for channels in self._steps.values():
+            channels.fail(self._lost)
+
+
+class CriticStep:
+    """The critic's ends of a step."""
+
+    def __init__(
+        self, peer: str, prepared: Receiver[SampleGroup] | None, values: Sender[SampleGroup]
+    ) -> None:
+        self.peer = peer
+        """name of the actor's rank"""
+        self.prepared = prepared
+        self._values = values
+        self._complete = False
+
+    async def pass_on(self, groups: int, valued: Receiver[SampleGroup], key: int) -> None:
+        """Send the actor so many groups, each as soon as it has its values.
+
+        An actor that does not take them, since it failed, does not keep the critic from training:
+        the ranks of a critic train together.
+        """
+        try:
+            for _ in range(groups):
+                await self._values.put(await valued.get(key=key))
+            await self._values.flush()
+        except ChannelError as error:
+            log.warning("%s does not take values: %s", self.peer, error)
+        self._complete = True
+
+    async def fail(self, error: BaseException) -> None:
+        """Let the actor know that it gets no values, unless it has them all."""
+        if self._complete:
+            return
+        try:
+            self._values.fail(error_text(error))
+        except ChannelError as lost:
+            log.warning("%s was not told of a failure: %s", self.peer, lost)
 
 
 class CriticSide:
-    """The critic's ends."""
+    """The critic's side of a pair. Made by `open`."""
 
-    def __init__(self, prepared: Receiver[SampleGroup] | None, values: Sender[SampleGroup]) -> None:
-        self.prepared, self.values = prepared, values
+    def __init__(self, ticket: PairTicket, args: TrainArgs, name: str) -> None:
+        self._ticket = ticket
+        self.peer = ticket.actor
+        """name of the actor's rank"""
+        self._takes_prepared = args.kl_coef > 0.0
+        self._guest = Guest(name)
 
     @classmethod
-    async def open(cls, tickets: CriticTickets, args: TrainArgs, name: str) -> CriticSide:
-        """Connect to the actor."""
-        guest = Guest(name)
-        prepared = None
-        if args.kl_coef > 0.0:
-            prepared = await guest.end(tickets.prepared, SampleGroup)
-        return cls(prepared, await guest.end(tickets.values, SampleGroup))
+    async def open(cls, ticket: PairTicket, args: TrainArgs, name: str) -> Self:
+        """Connect to the actor. Raises `WireError`: it is not there."""
+        side = cls(ticket, args, name)
+        connection = await side._guest.connection(ticket.host)
+        await connection.request("pair.open", None, reply=type(None))
+        return side
+
+    async def begin(self, number: int) -> CriticStep:
+        """Begin a step. Raises `ChannelError`: the actor is lost, or further already."""
+        connection = await self._guest.connection(self._ticket.host)
+        ends, _ = await connection.request("pair.step", Step(number), reply=StepEnds)
+        client = ChannelClient(connection)
+        prepared: Any = client.end(ends.prepared, SampleGroup) if self._takes_prepared else None
+        values: Any = client.end(ends.values, SampleGroup)
+        return CriticStep(self.peer, prepared, values)
+
+    async def close(self) -> None:
+        """Part with the actor."""
+        await self._guest.close()
+
+
+async def from_peer(peer: str, doing: str, given: Awaitable[T]) -> T:
+    """Return what the peer gives.
+
+    Raises:
+        PeerFailed: it failed, or is lost.
+    """
+    try:
+        return await given
+    except ChannelError as error:
+        what = "is lost" if isinstance(error, WireError) else "failed"
+        raise PeerFailed(f"{doing}: {peer}, with which it is paired, {what}: {error}") from error

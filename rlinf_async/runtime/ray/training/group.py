@@ -10,7 +10,15 @@ from typing import Any, Final
 from rlinf_async.runtime.ray.library import of_ray
 from rlinf_async.runtime.ray.training.actor import TrainRayActor
 from rlinf_async.runtime.ray.training.args import TrainArgs
+from rlinf_async.runtime.ray.training.critics import PairSteps
 from rlinf_async.runtime.ray.training.memory import saver_environment
+from rlinf_async.runtime.ray.training.room import (
+    Asked,
+    actor_name,
+    check_room,
+    wait_for_ranks,
+    wait_until_placed,
+)
 from rlinf_async.runtime.ray.training.settings import (
     batches,
     check_megatron,
@@ -59,7 +67,9 @@ class RayTrainGroup:
             use the device too).
         role: ``"actor"`` or ``"critic"``.
 
-    Raises `ValueError`: ``args`` make no sense, or there are too few bundles.
+    Raises:
+        ValueError: ``args`` make no sense, or there are too few bundles.
+        BuildError: others hold the bundles: what was asked, and who holds what.
     """
 
     def __init__(
@@ -89,32 +99,45 @@ class RayTrainGroup:
             raise ValueError(
                 f"num_gpus_per_actor is {num_gpus_per_actor}; a rank has one device or a share"
             )
+        self._pair_steps: PairSteps | None = None
         self.actors: list[Any] = []
         """handles, by rank"""
         self._start(typed, group, bundles, num_gpus_per_actor)
 
     def _start(self, args: TrainArgs, group: Any, bundles: Sequence[int], num_gpus: float) -> None:
         """Start the actors: rank 0 first, at whose address the others meet."""
-        actor_class = actor_class_of(args)
-        ray = of_ray()
+        gpu = [group.bundle_specs[one].get("GPU", 0) > 0 for one in bundles[: self.world_size]]
+        asked = [
+            Asked(
+                f"{self.role}[{rank}]",
+                bundles[rank],
+                {"CPU": num_gpus, "GPU": num_gpus} if gpu[rank] else {"CPU": num_gpus},
+            )
+            for rank in range(self.world_size)
+        ]
+        wait_until_placed(group)
+        check_room(f"RayTrainGroup of role {self.role!r}", group, asked)
+        cls = of_ray().remote(actor_class_of(args))
         in_bundle = of_ray("util.scheduling_strategies").PlacementGroupSchedulingStrategy
-        cls = ray.remote(actor_class)
         master: tuple[Any, Any] = (None, None)
         try:
-            for rank in range(self.world_size):
-                bundle = bundles[rank]
-                gpu = group.bundle_specs[bundle].get("GPU", 0) > 0
+            for rank, one in enumerate(asked):
                 actor = cls.options(
-                    num_cpus=num_gpus,
-                    num_gpus=num_gpus if gpu else 0,
+                    name=actor_name(one.rank, group, one.bundle),
+                    num_cpus=one.resources["CPU"],
+                    num_gpus=one.resources.get("GPU", 0),
                     scheduling_strategy=in_bundle(
-                        placement_group=group, placement_group_bundle_index=bundle
+                        placement_group=group, placement_group_bundle_index=one.bundle
                     ),
-                    runtime_env={"env_vars": environment(args, self.role, gpu=gpu)},
+                    runtime_env={"env_vars": environment(args, self.role, gpu=gpu[rank])},
                 ).remote(self.world_size, rank, *master)
                 self.actors.append(actor)
                 if rank == 0:
-                    master = ray.get(actor.get_master_addr_and_port.remote())
+                    answer = actor.get_master_addr_and_port.remote()
+                    wait_for_ranks([answer], asked[:1], group)
+                    master = of_ray().get(answer)
+            standing = self._call("get_master_addr_and_port")
+            wait_for_ranks(standing, asked, group)
         except BaseException:
             self.shutdown()
             raise
@@ -131,8 +154,16 @@ class RayTrainGroup:
         return self._call("init", self.args, role or self.role, with_ref)
 
     def async_train(self, rollout_id: int, rollout_data_ref: Any) -> Refs:
-        """Train on one rollout; each result is a `LanguageTrainReport`."""
-        return self._call("train", rollout_id, rollout_data_ref)
+        """Train on one rollout; each result is a `LanguageTrainReport`.
+
+        Of an actor and a critic that are connected both groups have to be called: each waits for
+        what the other computes. A failure of one, or the loss of its process, is a `PeerFailed`
+        of the other; both may then be called again, also for the same rollout.
+        """
+        if self._pair_steps is None:
+            return self._call("train", rollout_id, rollout_data_ref)
+        step = self._pair_steps.join(self.role, rollout_id)
+        return self._call("train_step", step, rollout_id, rollout_data_ref)
 
     # -- calls that wait ----------------------------------------------------------------------
 
@@ -157,7 +188,8 @@ class RayTrainGroup:
         self._wait("clear_memory")
 
     def connect(self, critic_group: RayTrainGroup) -> None:
-        """Pair each rank of this actor with the critic's of the same rank.
+        """Pair each rank of this actor with the critic's of the same rank; in the place of a critic
+        with which it was paired before.
 
         Raises `ValueError`: there are not as many critics, or they begin at another rollout.
         """
@@ -168,6 +200,7 @@ class RayTrainGroup:
             )
         pairs = zip(self.actors, critic_group.actors, strict=True)
         of_ray().get([actor.connect_actor_critic.remote(critic) for actor, critic in pairs])
+        self._pair_steps = critic_group._pair_steps = PairSteps()
 
     def set_rollout_manager(self, manager: Any) -> None:
         """Tell the ranks which actor of Ray has the engines."""

@@ -23,7 +23,15 @@ from rlinf_async.runtime.ray.training.actor import TrainRayActor
 from rlinf_async.runtime.ray.training.actor_worker import GroupActor
 from rlinf_async.runtime.ray.training.args import TrainArgs
 from rlinf_async.runtime.ray.training.critic_worker import GroupCritic
-from rlinf_async.runtime.ray.training.critics import ActorSide, CriticSide, CriticTickets
+from rlinf_async.runtime.ray.training.critics import (
+    ActorSide,
+    ActorStep,
+    CriticSide,
+    CriticStep,
+    PairTicket,
+    PeerFailed,
+    from_peer,
+)
 from rlinf_async.runtime.ray.training.data import RolloutData, fetched
 from rlinf_async.runtime.ray.training.loop import LoopThread
 from rlinf_async.runtime.ray.training.weights import make_updater
@@ -51,6 +59,8 @@ class LanguageTrainRayActor(TrainRayActor):
     _without_model: bool = False
     _critic: ActorSide | None = None
     _actor: CriticSide | None = None
+    _step: int = 0
+    """the last step of its pair"""
 
     def init(self, args: Any, role: str, with_ref: bool = False) -> int:
         """Build the model, and load the checkpoint to go on from. Collective.
@@ -124,21 +134,56 @@ class LanguageTrainRayActor(TrainRayActor):
         Raises:
             RolloutDataError: the data cannot be trained on.
         """
+        return self.train_step(self._step + 1, rollout_id, rollout_data_ref)
+
+    def train_step(
+        self, step: int, rollout_id: int, rollout_data_ref: Any
+    ) -> LanguageTrainReport | None:
+        """As `train`, in this step of the pair of an actor and a critic: see `PairSteps`.
+
+        Raises:
+            PeerFailed: the rank that this one is paired with failed, or is lost.
+        """
         if self._without_model:
             return None
         worker = self._built("train")
-        if worker.asleep:
-            self.wake_up()
-        groups = self._share(worker, rollout_id, rollout_data_ref)
-        if isinstance(worker, GroupCritic):
-            return self._train_critic(worker, rollout_id, groups)
-        assert isinstance(worker, GroupActor)
-        return self._train_actor(worker, rollout_id, groups)
+        self._step = step
+        failed: PeerFailed | None = None
+        paired: ActorStep | CriticStep | None = None
+        try:
+            paired = self._begin(step, rollout_id)
+        except PeerFailed as error:
+            failed = error
+        try:
+            if worker.asleep:
+                self.wake_up()
+            groups = self._share(worker, rollout_id, rollout_data_ref, failed)
+            return self._train_share(worker, rollout_id, groups, paired)
+        except BaseException as error:
+            if paired is not None:
+                self._loop.run(paired.fail(error))
+            raise
 
-    def _share(self, worker: GroupRank, rollout_id: int, given: Any) -> list[SampleGroup]:
-        """Return this rank's share of a rollout, if all ranks have theirs."""
+    def _begin(self, step: int, rollout_id: int) -> ActorStep | CriticStep | None:
+        """Begin a step of the pair; None where this rank trains alone."""
+        if rollout_id < self.args.num_critic_only_steps:
+            return None
+        if self._critic is not None:
+            return self._loop.run(self._critic.begin(step))
+        if self._actor is None:
+            return None
+        doing = f"{self._built('train').name} cannot train rollout {rollout_id}"
+        return self._loop.run(from_peer(self._actor.peer, doing, self._actor.begin(step)))
+
+    def _share(
+        self, worker: GroupRank, rollout_id: int, given: Any, failed: Exception | None
+    ) -> list[SampleGroup]:
+        """Return this rank's share of a rollout, if all ranks have theirs.
+
+        Args:
+            failed: what this rank failed with before.
+        """
         groups: list[SampleGroup] = []
-        failed: Exception | None = None
         try:
             at = worker.data_rank
             data, own = fetched(given, at.rank, at.size)
@@ -151,39 +196,31 @@ class LanguageTrainRayActor(TrainRayActor):
             )
             worker.check_size(groups)
         except Exception as error:
-            failed = error
+            failed = failed or error
         self._loop.run(worker.compute(worker.vote, failed))
         return groups
 
-    def _train_actor(
-        self, worker: GroupActor, rollout_id: int, groups: Sequence[SampleGroup]
+    def _train_share(
+        self,
+        worker: GroupRank,
+        rollout_id: int,
+        groups: Sequence[SampleGroup],
+        paired: ActorStep | CriticStep | None,
     ) -> LanguageTrainReport:
-        if self._alone(rollout_id):
+        if isinstance(worker, GroupCritic):
+            assert not isinstance(paired, ActorStep)
+            return self._loop.run(
+                worker.train_rollout(groups, rollout_id=rollout_id, paired=paired)
+            )
+        assert isinstance(worker, GroupActor)
+        assert not isinstance(paired, CriticStep)
+        alone = self.args.num_critic_only_steps
+        if rollout_id < alone:
             raise ValueError(
                 f"rollout {rollout_id} is trained by the critic alone (num_critic_only_steps is "
-                f"{self.args.num_critic_only_steps}): call async_train of the actor from rollout "
-                f"{self.args.num_critic_only_steps} on"
+                f"{alone}): call async_train of the actor from rollout {alone} on"
             )
-        critic = self._critic
-        return self._loop.run(
-            worker.train_rollout(
-                groups,
-                rollout_id=rollout_id,
-                to_critic=None if critic is None else critic.prepared,
-                values=None if critic is None else critic.values,
-            )
-        )
-
-    def _train_critic(
-        self, worker: GroupCritic, rollout_id: int, groups: Sequence[SampleGroup]
-    ) -> LanguageTrainReport:
-        actor = self._actor
-        if actor is None or self._alone(rollout_id):
-            return self._loop.run(worker.train_rollout(groups))
-        return self._loop.run(worker.train_rollout(groups, actor.values, actor.prepared))
-
-    def _alone(self, rollout_id: int) -> bool:
-        return rollout_id < self.args.num_critic_only_steps
+        return self._loop.run(worker.train_rollout(groups, rollout_id=rollout_id, paired=paired))
 
     # -- the device's memory ------------------------------------------------------------------
 
@@ -283,29 +320,41 @@ class LanguageTrainRayActor(TrainRayActor):
         Raises `ValueError`: the critic would begin at another rollout, or has other ranks.
         """
         worker = self._built("connect_actor_critic")
-        self._critic = ActorSide(self.args, worker.data_rank)
-        tickets = self._loop.run(self._critic.tickets(worker.name))
-        theirs, mine = of_ray().get(critic.link_actor.remote(tickets)), worker.start_rollout_id
-        if theirs != mine:
-            raise ValueError(
-                f"the actor begins at rollout {mine}, but the critic at {theirs}: load and "
-                "critic_load must be of the same rollout"
-            )
+        name = f"critic[{self.rank}]"
+        side = self._loop.run(ActorSide.open(self.args, worker.data_rank, worker.name, name))
+        try:
+            of_ray().get(critic.link_actor.remote(side.ticket, worker.start_rollout_id))
+        except BaseException:
+            self._loop.run(side.close())
+            raise
+        former, self._critic, self._step = self._critic, side, 0
+        if former is not None:
+            self._loop.run(former.close())
 
-    def link_actor(self, tickets: CriticTickets) -> int:
-        """On a critic: take the ends of its pair; return the rollout that it begins at."""
+    def link_actor(self, ticket: PairTicket, start_rollout_id: int) -> None:
+        """On a critic: open its side of a pair.
+
+        Raises `ValueError`: the actor begins at another rollout, or has other ranks.
+        """
         worker = self._built("link_actor")
         if self.role != "critic":
             raise ValueError(f"{worker.name} is a rank of a {self.role}; an actor needs a critic")
-        theirs, mine = tickets.data_rank, worker.data_rank
+        theirs, mine = ticket.data_rank, worker.data_rank
         if theirs != mine:
             raise ValueError(
                 f"{worker.name} trains share {mine.rank} of {mine.size} of a rollout, but the "
                 f"actor of the same rank share {theirs.rank} of {theirs.size}: give both groups "
                 "the same backend, tensor_model_parallel_size and pipeline_model_parallel_size"
             )
-        self._actor = self._loop.run(CriticSide.open(tickets, self.args, worker.name))
-        return worker.start_rollout_id
+        if start_rollout_id != worker.start_rollout_id:
+            raise ValueError(
+                f"the actor begins at rollout {start_rollout_id}, but the critic at "
+                f"{worker.start_rollout_id}: load and critic_load must be of the same rollout"
+            )
+        side = self._loop.run(CriticSide.open(ticket, self.args, worker.name))
+        former, self._actor, self._step = self._actor, side, 0
+        if former is not None:
+            self._loop.run(former.close())
 
     def _built(self, doing: str) -> GroupRank:
         if self._worker is None:
