@@ -15,6 +15,7 @@ rest and is raised once, with the worker, rank, host, method and traceback of it
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType, UnionType
@@ -177,6 +178,8 @@ class Cluster:
         from rlinf_async.runtime.ray.backend import RayBackend
 
         check_seconds("heartbeat_limit", heartbeat_limit, "60 or so")
+        if not 0.0 <= wait < math.inf:
+            raise BuildError(f"wait must be seconds from 0, got {wait!r}")
         backend = RayBackend(
             address,
             heartbeat_limit=heartbeat_limit,

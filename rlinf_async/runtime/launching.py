@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,6 +68,11 @@ def check_launch(launch: Launch, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if type(count) is not int or count < 1:
         raise BuildError(f"{group}: count must be a whole number from 1, got {count!r}")
     _check_env_vars(group, launch.env_vars)
+    if launch.resources is not None:
+        try:
+            check_resources(launch.resources)
+        except BuildError as error:
+            raise BuildError(f"{group}: {error}") from None
     if launch.collective is not None and count > 1 and isinstance(launch.restart, Restart):
         raise BuildError(
             f"{group}: ranks of one torch.distributed group cannot be restarted one by one: "
@@ -117,6 +123,23 @@ def _shadowed(names: list[str]) -> str:
         f"; launch() keeps the keyword {' and '.join(map(repr, names))} to itself: pass it to the "
         "worker by position, or give the parameter another name"
     )
+
+
+def check_resources(resources: object) -> None:
+    """Check what a host must have besides devices.
+
+    Raises:
+        BuildError: it is no mapping of names to amounts above 0.
+    """
+    if not isinstance(resources, dict):
+        raise BuildError(f"resources must be a dict such as {{'robot': 1}}, got {resources!r}")
+    for name, amount in resources.items():
+        said = f"resources: {name!r} is {amount!r}"
+        number = isinstance(amount, int | float) and not isinstance(amount, bool)
+        if not isinstance(name, str) or not number or not 0 < amount < math.inf:
+            raise BuildError(f"{said}; an amount is a number above 0: leave out what is not needed")
+        if amount > 1 and amount != int(amount):
+            raise BuildError(f"{said}; an amount above 1 is a whole number: Ray divides no other")
 
 
 def specs(

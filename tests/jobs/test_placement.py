@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -248,3 +249,15 @@ def test_what_only_ray_has_is_refused_for_processes(name: str) -> None:
         ClusterConfig(placement=placement)
     assert refused.value.path == ("cluster", "placement", "env", name)
     assert ClusterConfig(placement=placement, backend="ray").placement is placement
+
+
+@pytest.mark.parametrize("each", [0.0, -1.0, 1.5, math.inf, math.nan])
+def test_devices_per_worker_are_a_whole_number_or_a_fraction_up_to_1(each: float) -> None:
+    with pytest.raises(ValueError, match=f"devices_per_worker is {each}; it must be a whole"):
+        RolePlacement(devices_per_worker=each)
+
+
+@pytest.mark.parametrize("amount", [0.0, -1.0, 1.5, math.inf, math.nan])
+def test_an_amount_of_a_resource_is_checked_with_the_settings(amount: float) -> None:
+    with pytest.raises(ValueError, match=f"resources: 'robot' is {amount}; an amount"):
+        RolePlacement(resources={"robot": amount})

@@ -301,6 +301,15 @@ LAUNCHES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     ),
     "no rank": ((Teller,), {"count": 0}, r"Teller: count must be a whole number from 1, got 0"),
     "half a rank": ((Teller,), {"count": 1.5}, r"count must be a whole number from 1, got 1\.5"),
+    "no part of a resource": (
+        (Teller,),
+        {"resources": {"robot": 0}},
+        r"Teller: resources: 'robot' is 0; an amount is a number above 0",
+    ),
+    "less than no part of a resource": ((Teller,), {"resources": {"robot": -1}}, r"'robot' is -1;"),
+    "a resource in words": ((Teller,), {"resources": {"robot": "x"}}, r"'robot' is 'x'; an amount"),
+    "one and a half of a resource": ((Teller,), {"resources": {"robot": 1.5}}, r"a whole number"),
+    "resources without amounts": ((Teller,), {"resources": ["robot"]}, r"must be a dict such as"),
     "too few devices": (
         (Teller,),
         {"count": 5, "placement": ra.Packed()},
@@ -339,6 +348,8 @@ TIMES: dict[str, Callable[[], object]] = {
     "deadlock_after must be more .* got nan": lambda: ra.Cluster.process(deadlock_after=math.nan),
     "grace must be seconds from 0, got -1": lambda: ra.Cluster.local(grace=-1),
     "heartbeat_limit must be more than 0": lambda: ra.Cluster.process(heartbeat_limit=0.0),
+    "wait must be seconds from 0, got nan": lambda: ra.Cluster.ray(wait=math.nan),
+    "wait must be seconds from 0, got -1": lambda: ra.Cluster.ray(wait=-1),
     "Restart: max must be a whole number from 0, got -1": lambda: Restart(max=-1),
     "Restart: within must be more than 0 seconds, got 0": lambda: Restart(within=0.0),
 }

@@ -9,12 +9,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias, TypedDict
 
 import msgspec
 
+from rlinf_async.runtime.launching import check_resources
 from rlinf_async.runtime.placement import Ranks
 from rlinf_async.workers.context import Device
 
@@ -44,10 +46,11 @@ class RolePlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         each = self.devices_per_worker
-        if not (0.0 < each <= 1.0 or (each > 1.0 and each == int(each))):
+        if not (0.0 < each <= 1.0 or (1.0 < each < math.inf and each == int(each))):
             raise ValueError(
                 f"devices_per_worker is {each}; it must be a whole number, or a fraction up to 1"
             )
+        check_resources(self.resources)
 
 
 class LaunchOptions(TypedDict):

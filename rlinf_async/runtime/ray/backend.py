@@ -18,9 +18,9 @@ import logging
 import os
 import pickle
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -58,6 +58,7 @@ from rlinf_async.runtime.spawning import cannot_be_sent, check_importable
 from rlinf_async.workers.context import Device
 from rlinf_async.workers.errors import BuildError
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 HOSTS_TRIED: Final = 5
 """number of hosts on which a rank is started, if one after the other is lost meanwhile"""
@@ -100,7 +101,11 @@ class RayBackend:
         runtime_env: dict[str, Any] | None,
         log: Path | None,
     ) -> None:
-        self._session = RaySession(address, runtime_env)
+        shared = dict(runtime_env or {})
+        # Given to each rank, and not to Ray for all of its processes: those that look whether it is
+        # right on a host would be started with it themselves.
+        self._interpreter: str | None = shared.pop("py_executable", None)
+        self._session = RaySession(address, shared or None)
         self._heartbeat_limit = heartbeat_limit
         self._interface = interface
         self._tls = tls
@@ -161,15 +166,23 @@ class RayBackend:
 
     async def place(self, ranks: Sequence[WorkerSpec]) -> Sequence[WorkerSpec]:
         check_importable(ranks[0].cls)
+        ranks = [self._with_interpreter(one) for one in ranks]
         check_runtime_env(ranks[0].runtime_env, ranks[0].info.group)
         await self._reservations.reserve(ranks)
         if ranks[0].info.collective is None:
             return ranks
         try:  # the ranks meet at rank 0: it must stand before the others are told where
-            return with_rendezvous(ranks, await self._listen_for_ranks(ranks[0]))
+            return with_rendezvous(ranks, await on_a_living_host(ranks[0], self._listen_for_ranks))
         except BaseException:
             await self.release(ranks)
             raise
+
+    def _with_interpreter(self, spec: WorkerSpec) -> WorkerSpec:
+        """The rank with the cluster's interpreter, where its role has none of its own."""
+        if self._interpreter is None or "py_executable" in spec.runtime_env:
+            return spec
+        own = {**spec.runtime_env, "py_executable": self._interpreter}
+        return msgspec.structs.replace(spec, runtime_env=own)
 
     async def release(self, ranks: Sequence[WorkerSpec]) -> None:
         for rank in ranks:
@@ -179,12 +192,7 @@ class RayBackend:
         await self._reservations.release(ranks[0].info.group)
 
     async def start(self, spec: WorkerSpec) -> RemoteWorker:
-        for _ in range(HOSTS_TRIED):
-            try:
-                return await self._start(spec)
-            except HostLost as lost:
-                log.warning("%s: %s; it is started elsewhere", spec.info.name, lost)
-        raise BuildError(f"{spec.info.name}: {HOSTS_TRIED} hosts were lost while it was started")
+        return await on_a_living_host(spec, self._start)
 
     async def _start(self, spec: WorkerSpec) -> RemoteWorker:
         actor = self._started.pop(spec.info.name, None) or await self._start_actor(spec)
@@ -201,7 +209,11 @@ class RayBackend:
         name = first.info.name
         actor = self._started[name] = await self._start_actor(first)
         method, host = actor.handle.listen_for_ranks, actor.place.host
-        address: str = await self._ask(name, actor, method, host.address, self._interface)
+        try:
+            address: str = await self._ask(name, actor, method, host.address, self._interface)
+        except HostLost:
+            del self._started[name]
+            raise
         return address
 
     async def _start_actor(self, spec: WorkerSpec) -> _Actor:
@@ -283,6 +295,20 @@ class RayBackend:
             self._remove_folder()
             self._output.close()
             await self._session.close()
+
+
+async def on_a_living_host(spec: WorkerSpec, start: Callable[[WorkerSpec], Awaitable[T]]) -> T:
+    """Start a rank; again, elsewhere, where its host is lost meanwhile.
+
+    Raises:
+        BuildError: one host after the other was lost.
+    """
+    for _ in range(HOSTS_TRIED):
+        try:
+            return await start(spec)
+        except HostLost as lost:
+            log.warning("%s: %s; it is started elsewhere", spec.info.name, lost)
+    raise BuildError(f"{spec.info.name}: {HOSTS_TRIED} hosts were lost while it was started")
 
 
 def _start_actor(spec: WorkerSpec, place: Place) -> Any:

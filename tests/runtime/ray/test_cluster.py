@@ -340,6 +340,16 @@ async def test_an_interpreter_that_is_not_there_or_has_other_versions_is_refused
         assert await teller.call(Teller.pid) > 0
 
 
+async def test_the_interpreter_of_a_whole_cluster_is_asked_as_that_of_a_role(hosts: Hosts) -> None:
+    env = {"py_executable": "/no/python"}
+    async with ra.Cluster.ray(address=hosts.address, runtime_env=env) as cluster:
+        with pytest.raises(BuildError, match=r"Teller\[0\] on .*'/no/python': it cannot be run"):
+            await cluster.launch(Teller)
+        own = {"py_executable": sys.executable}
+        teller = await cluster.launch_one(Teller, runtime_env=own, name="own")
+        assert await teller.call(Teller.pid) > 0
+
+
 async def two_hosts(cluster: ra.Cluster) -> list[ra.WorkerRef[Counting]]:
     """A worker on beta, and one on gamma."""
     first = {one.host: at for at, one in reversed([*enumerate(cluster.devices)])}

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from rlinf_async.runtime.backend import WorkerSpec
+from rlinf_async.runtime.ray import backend
 from rlinf_async.runtime.ray.bundles import Bundle, asked, bundles, holders, impossible
 from rlinf_async.runtime.ray.hosts import Host
 from rlinf_async.runtime.ray.reservation import Reservations, Slot, numbered
@@ -117,3 +118,19 @@ async def test_a_rank_moves_to_the_next_host_where_one_that_looked_free_is_not()
         await Refusing("b", "c")._move(rank, hosts)
     with pytest.raises(BuildError, match="no other host has 1 free devices"):
         await Refusing()._move(rank, [])
+
+
+async def test_a_rank_whose_hosts_are_lost_one_after_the_other_is_given_up_by_name() -> None:
+    async def start(rank: WorkerSpec) -> str:
+        tried.append(rank.info.name)
+        if len(tried) < lost:
+            raise backend.HostLost("host beta was lost")
+        return "started"
+
+    [_, rank] = ranks((A0,), (A1,))
+    tried: list[str] = []
+    lost = backend.HOSTS_TRIED
+    assert await backend.on_a_living_host(rank, start) == "started"
+    tried, lost = [], backend.HOSTS_TRIED + 1
+    with pytest.raises(BuildError, match=r"G\[1\]: 5 hosts were lost while it was started"):
+        await backend.on_a_living_host(rank, start)
