@@ -41,6 +41,9 @@ NOSET_VISIBLE_DEVICES: Final = tuple(
 """variables that keep Ray from hiding the accelerators of other ranks, which those of one host need
 to reach each other's memory"""
 
+OTHERS_SECONDS: Final = 5.0
+"""time that the other ranks have to fail after the first"""
+
 
 class Refs(list[Any]):
     """References to the results of a call, by rank: for ``ray.get``, or to ``await``."""
@@ -213,10 +216,25 @@ class RayTrainGroup:
         self.actors.clear()
 
     def _call(self, method: str, *given: Any) -> Refs:
+        if not self.actors:
+            raise RuntimeError(f"{method}() of a group that was shut down: start another one")
         return Refs(getattr(actor, method).remote(*given) for actor in self.actors)
 
     def _wait(self, method: str, *given: Any) -> None:
-        of_ray().get(self._call(method, *given))
+        """Call a method of all ranks, and wait until it is done.
+
+        Raises the error of the first rank that has one, with those of the others in its notes: one
+        of them may be the cause.
+        """
+        refs = self._call(method, *given)
+        try:
+            of_ray().get(refs)
+        except Exception:
+            errors = _errors(refs)
+            first, *others = errors
+            for rank in others:
+                errors[first].add_note(f"{self.role}[{rank}]: {_said(errors[rank])}")
+            raise errors[first] from None
 
 
 def actor_class_of(args: TrainArgs) -> type[TrainRayActor]:
@@ -236,6 +254,25 @@ def environment(args: TrainArgs, role: str, *, gpu: bool) -> dict[str, str]:
     if args.use_routing_replay and role == "actor":  # a critic's experts see other tokens' values
         found["ENABLE_ROUTING_REPLAY"] = "1"
     return found | args.train_env_vars
+
+
+def _errors(refs: Sequence[Any]) -> dict[int, Exception]:
+    """The errors of a call that has failed, by rank; of ranks that answer soon."""
+    ray, found = of_ray(), dict[int, Exception]()
+    done, _ = ray.wait(refs, num_returns=len(refs), timeout=OTHERS_SECONDS)
+    for rank, ref in enumerate(refs):
+        if ref in done:
+            try:
+                ray.get(ref)
+            except Exception as error:
+                found[rank] = error
+    return found
+
+
+def _said(error: Exception) -> str:
+    """An error in a line; Ray's has the traceback of the rank in its text."""
+    cause = getattr(error, "cause", None) or error
+    return f"{type(cause).__name__}: {cause}"
 
 
 def _listed(tags: Iterable[str] | None) -> list[str] | None:

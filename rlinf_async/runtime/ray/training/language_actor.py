@@ -338,7 +338,9 @@ class LanguageTrainRayActor(TrainRayActor):
         """
         worker = self._built("link_actor")
         if self.role != "critic":
-            raise ValueError(f"{worker.name} is a rank of a {self.role}; an actor needs a critic")
+            raise ValueError(
+                f"{worker.name} is no rank of a critic: connect() is a method of the actor's group"
+            )
         theirs, mine = ticket.data_rank, worker.data_rank
         if theirs != mine:
             raise ValueError(

@@ -120,8 +120,15 @@ def test_it_trains_sleeps_saves_and_goes_on_as_our_actor_trains(ray: Any, tmp_pa
             ray.get(group.async_init())
         with pytest.raises(ValueError, match="tags has 'kv_cache'; it may hold optimizer, weights"):
             group.offload(["kv_cache"])
+        # A folder that rank 0 cannot make: the error says so, whichever rank is heard first.
+        (tmp_path / ".iter_0000009.partial").write_text("")
+        with pytest.raises(NotADirectoryError, match=r"iter_0000009.partial") as refused:
+            group.save_model(9)
+        assert any("actor[1]: CheckpointError" in note for note in refused.value.__notes__)
     finally:
         group.shutdown()
+    with pytest.raises(RuntimeError, match=r"save_model\(\) of a group that was shut down"):
+        group.save_model(3)
 
 
 def test_ranks_that_would_begin_at_different_rollouts_are_refused(ray: Any, tmp_path: Path) -> None:
