@@ -16,7 +16,7 @@
     megatron_actor.py   `MegatronTrainRayActor`   links.py        channels between actors of Ray
     weights.py      their way to the engines      engine.py       an engine as an actor of Ray
     checkpoints.py  where they are                memory.py       of a device that sleeps
-    loop.py         an event loop in a thread
+    loop.py         an event loop in a thread     room.py         whether bundles have room
 """
 
 from rlinf_async.runtime.ray.training.actor import TrainRayActor

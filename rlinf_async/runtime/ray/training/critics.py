@@ -16,10 +16,11 @@ channels ends with them, so a step that is tried again takes nothing of it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Awaitable
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import msgspec
 
@@ -34,6 +35,8 @@ from rlinf_async.runtime.ray.training.links import ChannelHost, Guest, HostTicke
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+TELL_SECONDS: Final = 30.0
+"""interval between reports of a wait for the other side"""
 
 
 class PeerFailed(RuntimeError):
@@ -255,13 +258,26 @@ class CriticSide:
 
 
 async def from_peer(peer: str, doing: str, given: Awaitable[T]) -> T:
-    """Return what the peer gives.
+    """Return what the peer gives; a long wait is reported, since the peer may not have been called.
 
     Raises:
         PeerFailed: it failed, or is lost.
     """
+    waiting = asyncio.create_task(_report_wait(peer, doing))
     try:
         return await given
     except ChannelError as error:
         what = "is lost" if isinstance(error, WireError) else "failed"
         raise PeerFailed(f"{doing}: {peer}, with which it is paired, {what}: {error}") from error
+    finally:
+        waiting.cancel()
+
+
+async def _report_wait(peer: str, doing: str) -> None:
+    began = asyncio.get_running_loop().time()
+    while True:
+        await asyncio.sleep(TELL_SECONDS)
+        log.warning(
+            "%s so far: it has waited %.0f s for %s. Was async_train of both groups called for "
+            "this rollout?", doing, asyncio.get_running_loop().time() - began, peer,
+        )  # fmt: skip

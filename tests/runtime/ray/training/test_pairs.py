@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from typing import Any
 
 import pytest
 
+from rlinf_async import testing
+from rlinf_async.channels import Channel
 from rlinf_async.runtime.ray.training import (
     PeerFailed,
     RayTrainGroup,
     RolloutDataError,
     create_placement_group,
 )
-from rlinf_async.runtime.ray.training.critics import PairSteps
+from rlinf_async.runtime.ray.training.critics import PairSteps, from_peer
 from tests.runtime.ray.training.kit import args, batch, columns
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -110,3 +114,24 @@ def test_rollouts_that_are_asked_for_ahead_keep_their_steps() -> None:
     steps = PairSteps()
     assert [steps.join("actor", rollout) for rollout in range(3)] == [1, 2, 3]
     assert [steps.join("critic", rollout) for rollout in range(3)] == [1, 2, 3]
+
+
+def test_a_long_wait_for_the_other_side_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        values = Channel(int, name="values of step 7")
+        doing = "actor[0] cannot train rollout 3"
+        waiting = asyncio.create_task(from_peer("critic[0]", doing, values.receiver.get()))
+        await asyncio.sleep(65)  # virtual: the clock jumps
+        values.fail("ValueError: no rewards")
+        with pytest.raises(
+            PeerFailed, match=r"rollout 3: critic\[0\], .*step 7' failed: ValueError: no rewards"
+        ):
+            await waiting
+
+    with caplog.at_level(logging.WARNING):
+        testing.run(main())
+    said = [record.getMessage() for record in caplog.records]
+    assert [one[: one.index(".")] for one in said] == [
+        f"actor[0] cannot train rollout 3 so far: it has waited {seconds} s for critic[0]"
+        for seconds in (30, 60)
+    ]
