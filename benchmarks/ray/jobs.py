@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from pathlib import Path
 
 from rlinf_async import cli
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
 JOBS: dict[str, tuple[Path, tuple[str, ...], dict[str, object]]] = {
     "embodied": (
         EXAMPLES / "fetch_reach_ppo.toml",
         ("policy_loss", "value_loss"),
         {
-            "training.total_steps": 12_000,
+            "training.total_steps": 36_000,
             "cluster.rollout_workers": 0,
             "evaluation.episodes": 1,
         },
@@ -30,9 +32,9 @@ JOBS: dict[str, tuple[Path, tuple[str, ...], dict[str, object]]] = {
         ("policy_loss", "grad_norm"),
         {
             "warm_start.steps": 50,
-            "training.iterations": 12,
+            "training.iterations": 30,
             "actor.pipelined": "false",
-            "evaluation.every": 12,
+            "evaluation.every": 30,
         },
     ),
 }
@@ -57,7 +59,8 @@ def train(job: str, backend: str, out: Path) -> tuple[float, list[float]]:
 
 
 def main() -> None:
-    job, folder = sys.argv[1], Path(sys.argv[2])
+    job, folder = sys.argv[1], Path(sys.argv[2]).absolute()
+    os.chdir(ROOT)  # from where the examples name their data
     process, of_process = train(job, "process", folder / "process")
     on_ray, of_ray = train(job, "ray", folder / "ray")
     measured = {

@@ -7,7 +7,8 @@
     generate  = seconds of the `generate` spans of the rollout worker that generates longest
               = decode_seconds x steps + sequence_seconds x tokens / workers
 
-The steps of an iteration are at least the longest response of the iteration. `load_seconds`,
+The first iteration is left out: it allocates and compiles what the others find ready. The steps of
+an iteration are at least the longest response of the iteration. `load_seconds`,
 `move_seconds` and `rescale_seconds` are means of the spans of their names. On-policy,
 `publish_seconds` is what lies between the end of training and the first token of the next
 iteration, without loading: publishing, dispatching, calls. Work and hardware are those of the run's
@@ -35,8 +36,8 @@ from rlinf_async.simulate.config import SimulationConfig
 
 CUT = 0.95
 """of the longest response: a 99th percentile above is that of the limit"""
-LEAST_ITERATIONS = 3
-"""fewer do not tell two costs apart"""
+LEAST_ITERATIONS = 4
+"""fewer do not tell two costs apart, since the first is left out"""
 NEEDED = ("iteration", "samples", "response_tokens", "prompt_tokens", "response_tokens_max")
 Floats = NDArray[np.float64]
 
@@ -63,7 +64,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """of the log-normal distribution with the run's median, 99th percentile and longest"""
     fits: tuple[Fit, ...]
     step_seconds: float = 0.0
-    """mean seconds from one trained version to the next"""
+    """mean seconds from one trained version to the next, which leaves the first out, too"""
     work: dict[str, float | int | bool] = {}
     """of a simulation of the same run; empty where the folder has no configuration"""
     hardware: dict[str, int] = {}
@@ -86,8 +87,9 @@ def calibrate(run: Path) -> Calibration:
     samples = np.diff(np.concatenate([[0.0], rows["samples"]]))
     responses = samples * rows["response_tokens"]
     tokens = responses + samples * rows["prompt_tokens"]
-    train, train_fit = _fit("train", seconds, tokens / ranks, np.ones_like(tokens))
-    made, made_fit = _fit("generate", generated, responses / workers, rows["response_tokens_max"])
+    longest_of = rows["response_tokens_max"]
+    train, train_fit = _fit("train", seconds[1:], tokens[1:] / ranks, np.ones(len(tokens) - 1))
+    made, made_fit = _fit("generate", generated[1:], responses[1:] / workers, longest_of[1:])
     every = [span for row in spans.values() for span in row]
     work, hardware, slots = _shape(run, workers, ranks)
     publish = _mean(every, "publish")
@@ -97,7 +99,7 @@ def calibrate(run: Path) -> Calibration:
     ends = [max(one.end for one in found) / 1e9 for found in trained]
     median = float(np.median(rows.get("response_tokens_median", rows["response_tokens"])))
     high = float(np.median(rows.get("response_tokens_p99", rows["response_tokens_max"])))
-    longest = float(math.ceil(rows["response_tokens_max"].max()))
+    longest = float(math.ceil(longest_of.max()))
     ratio = _ratio(high / max(median, 1.0), float(samples.mean()))
     if high > CUT * longest:  # the limit of the responses hides the tail
         mean = float(responses.sum() / samples.sum())

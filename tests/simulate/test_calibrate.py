@@ -19,6 +19,8 @@ from tests.jobs.language.kit import TOY
 ROWS = [(16, 100.0, 400.0), (16, 150.0, 500.0), (16, 90.0, 800.0), (16, 200.0, 900.0)]
 """samples, mean and longest response of each iteration"""
 DECODE, SEQUENCE, TOKEN, STEP = 0.01, 0.002, 1e-3, 0.25
+WARMING = 20.0
+"""seconds by which the first iteration is slower"""
 
 
 def made(folder: Path, *, column: str = "response_tokens_max", train: str = "train") -> Path:
@@ -27,10 +29,11 @@ def made(folder: Path, *, column: str = "response_tokens_max", train: str = "tra
     for number, (count, mean, longest) in enumerate(ROWS):
         samples += count
         lines.append(f"{samples},{number},{samples},{mean},10,{longest}")
-        generate = DECODE * longest + SEQUENCE * count * mean / 2
+        warming = WARMING if number == 0 else 0.0
+        generate = warming + DECODE * longest + SEQUENCE * count * mean / 2
         spans += [span(one, "generate", now, generate) for one in ("rollout[0]", "rollout[1]")]
         now += generate
-        seconds = TOKEN * count * (mean + 10) + STEP
+        seconds = warming + TOKEN * count * (mean + 10) + STEP
         spans.append(span("actor[0]", train, now, seconds, iteration=number))
         now += seconds
         spans.append(span("rollout[0]", "load weights", now, 0.5))
