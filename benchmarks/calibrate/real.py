@@ -90,12 +90,15 @@ def main(kind: str, out: Path) -> None:
     config = simulation_of(found)
     assert config is not None  # the folder has a configuration
     result = simulate(config).result
+    simulated = result.seconds / len(result.step_seconds)
     print(
         json.dumps(
             {
                 "seconds": summary.train_seconds,
                 "step_seconds": found.step_seconds,
-                "simulated_step_seconds": result.seconds / len(result.step_seconds),
+                "simulated_step_seconds": simulated,
+                "agreement": min(simulated, found.step_seconds)
+                / max(simulated, found.step_seconds),
                 "missing": ITERATIONS[kind] * 64 - summary.samples,
                 **{f"{fit.name}_error": fit.error for fit in found.fits},
             }
