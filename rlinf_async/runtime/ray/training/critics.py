@@ -6,12 +6,15 @@ Each step has two channels of its own, which live with the actor::
     actor   <--values--  the same samples with their values  critic
 
              waits for           unblocked by
-    actor    values              the critic: sends them, or fails; its process is lost
-    critic   prepared            the actor: sends them, or fails; its process is lost
+    actor    values              the critic: sends them, fails, or begins a later step; its
+                                 process is lost
+    critic   prepared            the actor: sends them, fails, or begins a later step; its
+                                 process is lost
 
-A side that fails in a step fails the channel into which it sends, and a process that is lost fails
-all channels of the pair: the other side gets a `PeerFailed`. What a failed step has left in its
-channels ends with them, so a step that is tried again takes nothing of it.
+A side that fails in a step fails the channel into which it sends, one that begins a step without
+the step before fails those of the latter, and a process that is lost fails all channels of the
+pair: the other side gets a `PeerFailed`. What a failed step has left in its channels ends with
+them, so a step that is tried again takes nothing of it.
 """
 
 from __future__ import annotations
@@ -140,6 +143,8 @@ class ActorSide:
         self._steps: dict[int, Channels] = {}
         self._current = 0
         """the newest step that was begun here"""
+        self._given = 0
+        """the newest step whose ends the critic has: it takes no earlier one any more"""
         self._lost = ""
         """what happened to the critic's process"""
 
@@ -169,7 +174,15 @@ class ActorSide:
             found = self._steps[number] = Channels(number, self._prompts)
             if self._lost:
                 found.fail(self._lost)
+            elif number < self._given:
+                found.fail(self._passed_over())
         return found
+
+    def _passed_over(self) -> str:
+        return (
+            f"{self._critic} is at a later step: async_train of both groups must be called for the "
+            "same rollouts"
+        )
 
     def _opened(self, request: Request[None]) -> None:
         request.connection.on_close(self._left)
@@ -180,6 +193,10 @@ class ActorSide:
         if number < self._current:
             raise ChannelError(f"{self._name} is at another step")
         channels = self._channels(number)
+        for step, passed_over in self._steps.items():
+            if self._given < step < number:
+                passed_over.fail(self._passed_over())
+        self._given = max(self._given, number)
         prepared = give(channels.prepared.receiver, self._critic)
         request.reply(StepEnds(prepared, give(channels.values.sender, self._critic)))
 

@@ -93,6 +93,13 @@ def test_a_critic_that_trains_on_does_not_give_its_values_to_the_next_attempt(ra
             ray.get(training[1])
         training = critic.async_train(0, other), actor.async_train(0, other)
         assert [ray.get(one)[0].version for one in training] == [2, 1]
+
+        # A rollout that the critic passes over is not waited for, whoever is first.
+        alone = actor.async_train(1, first)
+        training = critic.async_train(2, first), actor.async_train(2, first)
+        with pytest.raises(PeerFailed, match=r"rollout 1: critic\[0\], .*is at a later step"):
+            ray.get(alone)
+        assert [ray.get(one)[0].version for one in training] == [3, 2]
     finally:
         actor.shutdown()
         critic.shutdown()
