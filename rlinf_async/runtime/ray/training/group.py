@@ -102,6 +102,13 @@ class RayTrainGroup:
             raise ValueError(
                 f"num_gpus_per_actor is {num_gpus_per_actor}; a rank has one device or a share"
             )
+        there = len(group.bundle_specs)
+        for rank, bundle in enumerate(bundles[: self.world_size]):
+            if not 0 <= bundle < there:  # -1 is any of them for Ray: it has no device of its own
+                raise ValueError(
+                    f"bundle {bundle} of rank {rank} is none of the placement group, which has 0 "
+                    f"to {there - 1}"
+                )
         self._pair_steps: PairSteps | None = None
         self.actors: list[Any] = []
         """handles, by rank"""

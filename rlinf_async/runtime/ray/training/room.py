@@ -65,11 +65,17 @@ def check_room(whose: str, group: Any, asked: Sequence[Asked]) -> None:
     """
     for one in asked:
         has = group.bundle_specs[one.bundle]
-        if any(number > has.get(name, 0.0) + LEAST for name, number in one.resources.items()):
+        inside = [other for other in asked if other.bundle == one.bundle]
+        if any(
+            sum(other.resources[name] for other in inside) > has.get(name, 0.0) + LEAST
+            for name in one.resources
+        ):
+            ranks, each = " and ".join(other.rank for other in inside), amount([one.resources])
+            asks = f"asks for {each}" if len(inside) == 1 else f"ask for {each} each"
             raise BuildError(
-                f"{whose}: {one.rank} asks for {amount([one.resources])}, but bundle {one.bundle} "
-                f"of the placement group is of {amount([has])}: make it of larger bundles "
-                "(create_placement_group), or ask for less (num_gpus_per_actor)"
+                f"{whose}: {ranks} {asks}, but bundle {one.bundle} of the placement group is of "
+                f"{amount([has])}: make it of larger bundles (create_placement_group), or ask for "
+                "less (num_gpus_per_actor)"
             )
     end = time.monotonic() + ROOM_SECONDS
     while full := [one for one in asked if not _has_room(group, one)]:

@@ -41,5 +41,11 @@ def test_a_bundle_that_is_too_small_is_refused(ray: Any) -> None:
     group = ray.util.placement_group([{"CPU": 0.5}])
     with pytest.raises(BuildError, match=r"actor\[0\] asks for 1 CPU, but bundle 0 .* is of 0.5"):
         RayTrainGroup(args(), 1, 1, (group, [0], [""]))
+    both = r"actor\[0\] and actor\[1\] ask for 0.4 CPU each, but bundle 0 .* is of 0.5"
+    with pytest.raises(BuildError, match=both):
+        RayTrainGroup(args(), 1, 2, (group, [0, 0], ["", ""]), num_gpus_per_actor=0.4)
+    for bundle in (-1, 1):
+        with pytest.raises(ValueError, match=f"bundle {bundle} of rank 0 is none of the placement"):
+            RayTrainGroup(args(), 1, 1, (group, [bundle], [""]))
     assert actors(ray) == []
     ray.util.remove_placement_group(group)
