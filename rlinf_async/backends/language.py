@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Tokens, TrainingSample
@@ -31,6 +31,12 @@ class PromptTooLong(ValueError):
 
 class ModelOutputError(RuntimeError):
     """The model returned NaN or infinity; the message names request and weight version."""
+
+
+class RankFailed(RuntimeError):
+    """A rank failed that others wait for: it reads samples for them, or at the same time as they
+    do. All of them raise this, and drop the gradients of the global batch; the message names the
+    rank and its cause."""
 
 
 @runtime_checkable
@@ -185,8 +191,12 @@ class LanguageTrainer(Protocol):
         The iterable may block until the next micro-batch arrives; it has the same length on every
         data rank, and is empty on ranks that do not read (`DataRank.is_io`). Gradients do not
         depend on how the samples are divided into micro-batches. Metrics are those of the global
-        batch, equal on every rank. Raises `TrainingDiverged` for a loss that is not finite; a
-        gradient that is not skips the step (``skipped`` is then 1).
+        batch, equal on every rank. A gradient that is not finite skips the step (``skipped`` is
+        then 1).
+
+        Raises:
+            TrainingDiverged: the loss is not finite.
+            RankFailed: what the iterable raised on a rank that reads for others; on all ranks.
         """
         ...
 
@@ -284,4 +294,20 @@ class StagedTrainer(LanguageTrainer, Protocol):
 
         Returns the metrics of the global batch; raises what `training_step` does.
         """
+        ...
+
+
+@runtime_checkable
+class ReadsForOthers(Protocol):
+    """A trainer of which some ranks read samples for others (`DataRank.is_io`), which wait for
+    them."""
+
+    def cannot_train(self, error: Exception, /) -> NoReturn:
+        """Raise `RankFailed` on all ranks, in place of the global batch that they train next. On a
+        rank that reads, while the others call `training_step`; also while offloaded."""
+        ...
+
+    def cannot_infer(self, error: Exception, /) -> NoReturn:
+        """Raise `RankFailed` on all ranks of this one's model, in place of the log-probs or values
+        that they compute next. On a rank that reads; also while offloaded."""
         ...

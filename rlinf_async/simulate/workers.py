@@ -69,7 +69,11 @@ class SimulatedIteration(Iteration):
     pipelined = False
 
     async def _stepped(
-        self, batches: Batches | None, waiting: Waiting, loop: asyncio.AbstractEventLoop
+        self,
+        batches: Batches | None,
+        waiting: Waiting,
+        ends_epoch: bool,
+        loop: asyncio.AbstractEventLoop,
     ) -> Mapping[str, float]:
         trainer = self._trainer
         assert batches is not None
@@ -81,6 +85,8 @@ class SimulatedIteration(Iteration):
             if batch is None:
                 break
             kept += batch.samples
+            if ends_epoch and batches.finished_global_batch:
+                self._check_queue(batches)
             if self.pipelined:
                 await self._busy_with(trainer.micro_batch, batch.samples)
         if not self.pipelined:

@@ -27,15 +27,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import msgspec
 import numpy as np
 
 from rlinf_async.backends.base import TrainingDiverged
-from rlinf_async.backends.language import LanguageTrainer, MicroBatch
+from rlinf_async.backends.language import LanguageTrainer, MicroBatch, ReadsForOthers
 from rlinf_async.channels import BatchResizingIterator, Receiver
-from rlinf_async.channels.batching import BatchSizes, HandlerFailed
+from rlinf_async.channels.batching import BatchSizes
 from rlinf_async.messages.language import LanguageTrainReport, SampleGroup
 from rlinf_async.workers.actor.groups import ArrivalStatistics, GroupOps, with_advantages
 from rlinf_async.workers.actor.micro_batches import (
@@ -142,6 +142,13 @@ class Iteration:
         self.arrived.wait_seconds += asyncio.get_running_loop().time() - began
         return collected
 
+    async def cannot_train(self, error: Exception) -> NoReturn:
+        """Raise an error of reading; on ranks that wait for this one's samples, too, if there are
+        any: they train at this time."""
+        if isinstance(self._trainer, ReadsForOthers):
+            await self._worker.compute(self._trainer.cannot_train, error)
+        raise error
+
     async def train(self, collected: Sequence[SampleGroup]) -> LanguageTrainReport:
         """Train on this rank's whole share.
 
@@ -190,11 +197,14 @@ class Iteration:
                 epoch, position = divmod(rank.done, of_epoch)
                 tokens, busy = self._tokens, self._busy
                 if rank.active:
-                    if not position:  # an epoch begins
-                        self._check_left(batches)
+                    if not position:
                         batches = None
-                    batches = self._dispatched(batches, groups, rank.sizes, epoch)
-                    steps.append(await self._global_batch(batches, waiting))
+                    try:
+                        batches = self._dispatched(batches, groups, rank.sizes, epoch)
+                    except RuntimeError as error:
+                        await self.cannot_train(error)
+                    ends_epoch = position + 1 == of_epoch
+                    steps.append(await self._global_batch(batches, waiting, ends_epoch))
                     await self._send_again(batches, rank, epoch)
                 else:
                     batches = None
@@ -213,10 +223,6 @@ class Iteration:
         kept = batches.get_all_batches()
         assert kept is not None
         await rank.again(kept)
-
-    def _check_left(self, batches: Batches | None) -> None:
-        if batches is not None:
-            self._check_queue(batches)
 
     def _dispatched(
         self, batches: Batches | None, groups: Receiver[SampleGroup], sizes: BatchSizes, epoch: int
@@ -270,43 +276,55 @@ class Iteration:
 
     async def _epoch(self, batches: Batches | None, waiting: Waiting) -> list[Mapping[str, float]]:
         """Go through the share once; return the metrics of its optimizer steps."""
-        steps = [
-            await self._global_batch(batches, waiting)
-            for _ in range(self._sizes.num_global_batches)
+        count = self._sizes.num_global_batches
+        return [
+            await self._global_batch(batches, waiting, number == count)
+            for number in range(1, count + 1)
         ]
-        if batches is not None:
-            self._check_queue(batches)
-        return steps
 
-    async def _global_batch(self, batches: Batches | None, waiting: Waiting) -> Mapping[str, float]:
-        """Make one optimizer step. None: on samples that another rank reads."""
+    async def _global_batch(
+        self, batches: Batches | None, waiting: Waiting, ends_epoch: bool
+    ) -> Mapping[str, float]:
+        """Make one optimizer step. None: on samples that another rank reads.
+
+        ``ends_epoch``: no samples may be left after it.
+        """
         loop = asyncio.get_running_loop()
         began, waited = loop.time(), self.arrived.wait_seconds
         try:
-            return await self._stepped(batches, waiting, loop)
+            return await self._stepped(batches, waiting, ends_epoch, loop)
         finally:
             self._busy += loop.time() - began - (self.arrived.wait_seconds - waited)
 
     async def _stepped(
-        self, batches: Batches | None, waiting: Waiting, loop: asyncio.AbstractEventLoop
+        self,
+        batches: Batches | None,
+        waiting: Waiting,
+        ends_epoch: bool,
+        loop: asyncio.AbstractEventLoop,
     ) -> Mapping[str, float]:
         if batches is None:
             return await self._worker.compute(self._step, ())
+        emptied = batches if ends_epoch else None
         if getattr(loop, "virtual", False):  # it computes inline: nothing could be waited for there
             there = await all_micro_batches(batches, waiting)
-            return await self._worker.compute(self._step, self._counted(there))
+            return await self._worker.compute(self._step, self._counted(there, emptied))
         view = batches.blocking(loop)
         try:
             arriving = arriving_micro_batches(batches, view, waiting, batches.sizes)
-            return await self._worker.compute(self._step, self._counted(arriving))
-        except HandlerFailed as failed:
-            raise (failed.__cause__ or failed) from None
+            return await self._worker.compute(self._step, self._counted(arriving, emptied))
         finally:
             view.close()  # a cancelled call leaves the thread waiting for samples otherwise
 
-    def _counted(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+    def _counted(
+        self, micro_batches: Iterable[MicroBatch], emptied: Batches | None
+    ) -> Iterator[MicroBatch]:
+        """Count tokens; of ``emptied`` nothing may be left behind the last one, which is looked at
+        before any rank takes the step."""
         for one in micro_batches:
             self._tokens += sum(sample.tokens for sample in one.samples)
+            if one.is_last and emptied is not None:
+                self._check_queue(emptied)
             yield one
 
     def _check_queue(self, batches: Batches) -> None:

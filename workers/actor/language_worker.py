@@ -19,8 +19,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
-from rlinf_async.backends.language import LanguageTrainer
-from rlinf_async.channels import EndOfChannel, LatestReceiver, LatestSender, Receiver, Sender
+from rlinf_async.backends.language import LanguageTrainer, ReadsForOthers
+from rlinf_async.channels import (
+    ChannelError,
+    EndOfChannel,
+    LatestReceiver,
+    LatestSender,
+    Receiver,
+    Sender,
+)
 from rlinf_async.channels.batching import BatchSizes
 from rlinf_async.messages.language import LanguageTrainReport, Sample, SampleGroup
 from rlinf_async.parallel import check_batch
@@ -80,6 +87,8 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         self._boundary = Boundary(0, 0)
         self._counted = True
         """the iteration was counted, trained or not"""
+        self._iterations = 0
+        """that were begun, on all launched ranks"""
         self._max_staleness = max_staleness
         self._batches = batches
         self._sizes = batches.of_rank(1)  # until the trainer knows its data ranks
@@ -109,14 +118,15 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
             TrainingDiverged: the loss was not finite, or no step's gradient was.
             RuntimeError: a token is older than ``max_staleness``.
             BatchingError: groups do not make up the share.
+            RankFailed: one of these, or an error of the channel, on a rank that reads for others;
+                on all ranks.
         """
 
         if self._scheduled:
             return await self._train_dispatched(input_channel)
 
         async def train(iteration: Iteration) -> LanguageTrainReport:
-            collected = await iteration.collect(input_channel)
-            await self._until_read()
+            collected = await self._collected(iteration, input_channel)
             await self.onload()
             return await iteration.train(collected)
 
@@ -140,16 +150,32 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
 
         return await self.trained(train)
 
-    async def _until_read(self) -> None:
-        """Wait, on a rank that reads nothing, for the one that reads its share of the iteration:
-        until then others use the device, where the model is offloaded."""
+    async def _collected(
+        self, iteration: Iteration, groups: Receiver[SampleGroup]
+    ) -> list[SampleGroup]:
+        """Return this rank's share; on a rank that reads nothing, wait for the one that does: until
+        then others use the device, where the model is offloaded.
+
+        If it cannot be read, the others are not left waiting: `Iteration.cannot_train`.
+        """
         data = self._trainer.data_rank
-        if not self._offloaded or self.active_world_size == data.size:
-            return
-        store, key = GroupStore("read"), f"{self._trainer.version}/{data.rank}"
-        if data.is_io:
-            await self.compute(store.set, key, b"all")
-            return
+        waited_for = self._offloaded and self.active_world_size != data.size
+        store = GroupStore("read") if waited_for else None
+        key = f"{self._iterations}/{data.rank}"
+        if not data.is_io:
+            if store is not None:
+                await self._until_set(store, key)
+            return []
+        try:
+            return await iteration.collect(groups)
+        except Exception as error:
+            failed = error
+        finally:
+            if store is not None:
+                await self.compute(store.set, key, b"all, or failed")
+        await iteration.cannot_train(failed)
+
+    async def _until_set(self, store: GroupStore, key: str) -> None:
         seconds = 0.001
         while await self.compute(store.get, key) is None:
             await asyncio.sleep(seconds)
@@ -206,6 +232,7 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
     ) -> LanguageTrainReport:
         """Train one iteration, or count it on an idle rank; then apply the strategies due."""
         async with self.training():
+            self._iterations += 1
             iteration = self._iteration()
             if self.active:
                 report = await train(iteration)
@@ -386,15 +413,22 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
             while left > 0:
                 async with input_channel.lease(weight=min(size, left), at_least=least) as batch:
                     with self.span("inference", samples=len(batch)):
+                        left -= len(batch)
                         done = await self.compute(answer, list(batch))
                     for sample in done:
                         await output_channel.put(sample)
-                left -= len(batch)
-        except EndOfChannel:
-            raise IncompleteShare(
-                f"the channel {input_channel.channel_name!r} ended {left} samples before the "
-                f"{self._sizes.total_batch_size} of this iteration on {self.name}"
-            ) from None
+        except ChannelError as error:
+            failed = (
+                error
+                if not isinstance(error, EndOfChannel)
+                else IncompleteShare(
+                    f"the channel {input_channel.channel_name!r} ended {left} samples before the "
+                    f"{self._sizes.total_batch_size} of this iteration on {self.name}"
+                )
+            )
+            if left > 0 and isinstance(self._trainer, ReadsForOthers):
+                await self.compute(self._trainer.cannot_infer, failed)
+            raise failed from error
         return self._sizes.total_batch_size
 
     # -- the device's memory ------------------------------------------------------------------

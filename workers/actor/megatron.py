@@ -132,12 +132,9 @@ class MegatronActor(LanguageActor):
         return dict(metrics)
 
     def _given(self, samples: Sequence[TrainingSample], step: Step) -> Mapping[str, float]:
-        """Give this rank's samples to ``step``; none on any rank if one that reads has none, so
-        that each of them raises `ValueError` instead of waiting for gradients of that one."""
-        trainer = self._trainer
-        if not trainer.data_rank.is_io or trainer.agree(int(not samples)):
-            return step(())
-        return step(_micro_batches(samples, self._sizes))
+        """Give this rank's samples to ``step``, if it reads."""
+        reads = self._trainer.data_rank.is_io
+        return step(_micro_batches(samples, self._sizes) if reads else ())
 
 
 def _told(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -74,6 +74,9 @@ def arriving_micro_batches(
     micro_batches = view.global_batch()
     while not last:
         with waiting():
-            micro_batch = next(micro_batches)
+            try:
+                micro_batch = next(micro_batches)
+            except HandlerFailed as failed:
+                raise (failed.__cause__ or failed) from None
         last = batches.finished_global_batch
         yield MicroBatch(micro_batch.samples, last, count)

@@ -1,136 +1,145 @@
 """Micro-batches go from the rank that reads them to the ranks that hold the rest of its model.
 
+::
+
+    arriving --> reading rank --Lane--> tensor ranks and stages of its model
+                     |   first and last one: do all readers have theirs?
+                     +----Readers----> reading ranks of other models
+
 Sending does not wait for the receivers: in a pipeline the first stage reads ahead of the others,
 which first wait for what it computes.
+
+An error of a reading rank travels in place of a micro-batch, to all ranks of all models: no data
+rank is given its first one, or its last, before every other one has its own. Parameters are
+gathered from data ranks with the first one (where that overlaps with computing) and gradients
+reduced over them with the last, so nobody waits there for a rank that gave up, or for samples that
+are still to come. The step ends no later for it: it needs the last samples of every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
-from typing import Any, Final
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn, TypeVar
 
 from rlinf_async.backends.language import MicroBatch
-from rlinf_async.backends.megatron.objects import decode, encode
+from rlinf_async.backends.megatron.errors import NoSamples
+from rlinf_async.backends.megatron.lane import Failure, Lane
+from rlinf_async.backends.megatron.readers import Readers
 
-NO_SAMPLES: Final = (
-    "a global batch has no samples on a rank that reads them: give every data rank at least one"
-)
+T = TypeVar("T")
 
 
 class Feed:
-    """The ranks of one model, over a gloo group of theirs; None: there is one."""
+    """The ranks of one model.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
-        self._ranks = [] if self._group is None else dist.get_process_group_ranks(self._group)
-        self._sending: list[tuple[dist.Work, Tensor]] = []
+    Args:
+        lane: between them.
+        readers: of all models, on the rank that reads.
+    """
+
+    def __init__(self, lane: Lane, readers: Readers) -> None:
+        self._lane, self._readers = lane, readers
 
     @property
     def _reads(self) -> bool:
-        return self._group is None or dist.get_rank() == self._ranks[0]
+        return self._lane.alone or self._lane.first
 
-    def share(self, micro_batches: Iterable[MicroBatch], *, counted: bool) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of one global batch on every rank; only one rank's are read.
+    def share(
+        self,
+        micro_batches: Iterable[MicroBatch],
+        prepare: Callable[[MicroBatch], T],
+        *,
+        counted: bool,
+    ) -> Iterator[T]:
+        """Yield what ``prepare`` makes of the micro-batches of one global batch, on every rank;
+        only one rank's are read.
 
         ``counted``: every one says how many there are, if need be once all were read.
 
-        Raises `ValueError` on every rank where there are none.
+        An error of reading or preparing is raised on every rank as `RankFailed`; where there is one
+        rank, as it is. Raises `NoSamples` on every rank where one that reads has none.
         """
         if not self._reads:
-            yield from self._received()
+            yield from map(prepare, self._received())
             return
-        arriving = iter(micro_batches)
-        first = next(arriving, None)
-        if first is None:
-            self._send(None)
-            self.finish()
-            raise ValueError(NO_SAMPLES)
-        every: Iterator[MicroBatch] = chain([first], arriving)
-        for one in _counted(every) if counted else every:
-            self._send(one)
-            yield one
+        self._readers.begin()
+        arriving = _counted(micro_batches) if counted else iter(micro_batches)
+        first, last = True, False
+        while not last:
+            try:
+                one = next(arriving, None)
+                if one is None:
+                    raise NoSamples
+                last, ready = one.is_last, prepare(one)
+                if first or last:
+                    self._readers.exchange([])
+                first = False
+            except Exception as error:
+                self.fail(error)
+            self._lane.send(one)
+            yield ready
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Raise `RankFailed` on all ranks of all models, in place of the next micro-batch."""
+        if not self._readers.alone:
+            self._tell(self._readers.fail(error), error)
+        self.fail_model(error)
+
+    def fail_model(self, error: Exception) -> NoReturn:
+        """Raise `RankFailed` on all ranks of this model, in place of what is shared next."""
+        if self._lane.alone:
+            raise error
+        self._tell(Failure.of(error), error)
+
+    def _tell(self, failure: Failure, error: Exception) -> NoReturn:
+        self._lane.send(failure)
+        self.finish()
+        raise failure.error() from error
 
     def finish(self) -> None:
         """Wait until the others have what was shared with them."""
-        sending, self._sending = self._sending, []
-        for work, _ in sending:
-            work.wait()
+        self._lane.finish()
 
-    def broadcast(self, value: Any, kind: Any, source: int | None = None) -> Any:
+    def broadcast(self, value: T, kind: Any, source: int | None = None) -> T:
         """Return the value, of this type, of one rank; of the reading one if not said.
         Collective.
 
-        The others' values are not looked at. A rank that has no value which could travel raises
-        `TypeError`, and the others `ValueError`.
+        The others' values are not looked at. A value that cannot travel is a `RankFailed` on every
+        rank.
         """
-        if self._group is None:
+        lane = self._lane
+        if lane.alone:
             return value
-        source = self._ranks[0] if source is None else source
-        if dist.get_rank() != source:
-            return self._announced(kind, source)
-        data = b""
+        source = lane.ranks[0] if source is None else source
+        if source in lane.others:
+            found: T = self._receive(kind, source)
+            return found
         try:
-            data = encode(value)
-        finally:
-            self._announce(data, source)
+            lane.send(value)
+        except TypeError as error:
+            self.fail_model(error)
+        self.finish()
         return value
-
-    def _announce(self, data: bytes, source: int) -> None:
-        """Empty: there is nothing to come."""
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, source, group=self._group)
-        if data:
-            dist.broadcast(_tensor(data), source, group=self._group)
-
-    def _announced(self, kind: Any, source: int) -> Any:
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(size, source, group=self._group)
-        if not int(size):
-            raise ValueError(f"rank {source} has nothing that could travel: see its own error")
-        data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, source, group=self._group)
-        return decode(data.numpy().tobytes(), kind)
 
     def _received(self) -> Iterator[MicroBatch]:
         last = False
         while not last:
-            one = self._receive()
-            if one is None:
-                raise ValueError(NO_SAMPLES)
+            one = self._receive(MicroBatch, self._lane.ranks[0])
             last = one.is_last
             yield one
 
-    def _send(self, one: MicroBatch | None) -> None:
-        """None: there are no micro-batches."""
-        data = _tensor(encode(one))
-        size = torch.tensor([len(data)])
-        for rank in self._ranks[1:]:
-            for tensor in (size, data):
-                work = dist.isend(tensor, rank, group=self._group)
-                assert work is not None
-                self._sending.append((work, tensor))
-
-    def _receive(self) -> MicroBatch | None:
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, self._ranks[0], group=self._group)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(data, self._ranks[0], group=self._group)
-        one: MicroBatch | None = decode(data.numpy().tobytes(), MicroBatch | None)
-        return one
-
-
-def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    def _receive(self, kind: type[T], source: int) -> T:
+        found = self._lane.receive(kind, source)
+        if isinstance(found, Failure):
+            raise found.error()
+        return found
 
 
 def _counted(micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
     arriving = iter(micro_batches)
-    first = next(arriving)
+    first = next(arriving, None)
+    if first is None:
+        return
     if first.of is not None:
         yield first
         yield from arriving

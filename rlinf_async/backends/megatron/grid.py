@@ -41,6 +41,8 @@ class Grid(NamedTuple):
     """the ranks that train on the same samples; their first one reads the channels"""
     feed: dist.ProcessGroup | None
     """the same ranks, over gloo, for what is no tensor: its messages never meet those of stages"""
+    readers: dist.ProcessGroup | None
+    """the ranks that read the channels, over gloo; None on others"""
 
     @property
     def is_io(self) -> bool:
@@ -78,6 +80,7 @@ def keys_of(strategy: Strategy) -> dict[str, list[Key]]:
         "pipeline": keys((at(t, d, s) for s in pp) for d in dp for t in tp),
         "model": keys(models),
         "feed": [Key(tuple(ranks), objects=True) for ranks in models if len(ranks) > 1],
+        "readers": [Key(tuple(at(0, d, 0) for d in dp), objects=True)] if len(dp) > 1 else [],
         "ends": keys(sorted({at(t, d, 0), at(t, d, strategy.pp - 1)}) for d in dp for t in tp),
         "first": keys([at(t, d, 0)] for d in dp for t in tp),
         "with data": keys((at(t, d, s) for d in dp for t in tp) for s in pp),
@@ -108,10 +111,10 @@ def make_grid(
         return made.of(found[0]) if found else None
 
     if place is None:
-        return Grid(strategy, None, None, None, None, None)
+        return Grid(strategy, None, None, None, None, None, None)
     tensor, data, pipeline, model = map(own, ("tensor", "data", "pipeline", "model"))
     ends, first, with_data, alone = map(own, ("ends", "first", "with data", "alone"))
-    everyone, feed = own("everyone"), own("feed")
+    everyone, feed, readers = map(own, ("everyone", "feed", "readers"))
     collection = of_megatron("process_groups_config").ProcessGroupCollection
     groups = collection(
         tp=tensor,
@@ -135,4 +138,4 @@ def make_grid(
         inter_dist_opt=None,
         intra_dist_opt=everyone,
     )
-    return Grid(strategy, place, groups, data, model, feed)
+    return Grid(strategy, place, groups, data, model, feed, readers)

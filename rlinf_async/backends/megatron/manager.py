@@ -37,11 +37,13 @@ from rlinf_async.backends.megatron.forward import read_statistics, read_values
 from rlinf_async.backends.megatron.gathering import on_first_rank
 from rlinf_async.backends.megatron.grid import Grid, make_grid
 from rlinf_async.backends.megatron.groups import Groups
+from rlinf_async.backends.megatron.lane import Lane
 from rlinf_async.backends.megatron.memory import StageMemory
 from rlinf_async.backends.megatron.model import Options, build_chunk, build_stage
 from rlinf_async.backends.megatron.offered import check_offered
 from rlinf_async.backends.megatron.offloading import Offloading
 from rlinf_async.backends.megatron.optimizer import Sharding, make_optimizer, with_gradients
+from rlinf_async.backends.megatron.readers import Readers
 from rlinf_async.backends.megatron.schedule import Schedule, Work, make_data_iterator_list
 from rlinf_async.backends.megatron.state import make_moments
 from rlinf_async.backends.megatron.weights import (
@@ -166,7 +168,8 @@ class MegatronModelManager(Offloading):
     def take(self, grid: Grid, part: RankModel | None) -> None:
         """Train with this part of the model, under this strategy; None: this rank is idle."""
         self.grid, self.strategy = grid, grid.strategy
-        self.feed = Feed(grid.feed)
+        self.readers = Readers(Lane(grid.readers))
+        self.feed = Feed(Lane(grid.feed), self.readers)
         self.part = part
 
     @property
@@ -351,13 +354,6 @@ class MegatronModelManager(Offloading):
         """Add up over the ranks that train on other samples with the same part of the model."""
         if self.strategy.dp > 1:
             dist.all_reduce(row, group=self.grid.data)
-
-    def largest_over_data(self, count: int) -> int:
-        """Return the largest count of the data ranks. Collective among those."""
-        found = torch.tensor([count], device=self.device)
-        if self.strategy.dp > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.grid.data)
-        return int(found)
 
     def from_last_stage(self, value: Any, kind: Any) -> Any:
         """Return the value, of this type, of the last stage's rank. Collective among the ranks of

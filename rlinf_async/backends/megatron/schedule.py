@@ -9,14 +9,21 @@ A micro-batch is pulled when the schedule comes to it, so it may still be on its
 one is computed. With several stages their number must be known before: how many forward passes a
 stage runs ahead depends on it. With interleaving (``virtual_stages`` model chunks on each stage)
 it is made a multiple of the number of stages.
+
+Where an error comes in place of a micro-batch, it comes on all stages. One stage alone raises it.
+Several first let what is in flight come to its end, all in the same way: passes over a single token
+stand for the micro-batches that are missing. `Arriving` does both, and lets no stage wait in a
+transfer of activations, which has a limit, for samples, which have none.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain, repeat, tee
+from itertools import tee
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -65,10 +72,8 @@ class Schedule:
         """
         if self._grid.strategy.pp == 1:
             return self._train_one_stage(work)
-        arriving = iter(work)
-        first = next(arriving)
-        assert first.of is not None
-        return self._pipeline(chain([first], arriving), first.of, backward=True)
+        arriving = Arriving(work, self._device)
+        return self._pipeline(arriving, arriving.count, backward=True)
 
     def infer(self, work: Iterable[Work], count: int) -> list[Any]:
         """Run ``count`` micro-batches without gradients; return the answers, on the last stage.
@@ -76,7 +81,7 @@ class Schedule:
         with torch.no_grad():
             if self._grid.strategy.pp == 1:
                 return [self._compute(one)[1] for one in work]
-        return self._pipeline(work, count, backward=False)
+        return self._pipeline(Arriving(work, self._device), count, backward=False)
 
     @property
     def _device(self) -> torch.device:
@@ -99,9 +104,9 @@ class Schedule:
         output = run_stage(model, chunk, one.packed, self._grid, self._select)
         return one.answer(self._read(output, one.packed))
 
-    def _pipeline(self, work: Iterable[Work], count: int, *, backward: bool) -> list[Any]:
+    def _pipeline(self, work: Arriving, count: int, *, backward: bool) -> list[Any]:
+        """Raises the error that came in place of a micro-batch, if one did."""
         schedules = of_megatron("pipeline_parallel.schedules")
-        p2p = of_megatron("pipeline_parallel.p2p_communication")
         size = len(self._models)
         if size == 1:
             run = schedules.forward_backward_pipelining_without_interleaving
@@ -109,8 +114,7 @@ class Schedule:
             run = schedules.forward_backward_pipelining_with_interleaving
         # Interleaved stages take the micro-batches in groups of as many as there are stages.
         missing = -count % self._grid.strategy.pp if size > 1 else 0
-        work = chain(work, repeat(_idle(self._device), missing))
-        iterators = make_data_iterator_list(iter(work), vpp_size=size)
+        iterators = make_data_iterator_list(work, vpp_size=size)
         with torch.set_grad_enabled(backward):
             found: list[Any] = run(
                 forward_step_func=self.step,
@@ -120,10 +124,36 @@ class Schedule:
                 seq_length=1,  # the real ones are exchanged between the stages
                 micro_batch_size=1,
                 forward_only=not backward,
-                p2p_communicator=p2p.P2PCommunicator(self._grid.groups.pp, self._config),
+                p2p_communicator=self._communicator(work),
                 pg_collection=self._grid.groups,
             )
+        if work.error is not None:
+            raise work.error
         return found[:count]
+
+    def _communicator(self, work: Arriving) -> Any:
+        """Return Megatron's transfers between stages; those that receive activations first wait
+        until this rank has the micro-batch.
+
+        Passes come in groups: of as many micro-batches as there are stages, with each chunk of the
+        stage in turn.
+        """
+        p2p = of_megatron("pipeline_parallel.p2p_communication")
+        communicator = p2p.P2PCommunicator(self._grid.groups.pp, self._config)
+        place, stages, chunks = self._grid.place, self._grid.strategy.pp, len(self._models)
+        assert place is not None
+        if not place.stage:  # it computes nothing before it has pulled the micro-batch
+            return communicator
+        passes, communicate = itertools.count(), communicator._communicate
+
+        def after_arrival(*, recv_prev: bool, **options: Any) -> Any:
+            if recv_prev:
+                number = next(passes)
+                work.wait_for(number // (stages * chunks) * stages + number % stages)
+            return communicate(recv_prev=recv_prev, **options)
+
+        communicator._communicate = after_arrival
+        return communicator
 
     def step(self, work: Iterator[Work], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         """Compute the next micro-batch; return the output of this model chunk, and what makes loss
@@ -137,6 +167,44 @@ class Schedule:
     def _answer(self, work: Work, output: Tensor) -> tuple[Tensor, Tensor, Any]:
         loss, answer = work.answer(self._read(output, work.packed))
         return loss, torch.zeros([], dtype=torch.int), answer
+
+
+class Arriving(Iterator[Work]):
+    """Micro-batches of a pipeline; once there are no more, or an error came instead of one, those
+    of a single token, whose answers nobody takes."""
+
+    def __init__(self, work: Iterable[Work], device: torch.device) -> None:
+        self._work, self._device = iter(work), device
+        self._ahead: deque[Work] = deque()
+        self._pulled = 0
+        self.error: Exception | None = None
+        """came in place of a micro-batch"""
+
+    def __next__(self) -> Work:
+        if not self._ahead:
+            self._pull()
+        return self._ahead.popleft()
+
+    @property
+    def count(self) -> int:
+        """How many there are; known with the first one."""
+        self.wait_for(0)
+        return self._ahead[0].of or 1
+
+    def wait_for(self, number: int) -> None:
+        """Wait until so many micro-batches, and one more, have arrived."""
+        while self._pulled <= number:
+            self._pull()
+
+    def _pull(self) -> None:
+        self._pulled += 1
+        one = None
+        if self.error is None:
+            try:
+                one = next(self._work, None)
+            except Exception as error:
+                self.error = error
+        self._ahead.append(one or _idle(self._device))
 
 
 def make_data_iterator_list(

@@ -9,10 +9,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import msgspec
 import numpy as np
@@ -91,15 +93,23 @@ class MegatronTrainerBase(IterationTrainer[MegatronTrainerConfig]):
     def normalize_advantages(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return this rank's part of a global batch, normalised over all of it. Collective among
         the ranks that read."""
-        row = torch.tensor(
-            advantage_moments(samples), dtype=torch.float64, device=self.manager.device
-        )
-        self.manager.sum_over_data(row)
-        return whitened(samples, AdvantageMoments(*row.tolist()))
+        every = self.manager.readers.exchange(advantage_moments(samples))
+        moments = AdvantageMoments(*(math.fsum(column) for column in zip(*every, strict=True)))
+        return whitened(samples, moments)
 
     def agree(self, count: int, /) -> int:
         """Return the largest count of the ranks that read. Collective among those."""
-        return self.manager.largest_over_data(count)
+        return max(int(one) for (one,) in self.manager.readers.exchange([count]))
+
+    def cannot_train(self, error: Exception, /) -> NoReturn:
+        """Raise `RankFailed` on all ranks, in place of the global batch that they train next."""
+        self.manager.readers.begin()
+        self.manager.feed.fail(error)
+
+    def cannot_infer(self, error: Exception, /) -> NoReturn:
+        """Raise `RankFailed` on the ranks of this model, in place of the next log-probs or
+        values."""
+        self.manager.feed.fail_model(error)
 
     # ---- training
 
@@ -159,11 +169,7 @@ class MegatronTrainerBase(IterationTrainer[MegatronTrainerConfig]):
         manager = self.manager
         manager.check_onloaded("an optimizer step")
         manager.zero_grad()
-        try:
-            found = self._accumulate(micro_batches, loss)
-        except Exception:
-            manager.zero_grad()
-            raise
+        found = self._accumulate(micro_batches, loss)
         if found.units == 0:
             manager.zero_grad()
             nothing = {"empty": 1.0, "skipped": 0.0, "grad_norm": 0.0, "lr": manager.lr}
@@ -181,12 +187,23 @@ class MegatronTrainerBase(IterationTrainer[MegatronTrainerConfig]):
     def _accumulate(
         self, micro_batches: Iterable[MicroBatch], loss: LanguageLossConfig | None
     ) -> Accumulated:
-        """Raises `TrainingDiverged` for a loss that is not finite, `ValueError` where there are no
-        micro-batches: no gradients are added then."""
+        """Raises `TrainingDiverged` for a loss that is not finite, `NoSamples` where there are no
+        micro-batches, `RankFailed`: there are no gradients then."""
+        try:
+            return self._accumulated(micro_batches, loss)
+        except Exception:
+            self.manager.zero_grad()
+            raise
+
+    def _accumulated(
+        self, micro_batches: Iterable[MicroBatch], loss: LanguageLossConfig | None
+    ) -> Accumulated:
         manager = self.manager
-        shared = manager.feed.share(micro_batches, counted=manager.strategy.pp > 1)
+        prepare, counted = partial(self._work, loss=loss), manager.strategy.pp > 1
         totals = Totals()
-        for part in manager.training.train(self._work(one, loss) for one in shared):
+        for part in manager.training.train(
+            manager.feed.share(micro_batches, prepare, counted=counted)
+        ):
             totals.add(part)
         manager.feed.finish()
         if manager.grid.is_last_stage:

@@ -21,10 +21,10 @@ pytest.importorskip("megatron.core")
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-6, max_grad_norm=0.5)
 
 
-def made(world_size: int, rank: int, **fields: Any) -> Any:
+def made(world_size: int, rank: int, *, layers: Any = 2, **fields: Any) -> Any:
     from rlinf_async.backends.megatron.trainer import MegatronTrainer
 
-    described = LanguageModelConfig(config=QWEN3)
+    described = LanguageModelConfig(config=QWEN3 | {"num_hidden_layers": layers})
     config = MegatronTrainerConfig(
         megatron=MegatronConfig(model=described, optimizer=OPTIMIZER, **fields)
     )
