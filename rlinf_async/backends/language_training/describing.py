@@ -6,11 +6,12 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from rlinf_async.backends.language_training.config import LanguageModelConfig
+from rlinf_async.backends.language_training.hugging_face import without_progress_bars
 from rlinf_async.data.tokenizer import FILES as TOKENIZER_FILES
 
 CONFIG = "config.json"
@@ -43,6 +44,20 @@ def describing_files(config: LanguageModelConfig, language: nn.Module) -> dict[s
     if GENERATION not in found and _of(language, "generation_config") is not None:
         found[GENERATION] = _of(language, "generation_config").to_json_string().encode()
     return found
+
+
+def write_model_folder(
+    language: nn.Module,
+    state: Mapping[str, Tensor],
+    files: Mapping[str, bytes | Path],
+    folder: Path,
+) -> None:
+    """Write config and weights as Hugging Face does, and the files that it does not write."""
+    with without_progress_bars():
+        cast(Any, language).save_pretrained(folder, state_dict=state, save_original_format=False)
+    for path in folder.glob("*.safetensors"):
+        shutil.copymode(folder / CONFIG, path)  # made for the owner alone
+    add_missing_files(files, folder)
 
 
 def add_missing_files(files: Mapping[str, bytes | Path], folder: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -28,10 +28,10 @@ from rlinf_async.algorithms.language.advantages import (
 )
 from rlinf_async.algorithms.language.config import LanguageLossConfig
 from rlinf_async.backends.base import RescaleReport
+from rlinf_async.backends.checkpoint.together import fail_together
 from rlinf_async.backends.checkpoint.writer import CheckpointWriter
 from rlinf_async.backends.language import OPTIMIZER, PARTS, WEIGHTS, MicroBatch
-from rlinf_async.backends.language_training.describing import add_missing_files
-from rlinf_async.backends.language_training.hugging_face import without_progress_bars
+from rlinf_async.backends.language_training.describing import write_model_folder
 from rlinf_async.backends.language_training.kept_weights import REFERENCE, KeptWeights
 from rlinf_async.backends.language_training.objective import (
     SUPERVISED,
@@ -373,12 +373,10 @@ class MegatronTrainer(MegatronTrainerBase):
         if not self.manager.active:
             return
         state = self.manager.whole_weights(torch.float32)
-        if self.manager.rank == 0:
-            model = cast(Any, self.manager.language_model())
-            with without_progress_bars():
-                model.save_pretrained(folder, state_dict=state, save_original_format=False)
-            add_missing_files(self.manager.model_files, folder)
-        self.manager.wait_for_all()
+        with fail_together(self.manager, f"writing {folder}"):
+            if self.manager.rank == 0:
+                model = self.manager.language_model()
+                write_model_folder(model, state, self.manager.model_files, folder)
 
     def load(self, update: WeightUpdate) -> None:
         """Raise `ValueError`: inference workers hold whole models, over FSDP."""

@@ -140,6 +140,7 @@ def check_folder(folder: Path, published: dict[str, torch.Tensor]) -> None:
     written = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     for name, numbers in published.items():
         assert np.array_equal(written[name].numpy(), numbers.numpy()), name
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # weights as the config
 
 
 CHANGES: dict[str, dict[str, Any]] = {

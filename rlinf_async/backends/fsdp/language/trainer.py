@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
@@ -40,10 +39,9 @@ from rlinf_async.backends.fsdp.manager import DTYPES, FSDPModelManager
 from rlinf_async.backends.fsdp.rescale import check_strategy, rescale
 from rlinf_async.backends.fsdp.sharding import unwrapped
 from rlinf_async.backends.language import OPTIMIZER, PARTS, WEIGHTS, MicroBatch
-from rlinf_async.backends.language_training.describing import add_missing_files, describing_files
+from rlinf_async.backends.language_training.describing import describing_files, write_model_folder
 from rlinf_async.backends.language_training.hugging_face import (
     build_language_model,
-    without_progress_bars,
 )
 from rlinf_async.backends.language_training.kept_weights import REFERENCE, KeptWeights
 from rlinf_async.backends.language_training.objective import (
@@ -268,12 +266,6 @@ class PolicyTrainer(LanguageTrainerBase):
         if not self.manager.active:
             return
         state = hugging_face_state(self.manager)
-        if self.manager.rank == 0:
-            with without_progress_bars():
-                cast(Any, self.language).save_pretrained(
-                    folder, state_dict=state, save_original_format=False
-                )
-            for path in folder.glob("*.safetensors"):
-                shutil.copymode(folder / "config.json", path)  # made for the owner alone
-            add_missing_files(self.manager.model_files, folder)
-        ranks.wait_for_all(self.manager)
+        with ranks.fail_together(self.manager, f"writing {folder}"):
+            if self.manager.rank == 0:
+                write_model_folder(self.language, state, self.manager.model_files, folder)
