@@ -201,7 +201,8 @@ class RayTrainGroup:
         """Pair each rank of this actor with the critic's of the same rank; in the place of a critic
         with which it was paired before.
 
-        Raises `ValueError`: there are not as many critics, or they begin at another rollout.
+        Raises `ValueError`: there are not as many critics, or they begin at another rollout. Where
+        one rank fails, the others are paired all the same: call it again.
         """
         if critic_group.world_size != self.world_size:
             raise ValueError(
@@ -209,7 +210,7 @@ class RayTrainGroup:
                 f"{critic_group.world_size} of the critic: make both groups of the same size"
             )
         pairs = zip(self.actors, critic_group.actors, strict=True)
-        of_ray().get([actor.connect_actor_critic.remote(critic) for actor, critic in pairs])
+        self._finish([actor.connect_actor_critic.remote(critic) for actor, critic in pairs])
         self._pair_steps = critic_group._pair_steps = PairSteps()
 
     def set_rollout_manager(self, manager: Any) -> None:
@@ -228,12 +229,15 @@ class RayTrainGroup:
         return Refs(getattr(actor, method).remote(*given) for actor in self.actors)
 
     def _wait(self, method: str, *given: Any) -> None:
-        """Call a method of all ranks, and wait until it is done.
+        """Call a method of all ranks, and wait until it is done, as `_finish` does."""
+        self._finish(self._call(method, *given))
+
+    def _finish(self, refs: Sequence[Any]) -> None:
+        """Wait until all ranks have answered.
 
         Raises the error of the first rank that has one, with those of the others in its notes: one
         of them may be the cause.
         """
-        refs = self._call(method, *given)
         try:
             of_ray().get(refs)
         except Exception:
