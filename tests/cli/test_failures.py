@@ -65,8 +65,8 @@ def test_an_unknown_command_is_wrong_input(command_line: CommandLine) -> None:
     assert code == 2
     assert "No such command 'trian'. Did you mean 'train'?" in err
     assert (
-        "There are: bench, calibrate, check, demonstrations, envs, export, reshard, simulate, "
-        "status, stop, train." in command_line.run("walk")[2]
+        "There are: bench, calibrate, check, demonstrations, envs, evaluate, export, reshard, "
+        "simulate, status, stop, train." in command_line.run("walk")[2]
     )
 
 
