@@ -10,47 +10,31 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlinf_async.observe.errors import VideoError
+from rlinf_async.observe.frames import Frame, Frames
 
-Frame = NDArray[np.uint8]
 
-
-class Mp4:
+class Mp4(Frames):
     """Writes H.264 that every player and browser shows. ffmpeg starts with the first frame.
 
     Leaving the block ends the file; it is whole then, or a `VideoError` carries what ffmpeg said.
     """
 
+    one_size = "a video has one size"
+
     def __init__(self, path: Path, *, fps: float, shown_as: Path) -> None:
-        self.path = path
+        super().__init__(path)
         self._shown_as = shown_as  # in messages: ``path`` may be a name that is not to stay
         self.fps = fps
-        self.frames = 0
-        self.blank_frames = 0
-        """Frames of a single colour."""
-        self._shape: tuple[int, ...] = ()
         self._ffmpeg: subprocess.Popen[bytes] | None = None
         # A file, because a pipe that nobody reads would stop an ffmpeg with much to say.
         self._messages = tempfile.TemporaryFile()  # noqa: SIM115, closed when the block is left
 
-    def add(self, frame: Frame) -> None:
-        """Append a frame ``[height, width, rgb]``, of the size of the first.
-
-        Raises:
-            VideoError: the size is another, or ffmpeg is missing or failed.
-        """
+    def _take(self, frame: Frame) -> None:
+        """Raises `VideoError`: ffmpeg is missing or failed."""
         if self._ffmpeg is None:
-            self._shape = frame.shape
             self._ffmpeg = self._start()
-        if frame.shape != self._shape:
-            raise VideoError(
-                f"frame {self.frames} is {frame.shape}, the first one was {self._shape}: a video "
-                "has one size"
-            )
-        self.frames += 1
-        self.blank_frames += not frame.std() > 0
         assert self._ffmpeg.stdin is not None
         try:
             self._ffmpeg.stdin.write(np.ascontiguousarray(frame).tobytes())

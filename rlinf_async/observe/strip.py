@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
-from rlinf_async.observe.errors import VideoError
-
-Frame = NDArray[np.uint8]
+from rlinf_async.observe.frames import Frame, Frames
 
 HEIGHT: Final = 160
 """pixels of a picture; frames that are higher are made smaller"""
@@ -22,7 +18,7 @@ GAP: Final = 4
 """white pixels between two pictures"""
 
 
-class Strip:
+class Strip(Frames):
     """Takes the frames of an episode one by one, and writes ``pictures`` of them, evenly spaced,
     with the first and the last.
 
@@ -30,45 +26,27 @@ class Strip:
     frames as pictures are kept.
     """
 
+    one_size = "pictures of an episode have one size"
+
     def __init__(self, path: Path, *, pictures: int = 6) -> None:
-        self.path = path
-        self.frames = 0
-        self.blank_frames = 0
-        """Frames of a single colour."""
+        super().__init__(path)
         self._pictures = pictures
         self._kept: list[Frame] = []
         self._stride = 1
         """of how many frames one is kept"""
         self._last: Frame | None = None
 
-    def add(self, frame: Frame) -> None:
-        """Append a frame ``[height, width, rgb]``, of the size of the first.
-
-        Raises:
-            VideoError: the size is another.
-        """
-        if self._last is not None and frame.shape != self._last.shape:
-            raise VideoError(
-                f"frame {self.frames} is {frame.shape}, the first one was {self._last.shape}: "
-                "pictures of an episode have one size"
-            )
-        self._last = frame.copy()  # an env may draw the next one into the same array
-        if self.frames % self._stride == 0:
+    def _take(self, frame: Frame) -> None:
+        self._last = frame.copy()
+        if (self.frames - 1) % self._stride == 0:
             self._kept.append(self._last)
-        self.frames += 1
-        self.blank_frames += not frame.std() > 0
         if len(self._kept) > 4 * self._pictures:
             self._kept, self._stride = self._kept[::2], 2 * self._stride
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and self._last is not None:
             self._write(self._last)
 

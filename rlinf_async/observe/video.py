@@ -21,7 +21,8 @@ import numpy as np
 
 from rlinf_async.observe.errors import VideoError
 from rlinf_async.observe.files import replacing
-from rlinf_async.observe.mp4 import Frame, Mp4
+from rlinf_async.observe.frames import Frame, Frames
+from rlinf_async.observe.mp4 import Mp4
 from rlinf_async.observe.strip import Strip
 
 _DEFAULT_FPS: Final = 25.0
@@ -215,7 +216,7 @@ def _fps(env: RenderedEnv) -> float:
     return float(fps) if isinstance(fps, int | float) and fps > 0 else _DEFAULT_FPS
 
 
-def _refuse_blank(video: Mp4 | Strip) -> None:
+def _refuse_blank(video: Frames) -> None:
     if video.blank_frames > _MOST_BLANK * video.frames:
         raise VideoError(
             f"{video.blank_frames} of {video.frames} frames are of a single colour: the renderer "
