@@ -92,8 +92,8 @@ class FusedPpo:
         actor, critic = self._networks_for(len(batch.action))
         policy, entropy = self._policy_gradient(actor, batch, share)
         errors = self._value_gradient(critic, batch, share)
-        rows = np.stack((policy.loss, errors, policy.divergence, policy.clipped))
-        loss, value, divergence, clipped = rows.mean(1)
+        rows = (policy.loss, errors, policy.divergence, policy.clipped)
+        loss, value, divergence, clipped = (float(np.add.reduce(row)) / len(row) for row in rows)
         return torch.tensor((loss, value, entropy, divergence, clipped))
 
     def _networks_for(self, size: int) -> tuple[FusedMlp, FusedMlp]:

@@ -106,6 +106,14 @@ class ObservationNormalizer(RunningMoments):
         mean, scale = self._constants()
         return (observation - mean).mul_(scale).clamp_(-self.clip, self.clip)
 
+    def of_array(self, observation: Floats) -> Floats:
+        """As `forward`, of arrays; for statistics in the CPU's memory."""
+        mean, scale = self._constants()
+        normalized: Floats = observation - mean.numpy()
+        normalized *= scale.numpy()
+        np.maximum(normalized, np.float32(-self.clip), out=normalized)
+        return np.minimum(normalized, np.float32(self.clip), out=normalized)
+
     def _constants(self) -> tuple[Tensor, Tensor]:
         """Mean and ``1 / deviation`` in float32: computed where the statistics have changed, which
         they do once for many steps of environments."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlinf_async.backends.base import PolicyAnswer
+from rlinf_async.backends.policies.acting import ArrayGaussian
 from rlinf_async.backends.policies.base import Policy, find_policy
 from rlinf_async.backends.policies.config import PolicyConfig
 from rlinf_async.backends.policies.recurrent import MEMORY, RecurrentPolicy
@@ -29,6 +30,7 @@ class PolicyServer:
         self._device = torch.device(device)
         self._policy = self._build(config).to(self._device).eval()
         self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._on_arrays = ArrayGaussian.of(self._policy, self._device)
 
     def _build(self, config: PolicyConfig) -> Policy[Any]:
         return find_policy(config.name)(config)
@@ -45,6 +47,8 @@ class PolicyServer:
 
     def act(self, observation: Seen) -> PolicyAnswer:
         """Sample actions for ``[N, D]``; raises `PolicyOutputError` for NaN or infinity."""
+        if self._on_arrays is not None:
+            return self._on_arrays.act(observation, self._generator)
         step = self._policy.act(to_tensors(observation, self._device), self._generator)
         return PolicyAnswer(*(tensor.cpu().numpy() for tensor in step))
 
