@@ -8,11 +8,18 @@
 
 Runs in one thread. Invariant: the cache holds, for each row, all of its tokens but the last one,
 under the weights that are loaded; the next step feeds that last one.
+
+Which rows are together depends on when requests arrive, so it must not show in what a row gets, not
+by its last bit: a token drawn near a border would be another one, and two runs from one seed would
+part. On the CPU, in float32, it does not, as rows are computed each by itself: the libraries take
+another order of summation only for fewer than `ROWS` rows, and for keys beyond a whole number of
+`SPAN`, so there is filling up to these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -28,6 +35,11 @@ from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Tokens
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.weights import refuse_older
+
+ROWS: Final = 4
+"""rows of a step on the CPU, at least: fewer are multiplied as vectors, which rounds differently"""
+SPAN: Final = 16
+"""positions that are attended to are a multiple of this: floats of the widest vector unit"""
 
 
 class Decoder:
@@ -65,6 +77,7 @@ class Decoder:
         """Keep device and dtype, which every step needs."""
         first: Tensor = next(self.model.parameters())
         self.device, self._dtype = first.device, first.dtype
+        self._least = ROWS if self.device.type == "cpu" else 1
 
     @torch.inference_mode()
     def join(self, rows: Sequence[Row]) -> None:
@@ -74,7 +87,7 @@ class Decoder:
             count = 1
             while (
                 count < len(waiting)
-                and (count + 1) * len(waiting[count].tokens) <= self._prefill_tokens
+                and (count + 1) * _spanned(len(waiting[count].tokens)) <= self._prefill_tokens
             ):
                 count += 1
             self._prefill(waiting[:count])
@@ -96,11 +109,13 @@ class Decoder:
         """Add a token to each row; remove and return the finished rows."""
         if self._rules is None:
             self._rules = Rules.of([row.sampling for row in self.rows], self.device)
-        last = torch.tensor([row.tokens[-1] for row in self.rows], device=self.device)
-        at = torch.tensor([len(row.tokens) - 1 for row in self.rows], device=self.device)
-        width = max(len(row.tokens) for row in self.rows)
+        count = len(self.rows)
+        filling = [0] * (self._least - count)  # their places in the cache are of no row
+        last = torch.tensor([*(row.tokens[-1] for row in self.rows), *filling], device=self.device)
+        at = torch.tensor([*(len(one.tokens) - 1 for one in self.rows), *filling], device=self.device)
+        width = _spanned(max(len(row.tokens) for row in self.rows))
         self._cache.step(at, width)
-        logits = self._forward(last[:, None], at[:, None], width, 1)[:, -1]
+        logits = self._forward(last[:, None], at[:, None], width, 1)[:count, -1]
         random = torch.tensor([row.random for row in self.rows], device=self.device)
         tokens, log_probs = draw(logits, self._rules, random)
         done = [
@@ -138,14 +153,16 @@ class Decoder:
         # Samples of one prompt share their tokens: each different one is computed once.
         numbers: dict[tuple[int, ...], int] = {}
         source = [numbers.setdefault(tuple(row.tokens[:-1]), len(numbers)) for row in rows]
-        width = max(len(tokens) for tokens in numbers)
-        if width:
+        longest = max(len(tokens) for tokens in numbers)
+        if longest:
+            width = _spanned(longest)
             padded = np.zeros((len(numbers), width), np.int64)
             for tokens, number in numbers.items():
                 padded[number, : len(tokens)] = tokens
             ids = torch.from_numpy(padded).to(self.device)
             # Padding is on the right: no token looks at it, and later ones overwrite it.
-            at = torch.arange(width, device=self.device)[None]
+            # Its positions stay below those that the model knows.
+            at = torch.arange(width, device=self.device).clamp_(max=longest - 1)[None]
             self._cache.join(len(self.rows), torch.tensor(source, device=self.device), width)
             self._forward(ids, at, width, 1)
         self.rows += rows
@@ -165,6 +182,11 @@ class Decoder:
         )
         logits: Tensor = output.logits
         return logits
+
+
+def _spanned(width: int) -> int:
+    """A whole number of `SPAN`, not below ``width``."""
+    return -(-width // SPAN) * SPAN
 
 
 def load(decoder: Decoder, update: WeightUpdate) -> int:

@@ -134,6 +134,18 @@ async def test_rows_that_come_and_go_do_not_change_one_another(tmp_path: Path) -
                 assert got.token_ids[-1] == END
 
 
+async def test_a_sample_is_the_same_to_the_last_bit_whoever_is_in_the_batch(tmp_path: Path) -> None:
+    asked = [request(i, range(2, 4 + 4 * i), max_tokens=3 + 5 * (i % 5)) for i in range(14)]
+    async with engine_of(tmp_path, make_model(qwen3())) as engine:
+        together = await generate_all(engine, asked)
+        alone = [await engine.generate(one) for one in asked]
+    async with engine_of(tmp_path / "few", make_model(qwen3()), max_concurrent=3) as engine:
+        few = await generate_all(engine, asked[::-1])
+    for one, two, three in zip(together, alone, few[::-1], strict=True):
+        assert one.token_ids.tolist() == two.token_ids.tolist() == three.token_ids.tolist()
+        assert one.log_prob.tobytes() == two.log_prob.tobytes() == three.log_prob.tobytes()
+
+
 async def test_nothing_is_filtered_unless_it_is_asked_for(tmp_path: Path) -> None:
     flat = make_model(qwen3(), sharpness=0.001)
     async with engine_of(tmp_path, flat) as engine:
