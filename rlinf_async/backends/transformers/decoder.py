@@ -112,7 +112,9 @@ class Decoder:
         count = len(self.rows)
         filling = [0] * (self._least - count)  # their places in the cache are of no row
         last = torch.tensor([*(row.tokens[-1] for row in self.rows), *filling], device=self.device)
-        at = torch.tensor([*(len(one.tokens) - 1 for one in self.rows), *filling], device=self.device)
+        at = torch.tensor(
+            [*(len(one.tokens) - 1 for one in self.rows), *filling], device=self.device
+        )
         width = _spanned(max(len(row.tokens) for row in self.rows))
         self._cache.step(at, width)
         logits = self._forward(last[:, None], at[:, None], width, 1)[:count, -1]
