@@ -60,17 +60,18 @@ def with_rendezvous(ranks: Sequence[WorkerSpec], rendezvous: str) -> list[Worker
     return [replace(one, info=replace(one.info, rendezvous=rendezvous)) for one in ranks]
 
 
-class Activity(msgspec.Struct, frozen=True):
+class Doing(msgspec.Struct, frozen=True):
+    """What a worker is doing now."""
+
+    spans: tuple[str, ...] = ()
+    """names of its open spans, without waits"""
+
+
+class Blocked(msgspec.Struct, frozen=True):
     """Whether a worker could go on by itself."""
 
-    calls: tuple[str, ...] = ()
-    """names of the methods that run now"""
     blocked: bool = False
     """whether every one of its tasks waits on a channel or for another task"""
-    computing: int = 0
-    """number of calls in its compute thread"""
-    doing: tuple[str, ...] = ()
-    """names of its open spans, without waits"""
 
 
 class WorkerHandle(Protocol):
@@ -90,8 +91,13 @@ class WorkerHandle(Protocol):
         """
         ...
 
-    async def activity(self) -> Activity:
-        """What the worker is doing now."""
+    async def doing(self) -> tuple[str, ...]:
+        """Names of its open spans, without waits."""
+        ...
+
+    async def blocked(self) -> bool:
+        """Whether only others can let it go on. The worker searches its memory: a look at a run
+        asks what it is `doing`."""
         ...
 
     async def spans(self) -> list[Span]:

@@ -34,7 +34,7 @@ from rlinf_async.channels.wire import (
 from rlinf_async.channels.wire.frames.messages import DATA
 from rlinf_async.channels.wire.links.protocol import Nothing
 from rlinf_async.observe.trace import SpanRecorder
-from rlinf_async.runtime.backend import Activity, WorkerSpec
+from rlinf_async.runtime.backend import Blocked, Doing, WorkerSpec
 from rlinf_async.runtime.devices import pinned_cores
 from rlinf_async.runtime.homes import CallEnds, WorkerHome
 from rlinf_async.runtime.loop import run
@@ -214,7 +214,8 @@ class Child:
         router.add("worker.start", Nothing, self._start)
         router.add_sync(CALL, Call, self._call)
         router.add_sync(ENDED, CallNumber, self._reply_when_ended)
-        router.add("worker.activity", Nothing, self._activity)
+        router.add("worker.doing", Nothing, self._doing)
+        router.add("worker.blocked", Nothing, self._blocked)
         router.add("worker.clock", Nothing, self._clock)
         router.add("worker.spans", Nothing, self._spans)
         router.add("worker.home", Nothing, self._listen)
@@ -348,16 +349,16 @@ class Child:
         except ItemTooLarge as refused:
             request.fail(refused)
 
-    async def _activity(
+    async def _doing(
         self, connection: Connection, meta: Nothing, body: Encoded | None
-    ) -> tuple[Activity, None]:
-        context = self._host.context
-        return Activity(
-            calls=tuple(one.method for one in self._host.calls.values()),
-            blocked=not context.at_work and all_blocked(asyncio.all_tasks()),
-            computing=context.computing,
-            doing=self._recorder.doing(),
-        ), None
+    ) -> tuple[Doing, None]:
+        return Doing(self._recorder.doing()), None
+
+    async def _blocked(
+        self, connection: Connection, meta: Nothing, body: Encoded | None
+    ) -> tuple[Blocked, None]:
+        at_work = self._host.context.at_work
+        return Blocked(not at_work and all_blocked(asyncio.all_tasks())), None
 
     async def _clock(
         self, connection: Connection, meta: Nothing, body: Encoded | None

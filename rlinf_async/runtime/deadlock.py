@@ -120,7 +120,7 @@ class DeadlockWatch:
         for group in self._groups.values():
             for supervisor in group.supervisors:
                 handle = supervisor.handle_nowait()
-                doing = (await handle.activity()).doing if handle is not None else ()
+                doing = await handle.doing() if handle is not None else ()
                 if doing:
                     lines.append(f"  {supervisor.name} is at work: {', '.join(doing)}")
         return lines
@@ -131,7 +131,7 @@ class DeadlockWatch:
         for group in self._groups.values():
             for supervisor in group.supervisors:
                 handle = supervisor.handle_nowait()
-                if handle is None or not (await handle.activity()).blocked:
+                if handle is None or not await handle.blocked():
                     return False
         return True
 

@@ -10,13 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from rlinf_async.channels import Channel, Latest
 from rlinf_async.channels.wire import HomeMaker, Traffic
 from rlinf_async.observe.trace import Span, SpanRecorder
 from rlinf_async.runtime.backend import (
-    Activity,
     Cancel,
     WorkerSpec,
     refuse_what_ray_has,
@@ -44,8 +41,11 @@ class LocalWorker:
     def begin(self, method: Method, arguments: dict[str, Any], on_end: OnEnd) -> Cancel:
         return self._host.begin(method.name, arguments, on_end).cancel
 
-    async def activity(self) -> Activity:
-        return msgspec.structs.replace(activity_of(self._host), doing=self._recorder.doing())
+    async def doing(self) -> tuple[str, ...]:
+        return self._recorder.doing()
+
+    async def blocked(self) -> bool:
+        return not self._host.context.at_work and all_blocked(self._host.calls)
 
     async def spans(self) -> list[Span]:
         return self._recorder.take()
@@ -136,13 +136,3 @@ def _clock(loop: asyncio.AbstractEventLoop) -> Callable[[], int]:
     if not getattr(loop, "virtual", False):
         return time.monotonic_ns
     return lambda: round(loop.time() * 1e9)
-
-
-def activity_of(host: WorkerHost) -> Activity:
-    """What a worker in this process is doing now, by the tasks of its calls."""
-    labels = tuple(invocation.method for invocation in host.calls.values())
-    return Activity(
-        calls=labels,
-        blocked=not host.context.at_work and all_blocked(host.calls),
-        computing=host.context.computing,
-    )

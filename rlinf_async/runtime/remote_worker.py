@@ -34,7 +34,7 @@ from rlinf_async.channels.wire import (
 from rlinf_async.channels.wire.links.protocol import Nothing
 from rlinf_async.observe.clocks import PeerClock
 from rlinf_async.observe.trace import Span
-from rlinf_async.runtime.backend import Activity, Cancel, WorkerSpec
+from rlinf_async.runtime.backend import Blocked, Cancel, Doing, WorkerSpec
 from rlinf_async.runtime.child import Boot
 from rlinf_async.runtime.launching import check_seconds
 from rlinf_async.runtime.listeners import Listeners
@@ -116,14 +116,23 @@ class RemoteWorker:
         call.send(arguments)
         return call.cancel
 
-    async def activity(self) -> Activity:
+    async def doing(self) -> tuple[str, ...]:
         try:
             found, _ = await self._live.request(
-                "worker.activity", Nothing(), reply=Activity, control=True
+                "worker.doing", Nothing(), reply=Doing, control=True
             )
         except ConnectionLost:
-            return Activity()
-        return found
+            return ()
+        return found.spans
+
+    async def blocked(self) -> bool:
+        try:
+            found, _ = await self._live.request(
+                "worker.blocked", Nothing(), reply=Blocked, control=True
+            )
+        except ConnectionLost:
+            return False
+        return found.blocked
 
     async def home(self) -> Home:
         """Where the process is reached by those who use queues that live there."""

@@ -325,5 +325,5 @@ async def _doing(handle: WorkerHandle) -> str:
     """The open spans of a worker; empty where it does not answer in time."""
     with suppress(TimeoutError):
         async with deadlines.timeout(LOOK_EVERY):
-            return ", ".join(sorted(set((await handle.activity()).doing)))
+            return ", ".join(sorted(set(await handle.doing())))
     return ""

@@ -92,10 +92,10 @@ async def test_a_worker_that_scores_is_reported_as_scoring_though_it_waits_for_s
         [supervisor] = cluster.groups["Slow"].supervisors
         handle = supervisor.handle_nowait()
         assert handle is not None
-        assert (await handle.activity()).doing == ("score",)
+        assert await handle.doing() == ("score",)
         running.cancel()
         await running.finished(within=9)
-        assert (await handle.activity()).doing == ()
+        assert await handle.doing() == ()
 
 
 def test_a_verifier_sees_prompt_response_reference_and_how_it_ended() -> None:
