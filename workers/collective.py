@@ -90,17 +90,25 @@ class GroupStore:
 
     Args:
         prefix: of all keys.
+        apart: over a connection of its own, which does not wait where torch waits in the store.
     """
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, *, apart: bool = False) -> None:
         from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-        self._store = PrefixStore(prefix, _get_default_store())
+        store: Any = _get_default_store()
+        self._store = PrefixStore(prefix, store.clone() if apart else store)
 
     def set(self, key: str, value: bytes) -> None:
         """Set the value of a key."""
         content: Any = value  # a str by its signature; bytes will do
         self._store.set(key, content)
+
+    def set_first(self, key: str, value: bytes) -> bytes:
+        """Set the value of a key that has none; return the one that it has."""
+        content: Any = value
+        found: bytes = self._store.compare_set(key, "", content)
+        return found
 
     def get(self, key: str) -> bytes | None:
         """Return the value of a key, or None while it has none."""

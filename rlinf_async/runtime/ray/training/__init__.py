@@ -21,7 +21,6 @@
 
 from rlinf_async.runtime.ray.training.actor import TrainRayActor
 from rlinf_async.runtime.ray.training.args import TrainArgs
-from rlinf_async.runtime.ray.training.critics import PeerFailed
 from rlinf_async.runtime.ray.training.data import RolloutData, RolloutDataError
 from rlinf_async.runtime.ray.training.engine import RolloutEngineActor
 from rlinf_async.runtime.ray.training.fsdp_actor import FSDPTrainRayActor
@@ -31,6 +30,7 @@ from rlinf_async.runtime.ray.training.placement import (
     OrderedPlacementGroup,
     create_placement_group,
 )
+from rlinf_async.runtime.ray.training.ranks import PeerFailed
 
 __all__ = [
     "FSDPTrainRayActor",

@@ -4,6 +4,7 @@ block.
 ::
 
     rank 0 is made  -->  listens at a free port  -->  its address and port to the other ranks
+    meet (all ranks)     what the others are called, to ask Ray for those that are lost
     init (all ranks)     they meet there
 """
 
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 from rlinf_async.runtime.ray.interfaces import interface_of
 from rlinf_async.runtime.ray.library import of_ray
 from rlinf_async.runtime.ray.session import own_address
+from rlinf_async.runtime.ray.training.ranks import Peer
 
 
 class TrainRayActor(ABC):
@@ -42,6 +44,7 @@ class TrainRayActor(ABC):
     ) -> None:
         self.world_size, self.rank = world_size, rank
         self.rollout_manager: Any = None
+        self.peers: Sequence[Peer] = ()
         if master_addr is None or master_port is None:
             master_addr, master_port = _listen()
         self.master_addr, self.master_port = master_addr, master_port
@@ -56,6 +59,14 @@ class TrainRayActor(ABC):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             if interface:
                 os.environ.setdefault(variable, interface)
+
+    def place(self) -> tuple[str, int]:
+        """Return where this rank is: Ray's identifier of the node, and its process."""
+        return str(of_ray().get_runtime_context().get_node_id()), os.getpid()
+
+    def meet(self, peers: Sequence[Peer]) -> None:
+        """Take the ranks of the group, in order."""
+        self.peers = peers
 
     def get_master_addr_and_port(self) -> tuple[str, int]:
         """Return where the ranks meet."""

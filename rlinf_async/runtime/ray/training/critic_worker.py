@@ -10,7 +10,8 @@ from rlinf_async.backends.megatron.config import MegatronTrainerConfig
 from rlinf_async.channels import Channel, Receiver
 from rlinf_async.messages.language import LanguageTrainReport, SampleGroup, TrainingSample
 from rlinf_async.runtime.ray.training.args import TrainArgs
-from rlinf_async.runtime.ray.training.critics import CriticStep, PeerFailed, from_peer
+from rlinf_async.runtime.ray.training.critics import CriticStep, from_peer
+from rlinf_async.runtime.ray.training.ranks import PeerFailed
 from rlinf_async.runtime.ray.training.settings import backend, batches, trainer_config
 from rlinf_async.runtime.ray.training.worker import GroupRank
 from rlinf_async.workers.critic import LanguageCritic

@@ -35,17 +35,12 @@ from rlinf_async.parallel import DataRank
 from rlinf_async.runtime.ray.session import own_address
 from rlinf_async.runtime.ray.training.args import TrainArgs
 from rlinf_async.runtime.ray.training.links import ChannelHost, Guest, HostTicket
+from rlinf_async.runtime.ray.training.ranks import PeerFailed
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 TELL_SECONDS: Final = 30.0
 """interval between reports of a wait for the other side"""
-
-
-class PeerFailed(RuntimeError):
-    """A rank of an actor or a critic cannot train a rollout, since the rank that it is paired with
-    failed, or is lost: which one, and what happened to it. Both train again once both are called
-    again; a rank that is lost has to be replaced (`RayTrainGroup.connect`)."""
 
 
 class PairSteps:
@@ -58,7 +53,7 @@ class PairSteps:
     def __init__(self) -> None:
         self._last = 0
         self._newest: dict[int, int] = {}
-        """by rollout"""
+        """by rollout; those that one side still has to join"""
         self._joined: dict[str, int] = {}
         """the newest step of each role"""
         self._lock = threading.Lock()
@@ -70,6 +65,9 @@ class PairSteps:
             if step <= self._joined.get(role, 0):
                 self._last = step = self._newest[rollout_id] = self._last + 1
             self._joined[role] = step
+            if len(self._joined) == 2:  # of both: nobody joins a step that both have reached
+                over = min(self._joined.values())
+                self._newest = {at: one for at, one in self._newest.items() if one > over}
             return step
 
 

@@ -7,11 +7,13 @@ import os
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Final
 
+from rlinf_async.runtime.ray.hosts import live_hosts
 from rlinf_async.runtime.ray.library import of_ray
 from rlinf_async.runtime.ray.training.actor import TrainRayActor
 from rlinf_async.runtime.ray.training.args import TrainArgs
 from rlinf_async.runtime.ray.training.critics import PairSteps
 from rlinf_async.runtime.ray.training.memory import saver_environment
+from rlinf_async.runtime.ray.training.ranks import Peer
 from rlinf_async.runtime.ray.training.room import (
     Asked,
     actor_name,
@@ -130,10 +132,11 @@ class RayTrainGroup:
         cls = of_ray().remote(actor_class_of(args))
         in_bundle = of_ray("util.scheduling_strategies").PlacementGroupSchedulingStrategy
         master: tuple[Any, Any] = (None, None)
+        names = [actor_name(one.rank, group, one.bundle) for one in asked]
         try:
             for rank, one in enumerate(asked):
                 actor = cls.options(
-                    name=actor_name(one.rank, group, one.bundle),
+                    name=names[rank],
                     num_cpus=one.resources["CPU"],
                     num_gpus=one.resources.get("GPU", 0),
                     scheduling_strategy=in_bundle(
@@ -148,9 +151,21 @@ class RayTrainGroup:
                     master = of_ray().get(answer)
             standing = self._call("get_master_addr_and_port")
             wait_for_ranks(standing, asked, group)
+            self._introduce(asked, names)
         except BaseException:
             self.shutdown()
             raise
+
+    def _introduce(self, asked: Sequence[Asked], names: Sequence[str]) -> None:
+        """Tell the ranks of one another."""
+        ray = of_ray()
+        hosts = {host.id: host.name for host in live_hosts(ray.nodes())}
+        places = [
+            f"process {pid} on {hosts.get(node, node)}"
+            for node, pid in ray.get(self._call("place"))
+        ]
+        told = zip(asked, names, places, strict=True)
+        ray.get(self._call("meet", [Peer(one.rank, name, place) for one, name, place in told]))
 
     # -- calls that return at once ------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 from rlinf_async.backends.language import PARTS, WEIGHTS
@@ -29,11 +29,11 @@ from rlinf_async.runtime.ray.training.critics import (
     CriticSide,
     CriticStep,
     PairTicket,
-    PeerFailed,
     from_peer,
 )
 from rlinf_async.runtime.ray.training.data import RolloutData, fetched
 from rlinf_async.runtime.ray.training.loop import LoopThread
+from rlinf_async.runtime.ray.training.ranks import PeerFailed, Ranks
 from rlinf_async.runtime.ray.training.weights import make_updater
 from rlinf_async.runtime.ray.training.worker import GroupRank
 from rlinf_async.workers.base import make
@@ -56,6 +56,8 @@ class LanguageTrainRayActor(TrainRayActor):
     tokenizer: Any = None
     """that of ``hf_checkpoint``; None where it has none"""
     _worker: GroupRank | None = None
+    _ranks: Ranks | None = None
+    """of a group of several"""
     _without_model: bool = False
     _critic: ActorSide | None = None
     _actor: CriticSide | None = None
@@ -91,9 +93,13 @@ class LanguageTrainRayActor(TrainRayActor):
             return 0
         self._loop = LoopThread(f"{role}[{self.rank}]")
         worker = self._make_worker(with_ref)
-        self._loop.run(worker.setup())
-        self._worker = worker
-        self.hf_config, self.tokenizer = self._loop.run(worker.compute(worker.read_model_files))
+        if self.world_size > 1:
+            self._loop.run(worker.join_collective())
+            self._ranks = Ranks(self._loop, self.peers, self.rank)
+        with self._together("begin"):
+            self._loop.run(worker.setup())
+            self._worker = worker
+            self.hf_config, self.tokenizer = self._loop.run(worker.compute(worker.read_model_files))
         self._published = Latest(WeightUpdate, name="weights")
         self._updater = make_updater(self._published, self._loop, colocate=self.args.colocate)
         if self.args.offload_train:
@@ -155,10 +161,11 @@ class LanguageTrainRayActor(TrainRayActor):
         except PeerFailed as error:
             failed = error
         try:
-            if worker.asleep:
-                self.wake_up()
-            groups = self._share(worker, rollout_id, rollout_data_ref, failed)
-            return self._train_share(worker, rollout_id, groups, paired)
+            with self._together(f"train rollout {rollout_id}"):
+                if worker.asleep:
+                    self.wake_up()
+                groups = self._share(worker, rollout_id, rollout_data_ref, failed)
+                return self._train_share(worker, rollout_id, groups, paired)
         except BaseException as error:
             if paired is not None:
                 self._loop.run(paired.fail(error))
@@ -279,13 +286,14 @@ class LanguageTrainRayActor(TrainRayActor):
                 "update_weights() needs a rollout manager: call set_rollout_manager() before, or "
                 "set debug_train_only = True to train without engines"
             )
-        with self._with_weights(worker):
-            version = self._loop.run(worker.sync_model_to_rollout(self._published.sender))
-        if self.rank == 0:
-            ray = of_ray()
-            engines = ray.get(self.rollout_manager.get_rollout_engines.remote())
-            self._updater.deliver(engines, version)
-        self._loop.run(worker.shift_weights())
+        with self._together("update_weights"):
+            with self._with_weights(worker):
+                version = self._loop.run(worker.sync_model_to_rollout(self._published.sender))
+            if self.rank == 0:
+                ray = of_ray()
+                engines = ray.get(self.rollout_manager.get_rollout_engines.remote())
+                self._updater.deliver(engines, version)
+            self._loop.run(worker.shift_weights())
         return version
 
     def switch_weights(self, tag: str) -> None:
@@ -305,7 +313,7 @@ class LanguageTrainRayActor(TrainRayActor):
         if self._without_model:
             return None
         worker = self._built("save_model")
-        with self._with_weights(worker):
+        with self._together(f"save step {step_id}"), self._with_weights(worker):
             folder = self._loop.run(worker.save(step_id))
             if isinstance(worker, GroupActor) and self.args.save_hf is not None:
                 path = self.args.save_hf.format(rollout_id=step_id)
@@ -361,7 +369,13 @@ class LanguageTrainRayActor(TrainRayActor):
     def _built(self, doing: str) -> GroupRank:
         if self._worker is None:
             raise RuntimeError(f"{doing}() before init(), or with debug_rollout_only")
+        if self._ranks is not None:
+            self._ranks.check(doing)
         return self._worker
+
+    def _together(self, doing: str) -> AbstractContextManager[None]:
+        """Make a call that all ranks make: see `Ranks.together`."""
+        return nullcontext() if self._ranks is None else self._ranks.together(doing)
 
 
 def _parts(tags: Sequence[str] | None) -> frozenset[str]:

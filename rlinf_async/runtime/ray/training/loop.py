@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
 
 from rlinf_async.runtime.loop import loop_factory
@@ -21,10 +22,20 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop = make()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
+        self.interrupt: Future[None] | None = None
+        """its error ends the wait for a coroutine; what that does in another thread goes on"""
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return the coroutine's result, or raise its error."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        """Return the coroutine's result, or raise its error, or that of `interrupt`."""
+        result = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        if self.interrupt is not None:
+            interrupt = self.interrupt
+            either: tuple[Future[Any], Future[Any]] = (result, interrupt)
+            wait(either, return_when=FIRST_COMPLETED)
+            if not result.done():
+                result.cancel()
+                interrupt.result()
+        return result.result()
 
     def close(self) -> None:
         """End the loop and its thread."""

@@ -28,6 +28,11 @@ class GroupRank(LanguageTrainingWorker):
     paused: bool = False
     """whether a memory saver has taken all of the device's memory"""
 
+    async def join_collective(self) -> None:
+        """Set up torch.distributed with the other ranks, unless that was done."""
+        if not self._context.joined:
+            await super().join_collective()
+
     def make_trainer(self) -> LanguageTrainer:
         """Build the trainer, once all ranks agree where to begin."""
         from rlinf_async.algorithms.language.advantages import group_advantages

@@ -123,6 +123,16 @@ def test_rollouts_that_are_asked_for_ahead_keep_their_steps() -> None:
     assert [steps.join("critic", rollout) for rollout in range(3)] == [1, 2, 3]
 
 
+def test_steps_of_both_sides_are_forgotten() -> None:
+    steps = PairSteps()
+    for rollout in range(100):
+        steps.join("critic", rollout)
+        steps.join("actor", rollout)
+    assert not steps._newest
+    assert [steps.join("critic", rollout) for rollout in (100, 101, 100)] == [101, 102, 103]
+    assert [steps.join("actor", rollout) for rollout in (101, 100, 101)] == [102, 103, 104]
+
+
 def test_a_long_wait_for_the_other_side_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         values = Channel(int, name="values of step 7")

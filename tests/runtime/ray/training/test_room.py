@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlinf_async.runtime.ray.training import RayTrainGroup, create_placement_group
+from rlinf_async.runtime.ray.training import RayTrainGroup, create_placement_group, placement
 from rlinf_async.workers.errors import BuildError
 from tests.runtime.ray.training.kit import args
 
@@ -49,3 +49,24 @@ def test_a_bundle_that_is_too_small_is_refused(ray: Any) -> None:
             RayTrainGroup(args(), 1, 1, (group, [bundle], [""]))
     assert actors(ray) == []
     ray.util.remove_placement_group(group)
+
+
+@pytest.mark.parametrize(("bundles", "during"), [(64, "log.warning"), (2, "_ordered")])
+def test_an_interrupted_reservation_leaves_no_placement_group(
+    ray: Any, monkeypatch: pytest.MonkeyPatch, bundles: int, during: str
+) -> None:
+    """While it waits for bundles that there are not, and while it looks them up."""
+
+    def left() -> set[str]:
+        table = ray.util.placement_group_table()
+        return {name for name, one in table.items() if one["state"] != "REMOVED"}
+
+    def interrupted(*given: Any) -> None:
+        assert len(left()) == len(before) + 1
+        raise KeyboardInterrupt
+
+    before = left()
+    monkeypatch.setattr(f"{placement.__name__}.{during}", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        create_placement_group(bundles)
+    assert left() == before
