@@ -24,15 +24,13 @@ from rlinf_async.runtime.ray.training.actor_worker import GroupActor
 from rlinf_async.runtime.ray.training.args import TrainArgs
 from rlinf_async.runtime.ray.training.critic_worker import GroupCritic
 from rlinf_async.runtime.ray.training.critics import (
-    ActorSide,
     ActorStep,
-    CriticSide,
     CriticStep,
     PairTicket,
-    from_peer,
 )
 from rlinf_async.runtime.ray.training.data import RolloutData, fetched
 from rlinf_async.runtime.ray.training.loop import LoopThread
+from rlinf_async.runtime.ray.training.pairing import Pairing
 from rlinf_async.runtime.ray.training.ranks import PeerFailed, Ranks
 from rlinf_async.runtime.ray.training.weights import make_updater
 from rlinf_async.runtime.ray.training.worker import GroupRank
@@ -59,10 +57,6 @@ class LanguageTrainRayActor(TrainRayActor):
     _ranks: Ranks | None = None
     """of a group of several"""
     _without_model: bool = False
-    _critic: ActorSide | None = None
-    _actor: CriticSide | None = None
-    _step: int = 0
-    """the last step of its pair"""
 
     def init(self, args: Any, role: str, with_ref: bool = False) -> int:
         """Build the model, and load the checkpoint to go on from. Collective.
@@ -98,7 +92,7 @@ class LanguageTrainRayActor(TrainRayActor):
             self._ranks = Ranks(self._loop, self.peers, self.rank)
         with self._together("begin"):
             self._loop.run(worker.setup())
-            self._worker = worker
+            self._worker, self._pairing = worker, Pairing(self._loop, worker)
             self.hf_config, self.tokenizer = self._loop.run(worker.compute(worker.read_model_files))
         self._published = Latest(WeightUpdate, name="weights")
         self._updater = make_updater(self._published, self._loop, colocate=self.args.colocate)
@@ -140,12 +134,13 @@ class LanguageTrainRayActor(TrainRayActor):
         Raises:
             RolloutDataError: the data cannot be trained on.
         """
-        return self.train_step(self._step + 1, rollout_id, rollout_data_ref)
+        return self.train_step(None, rollout_id, rollout_data_ref)
 
     def train_step(
-        self, step: int, rollout_id: int, rollout_data_ref: Any
+        self, step: int | None, rollout_id: int, rollout_data_ref: Any
     ) -> LanguageTrainReport | None:
-        """As `train`, in this step of the pair of an actor and a critic: see `PairSteps`.
+        """As `train`, in this step of the pair of an actor and a critic: see `PairSteps`. None: in
+        that after the last one.
 
         Raises:
             PeerFailed: the rank that this one is paired with failed, or is lost.
@@ -153,11 +148,10 @@ class LanguageTrainRayActor(TrainRayActor):
         if self._without_model:
             return None
         worker = self._built("train")
-        self._step = step
         failed: PeerFailed | None = None
         paired: ActorStep | CriticStep | None = None
         try:
-            paired = self._begin(step, rollout_id)
+            paired = self._pairing.begin(step, rollout_id)
         except PeerFailed as error:
             failed = error
         try:
@@ -170,17 +164,6 @@ class LanguageTrainRayActor(TrainRayActor):
             if paired is not None:
                 self._loop.run(paired.fail(error))
             raise
-
-    def _begin(self, step: int, rollout_id: int) -> ActorStep | CriticStep | None:
-        """Begin a step of the pair; None where this rank trains alone."""
-        if rollout_id < self.args.num_critic_only_steps:
-            return None
-        if self._critic is not None:
-            return self._loop.run(self._critic.begin(step))
-        if self._actor is None:
-            return None
-        doing = f"{self._built('train').name} cannot train rollout {rollout_id}"
-        return self._loop.run(from_peer(self._actor.peer, doing, self._actor.begin(step)))
 
     def _share(
         self, worker: GroupRank, rollout_id: int, given: Any, failed: Exception | None
@@ -327,44 +310,16 @@ class LanguageTrainRayActor(TrainRayActor):
 
         Raises `ValueError`: the critic would begin at another rollout, or has other ranks.
         """
-        worker = self._built("connect_actor_critic")
-        name = f"critic[{self.rank}]"
-        side = self._loop.run(ActorSide.open(self.args, worker.data_rank, worker.name, name))
-        try:
-            of_ray().get(critic.link_actor.remote(side.ticket, worker.start_rollout_id))
-        except BaseException:
-            self._loop.run(side.close())
-            raise
-        former, self._critic, self._step = self._critic, side, 0
-        if former is not None:
-            self._loop.run(former.close())
+        self._built("connect_actor_critic")
+        self._pairing.connect(critic)
 
     def link_actor(self, ticket: PairTicket, start_rollout_id: int) -> None:
         """On a critic: open its side of a pair.
 
         Raises `ValueError`: the actor begins at another rollout, or has other ranks.
         """
-        worker = self._built("link_actor")
-        if self.role != "critic":
-            raise ValueError(
-                f"{worker.name} is no rank of a critic: connect() is a method of the actor's group"
-            )
-        theirs, mine = ticket.data_rank, worker.data_rank
-        if theirs != mine:
-            raise ValueError(
-                f"{worker.name} trains share {mine.rank} of {mine.size} of a rollout, but the "
-                f"actor of the same rank share {theirs.rank} of {theirs.size}: give both groups "
-                "the same backend, tensor_model_parallel_size and pipeline_model_parallel_size"
-            )
-        if start_rollout_id != worker.start_rollout_id:
-            raise ValueError(
-                f"the actor begins at rollout {start_rollout_id}, but the critic at "
-                f"{worker.start_rollout_id}: load and critic_load must be of the same rollout"
-            )
-        side = self._loop.run(CriticSide.open(ticket, self.args, worker.name))
-        former, self._actor, self._step = self._actor, side, 0
-        if former is not None:
-            self._loop.run(former.close())
+        self._built("link_actor")
+        self._pairing.link(ticket, start_rollout_id)
 
     def _built(self, doing: str) -> GroupRank:
         if self._worker is None:
