@@ -89,3 +89,12 @@ def test_what_does_not_fit_is_said() -> None:
     assert "'vision_language_action'" in text
     flat = PolicyConfig(observation=flat_spec(3), observation_size=3, action_size=1)
     assert cnn_misfit(flat) == "a CNN takes images, but the environment shows state 'state' [3]"
+
+
+def test_channels_first_are_not_taken_for_rows() -> None:
+    stacked = Part(name="camera", kind="image", shape=(4, 84, 84))
+    assert "[4, 84, 84], which has its channels first" in cnn_misfit(
+        config(stacked, action=choices(2))
+    )
+    flat = Part(name="camera", kind="image", shape=(3, 32, 3))
+    assert cnn_misfit(config(flat, action=choices(2))) == ""

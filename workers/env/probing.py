@@ -5,6 +5,7 @@ What an environment raises itself is for its worker to report, with step and see
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ def probe(env: Env, writer: ObservationWriter, name: str) -> None:
     Raises:
         EnvError: what it returns is not what its spaces and Gymnasium's interface say.
     """
+    _check_seed(env, name)
     env.action_space.seed(0)
     rows = writer.spec.empty(1)
     try:
@@ -87,6 +89,17 @@ def probe_many(env: BatchedEnv, writer: ObservationWriter, name: str) -> None:
                 raise ValueError(f"{flag} of shape {shape}, there are {env.num_envs} environments")
     except ValueError as error:
         raise EnvError(f"env {name}: step() returned {error}") from error
+
+
+def _check_seed(env: Env, name: str) -> None:
+    try:
+        inspect.signature(env.unwrapped.reset).bind(seed=0)
+    except TypeError as error:
+        raise EnvError(
+            f"env {name}: reset() takes no seed; Gymnasium's is reset(*, seed=None, options=None)"
+        ) from error
+    except ValueError:  # it has no signature that can be read
+        return
 
 
 def _parts(returned: Any, wanted: str) -> tuple[Any, ...]:

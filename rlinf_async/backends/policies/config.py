@@ -90,6 +90,12 @@ def cnn_misfit(config: PolicyConfig) -> str:
                 f"image {image.name!r} has shape {list(image.shape)}; a CNN takes [height, width] "
                 "or [height, width, channels]: put stacked frames side by side as channels"
             )
+        if _channels_first(image.shape):
+            return (
+                f"image {image.name!r} has shape {list(image.shape)}, which has its channels "
+                "first; a CNN takes [height, width, channels]: let the environment transpose it "
+                "(gymnasium.wrappers.TransformObservation)"
+            )
     if config.sees.of_kind("text"):
         return (
             f"a CNN reads no text, but the environment shows {config.sees}: take "
@@ -97,6 +103,11 @@ def cnn_misfit(config: PolicyConfig) -> str:
             "(gymnasium.wrappers.FilterObservation)"
         )
     return ""
+
+
+def _channels_first(shape: tuple[int, ...]) -> bool:
+    """Whether an image can only be meant so: a few rows of many columns with many channels."""
+    return len(shape) == 3 and shape[0] in (1, 3, 4) and min(shape[1:]) >= 16
 
 
 def mlp_for(action: ActionSpec) -> str:

@@ -159,6 +159,7 @@ def test_every_epoch_of_an_iteration_has_groups_of_its_own(
         (("--actor.fsdp.policy.vision_language.folder", "x"), "its config.json cannot be read"),
         (("--actor.cloning.demonstrations", "nowhere"), "'nowhere' holds no demonstrations"),
         (("--demonstrations.policy", "nowhere.py:expert"), "'nowhere.py' cannot be imported"),
+        (("--demonstrations.policy", "os:getcwd"), "'os:getcwd' takes other arguments (too many"),
         (("--actor.advantage.level", "action"), "actor.ppo.log_prob_level: 'chunk' is one ratio"),
         (("--actor.advantage.level", "token"), "gives each its own advantage: set 'token'"),
         (("--actor.fsdp.policy.name", "nowhere.py:Policy"), "'nowhere.py' cannot be imported"),

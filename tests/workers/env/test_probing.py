@@ -86,6 +86,13 @@ class Bare(gymnasium.Env[Any, Any]):
     """Has no spaces."""
 
 
+class Unseeded(Counting):
+    """Resets as Gym did before 0.26."""
+
+    def reset(self) -> Any:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().reset()
+
+
 def of(entry: str, **kwargs: Any) -> EnvConfig:
     return EnvConfig(entry_point=f"{HERE}:{entry}", kwargs=kwargs)
 
@@ -112,6 +119,11 @@ def of(entry: str, **kwargs: Any) -> EnvConfig:
 def test_what_a_reset_or_a_step_returns_is_named(doing: str, what: str, said: str) -> None:
     with pytest.raises(EnvError, match=rf"Returning: {doing}\(\) returned {said}"):
         describe_env(of("Returning", doing=doing, what=what))
+
+
+def test_a_reset_that_takes_no_seed_is_named() -> None:
+    with pytest.raises(EnvError, match=r"Unseeded: reset\(\) takes no seed; Gymnasium's is reset"):
+        describe_env(of("Unseeded"))
 
 
 @pytest.mark.parametrize(

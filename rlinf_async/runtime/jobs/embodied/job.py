@@ -10,7 +10,6 @@ import msgspec
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
 from rlinf_async.backends.policies.config import MLPS
 from rlinf_async.config import ConfigError
-from rlinf_async.config.entry_point import load_entry_point
 from rlinf_async.data.demonstrations import check_demonstrations
 from rlinf_async.data.errors import DataError
 from rlinf_async.observe.run_folder import RunFolder
@@ -24,6 +23,7 @@ from rlinf_async.runtime.jobs.embodied.config import (
     fitted,
 )
 from rlinf_async.runtime.jobs.embodied.playing import Trained
+from rlinf_async.runtime.jobs.embodied.recording import load_scripted_policy
 from rlinf_async.runtime.jobs.embodied.run import EmbodiedRun, make_trainer
 from rlinf_async.runtime.jobs.embodied.settings import check_host, described
 from rlinf_async.runtime.jobs.placement import Plan
@@ -149,7 +149,7 @@ def _check_demonstrations(config: EmbodiedConfig) -> None:
             path=("actor", "cloning", "demonstrations"),
         )
     if scripted:
-        load_entry_point(scripted, ("demonstrations", "policy"))
+        load_scripted_policy(scripted, ("demonstrations", "policy"))
     if not (folder or scripted):
         return
     if not (policy.acts.continuous or policy.acts.discrete):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,28 @@ from rlinf_async.workers.env.observations import ObservationWriter
 
 MOST_STEPS = 100_000
 """of an episode, for an environment that does not end"""
+
+
+def load_scripted_policy(
+    name: str, path: tuple[str, ...] = ()
+) -> Callable[[Any, int], Callable[[Any], Any]]:
+    """The function of this name, which makes a scripted policy of an environment and a seed.
+
+    ``path`` leads to the setting in the configuration. Raises `ConfigError` where there is no such
+    function, or it takes other arguments.
+    """
+    function = load_entry_point(name, path)
+    try:
+        inspect.signature(function).bind(None, 0)
+    except TypeError as error:
+        raise ConfigError(
+            f"{name!r} takes other arguments ({error}): a scripted policy is a function of the "
+            "environment and a seed, which returns a function from an observation to an action",
+            path=path,
+        ) from error
+    except ValueError:  # of something whose signature cannot be read
+        pass
+    return function
 
 
 def record_demonstrations(
@@ -52,7 +75,7 @@ def record_demonstrations(
     """
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"--out {out}: is not empty; name a new folder")
-    make_policy = load_entry_point(policy)
+    make_policy = load_scripted_policy(policy)
     single = msgspec.structs.replace(config.env, action_chunk=1, group_size=1)
     env = make_env(single)
     try:
@@ -63,6 +86,11 @@ def record_demonstrations(
                 f"actions of {env.action_space} cannot be demonstrated; one Box or one Discrete can"
             )
         act = make_policy(env, seed)
+        if not callable(act):
+            raise UsageError(
+                f"{policy!r} returned a {type(act).__name__}; a scripted policy returns a function "
+                "from an observation to an action"
+            )
         to_policy = _inverse(env.action_space, single.actions)
         out.mkdir(parents=True, exist_ok=True)
         kept, succeeded, known = 0, 0, False
