@@ -247,7 +247,7 @@ class LanguageTrainRayActor(TrainRayActor):
     def clear_memory(self) -> None:
         """Collect garbage, and give what is not in use back to the device."""
         if self._worker is not None:
-            self._loop.run(self._worker.compute(memory.clear))
+            self._loop.run(self._built("clear_memory").compute(memory.clear))
 
     # -- weights ------------------------------------------------------------------------------
 

@@ -61,8 +61,9 @@ def test_a_rank_that_fails_alone_ends_the_call_of_the_other(ray: Any) -> None:
         failed = r"actor\[1\] failed: ValueError: no room for activations"
         with pytest.raises(PeerFailed, match=rf"actor\[0\] cannot train rollout 0: {failed}"):
             ray.get(training[0])
-        with pytest.raises(PeerFailed, match=f"save_model: in an earlier call {failed}"):
-            ray.get(group.actors[0].save_model.remote(1))
+        for method, given in (("save_model", [1]), ("clear_memory", [])):
+            with pytest.raises(PeerFailed, match=f"{method}: in an earlier call {failed}"):
+                ray.get(getattr(group.actors[0], method).remote(*given))
 
 
 @pytest.mark.parametrize("lost", [0, 1])
