@@ -100,6 +100,13 @@ def test_robosuite_shows_state_and_images_and_the_seed_decides_how_it_begins() -
 
 
 @has_robosuite
+def test_robosuite_shows_the_instruction_that_it_is_given() -> None:
+    env = robosuite.make("Lift", cameras=["agentview"], instruction="lift the cube", horizon=3)
+    assert env.reset(seed=0)[0]["instruction"] == "lift the cube"
+    _check(env, cuts_after=3)
+
+
+@has_robosuite
 def test_environments_of_robosuite_in_one_process_see_their_own_pictures() -> None:
     _check_own_pictures(
         robosuite.make("Lift", cameras=["agentview"]),

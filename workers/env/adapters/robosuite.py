@@ -26,16 +26,20 @@ Observation = dict[str, Any]
 
 
 class RobosuiteTask(gymnasium.Env[Any, Any]):
-    """Shows ``state``, and an image for each camera; success as the task itself says.
+    """Shows ``state``, an image for each camera, and the instruction where there is one; success as
+    the task itself says.
 
     Episodes end at the horizon alone, which cuts them.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 20}  # noqa: RUF012 Gymnasium's name
 
-    def __init__(self, task: Any, cameras: Sequence[str], render_mode: str | None) -> None:
+    def __init__(
+        self, task: Any, cameras: Sequence[str], instruction: str, render_mode: str | None
+    ) -> None:
         self.render_mode = render_mode
         self._task, self._cameras = task, tuple(cameras)
+        self._said = {"instruction": instruction} if instruction else {}
         low, high = task.action_spec
         self.action_space = spaces.Box(low.astype(np.float32), high.astype(np.float32))
         with replacing_context(task):
@@ -79,7 +83,7 @@ class RobosuiteTask(gymnasium.Env[Any, Any]):
         ]
         # OpenGL's pictures begin with the lowest row.
         images = {name: np.ascontiguousarray(seen[f"{name}_image"][::-1]) for name in self._cameras}
-        return {"state": np.concatenate(parts), **images}
+        return {"state": np.concatenate(parts), **images, **self._said}
 
 
 def make(
@@ -89,13 +93,15 @@ def make(
     horizon: int = 200,
     cameras: Sequence[str] = (),
     image_size: int = 84,
+    instruction: str = "",
     reward_shaping: bool = True,
     render_mode: str | None = None,
     **kwargs: Any,
 ) -> RobosuiteTask:
     """One environment of a task; ``cameras`` show images of ``image_size`` squared pixels.
 
-    ``kwargs`` are further arguments of ``robosuite.make``.
+    ``instruction`` says in words what is to be done, for a policy that reads: robosuite's tasks
+    have none of their own. ``kwargs`` are further arguments of ``robosuite.make``.
 
     Raises:
         MissingExtra: robosuite is not installed.
@@ -116,14 +122,16 @@ def make(
         reward_shaping=reward_shaping,
         **kwargs,
     )
-    return RobosuiteTask(made, cameras, render_mode)
+    return RobosuiteTask(made, cameras, instruction, render_mode)
 
 
 def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-def _space(shown: Any) -> spaces.Box:
+def _space(shown: Any) -> spaces.Space[Any]:
+    if isinstance(shown, str):
+        return spaces.Text(len(shown), charset="".join(sorted(set(shown))))
     if shown.dtype == np.uint8:
         return spaces.Box(0, 255, shown.shape, np.uint8)
     return spaces.Box(-np.inf, np.inf, shown.shape, np.float32)
