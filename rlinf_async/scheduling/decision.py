@@ -51,6 +51,9 @@ class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True):
     actor_holds: bool | None = None
     """False: the actor offloads and others may hold its devices; True: it takes them again; None:
     as it is"""
+    actor_waits: bool = False
+    """the actor does not begin its next mini-batch, though its samples are there: the policy is
+    asked again once more samples are generated"""
     resume: tuple[Resume, ...] = ()
     migrations: tuple[Migration, ...] = ()
     order: tuple[str, ...] = ()
@@ -66,7 +69,7 @@ class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_empty(self) -> bool:
         """Whether nothing changes."""
-        return not (self.changes_devices or self.migrations or self.order)
+        return not (self.changes_devices or self.migrations or self.order or self.actor_waits)
 
 
 class InvalidDecision(ValueError):
@@ -124,6 +127,8 @@ def _actor_faults(decision: ScalingDecision, state: ClusterState) -> list[str]:
             f"{len(actor.devices)} were launched"
         )
     moves = changed.holds != actor.holds or (changed.holds and changed.strategy != actor.strategy)
+    if decision.actor_waits and not state.unfinished:
+        faults.append("nothing is left to generate, but the actor is to wait for more samples")
     all_answer = all(one.answers for one in state.instances) and not state.lost
     waits = actor.ready and state.phase == "step" and not state.unfinished
     if waits and not changed.holds and all_answer:

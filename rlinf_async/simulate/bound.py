@@ -138,7 +138,8 @@ def _least_seconds(config: SimulationConfig, lengths: Floats, mini_batches: int)
     trained = np.concatenate([[0.0], np.cumsum(tokens)])[left * size] * actor.token_seconds
     after = np.repeat(trained / max(ranks) + left * actor.step_seconds, size)
 
-    before = generation.load_seconds + prefill + config.env.seconds
+    fastest = prefill / max(hardware.instance_widths) ** generation.wider
+    before = generation.load_seconds + fastest + config.env.seconds
 
     def possible(whole: float) -> bool:
         pace = (whole - before - after) / lengths

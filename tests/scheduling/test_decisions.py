@@ -76,6 +76,15 @@ def test_a_fault_is_named(decision: ScalingDecision, text: str) -> None:
         check(decision, MIDDLE)
 
 
+def test_an_actor_is_not_told_to_wait_for_samples_that_are_all_there() -> None:
+    waits = ScalingDecision(actor_waits=True)
+    assert not waits.is_empty
+    assert validate(waits, MIDDLE) == []
+    assert validate(waits, with_load(cluster(), 0)) == [
+        "nothing is left to generate, but the actor is to wait for more samples"
+    ]
+
+
 def test_the_actor_changes_only_between_two_mini_batches() -> None:
     busy = msgspec.structs.replace(MIDDLE, actor=msgspec.structs.replace(MIDDLE.actor, ready=False))
     decision = ScalingDecision(stop=(0, 1), actor=Strategy(dp=4))

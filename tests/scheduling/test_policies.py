@@ -115,6 +115,31 @@ def test_greedy_grows_only_where_it_gains() -> None:
     assert load_policy("greedy").decide(light).is_empty
 
 
+@pytest.mark.parametrize(("token_seconds", "waits"), [(0.001, True), (0.1, False)])
+def test_greedy_lets_the_actor_wait_for_the_last_samples_where_it_can_grow_then(
+    token_seconds: float, waits: bool
+) -> None:
+    # Two samples are left, on one instance that the actor cannot do without.
+    state = with_load(cluster(rollout=1, actor=1), 2)
+    rates = msgspec.structs.replace(
+        state.rates, decode_seconds=token_seconds, train_seconds=1e-3, rescale_seconds=1.0
+    )
+    decision = load_policy("greedy").decide(msgspec.structs.replace(state, rates=rates))
+    assert decision.actor_waits is waits
+    assert not decision.changes_devices
+
+
+@pytest.mark.parametrize(("queued", "stopped"), [(0, (0, 1, 2, 3, 4, 5)), (1, ())])
+def test_greedy_stops_instances_that_nobody_asks_before_the_actor_comes_to_its_boundary(
+    queued: int, stopped: tuple[int, ...]
+) -> None:
+    state = with_load(cluster(), 0, queued=queued)
+    training = msgspec.structs.replace(state.actor, ready=False, mini_batches_done=1)
+    decision = load_policy("greedy").decide(msgspec.structs.replace(state, actor=training))
+    assert decision.stop == stopped
+    assert decision.actor is None
+
+
 def test_longest_first_orders_what_waits() -> None:
     waiting = tuple(RequestState(name=f"q{n}", expected=float(n)) for n in (3, 9, 5))
     state = msgspec.structs.replace(with_load(cluster(), 20), queued=3, queued_requests=waiting)

@@ -73,7 +73,8 @@ def test_one_sample_takes_its_time_on_the_widest_instance_and_its_training_on_al
     token = (costs.decode_seconds + costs.sequence_seconds) / 8**costs.wider
     prompt = config.work.prompt_tokens
     train = config.actor.token_seconds * (1000 + prompt) + config.actor.step_seconds
-    expected = costs.load_seconds + prompt * costs.prefill_seconds + 1000 * token + train
+    prefill = prompt * costs.prefill_seconds / 8**costs.wider
+    expected = costs.load_seconds + prefill + 1000 * token + train
     assert at_best(config, [[1000]]) == pytest.approx(expected)
 
 

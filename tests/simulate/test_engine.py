@@ -119,6 +119,18 @@ def test_new_weights_and_wider_devices_change_what_is_running() -> None:
     assert versions == [0] * 4 + [1] * 6
 
 
+def test_a_wider_instance_reads_prompts_as_much_faster_as_it_decodes() -> None:
+    async def main(width: float) -> float:
+        one = engine(prefill_seconds=1.0, wider=0.5, lengths=Empirical(tokens=(10,)))
+        await one.start()
+        one.change(width=width)
+        await one.generate(request(0))
+        return asyncio.get_running_loop().time()
+
+    alone, wide = (run_on(VirtualLoop(None), main(width)) for width in (1.0, 4.0))
+    assert wide == pytest.approx(alone / 2)
+
+
 def test_a_dead_engine_fails_its_requests() -> None:
     async def main() -> None:
         one = engine()

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import msgspec
 import pytest
 
-from rlinf_async.scheduling import ClusterState, Migration, ScalingDecision
+from rlinf_async.backends.cost.engine import CostEngine
+from rlinf_async.scheduling import (
+    ClusterState,
+    InstanceState,
+    Migration,
+    Resume,
+    ScalingDecision,
+)
 from rlinf_async.simulate import SimulationConfig, simulate
 from rlinf_async.simulate.run import Record
 from tests.simulate.kit import small
@@ -105,6 +112,82 @@ def test_requests_that_wait_are_put_in_order() -> None:
     groups = [sorted(int(name.split("/")[0]) for name in one) for one in later]
     assert max(groups[-1]) < max(groups[0])
     assert Counter(record.trained).most_common(1)[0][1] == 1
+
+
+class Waiting:
+    """The actor begins nothing before everything is generated."""
+
+    def decide(self, state: ClusterState, /) -> ScalingDecision:
+        SEEN.append(state)
+        ready = state.phase == "step" and state.actor.ready
+        return ScalingDecision(actor_waits=ready and state.unfinished > 0)
+
+
+def test_an_actor_waits_at_its_boundary_for_as_long_as_the_policy_says() -> None:
+    run("Waiting")
+    done = [state.actor.mini_batches_done for state in SEEN if state.unfinished]
+    assert len(done) > 3
+    assert set(done) == {0}
+    assert SEEN[-1].actor.left == 0
+
+
+class StopsOnce:
+    """Stops an instance while the actor trains its first mini-batch."""
+
+    def decide(self, state: ClusterState, /) -> ScalingDecision:
+        SEEN.append(state)
+        begun = state.phase == "step" and not state.actor.ready
+        if not begun or DECIDED or len(list(state.serving)) < 2:
+            return ScalingDecision()
+        DECIDED.append(ScalingDecision(stop=(next(iter(state.serving)).number,)))
+        return DECIDED[-1]
+
+
+def test_a_boundary_that_is_reached_while_a_decision_is_carried_out_is_asked_about() -> None:
+    config = small(iterations=1, mini_batches=4)
+    slow = msgspec.structs.replace(config.generation, move_seconds=30.0)
+    run("StopsOnce", msgspec.structs.replace(config, generation=slow))
+    assert len(DECIDED) == 1
+    asked = {state.actor.mini_batches_done for state in SEEN if state.actor.ready}
+    assert asked == {0, 1, 2, 3, 4}
+
+
+class MergesOnce:
+    """Has the two instances of each host go on as one, in the middle of generating."""
+
+    def decide(self, state: ClusterState, /) -> ScalingDecision:
+        if state.phase != "step" or DECIDED or not state.finished:
+            return ScalingDecision()
+        hosts = defaultdict[int, list[InstanceState]](list)
+        for one in state.serving:
+            hosts[state.hosts[one.devices[0]]].append(one)
+        pairs = [pair for pair in hosts.values() if len(pair) == 2]
+        wide = tuple(
+            Resume(instance=stays.number, devices=(*stays.devices, *leaves.devices))
+            for stays, leaves in pairs
+        )
+        DECIDED.append(
+            ScalingDecision(stop=tuple(leaves.number for _, leaves in pairs), resume=wide)
+        )
+        return DECIDED[-1]
+
+
+def test_instances_that_become_wider_take_what_others_hand_back_once_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    widths: list[float] = []
+    admit = CostEngine._admit
+
+    def noting(engine: CostEngine) -> None:
+        before = set(engine._running)
+        admit(engine)
+        moved = [row for name, row in engine._running.items() if name not in before and row.brought]
+        widths.extend(engine.width for _ in moved)
+
+    monkeypatch.setattr(CostEngine, "_admit", noting)
+    run("MergesOnce")
+    assert len(widths) > 3
+    assert set(widths) == {2.0}
 
 
 def test_publishing_takes_its_time() -> None:

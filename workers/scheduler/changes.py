@@ -101,7 +101,8 @@ class Changes:
         control, ready = self._control, self._control.actor
         self._until = "" if ready is None else f"end of iteration {ready.boundary.iteration}"
         before = control.newest.stopped
-        if late := await self._stop(decision.stop, decision.reason):
+        becoming = {one.instance for one in decision.resume}
+        if late := await self._stop(decision.stop, decision.reason, becoming):
             await control.publish(stopped=before)
             await self._let_go(holds_boundary)
             await self._came_back(set(decision.stop) - late)
@@ -114,12 +115,20 @@ class Changes:
         elif changed is False:  # it is known what the actor holds: as before
             homes = self._topology.instances
             await self.resume([Resume(instance=n, devices=homes[n]) for n in decision.stop])
+        else:
+            await control.publish()  # all take requests again
         await self._migrate(decision)
 
     # -- instances ----------------------------------------------------------------------------
 
-    async def _stop(self, instances: Collection[int], reason: str) -> set[int]:
-        """Stop instances; those that did not."""
+    async def _stop(
+        self, instances: Collection[int], reason: str, becoming: Collection[int] = ()
+    ) -> set[int]:
+        """Stop instances; those that did not.
+
+        ``becoming``: instances that get other devices then. They take none of the requests that are
+        handed back before they have them: on more devices a prompt is read faster.
+        """
         wanted, control = set(instances), self._control
         if not wanted:
             return set()
@@ -127,6 +136,7 @@ class Changes:
         await control.publish(
             stopped={*control.newest.stopped, *wanted},
             wider=tuple(one for one in control.newest.wider if one.instance not in wanted),
+            takers=self._others(becoming) if becoming else None,
             reason=reason,
         )
         late = await control.gather(wanted, self._config.stop_seconds, "stop")
@@ -138,6 +148,9 @@ class Changes:
             self.summary.migrated += control.seen.instances[one].handed_back
         self._moved()
         return late
+
+    def _others(self, instances: Collection[int]) -> tuple[int, ...]:
+        return tuple(n for n in range(len(self._topology.instances)) if n not in instances)
 
     async def resume(self, resumes: Sequence[Resume]) -> None:
         """Let instances serve whose devices nobody else holds; those last that get devices of

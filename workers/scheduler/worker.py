@@ -182,7 +182,9 @@ class SchedulerWorker(Worker):
         with self.span("decide", iteration=ready.boundary.iteration, phase=phase):
             state, decision = await self._asked(ready, silent)
             self.decided(state, decision)
-            stays = ready.collects and control.seen.lacks(ready)
+            lacks = ready.collects and control.seen.lacks(ready)
+            # One that comes to its boundary meanwhile is not let go by a decision made before.
+            stays = not state.actor.ready or decision.actor_waits or lacks
             if control.seen.has_next(ready):
                 self._arrived_at = ready.boundary
             await changes.carry_out(decision, holds_boundary=stays)
@@ -223,7 +225,7 @@ class SchedulerWorker(Worker):
         state = self._control.seen.state(
             ready,
             phase=self._phase,
-            is_ready=self._control.is_open,
+            is_ready=self._control.is_open and self._control.actor is ready,
             time=asyncio.get_running_loop().time(),
             silent=silent,
             sequence=self._control.newest.sequence,

@@ -156,9 +156,12 @@ class Forecast:
         tokens = self.batch_samples * max(self.state.tokens, 1.0)
         return tokens * self._rates.train_seconds / ranks + self._rates.mini_batch_seconds
 
-    def move_seconds(self, moved: float) -> float:
-        """Return the seconds that an instance loses when it takes over so many responses."""
-        return self._rates.move_seconds + moved * self.made * self._rates.prefill_seconds
+    def move_seconds(self, moved: float, width: float) -> float:
+        """Return the seconds that an instance of this width loses when it takes over so many
+        responses."""
+        prefill = moved * self.made * self._rates.prefill_seconds
+        faster: float = max(1.0, width) ** self._rates.wider
+        return self._rates.move_seconds + prefill / faster
 
     def token_seconds(self, units: float, width: float) -> float:
         """Return the seconds of a token now, in the mean of all responses, if instances were so
@@ -225,7 +228,7 @@ class Forecast:
         def clock(x: float) -> float:
             if x <= taken:
                 return first * x / taken if taken else 0.0
-            moving = self.move_seconds(moved * self.share_beyond(taken)) if moved else 0.0
+            moving = self.move_seconds(moved * self.share_beyond(taken), width) if moved else 0.0
             return first + moving + self.decode_seconds(rest, width, taken, x)
 
         actor = self.state.actor
@@ -246,10 +249,15 @@ class Forecast:
         sizes = [one.world_size for one in actor.strategies]
         return max([n for n in sizes if n <= len(actor.devices)] or [actor.strategy.world_size])
 
+    def waiting(self) -> Plan:
+        """The actor, as it is, begins no mini-batch until everything is generated, and takes all
+        devices then."""
+        return self.lending(None, self.state.actor.mini_batches)
+
     def best_lending(self, strategies: Sequence[Strategy]) -> Plan:
         """The best of the plans in which the actor lends its devices, for now at least."""
         actor = self.state.actor
-        plans = [self.lending(None, actor.mini_batches)]
+        plans = [self.waiting()]
         for number in range(actor.mini_batches_done + 1, actor.mini_batches + 1):
             plans += [self.lending(one, number) for one in strategies if self._leaves_room(one)]
         return min(plans, key=lambda one: one.seconds)

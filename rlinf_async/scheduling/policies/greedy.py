@@ -16,6 +16,7 @@ from rlinf_async.scheduling.policies.growing import (
     has_work,
     larger_strategies,
     lend,
+    release,
     spread,
     take_back,
     take_most,
@@ -66,8 +67,10 @@ def _back(state: ClusterState) -> ScalingDecision | None:
 
 
 def _grown(state: ClusterState) -> ScalingDecision | None:
-    """Grow the actor as far as that ends the iteration earlier."""
-    if not state.actor.ready or not has_work(state):
+    """Grow the actor as far as that ends the iteration earlier, now or once all is generated."""
+    if not state.actor.ready:
+        return release(state)
+    if not has_work(state):
         return None
     forecast = Forecast(state)
     best, least = None, forecast.holding(state.actor.strategy).seconds * (1.0 - LEAST_GAIN)
@@ -76,4 +79,10 @@ def _grown(state: ClusterState) -> ScalingDecision | None:
         seconds = forecast.holding(one).seconds
         if grown is not None and seconds < least:
             best, least = grown, seconds
+    if state.unfinished and larger_strategies(state) and forecast.waiting().seconds < least:
+        return ScalingDecision(
+            iteration=state.iteration,
+            actor_waits=True,
+            reason=f"the actor waits for {state.unfinished} samples, and grows then",
+        )
     return best

@@ -177,6 +177,26 @@ def grow_to(state: ClusterState, strategy: Strategy, reason: str) -> ScalingDeci
     )
 
 
+def release(state: ClusterState) -> ScalingDecision | None:
+    """Everything is generated: instances stop whose devices the actor can grow into, so that it
+    finds them free at its next boundary. None: there are none, or somebody still asks for them."""
+    if state.unfinished or state.queued or state.actor.left < 1:
+        return None
+    wanted = {
+        device
+        for one in larger_strategies(state)
+        for device in state.actor.devices[: one.world_size]
+    }
+    idle = [one for one in state.serving if not wanted.isdisjoint(one.devices)]
+    if not idle or any(one.load or not one.answers for one in idle):
+        return None
+    return ScalingDecision(
+        iteration=state.iteration,
+        stop=tuple(one.number for one in idle),
+        reason="everything is generated",
+    )
+
+
 def has_work(state: ClusterState) -> bool:
     """Whether the samples of the next mini-batch have arrived, as far as is known."""
     actor = state.actor

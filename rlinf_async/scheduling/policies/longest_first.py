@@ -67,7 +67,7 @@ def _wider(decision: ScalingDecision, state: ClusterState) -> ScalingDecision:
     for one in widenings(decision, state):
         wide = max(len(each.devices) for each in one.resume) / len(state.instances[0].home)
         moved = forecast.requests / units * (wide - width)
-        cost = forecast.move_seconds(moved)
+        cost = forecast.move_seconds(moved, wide)
         now, then = (forecast.token_seconds(units, each) for each in (width, wide))
         gain = as_it_is - forecast.decode_seconds(units, wide, 0.0, forecast.end) - cost
         if gain > most and then <= (1.0 - FASTER) * now:
