@@ -81,6 +81,15 @@ def test_a_server_acts_under_the_weights_that_were_loaded_last() -> None:
         np.testing.assert_allclose(action, expected.numpy(), rtol=1e-5, atol=1e-6)
 
 
+def test_answers_are_float32_whatever_the_environment_shows() -> None:
+    arrays = ArrayGaussian.of(trained(), CPU)
+    assert arrays is not None
+    answer = arrays.act(seen().astype(np.float64), torch.Generator().manual_seed(7))
+    assert {one.dtype for one in (answer.action, answer.log_prob, answer.value)} == {
+        np.dtype(np.float32)
+    }
+
+
 def test_the_observations_that_are_given_stay_as_they_are() -> None:
     given = seen()
     given.flags.writeable = False  # as arrays off the wire

@@ -129,13 +129,26 @@ def test_greedy_lets_the_actor_wait_for_the_last_samples_where_it_can_grow_then(
     assert not decision.changes_devices
 
 
-@pytest.mark.parametrize(("queued", "stopped"), [(0, (0, 1, 2, 3, 4, 5)), (1, ())])
-def test_greedy_stops_instances_that_nobody_asks_before_the_actor_comes_to_its_boundary(
-    queued: int, stopped: tuple[int, ...]
+@pytest.mark.parametrize(
+    ("queued", "trained", "rescale_seconds", "stopped"),
+    [
+        (0, 1, 2.0, (0, 1, 2, 3, 4, 5)),
+        (1, 1, 2.0, ()),  # somebody asks for the next iteration
+        (0, 3, 2.0, ()),  # the actor trains its last mini-batch
+        (0, 1, 1000.0, ()),  # it will not grow
+    ],
+)
+def test_greedy_stops_instances_before_the_actor_comes_to_the_boundary_at_which_it_grows(
+    queued: int, trained: int, rescale_seconds: float, stopped: tuple[int, ...]
 ) -> None:
     state = with_load(cluster(), 0, queued=queued)
-    training = msgspec.structs.replace(state.actor, ready=False, mini_batches_done=1)
-    decision = load_policy("greedy").decide(msgspec.structs.replace(state, actor=training))
+    rates = msgspec.structs.replace(
+        state.rates, train_seconds=1e-3, rescale_seconds=rescale_seconds
+    )
+    training = msgspec.structs.replace(state.actor, ready=False, mini_batches_done=trained)
+    decision = load_policy("greedy").decide(
+        msgspec.structs.replace(state, actor=training, rates=rates)
+    )
     assert decision.stop == stopped
     assert decision.actor is None
 

@@ -58,7 +58,8 @@ class ArrayGaussian:
 
     def act(self, observation: Seen, generator: torch.Generator) -> PolicyAnswer:
         """Sample actions for ``[N, D]``; raises `PolicyOutputError` for NaN or infinity."""
-        normalized = self._policy.observation_normalizer.of_array(observation)
+        seen = np.asarray(observation, np.float32)
+        normalized = self._policy.observation_normalizer.of_array(seen)
         mean = self._actor(normalized)
         value = self._critic(normalized)[:, 0]
         noise: Floats = torch.randn(mean.shape, generator=generator).numpy()

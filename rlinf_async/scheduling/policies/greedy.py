@@ -68,12 +68,14 @@ def _back(state: ClusterState) -> ScalingDecision | None:
 
 def _grown(state: ClusterState) -> ScalingDecision | None:
     """Grow the actor as far as that ends the iteration earlier, now or once all is generated."""
-    if not state.actor.ready:
-        return release(state)
-    if not has_work(state):
+    freed = None if state.actor.ready else release(state)
+    if freed is None and not (state.actor.ready and has_work(state)):
         return None
     forecast = Forecast(state)
     best, least = None, forecast.holding(state.actor.strategy).seconds * (1.0 - LEAST_GAIN)
+    if freed is not None:
+        gains = any(forecast.holding(one).seconds < least for one in larger_strategies(state))
+        return freed if gains else None
     for one in larger_strategies(state):
         grown = grow_to(state, one, f"{state.unfinished} samples are left to generate")
         seconds = forecast.holding(one).seconds

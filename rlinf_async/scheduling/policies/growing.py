@@ -179,8 +179,9 @@ def grow_to(state: ClusterState, strategy: Strategy, reason: str) -> ScalingDeci
 
 def release(state: ClusterState) -> ScalingDecision | None:
     """Everything is generated: instances stop whose devices the actor can grow into, so that it
-    finds them free at its next boundary. None: there are none, or somebody still asks for them."""
-    if state.unfinished or state.queued or state.actor.left < 1:
+    finds them free at its next boundary. None: there are none, or somebody still asks for them, or
+    it trains its last mini-batch."""
+    if state.unfinished or state.queued or state.actor.left < 2:
         return None
     wanted = {
         device

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Final, ParamSpec
@@ -164,14 +164,19 @@ class Ranks:
                 log.warning("%s has lost rank 0: %s", self._name, error)
         return None
 
-    def _lost(self, call: str, answers: Mapping[Any, Peer]) -> str | None:
-        """What happened to a rank that was asked, if its process has ended; it is noted."""
-        ray = of_ray()
+    def _lost(self, call: str, answers: dict[Any, Peer]) -> str | None:
+        """What happened to a rank that was asked, if its process has ended; it is noted.
+
+        Where Ray has lost its connection alone, that is no answer any more.
+        """
+        ray, errors = of_ray(), of_ray("exceptions")
         done, _ = ray.wait(list(answers), num_returns=len(answers), timeout=0)
         for answer in done:
             try:
                 ray.get(answer)
-            except of_ray("exceptions").RayActorError as error:
+            except errors.ActorUnavailableError:
+                del answers[answer]
+            except errors.RayActorError as error:
                 peer = answers[answer]
                 how = how_it_ended(error)
                 return self._note(call, f"{peer.rank} ({peer.place}) is lost: {how}")
