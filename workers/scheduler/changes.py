@@ -115,7 +115,7 @@ class Changes:
         elif changed is False:  # it is known what the actor holds: as before
             homes = self._topology.instances
             await self.resume([Resume(instance=n, devices=homes[n]) for n in decision.stop])
-        else:
+        if control.newest.takers is not None:  # nothing could come back, or nobody knows
             await control.publish()  # all take requests again
         await self._migrate(decision)
 

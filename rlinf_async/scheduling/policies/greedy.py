@@ -42,7 +42,7 @@ class Greedy:
             return spread(_begin(state) or nothing, state)
         if not state.actor.holds:
             return _back(state) or nothing
-        return _grown(state) or nothing
+        return (_grown(state) if state.actor.ready else _freed(state)) or nothing
 
 
 def _begin(state: ClusterState) -> ScalingDecision | None:
@@ -66,16 +66,23 @@ def _back(state: ClusterState) -> ScalingDecision | None:
     return take_back(state, plan.strategy) if plan.strategy and plan.waits <= 0.0 else None
 
 
-def _grown(state: ClusterState) -> ScalingDecision | None:
-    """Grow the actor as far as that ends the iteration earlier, now or once all is generated."""
-    freed = None if state.actor.ready else release(state)
-    if freed is None and not (state.actor.ready and has_work(state)):
+def _freed(state: ClusterState) -> ScalingDecision | None:
+    """Free devices while the actor trains, if it will grow into them."""
+    found = release(state)
+    if found is None:
         return None
     forecast = Forecast(state)
-    best, least = None, forecast.holding(state.actor.strategy).seconds * (1.0 - LEAST_GAIN)
-    if freed is not None:
-        gains = any(forecast.holding(one).seconds < least for one in larger_strategies(state))
-        return freed if gains else None
+    least = _worth_a_change(forecast)
+    grows = any(forecast.holding(one).seconds < least for one in larger_strategies(state))
+    return found if grows else None
+
+
+def _grown(state: ClusterState) -> ScalingDecision | None:
+    """Grow the actor as far as that ends the iteration earlier, now or once all is generated."""
+    if not has_work(state):
+        return None
+    forecast = Forecast(state)
+    best, least = None, _worth_a_change(forecast)
     for one in larger_strategies(state):
         grown = grow_to(state, one, f"{state.unfinished} samples are left to generate")
         seconds = forecast.holding(one).seconds
@@ -88,3 +95,8 @@ def _grown(state: ClusterState) -> ScalingDecision | None:
             reason=f"the actor waits for {state.unfinished} samples, and grows then",
         )
     return best
+
+
+def _worth_a_change(forecast: Forecast) -> float:
+    """Return the seconds below which another plan is worth a change."""
+    return forecast.holding(forecast.state.actor.strategy).seconds * (1.0 - LEAST_GAIN)

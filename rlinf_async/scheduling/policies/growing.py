@@ -177,17 +177,21 @@ def grow_to(state: ClusterState, strategy: Strategy, reason: str) -> ScalingDeci
     )
 
 
+def wanted_by_actor(state: ClusterState) -> set[int]:
+    """Return the devices that the actor may still grow into before its last mini-batch, which
+    waits for the tail in any case."""
+    actor = state.actor
+    if actor.left <= 1:
+        return set()
+    return set(actor.devices[: max(one.world_size for one in actor.strategies)])
+
+
 def release(state: ClusterState) -> ScalingDecision | None:
-    """Everything is generated: instances stop whose devices the actor can grow into, so that it
-    finds them free at its next boundary. None: there are none, or somebody still asks for them, or
-    it trains its last mini-batch."""
-    if state.unfinished or state.queued or state.actor.left < 2:
+    """Everything is generated: instances stop on devices that the actor may grow into, so that it
+    finds them free at its next boundary. None: there are none, or somebody still asks for them."""
+    if state.unfinished or state.queued:
         return None
-    wanted = {
-        device
-        for one in larger_strategies(state)
-        for device in state.actor.devices[: one.world_size]
-    }
+    wanted = wanted_by_actor(state)
     idle = [one for one in state.serving if not wanted.isdisjoint(one.devices)]
     if not idle or any(one.load or not one.answers for one in idle):
         return None

@@ -20,7 +20,7 @@ from rlinf_async.scheduling.decision import Resume, ScalingDecision, holdings_af
 from rlinf_async.scheduling.policies.balancing import balanced
 from rlinf_async.scheduling.policies.forecast import Forecast
 from rlinf_async.scheduling.policies.greedy import LEAST_GAIN, Greedy
-from rlinf_async.scheduling.policies.growing import keep_order
+from rlinf_async.scheduling.policies.growing import keep_order, wanted_by_actor
 from rlinf_async.scheduling.policies.widening import widenings
 from rlinf_async.scheduling.state import ClusterState, InstanceState, RequestState
 
@@ -98,15 +98,6 @@ def widened(decision: ScalingDecision, state: ClusterState) -> list[Resume]:
             found.append(Resume(instance=one.number, devices=(*one.devices, *more)))
             free = [device for device in free if device not in more]
     return found
-
-
-def wanted_by_actor(state: ClusterState) -> set[int]:
-    """Return the devices that the actor may still grow into before its last mini-batch, which
-    waits for the tail in any case."""
-    actor = state.actor
-    if actor.left <= 1:
-        return set()
-    return set(actor.devices[: max(one.world_size for one in actor.strategies)])
 
 
 def _more(one: InstanceState, free: list[int], state: ClusterState) -> list[int]:
