@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from rlinf_async.bench import Bar, Bench, Case, bound
 
-KINDS = ("toy", "transformers")
+KINDS = {"toy": (), "transformers": ("transformers",), "vllm": ("vllm", "transformers")}
+"""what generates, and the modules that it needs"""
 
 
 def _agreement(kind: str) -> Bar:
@@ -24,9 +25,10 @@ BENCH = Bench(
     name="calibrate",
     summary="step time of a real run against that of its calibrated simulation",
     cases=tuple(
-        Case(kind, ("{python}", "{here}/real.py", kind, "{out}"), cores=2) for kind in KINDS
+        Case(kind, ("{python}", "{here}/real.py", kind, "{out}"), requires=modules, cores=2)
+        for kind, modules in KINDS.items()
     ),
     bars=tuple(_agreement(kind) for kind in KINDS),
     repetitions=1,
-    notes=("2 rollout workers and 2 actors; strictly on-policy; 12 and 10 iterations",),
+    notes=("2 rollout workers and 2 actors; strictly on-policy; 12, 10 and 10 iterations",),
 )

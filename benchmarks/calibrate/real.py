@@ -1,17 +1,18 @@
 """One real run, calibrated and simulated.
 
-    python real.py toy|transformers OUT
+    python real.py toy|transformers|vllm OUT [--iterations N]
 
-Prints the seconds of a step, real and simulated. With ``toy`` they are those of devices; with
-``transformers`` a tiny model generates in two processes, and FSDP trains it in two.
+Prints the seconds of a step, real and simulated. With ``toy`` they are those of devices; else two
+engines generate with a tiny model that has random weights, and FSDP trains it in two processes.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 from rlinf_async.backends.toy.config import ToyEngineConfig, ToyTrainerConfig
 from rlinf_async.data import DataConfig
@@ -29,7 +30,8 @@ from rlinf_async.runtime.jobs.language.sections import (
 from rlinf_async.simulate import simulate
 from rlinf_async.simulate.calibrate import calibrate, simulation_of
 
-ITERATIONS = {"toy": 12, "transformers": 10}
+Kind = Literal["toy", "transformers", "vllm"]
+ITERATIONS: dict[Kind, int] = {"toy": 12, "transformers": 10, "vllm": 10}
 MODEL = {
     "model_type": "qwen3",
     "hidden_size": 64,
@@ -37,11 +39,11 @@ MODEL = {
     "intermediate_size": 128,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
 }
 
 
-def configured(kind: str, data: Path) -> LanguageConfig:
+def configured(kind: Kind, data: Path, iterations: int) -> LanguageConfig:
     """The run's configuration."""
     toy = kind == "toy"
     return LanguageConfig(
@@ -49,7 +51,7 @@ def configured(kind: str, data: Path) -> LanguageConfig:
         model=ModelConfig(config=MODEL, tokenizer="arithmetic"),
         data=DataConfig(path=str(data), verifier="exact", shuffle=False),
         training=TrainingConfig(
-            iterations=ITERATIONS[kind],
+            iterations=iterations,
             prompts=16,
             group_size=4,
             checkpoint_every=0,
@@ -57,7 +59,7 @@ def configured(kind: str, data: Path) -> LanguageConfig:
             export=False,
         ),
         rollout=RolloutConfig(
-            backend="toy" if toy else "transformers",
+            backend=kind,
             sampling=Sampling(max_tokens=150 if toy else 96),
             toy=ToyEngineConfig(
                 slots=64,
@@ -79,13 +81,13 @@ def configured(kind: str, data: Path) -> LanguageConfig:
     )
 
 
-def main(kind: str, out: Path) -> None:
+def main(kind: Kind, out: Path, iterations: int) -> None:
     """Run it, simulate it, and print both."""
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(scratch) / "sums.jsonl"
         lines = [json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) for n in range(600)]
         data.write_text("\n".join(lines) + "\n")
-        summary = LanguageRL().run(configured(kind, data), out / "run", resume=False)
+        summary = LanguageRL().run(configured(kind, data, iterations), out / "run", resume=False)
     found = calibrate(out / "run")
     config = simulation_of(found)
     assert config is not None  # the folder has a configuration
@@ -99,7 +101,7 @@ def main(kind: str, out: Path) -> None:
                 "simulated_step_seconds": simulated,
                 "agreement": min(simulated, found.step_seconds)
                 / max(simulated, found.step_seconds),
-                "missing": ITERATIONS[kind] * 64 - summary.samples,
+                "missing": iterations * 64 - summary.samples,
                 **{f"{fit.name}_error": fit.error for fit in found.fits},
             }
         )
@@ -107,4 +109,9 @@ def main(kind: str, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description="One real run, calibrated and simulated.")
+    parser.add_argument("kind", choices=ITERATIONS)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--iterations", type=int)
+    given = parser.parse_args()
+    main(given.kind, given.out, given.iterations or ITERATIONS[given.kind])

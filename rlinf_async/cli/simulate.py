@@ -253,9 +253,7 @@ def calibrate(run: pathlib.Path) -> None:
     found = fitted(run)
     click.echo(f"# {found.iterations} iterations, {found.workers} rollout, {found.ranks} actor")
     for fit in found.fits:
-        click.echo(
-            f"# {fit.name}: {fit.measured:.4f} s an iteration, fitted within {fit.error:.1%}"
-        )
+        click.echo(f"# {fit.name}: {fit.measured:.4f} s on average, fitted within {fit.error:.1%}")
     config = simulation_of(found)
     if config is not None:
         result = run_simulation(config).result
@@ -263,10 +261,10 @@ def calibrate(run: pathlib.Path) -> None:
         click.echo(f"# step: {found.step_seconds:.4f} s real, {simulated:.4f} s simulated")
         click.echo(to_toml(config), nl=False)
         return
-    sections = {"generation": found.generation, "generation.lengths": found.lengths}
-    for name, values in (sections | {"actor": found.actor}).items():
+    for name, values in {"generation": found.generation, "actor": found.actor}.items():
         click.echo(f"\n[{name}]")
-        if name == "generation.lengths":
-            click.echo('type = "log_normal"')
         for key, value in values.items():
-            click.echo(f"{key} = {int(value) if key == 'longest' else float(f'{value:.6g}')}")
+            click.echo(f"{key} = {float(f'{value:.6g}')}")
+        if name == "generation":
+            lengths = ", ".join(map(str, found.lengths))
+            click.echo(f'\n[generation.lengths]\ntype = "empirical"\ntokens = [{lengths}]')

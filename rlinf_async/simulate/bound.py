@@ -129,13 +129,14 @@ def _least_seconds(config: SimulationConfig, lengths: Floats, mini_batches: int)
     prefill = config.work.prompt_tokens * generation.prefill_seconds
     ranks = [dp * hardware.actor_tp for dp in config.dp_sizes]
     tokens = lengths + config.work.prompt_tokens
-    work = float(tokens.sum()) * actor.token_seconds
+    training = tokens * actor.token_seconds + hardware.actor_tp * actor.sample_seconds
+    work = float(training.sum())
     work += float(tokens.sum()) * config.inference.token_seconds
     work += mini_batches * actor.step_seconds * min(ranks)
     work += len(lengths) * prefill * hardware.instance_devices
     size = len(lengths) // mini_batches
     left = np.arange(mini_batches, 0, -1)  # mini-batches that are not trained yet, of each batch
-    trained = np.concatenate([[0.0], np.cumsum(tokens)])[left * size] * actor.token_seconds
+    trained = np.concatenate([[0.0], np.cumsum(training)])[left * size]
     after = np.repeat(trained / max(ranks) + left * actor.step_seconds, size)
 
     fastest = prefill / max(hardware.instance_widths) ** generation.wider

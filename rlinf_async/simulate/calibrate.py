@@ -1,55 +1,40 @@
-"""Cost models fitted to a real run: least squares over its iterations, from metrics and trace.
+"""Cost models fitted to a real run, from its metrics and its trace.
 
 ::
 
-    train     = seconds of the actor's `train` spans
-              = token_seconds x tokens / ranks + seconds of the optimizer steps
     generate  = seconds of the `generate` spans of the rollout worker that generates longest
               = decode_seconds x steps + sequence_seconds x tokens / workers
 
-The first iteration is left out: it allocates and compiles what the others find ready. The steps of
-an iteration are at least the longest response of the iteration. `load_seconds`,
-`move_seconds` and `rescale_seconds` are means of the spans of their names. On-policy,
-`publish_seconds` is what lies between the end of training and the first token of the next
-iteration, without loading: publishing, dispatching, calls. Work and hardware are those of the run's
-configuration.
+`training_costs` has those of the actor. The first iteration is left out: it allocates and compiles
+what the others find ready. The steps of an iteration are at least the longest response of the
+iteration; the lengths are those of the run's samples. `load_seconds`, `move_seconds` and
+`rescale_seconds` are means of the spans of their names. On-policy, `publish_seconds` is what lies
+between the end of training and the first token of the next iteration, without loading: publishing,
+dispatching, calls. Work and hardware are those of the run's configuration.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import NormalDist
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from rlinf_async.backends.cost.lengths import Z99
 from rlinf_async.config import Document, UsageError
 from rlinf_async.observe.csv_log import read_columns
 from rlinf_async.observe.perfetto import by_worker, read_perfetto
 from rlinf_async.observe.trace import Span
 from rlinf_async.simulate.config import SimulationConfig
+from rlinf_async.simulate.fit import Fit, Floats, fit
+from rlinf_async.simulate.training_costs import training_costs
 
-CUT = 0.95
-"""of the longest response: a 99th percentile above is that of the limit"""
+LENGTHS = 200
+"""that stand for those of all samples at most"""
 LEAST_ITERATIONS = 4
 """fewer do not tell two costs apart, since the first is left out"""
 NEEDED = ("iteration", "samples", "response_tokens", "prompt_tokens", "response_tokens_max")
-Floats = NDArray[np.float64]
-
-
-class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """One fitted time."""
-
-    name: str
-    measured: float
-    """mean of an iteration, in seconds"""
-    error: float
-    """mean of |fitted - measured| / measured over the iterations"""
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,8 +45,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     generation: dict[str, float]
     actor: dict[str, float]
-    lengths: dict[str, float]
-    """of the log-normal distribution with the run's median, 99th percentile and longest"""
+    lengths: tuple[int, ...]
+    """of responses, rising: those of the run, or as many quantiles as `LENGTHS`"""
     fits: tuple[Fit, ...]
     step_seconds: float = 0.0
     """mean seconds from one trained version to the next, which leaves the first out, too"""
@@ -80,55 +65,49 @@ def calibrate(run: Path) -> Calibration:
     """
     rows = _rows(run)
     spans = by_worker(read_perfetto(run / "trace.json.gz"))
+    every = [span for row in spans.values() for span in row]
     trained = _train_seconds(spans, rows["iteration"], run)
     generated, workers = _generate_seconds(spans, trained, run)
     ranks = len({worker for worker, row in spans.items() if _of(row, "train")})
-    seconds = np.array([sum(one.duration for one in found) / 1e9 for found in trained]) / ranks
-    samples = np.diff(np.concatenate([[0.0], rows["samples"]]))
-    responses = samples * rows["response_tokens"]
-    tokens = responses + samples * rows["prompt_tokens"]
-    longest_of = rows["response_tokens_max"]
-    train, train_fit = _fit("train", seconds[1:], tokens[1:] / ranks, np.ones(len(tokens) - 1))
-    made, made_fit = _fit("generate", generated[1:], responses[1:] / workers, longest_of[1:])
-    every = [span for row in spans.values() for span in row]
+    training = training_costs(spans, map(int, rows["iteration"][1:]))
+    lengths = _lengths(every)
+    if training is None or not lengths:
+        lacking = "span 'micro-batch'" if training is None else "lengths in its spans 'score'"
+        raise UsageError(
+            f"{run}/trace.json.gz: has no {lacking}: calibration needs a run that was made by this "
+            "version"
+        )
+    responses = np.diff(np.concatenate([[0.0], rows["samples"]])) * rows["response_tokens"]
+    made = fit("generate", generated[1:], rows["response_tokens_max"][1:], responses[1:] / workers)
     work, hardware, slots = _shape(run, workers, ranks)
     publish = _mean(every, "publish")
     if work:
         publish = publish if work["max_staleness"] else _between(spans, trained, publish)
         work["prompt_tokens"] = max(1, round(float(rows["prompt_tokens"].mean())))
     ends = [max(one.end for one in found) / 1e9 for found in trained]
-    median = float(np.median(rows.get("response_tokens_median", rows["response_tokens"])))
-    high = float(np.median(rows.get("response_tokens_p99", rows["response_tokens_max"])))
-    longest = float(math.ceil(longest_of.max()))
-    ratio = _ratio(high / max(median, 1.0), float(samples.mean()))
-    if high > CUT * longest:  # the limit of the responses hides the tail
-        mean = float(responses.sum() / samples.sum())
-        ratio = max(ratio, _ratio_by_mean(median, mean, longest))
     return Calibration(
-        iterations=len(tokens),
+        iterations=len(generated),
         workers=workers,
         ranks=ranks,
         generation={
-            "decode_seconds": max(made[1], 1e-9),
-            "sequence_seconds": made[0],
+            "decode_seconds": max(made.costs[0], 1e-9),
+            "sequence_seconds": made.costs[1],
             "prefill_seconds": 0.0,
             "load_seconds": _mean(every, "load weights"),
             "move_seconds": _mean(every, "onload"),
             **slots,
         },
         actor={
-            "token_seconds": max(train[0], 1e-12),
-            "step_seconds": train[1] / work.get("mini_batches", 1),
+            "token_seconds": max(training.token_seconds * hardware.get("actor_tp", 1), 1e-12),
+            "sample_seconds": training.sample_seconds,
+            "beside_generation": training.beside_generation,
+            "step_seconds": training.iteration_seconds / work.get("mini_batches", 1),
             "rescale_seconds": _mean(every, "rescale"),
             "move_seconds": _mean(every, "offload"),
             "publish_seconds": publish,
         },
-        lengths={
-            "median": max(median, 1.0),
-            "ratio": ratio,
-            "longest": longest,
-        },
-        fits=(train_fit, made_fit),
+        lengths=lengths,
+        fits=(training.fit, made),
         step_seconds=float(np.diff(ends).mean()),
         work=work,
         hardware=hardware,
@@ -140,11 +119,12 @@ def simulation_of(found: Calibration, iterations: int = 32) -> SimulationConfig 
     where the folder has no configuration."""
     if not found.work:
         return None
+    lengths = {"type": "empirical", "tokens": found.lengths}
     return msgspec.convert(
         {
             "work": found.work | {"iterations": iterations},
             "hardware": found.hardware,
-            "generation": found.generation | {"lengths": {"type": "log_normal", **found.lengths}},
+            "generation": found.generation | {"lengths": lengths},
             "actor": found.actor,
             "scheduler": {"policy": "static"},
         },
@@ -201,30 +181,14 @@ def _between(
     return max(publish, float(np.median(gaps)) - _mean(every, "load weights"))
 
 
-def _ratio(seen: float, samples: float) -> float:
-    """Return the 99th percentile over the median of a log-normal distribution, of which the sample
-    has this quotient: of few samples the 99th percentile is too low."""
-    if seen <= 1.0 or samples <= 1.0:
-        return 1.0
-    quantile = (0.99 * (samples - 1.0) + 0.5) / samples  # Hazen's plotting position
-    return float(seen ** (Z99 / NormalDist().inv_cdf(quantile)))
-
-
-def _ratio_by_mean(median: float, mean: float, longest: float) -> float:
-    """Return the 99th percentile over the median of the log-normal distribution that has this
-    median and, cut at the longest, this mean; found by bisection."""
-    normal = NormalDist()
-    high = math.log(max(longest / median, 1.0 + 1e-9))
-
-    def cut_mean(sigma: float) -> float:
-        below = median * math.exp(sigma**2 / 2) * normal.cdf(high / sigma - sigma)
-        return below + longest * (1.0 - normal.cdf(high / sigma))
-
-    least, most = 1e-3, 3.0
-    for _ in range(50):
-        middle = (least + most) / 2
-        least, most = (middle, most) if cut_mean(middle) < mean else (least, middle)
-    return math.exp(least * Z99)
+def _lengths(spans: Iterable[Span]) -> tuple[int, ...]:
+    """Return the lengths of the responses that were trained, or quantiles of them."""
+    scored = (span.args or {} for span in spans if span.name == "score")
+    found = [int(args["tokens"]) for args in scored if int(args.get("iteration", -1)) >= 0]
+    if len(found) > LENGTHS:
+        places = (np.arange(LENGTHS) + 0.5) / LENGTHS
+        found = np.quantile(found, places).round().astype(int).tolist()
+    return tuple(sorted(found))
 
 
 def _rows(run: Path) -> dict[str, Floats]:
@@ -281,26 +245,6 @@ def _generate_seconds(
                 seconds[number, at] += span.duration / 1e9
     busiest: Floats = seconds.max(axis=0)
     return busiest, len(rows)
-
-
-def _fit(name: str, seconds: Floats, first: Floats, second: Floats) -> tuple[list[float], Fit]:
-    """Non-negative ``a, b`` with ``seconds = a x first + b x second``, by least squares of the
-    relative errors."""
-    weights = 1.0 / np.maximum(seconds, 1e-9)
-    columns = np.stack([first, second], axis=1) * weights[:, None]
-    ones = np.ones(len(seconds))
-    candidates = [np.linalg.lstsq(columns, ones, rcond=None)[0]]
-    for only in (0, 1):
-        column = columns[:, only]
-        alone = np.zeros(2)
-        alone[only] = max(0.0, float(column @ ones) / max(float(column @ column), 1e-300))
-        candidates.append(alone)
-    allowed = [one for one in candidates if (one >= 0.0).all()]
-    best = min(allowed, key=lambda one: float(np.square(columns @ one - 1.0).sum()))
-    error = float(np.abs(columns @ best - 1.0).mean())
-    return [float(best[0]), float(best[1])], Fit(
-        name=name, measured=float(seconds.mean()), error=error
-    )
 
 
 def _of(row: Sequence[Span], name: str) -> list[Span]:

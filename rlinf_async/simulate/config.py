@@ -162,6 +162,11 @@ class SimulationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return self.samples // self.work.mini_batches
 
     @property
+    def mean_tokens(self) -> float:
+        """Of a sample, with its prompt."""
+        return self.work.prompt_tokens + float(self.generation.lengths.many(4096, 1).mean())
+
+    @property
     def dp_sizes(self) -> list[int]:
         """Data-parallel sizes that the actor can have."""
         most = self.shared_devices // self.hardware.actor_tp

@@ -148,7 +148,9 @@ class _Iteration:
                 one = min((at for at, left in enumerate(room) if left), key=shares.__getitem__)
                 shares[one] += float(tokens)
                 room[one] -= 1
-            self._tails[number, ranks] = max(shares) * config.actor.token_seconds / tp
+            samples = len(groups) // len(shares) * config.work.group_size
+            seconds = max(shares) * config.actor.token_seconds / tp
+            self._tails[number, ranks] = seconds + samples * config.actor.sample_seconds
         return self._tails[number, ranks]
 
     def _overhead(self, ranks: tuple[int, ...]) -> float:

@@ -66,7 +66,7 @@ def scheduling(config: SimulationConfig) -> SchedulingConfig:
             sequence_seconds=generation.sequence_seconds,
             wider=generation.wider,
             prefill_seconds=generation.prefill_seconds,
-            train_seconds=actor.token_seconds,
+            train_seconds=actor.token_seconds + actor.sample_seconds / config.mean_tokens,
             mini_batch_seconds=actor.step_seconds,
             rescale_seconds=actor.rescale_seconds + actor.move_seconds,
             move_seconds=2 * generation.move_seconds,
@@ -140,6 +140,10 @@ class Site:
     def finished(self) -> int:
         """Samples of this iteration that are generated."""
         return self._finished[self.iteration]
+
+    def generating(self) -> bool:
+        """Return whether any instance decodes now."""
+        return any(one.engine.running for one in self.rollouts.values())
 
     # -- what the workers tell it -------------------------------------------------------------
 

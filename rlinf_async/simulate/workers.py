@@ -128,7 +128,13 @@ class SimulatedActor(LanguageActor):
 
     def make_trainer(self) -> CostTrainer:
         """Make the trainer of all ranks that this one stands for."""
-        return CostTrainer(self._config, self.world_size, self.rank, tp=self.stands_for)
+        return CostTrainer(
+            self._config,
+            self.world_size,
+            self.rank,
+            tp=self.stands_for,
+            beside=self._site.generating,
+        )
 
     def _iteration(self) -> Iteration:
         made = SimulatedIteration(

@@ -10,36 +10,54 @@ import pytest
 from rlinf_async.backends.cost.lengths import LogNormal
 from rlinf_async.cli import main
 from rlinf_async.config import Document, UsageError
-from rlinf_async.observe.perfetto import write_perfetto
+from rlinf_async.observe.perfetto import read_perfetto, write_perfetto
 from rlinf_async.observe.trace import Span
 from rlinf_async.simulate import SimulationConfig
-from rlinf_async.simulate.calibrate import calibrate
+from rlinf_async.simulate.calibrate import LENGTHS, calibrate
 from tests.jobs.language.kit import TOY
 
 ROWS = [(16, 100.0, 400.0), (16, 150.0, 500.0), (16, 90.0, 800.0), (16, 200.0, 900.0)]
 """samples, mean and longest response of each iteration"""
-DECODE, SEQUENCE, TOKEN, STEP = 0.01, 0.002, 1e-3, 0.25
+PROMPT = 10
+MICRO_BATCHES = (0.5, 1.5, 0.8, 1.2)
+"""of an iteration: their tokens over the mean ones"""
+DECODE, SEQUENCE, TOKEN, SAMPLE, STEP = 0.01, 0.002, 1e-3, 0.05, 0.25
 WARMING = 20.0
 """seconds by which the first iteration is slower"""
 
 
-def made(folder: Path, *, column: str = "response_tokens_max", train: str = "train") -> Path:
+def made(folder: Path, *, column: str = "response_tokens_max", without: str = "") -> Path:
+    """A run of two rollout workers and one actor, which trains after all was generated; without
+    the spans of a name."""
     lines = [f"step,iteration,samples,response_tokens,prompt_tokens,{column}"]
     spans, now, samples = [], 0.0, 0
     for number, (count, mean, longest) in enumerate(ROWS):
         samples += count
-        lines.append(f"{samples},{number},{samples},{mean},10,{longest}")
+        lines.append(f"{samples},{number},{samples},{mean},{PROMPT},{longest}")
         warming = WARMING if number == 0 else 0.0
         generate = warming + DECODE * longest + SEQUENCE * count * mean / 2
         spans += [span(one, "generate", now, generate) for one in ("rollout[0]", "rollout[1]")]
         now += generate
-        seconds = warming + TOKEN * count * (mean + 10) + STEP
-        spans.append(span("actor[0]", train, now, seconds, iteration=number))
-        now += seconds
+        spans += [
+            span("reward[0]", "score", now, 0.0, iteration=number, tokens=tokens)
+            for tokens in (round(mean), round(longest))
+        ]
+        spans.append(span("reward[0]", "score", now, 0.0, iteration=-1, tokens=5000))
+        began = now
+        now += warming
+        here = count // len(MICRO_BATCHES)
+        for share in MICRO_BATCHES:
+            tokens = round(share * here * (mean + PROMPT))
+            seconds = TOKEN * tokens + SAMPLE * here
+            labels = {"iteration": number, "samples": here, "tokens": tokens}
+            spans.append(span("actor[0]", "micro-batch", now, seconds, **labels))
+            now += seconds
+        now += STEP
+        spans.append(span("actor[0]", "train", began, now - began, iteration=number))
         spans.append(span("rollout[0]", "load weights", now, 0.5))
         now += 0.5
     (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
-    write_perfetto(spans, folder / "trace.json.gz")
+    write_perfetto([one for one in spans if one.name != without], folder / "trace.json.gz")
     return folder
 
 
@@ -53,7 +71,9 @@ def test_the_costs_of_a_run_are_found(tmp_path: Path) -> None:
     assert found.generation["sequence_seconds"] == pytest.approx(SEQUENCE, rel=1e-4)
     assert found.generation["load_seconds"] == pytest.approx(0.5)
     assert found.actor["token_seconds"] == pytest.approx(TOKEN, rel=1e-4)
+    assert found.actor["sample_seconds"] == pytest.approx(SAMPLE, rel=1e-3)
     assert found.actor["step_seconds"] == pytest.approx(STEP, rel=1e-3)
+    assert found.actor["beside_generation"] == 1.0
     assert (found.workers, found.ranks) == (2, 1)
     assert all(fit.error < 1e-3 for fit in found.fits)
 
@@ -72,7 +92,9 @@ def test_what_it_prints_is_a_simulations_file(
     ("changes", "text"),
     [
         ({"column": "other"}, "has no column 'response_tokens_max'"),
-        ({"train": "trains"}, "has no span 'train' of iteration 0"),
+        ({"without": "train"}, "has no span 'train' of iteration 0"),
+        ({"without": "micro-batch"}, "has no span 'micro-batch'"),
+        ({"without": "score"}, "has no lengths in its spans 'score'"),
     ],
 )
 def test_what_a_run_lacks_is_named(tmp_path: Path, changes: dict[str, str], text: str) -> None:
@@ -87,21 +109,19 @@ def test_a_folder_without_a_run_is_refused(
     assert "has no metrics.csv" in capsys.readouterr().err
 
 
-def test_lengths_whose_tail_was_cut_are_found_by_their_mean(tmp_path: Path) -> None:
-    lengths = LogNormal(median=25.0, ratio=10.0, longest=150).many(64 * 50, 0)
-    np.random.default_rng(1).shuffle(lengths)
-    names = ("response_tokens_median", "response_tokens_p99", "response_tokens_max")
-    head = ("step", "iteration", "samples", "response_tokens", "prompt_tokens", *names)
-    lines, spans = [",".join(head)], []
-    for number, batch in enumerate(lengths.reshape(50, 64)):
-        found = (np.median(batch), np.percentile(batch, 99), batch.max())
-        done = 64 * (number + 1)
-        lines.append(",".join(map(str, (done, number, done, batch.mean(), 10, *found))))
-        spans.append(span("rollout[0]", "generate", 2.0 * number, 1.0))
-        spans.append(span("actor[0]", "train", 2.0 * number + 1.0, 1.0, iteration=number))
-    (tmp_path / "metrics.csv").write_text("\n".join(lines) + "\n")
+def test_lengths_are_those_of_the_samples_that_were_trained(tmp_path: Path) -> None:
+    assert calibrate(made(tmp_path)).lengths == (90, 100, 150, 200, 400, 500, 800, 900)
+
+
+def test_many_lengths_are_told_by_their_quantiles(tmp_path: Path) -> None:
+    lengths = LogNormal(median=25.0, ratio=10.0, longest=150).many(5000, 0)
+    spans = read_perfetto(made(tmp_path, without="score") / "trace.json.gz")
+    spans += [span("reward[0]", "score", 0.0, 0.0, iteration=0, tokens=int(n)) for n in lengths]
     write_perfetto(spans, tmp_path / "trace.json.gz")
-    assert calibrate(tmp_path).lengths["ratio"] == pytest.approx(10.0, rel=0.1)
+    found = calibrate(tmp_path).lengths
+    assert len(found) == LENGTHS
+    assert np.mean(found) == pytest.approx(lengths.mean(), rel=0.02)
+    assert found[-1] == 150
 
 
 def test_a_run_with_its_configuration_is_simulated_whole(

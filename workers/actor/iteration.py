@@ -54,6 +54,7 @@ Step = Callable[[Iterable[MicroBatch]], Mapping[str, float]]
 """what is done with the micro-batches of a global batch"""
 
 WAIT = "wait samples"
+MICRO_BATCH = "micro-batch"
 
 
 class ChangingRank(Protocol):
@@ -319,13 +320,20 @@ class Iteration:
     def _counted(
         self, micro_batches: Iterable[MicroBatch], emptied: Batches | None
     ) -> Iterator[MicroBatch]:
-        """Count tokens; of ``emptied`` nothing may be left behind the last one, which is looked at
-        before any rank takes the step."""
+        """Count tokens, and record what becomes of each micro-batch until the next is asked for.
+
+        Of ``emptied`` nothing may be left behind the last one, which is looked at before any rank
+        takes the step.
+        """
         for one in micro_batches:
-            self._tokens += sum(sample.tokens for sample in one.samples)
+            tokens = sum(sample.tokens for sample in one.samples)
+            self._tokens += tokens
             if one.is_last and emptied is not None:
                 self._check_queue(emptied)
-            yield one
+            with self._worker.span(
+                MICRO_BATCH, iteration=self._number, samples=len(one.samples), tokens=tokens
+            ):
+                yield one
 
     def _check_queue(self, batches: Batches) -> None:
         if batches.queued_samples:

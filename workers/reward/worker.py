@@ -126,11 +126,22 @@ class RewardWorker(Worker):
         async for lease in samples.leases():
             async with lease as [sample]:
                 started = clock()
-                with self.span("score", sample=sample.request.name):
+                with self.span("score", **_labels(sample)):
                     outcome = await self.score(sample)
                 seconds = clock() - started
                 _count(report, outcome, seconds)
                 await scored.put(ScoredSample(sample=sample, outcome=outcome, seconds=seconds))
+
+
+def _labels(sample: Sample) -> dict[str, str | int]:
+    """Return what the trace tells of a sample; iteration -1: of an evaluation."""
+    request = sample.request
+    return {
+        "sample": request.name,
+        "iteration": -1 if request.evaluation else request.iteration,
+        "tokens": len(sample.generated.token_ids),
+        "rollout": sample.rollout_rank,
+    }
 
 
 def _count(report: RewardReport, outcome: Outcome, seconds: float) -> None:

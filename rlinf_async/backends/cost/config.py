@@ -44,6 +44,12 @@ class CostTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     token_seconds: float
     """of forward and backward pass of one token, and its log-probs, on one device"""
+    sample_seconds: float = 0.0
+    """that each sample adds to its tokens: what a micro-batch takes, however many tokens it has,
+    shared out over its samples"""
+    beside_generation: float = 1.0
+    """by which both are multiplied while rollout instances generate: where they and the actor
+    compute on the same cores"""
     step_seconds: float = 0.0
     """of an optimizer step"""
     rescale_seconds: float = 0.0
@@ -55,7 +61,11 @@ class CostTrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def __post_init__(self) -> None:
         check_not_negative(self, ("step_seconds", "rescale_seconds", "move_seconds"))
-        check_not_negative(self, ("publish_seconds",))
+        check_not_negative(self, ("publish_seconds", "sample_seconds"))
+        if not self.beside_generation >= 1.0:
+            raise ValueError(
+                f"beside_generation is {self.beside_generation}; it must be at least 1"
+            )
         if not self.token_seconds > 0.0:
             raise ValueError(f"token_seconds is {self.token_seconds}; it must be above 0")
 

@@ -6,7 +6,7 @@ of a mini-batch; whoever drives several has them wait for one another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -24,6 +24,11 @@ from rlinf_async.parallel import DataRank, Strategy, StrategyError
 ADVANTAGE = np.ones(1, np.float32)
 
 
+def _nobody() -> bool:
+    """Return False: nobody generates."""
+    return False
+
+
 class CostTrainer(VersionTrainer):
     """Counts versions and takes time.
 
@@ -32,15 +37,23 @@ class CostTrainer(VersionTrainer):
         world_size: copies of the model that were launched: data ranks.
         rank: of this one.
         tp: tensor-parallel ranks of a copy, for all of which it stands.
+        beside: whether somebody generates at this moment.
     """
 
     file = "cost.json"
 
     def __init__(
-        self, config: CostTrainerConfig, world_size: int, rank: int, *, tp: int = 1
+        self,
+        config: CostTrainerConfig,
+        world_size: int,
+        rank: int,
+        *,
+        tp: int = 1,
+        beside: Callable[[], bool] = _nobody,
     ) -> None:
         super().__init__(world_size, rank, tp=tp)
         self.config = config
+        self._beside = beside
         self._spent: dict[str, float] = {}
 
     def _take(self, cause: str, seconds: float) -> None:
@@ -115,8 +128,12 @@ class CostTrainer(VersionTrainer):
 
     def micro_batch(self, samples: Sequence[TrainingSample]) -> None:
         """Take the time of a forward and backward pass."""
-        tokens = sum(one.tokens for one in samples)
-        self._take("training", tokens * self.config.token_seconds / self._strategy.tp)
+        config, tokens = self.config, sum(one.tokens for one in samples)
+        seconds = tokens * config.token_seconds / self._strategy.tp
+        seconds += len(samples) * config.sample_seconds
+        if config.beside_generation > 1.0 and self._beside():
+            seconds *= config.beside_generation
+        self._take("training", seconds)
 
     def optimizer_step(self) -> None:
         """Take the time of an optimizer step."""
