@@ -22,7 +22,7 @@ import asyncio
 import contextvars
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -81,6 +81,17 @@ class Worker:
     def log(self) -> logging.Logger:
         """A logger under this worker's name."""
         return logging.getLogger(f"rlinf_async.{self.name}")
+
+    @classmethod
+    def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
+        """Modules that take long to import, and that a worker with these arguments of ``__init__``
+        needs.
+
+        Where ranks are processes of the driver's host, these are imported once, and the processes
+        of all ranks, also of those that are started again, are forked from the one that did. So a
+        module is no such one if its import starts a thread, or opens a device.
+        """
+        return ()
 
     async def setup(self) -> None:
         """Runs once after ``__init__``, before the first call. Override it for slow preparation:

@@ -14,13 +14,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
-from torch.multiprocessing.spawn import ProcessContext, spawn
+from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from rlinf_async.backends.fsdp.config import ShardingConfig
 from rlinf_async.backends.fsdp.manager import FSDPModelManager
@@ -28,6 +28,7 @@ from rlinf_async.backends.fsdp.sharding import local_shard
 
 HIDDEN = 1024
 PER_BLOCK = 8 * HIDDEN * HIDDEN
+Method = Literal["fork", "spawn"]
 STATES = 3
 """weights and two moments"""
 
@@ -90,10 +91,20 @@ def arguments(what: str) -> argparse.Namespace:
 
 
 def start(
-    work: Callable[..., dict[str, Any]], ranks: int, folder: Path, *given: object
+    work: Callable[..., dict[str, Any]],
+    ranks: int,
+    folder: Path,
+    *given: object,
+    method: Method = "fork",
 ) -> ProcessContext:
-    """Run ``work(rank, ranks, *given)`` in new processes; `results` has what they return."""
-    context = spawn(_begin, (work, ranks, folder, given), nprocs=ranks, join=False)  # type: ignore[no-untyped-call]
+    """Run ``work(rank, ranks, *given)`` in new processes; `results` has what they return.
+
+    They are forked from this one, which has imported what they need and computes nothing;
+    ``"spawn"``: they import it again, as the processes of a run that is started again.
+    """
+    context = start_processes(  # type: ignore[no-untyped-call]
+        _begin, (work, ranks, folder, given), nprocs=ranks, join=False, start_method=method
+    )
     assert isinstance(context, ProcessContext)
     return context
 
@@ -104,10 +115,14 @@ def results(work: Callable[..., Any], ranks: int, folder: Path) -> list[dict[str
 
 
 def in_ranks(
-    work: Callable[..., dict[str, Any]], ranks: int, folder: Path, *given: object
+    work: Callable[..., dict[str, Any]],
+    ranks: int,
+    folder: Path,
+    *given: object,
+    method: Method = "fork",
 ) -> list[dict[str, Any]]:
     """`start`, wait, `results`."""
-    context = start(work, ranks, folder, *given)
+    context = start(work, ranks, folder, *given, method=method)
     while not context.join():
         continue
     return results(work, ranks, folder)

@@ -55,9 +55,9 @@ def main() -> None:
     folder, given = asked.folder, (asked.parameters, asked.folder)
     first = in_ranks(begin, 2, folder, *given)
     starts = [time.monotonic()]
-    second = in_ranks(grow, 4, folder, *given)
+    second = in_ranks(grow, 4, folder, *given, method="spawn")
     starts.append(time.monotonic())
-    third = in_ranks(shrink, 2, folder, *given)
+    third = in_ranks(shrink, 2, folder, *given, method="spawn")
     if [one["fingerprint"] for one in first] != [one["fingerprint"] for one in third]:
         raise SystemExit("what was loaded is not what was saved")
     save = first[0]["saved"] + second[0]["saved"]

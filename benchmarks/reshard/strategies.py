@@ -129,9 +129,9 @@ def restarted(parameters: float, folder: Path) -> dict[str, float]:
     given = (parameters, folder)
     before = in_ranks(first, FIRST.world_size, folder, *given)
     starts = [time.monotonic()]
-    between = in_ranks(middle, THEN[0].world_size, folder, *given)
+    between = in_ranks(middle, THEN[0].world_size, folder, *given, method="spawn")
     starts.append(time.monotonic())
-    after = in_ranks(last, THEN[1].world_size, folder, *given)
+    after = in_ranks(last, THEN[1].world_size, folder, *given, method="spawn")
     if before[0]["fingerprint"] != after[0]["fingerprint"]:
         raise SystemExit("what was loaded is not what was saved")
     save = (before[0]["saved"], between[0]["saved"])

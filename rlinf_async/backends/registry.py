@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from rlinf_async.backends.base import OffPolicyTrainer, PolicyBackend, TrainerBackend
@@ -62,6 +63,24 @@ LANGUAGE_TRAINERS = {
 WITHOUT_COLLECTIVES = frozenset({"toy", "cost"})
 """language trainers whose ranks exchange nothing, and need no torch.distributed"""
 
+_LANGUAGE = (
+    "torch._dynamo",  # an optimizer's first step imports it
+    "torch.distributed.fsdp",
+    "transformers.modeling_utils",
+)
+SLOW_IMPORTS: Mapping[str, tuple[str, ...]] = {
+    "rlinf_async.backends.fsdp.embodied": ("torch._dynamo", "torch.distributed.fsdp"),
+    "rlinf_async.backends.fsdp.sac": ("torch._dynamo", "torch.distributed.fsdp"),
+    "rlinf_async.backends.fsdp.language.trainer": _LANGUAGE,
+    "rlinf_async.backends.fsdp.language.critic": _LANGUAGE,
+    "rlinf_async.backends.megatron.trainer": _LANGUAGE,
+    "rlinf_async.backends.megatron.critic": _LANGUAGE,
+    "rlinf_async.backends.policies.serving": (),
+    "rlinf_async.backends.transformers.engine": _LANGUAGE,
+}
+"""A backend's module, and what it imports only when it is at work. One that is not here imports
+little, or starts threads meanwhile."""
+
 POLICIES = {"torch": "rlinf_async.backends.policies.serving:serve_policy"}
 
 ENGINES = {
@@ -104,6 +123,12 @@ def load_generation_engine(name: str) -> EngineFactory:
     """Return the factory of the generation engine ``name``; raises `UnknownBackend`."""
     factory: EngineFactory = _load("generation", ENGINES, name)
     return factory
+
+
+def slow_imports(table: Mapping[str, str], name: str | None) -> tuple[str, ...]:
+    """The modules that a backend takes seconds to import, see `Worker.slow_imports`."""
+    module = table.get(name or "", "").partition(":")[0]
+    return (*SLOW_IMPORTS[module], module) if module in SLOW_IMPORTS else ()
 
 
 def _load(kind: str, table: dict[str, str], name: str) -> Any:

@@ -31,6 +31,7 @@ from rlinf_async.runtime.backend import WorkerSpec, refuse_what_ray_has, with_re
 from rlinf_async.runtime.child import Boot
 from rlinf_async.runtime.devices import host_devices
 from rlinf_async.runtime.forced_exit import kill_tree
+from rlinf_async.runtime.fork_server import LOST, ForkedProcess
 from rlinf_async.runtime.listeners import LISTEN_VARIABLE, Listeners, shared_secret
 from rlinf_async.runtime.output import OutputLog, OutputPipe
 from rlinf_async.runtime.remote_worker import CONNECT_SECONDS, Ended, RemoteWorker, RemoteWorkers
@@ -75,12 +76,17 @@ class ChildProcess:
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._death_file)
         os.close(self._death_file)
-        kill_tree(self._process)  # what it started and left behind
+        if not isinstance(self._process, ForkedProcess) or self._process.exitcode == LOST:
+            kill_tree(self._process)  # what it started and left behind; else its server has
         self._process.join()
         self._output.close()
         code = self._process.exitcode or 0
         self._process.close()
-        self.ended.set_result(Ended(how_it_ended(code), self._hint(code)))
+        if code == LOST:
+            how = "the process from which it was forked was killed, and it was killed, too"
+        else:
+            how = how_it_ended(code)
+        self.ended.set_result(Ended(how, self._hint(code)))
 
     def _hint(self, code: int) -> str:
         """Where to look if the process never connected."""

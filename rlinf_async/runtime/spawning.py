@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+from rlinf_async.runtime.backend import WorkerSpec
 from rlinf_async.runtime.child import Boot, child_main
 from rlinf_async.runtime.devices import device_environment
 from rlinf_async.runtime.forced_exit import kill_tree
+from rlinf_async.runtime.fork_server import ForkedProcess
 from rlinf_async.runtime.output import OutputPipe
 from rlinf_async.runtime.signals import OF_THE_DRIVER
 from rlinf_async.workers.errors import BuildError
@@ -48,8 +51,11 @@ async def spawn_whole(boot: Boot, output: OutputPipe) -> SpawnProcess:
 def open_death(process: SpawnProcess) -> int:
     """A file that becomes readable when the process has ended; the caller closes it.
 
-    Multiprocessing's own sentinel is a pipe, which what the process has forked holds open.
+    Multiprocessing's own sentinel is a pipe, which what a spawned process has forked holds open;
+    of a forked one, its server alone has the other end.
     """
+    if isinstance(process, ForkedProcess):
+        return os.dup(process.sentinel)
     if hasattr(os, "pidfd_open") and process.pid is not None:
         return os.pidfd_open(process.pid)
     return os.dup(process.sentinel)
@@ -61,22 +67,45 @@ def is_being_started() -> bool:
 
 
 def _spawn(boot: Boot, output: OutputPipe) -> SpawnProcess:
-    """Start the process. Its environment is set here, because its modules are imported first of
-    all."""
-    process = multiprocessing.get_context("spawn").Process(
-        target=child_main, args=(output, boot), name=boot.life, daemon=False
-    )
-    with _spawn_lock, _environment(boot):
+    """Start the process; forked, where modules that it imports take seconds."""
+    with _spawn_lock, _signals_blocked():
+        resource_tracker.ensure_running()  # by itself first: it unblocks signals in the end
+    process: dict[str, Any] = {
+        "target": child_main, "args": (output, boot), "name": boot.life, "daemon": False,
+    }  # fmt: skip
+    extra = device_environment(boot.spec.info.devices) | boot.spec.env_vars
+    imports = _slow_imports(boot.spec) if _may_be_forked(boot.spec) else ()
+    if imports:
+        with _spawn_lock:  # while another is spawned, `os.environ` is its own
+            environment = dict(os.environ) | extra
+        return _started(ForkedProcess(imports=imports, environment=environment, **process))
+    # Its environment is set here, because its modules are imported first of all.
+    with _spawn_lock, _environment(extra):
+        return _started(multiprocessing.get_context("spawn").Process(**process))
+
+
+def _started(process: SpawnProcess) -> SpawnProcess:
+    try:
         with _signals_blocked():
-            resource_tracker.ensure_running()  # by itself first: it unblocks signals in the end
-        try:
-            with _signals_blocked():
-                process.start()
-        except OSError:
-            raise
-        except Exception as error:  # pickle raises what the arguments' own methods raise
-            raise cannot_be_sent(boot.life, error) from error
+            process.start()
+    except OSError:
+        raise
+    except Exception as error:  # pickle raises what the arguments' own methods raise
+        raise cannot_be_sent(process.name, error) from error
     return process
+
+
+def _may_be_forked(spec: WorkerSpec) -> bool:
+    """A process that uses an accelerator begins with a new interpreter, as its libraries ask."""
+    return sys.platform == "linux" and all(one.kind == "cpu" for one in spec.info.devices)
+
+
+def _slow_imports(spec: WorkerSpec) -> Sequence[str]:
+    """Modules that this worker says it takes seconds to import."""
+    signature = inspect.signature(spec.cls)
+    bound = signature.bind(*spec.args, **spec.kwargs)
+    bound.apply_defaults()
+    return spec.cls.slow_imports(bound.arguments)
 
 
 def check_importable(cls: type[Any]) -> None:
@@ -98,8 +127,7 @@ def cannot_be_sent(life: str, error: Exception) -> BuildError:
 
 
 @contextlib.contextmanager
-def _environment(boot: Boot) -> Iterator[None]:
-    extra = device_environment(boot.spec.info.devices) | boot.spec.env_vars
+def _environment(extra: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in extra}
     os.environ.update(extra)
     try:

@@ -46,9 +46,10 @@ def processes() -> list[Process]:
 
 
 def children() -> set[int]:
-    """The processes that this one has started, without multiprocessing's tracker."""
+    """The processes that this one has started, without those that stay, which serve others."""
     mine = {one.pid for one in processes() if one.parent == os.getpid()}
-    return {pid for pid in mine if b"resource_tracker" not in _command(pid)}
+    stay = (b"resource_tracker", b"fork_server")
+    return {pid for pid in mine if not any(name in _command(pid) for name in stay)}
 
 
 def _command(pid: int) -> bytes:

@@ -13,6 +13,7 @@ import pytest
 
 import rlinf_async as ra
 from rlinf_async.channels.wire.memory.written import was_written
+from rlinf_async.runtime.fork_server import close_servers
 from rlinf_async.workers import Device
 from tests.loops import FACTORIES, VIRTUAL
 from tests.runtime.kit import NewCluster, left_behind, open_files
@@ -66,6 +67,7 @@ def nothing_left_behind() -> Iterator[None]:
     was_written(0, 4096)  # opens the one file by which a process learns of its own pages
     files = open_files()
     yield
+    close_servers()  # they would stay for the next cluster
     gc.collect()
     assert left_behind() == set()
     given_up = time.monotonic() + 10.0

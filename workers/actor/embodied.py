@@ -17,7 +17,7 @@ worker may send one again; the second is left out and counted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -56,6 +56,12 @@ class EmbodiedFSDPActor(TrainingWorker[TrainerBackend]):
         self._reported_duplicates = 0
         self._stages = 0
         """stages that share an iteration, over all env workers; 0 before the first is trained"""
+
+    @classmethod
+    def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
+        from rlinf_async.backends.registry import TRAINERS, slow_imports
+
+        return slow_imports(TRAINERS, arguments.get("backend"))
 
     def make_trainer(self) -> TrainerBackend:
         from rlinf_async.backends.registry import load_trainer_backend

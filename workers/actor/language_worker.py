@@ -16,7 +16,7 @@ One call trains one iteration: `Iteration`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from rlinf_async.backends.language import LanguageTrainer, ReadsForOthers
@@ -95,6 +95,12 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         self._offloaded = False
         self._holds = True
         """its devices are not lent"""
+
+    @classmethod
+    def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
+        from rlinf_async.backends.registry import LANGUAGE_TRAINERS, slow_imports
+
+        return slow_imports(LANGUAGE_TRAINERS, arguments.get("backend") or cls.backend)
 
     def make_trainer(self) -> LanguageTrainer:
         """Build the trainer. Runs in the compute thread; override it to bring your own."""

@@ -20,6 +20,7 @@ priorities of all.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -73,6 +74,12 @@ class SacActor(TrainingWorker[OffPolicyTrainer]):
         self._errors: list[Any] = []
         """of batches whose priorities the replay worker does not know yet"""
         self._duplicates = 0
+
+    @classmethod
+    def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
+        from rlinf_async.backends.registry import OFF_POLICY_TRAINERS, slow_imports
+
+        return slow_imports(OFF_POLICY_TRAINERS, arguments.get("backend"))
 
     def make_trainer(self) -> OffPolicyTrainer:
         from rlinf_async.backends.registry import load_off_policy_trainer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,12 @@ class SupervisedWorker(Worker):
         self._backend_name = backend
         self._config = trainer
         self._phase = phase
+
+    @classmethod
+    def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
+        from rlinf_async.backends.registry import LANGUAGE_TRAINERS, slow_imports
+
+        return slow_imports(LANGUAGE_TRAINERS, arguments.get("backend"))
 
     async def setup(self) -> None:
         if self.world_size > 1:

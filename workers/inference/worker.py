@@ -17,7 +17,7 @@ is leased until it was sent on: if this worker dies before, another one gets it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -81,6 +81,12 @@ class InferenceWorker(Worker):
         self.config = config or InferenceConfig()
         self._trainer_config = trainer
         self._backend_name = backend
+
+    @classmethod
+    def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
+        from rlinf_async.backends.registry import LANGUAGE_TRAINERS, slow_imports
+
+        return slow_imports(LANGUAGE_TRAINERS, arguments.get("backend"))
 
     async def setup(self) -> None:
         """Build the model; the actor's weights come with the first update."""

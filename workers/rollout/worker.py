@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import groupby
 from typing import Any
@@ -74,6 +74,12 @@ class RolloutWorker(Worker):
         self._policy_config = policy
         self._backend_name = backend
         self._pace = Pace(self)
+
+    @classmethod
+    def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
+        from rlinf_async.backends.registry import POLICIES, slow_imports
+
+        return slow_imports(POLICIES, arguments.get("backend"))
 
     async def setup(self) -> None:
         """Build the policy; its weights come with the first update."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import cache, partial
 from typing import Any
@@ -135,6 +136,12 @@ class LanguageRolloutWorker(Worker):
         self._orders = Orders()
         self._requests: Receiver[Request] | None = None
         """while it serves"""
+
+    @classmethod
+    def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
+        from rlinf_async.backends.registry import ENGINES, slow_imports
+
+        return slow_imports(ENGINES, arguments.get("backend"))
 
     async def setup(self) -> None:
         """Start the engine; its weights come with the first update, unless it loads its own."""

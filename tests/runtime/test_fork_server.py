@@ -1,0 +1,213 @@
+"""Workers are forked from a process that has imported what they need, and are as any others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import rlinf_async as ra
+from rlinf_async.runtime import fork_server
+from rlinf_async.workers import WorkerDied
+from tests.runtime.kit import NewCluster, kill
+from tests.runtime.scripts import gone, running
+
+SLOW = ("numpy.polynomial", "tests.runtime.no_such_module")
+"""stands for torch; what cannot be imported is left to the worker"""
+
+
+class Look(ra.Worker):
+    """Says what its process is like."""
+
+    def __init__(self, slow: bool = True) -> None:
+        self.slow = slow
+
+    @classmethod
+    def slow_imports(cls, arguments: Mapping[str, Any]) -> Sequence[str]:
+        return SLOW if arguments["slow"] else ()
+
+    async def parent(self) -> int:
+        return os.getppid()
+
+    async def environment(self) -> dict[str, str]:
+        return dict(os.environ)
+
+    async def place(self) -> tuple[str, list[str], list[str]]:
+        return os.getcwd(), sys.argv, sys.path
+
+    async def numbers(self) -> tuple[float, float]:
+        return random.random(), float(np.random.random())
+
+    async def files(self) -> list[str]:
+        return sorted(os.readlink(f"/proc/self/fd/{one}") for one in _descriptors())
+
+    async def say(self, word: str) -> None:
+        print(word)
+
+    async def leave_one_behind(self) -> int:
+        if not os.fork():
+            signal.pause()
+        return os.getpgrp()
+
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+    async def end(self, code: int) -> None:
+        os._exit(code)
+
+
+def _descriptors() -> list[str]:
+    return [one for one in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{one}").exists()]
+
+
+@pytest.fixture
+def setting() -> tuple[str, str]:
+    """Only where there are processes."""
+    return "process", "uvloop"
+
+
+@pytest.fixture(autouse=True)
+def _own_servers() -> None:
+    """Servers of other tests are not counted."""
+    fork_server.close_servers()
+
+
+async def test_ranks_and_restarts_are_forked_from_one_process(new_cluster: NewCluster) -> None:
+    async with new_cluster() as cluster:
+        looks = await cluster.launch(Look, count=2, restart=ra.Restart())
+        [server] = fork_server.pids()
+        assert await looks.call(Look.parent) == [server, server]
+        pid = kill(cluster, "Look[0]")
+        while cluster.pid("Look[0]") in (pid, None):  # calls that run when it is seen to die fail
+            with suppress(WorkerDied):
+                assert await looks.call(Look.parent) == [server, server]
+
+
+async def test_what_says_that_it_imports_nothing_slow_is_not(new_cluster: NewCluster) -> None:
+    async with new_cluster() as cluster:
+        look = await cluster.launch_one(Look, slow=False)
+        assert await look.call(Look.parent) == os.getpid()
+    assert fork_server.pids() == set()
+
+
+async def test_a_forked_worker_has_what_a_spawned_one_has(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with new_cluster() as cluster:
+        await cluster.launch_one(Look, name="first")  # starts the server
+        monkeypatch.chdir(tempfile.gettempdir())
+        monkeypatch.setattr(sys, "path", [*sys.path, tempfile.gettempdir()])
+        forked = await cluster.launch_one(Look, name="forked", env_vars={"TUNED": "yes"})
+        spawned = await cluster.launch_one(Look, False, name="spawned", env_vars={"TUNED": "yes"})
+        assert await forked.call(Look.environment) == os.environ | {"TUNED": "yes"}
+        assert await forked.call(Look.place) == await spawned.call(Look.place)
+        files = [
+            Counter(one.partition(":")[0] for one in await which.call(Look.files))
+            for which in (forked, spawned)
+        ]
+        assert files[0] <= files[1]
+
+
+async def test_another_environment_has_another_process_to_be_forked_from(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with new_cluster() as cluster:
+        one = await cluster.launch_one(Look, name="one")
+        other = await cluster.launch_one(Look, name="other", env_vars={"OMP_NUM_THREADS": "7"})
+        monkeypatch.setenv("PYTEST_CURRENT_TEST", "which nothing reads when it is imported")
+        third = await cluster.launch_one(Look, name="third", env_vars={"OMP_NUM_THREADS": "7"})
+        parents = [await look.call(Look.parent) for look in (one, other, third)]
+    assert parents[0] != parents[1] == parents[2]
+
+
+async def test_ranks_do_not_draw_the_same_random_numbers(new_cluster: NewCluster) -> None:
+    async with new_cluster() as cluster:
+        looks = await cluster.launch(Look, count=2)
+        mine, others = list(await looks.call(Look.numbers))
+    assert mine[0] != others[0]
+    assert mine[1] != others[1]
+
+
+async def test_what_a_worker_leaves_behind_is_killed_before_its_end_is_told(
+    new_cluster: NewCluster,
+) -> None:
+    async with new_cluster() as cluster:
+        look = await cluster.launch_one(Look)
+        group = await look.call(Look.leave_one_behind)
+        with pytest.raises(WorkerDied, match="exit code 3"):
+            await look.call(Look.end, 3)
+        assert gone(group)
+
+
+async def test_who_killed_a_worker_is_said(new_cluster: NewCluster) -> None:
+    async with new_cluster() as cluster:
+        look = await cluster.launch_one(Look)
+        pid = cluster.pid("Look[0]")
+        assert pid is not None
+        os.kill(fork_server.pids().pop(), signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="from which it was forked was killed"):
+            await look.call(Look.wait)
+        assert gone(pid)
+
+
+async def test_workers_of_a_killed_server_have_ended_and_the_next_get_another(
+    new_cluster: NewCluster,
+) -> None:
+    async with new_cluster() as cluster:
+        looks = await cluster.launch(Look, count=2, restart=ra.Restart())
+        [server] = fork_server.pids()
+        assert await looks.call(Look.parent) == [server, server]
+        os.kill(server, signal.SIGKILL)
+        found = [server]
+        while (
+            server in found or set(found) != fork_server.pids()
+        ):  # calls that run when the end is seen fail
+            with suppress(WorkerDied):
+                found = await looks.call(Look.parent)
+        assert server not in found
+
+
+SCRIPT = """
+import asyncio
+import rlinf_async as ra
+from tests.runtime.test_fork_server import Look
+
+class Own(Look):
+    pass
+
+async def main() -> None:
+    async with ra.Cluster.process() as cluster:
+        looks = await cluster.launch(Own, count=2)
+        await looks.call(Own.say, "here")
+        looks.call(Own.wait)
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+
+if __name__ == "__main__":
+    ra.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_driver_that_ends_takes_server_and_workers_along(number: signal.Signals) -> None:
+    with running(SCRIPT) as script:
+        script.wait_for("ready")
+        assert len(psutil.Process(script.process.pid).children(recursive=True)) >= 3
+        os.killpg(script.process.pid, number)
+        _, out, err = script.end()
+        assert script.gone()
+        assert script.left == []
+    assert out == ["ready"]
+    assert {"Own[0]: here", "Own[1]: here"} <= set(err.splitlines())
