@@ -79,6 +79,7 @@ def state_of(queue: Queue, key: Key | None) -> KeyState:
         depth=len(found.entries) + len(prefetched),
         weight=found.weight + sum(entry.weight for entry in prefetched),
         collected=len(found.collected),
+        unsettled=len(found.deliveries),
         room=max(0, queue.capacity - len(found.entries) - found.reserved),
         room_weight=None if limit is None else max(0, limit - found.weight - found.reserved_weight),
     )

@@ -122,6 +122,8 @@ class KeyState(msgspec.Struct, frozen=True, kw_only=True):
     """their weight"""
     collected: int
     """items that a batch which still waits for more has collected so far: they take up no room"""
+    unsettled: int = 0
+    """deliveries that are not settled: of items that are leased, or on their way to a process"""
     room: int
     """items that could be put now; credit that other processes hold is not counted as room"""
     room_weight: int | None

@@ -53,8 +53,7 @@ class Resizable(Protocol):
     """An engine that can serve on other devices than those it was made for."""
 
     async def resize(self, devices: int, /) -> None:
-        """Serve on so many devices from now on; 0: on as many as it was made for. Requests that are
-        here go on afterwards."""
+        """Serve on so many devices from now on. Requests that are here go on afterwards."""
         ...
 
 

@@ -12,8 +12,6 @@ Context-parallel ranks hold the same parameters, so data-sharding spreads over `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from rlinf_async.parallel.errors import UNEVEN, StrategyError, nearest_divisors
@@ -157,17 +155,11 @@ def check_batch(mini_batch: int, dp: int, *, group_size: int = 1) -> None:
     mini-batch."""
     if mini_batch % (dp * group_size) == 0:
         return
-    valid = valid_dp_sizes(mini_batch, group_size=group_size, at_most=max(dp * 2, mini_batch))
-    raise StrategyError(
-        [
-            f"dp={dp} x group_size={group_size} does not divide a mini-batch of {mini_batch} "
-            "samples; " + _nearest(dp, valid)
-        ]
+    if mini_batch % group_size:
+        nearest = "no dp does: the groups are not whole"
+    else:
+        nearest = f"nearest that does: {nearest_divisors(dp, mini_batch // group_size)}"
+    fault = (
+        f"dp={dp} x group_size={group_size} does not divide a mini-batch of {mini_batch} samples"
     )
-
-
-def _nearest(value: int, valid: Sequence[int]) -> str:
-    near = [one for one in valid if one < value][-1:] + [one for one in valid if one > value][:1]
-    if not near:
-        return "no dp does: the groups are not whole"
-    return f"nearest that does: {' or '.join(map(str, near))}"
+    raise StrategyError([f"{fault}; {nearest}"])

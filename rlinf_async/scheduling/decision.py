@@ -88,9 +88,11 @@ def actor_after(decision: ScalingDecision, actor: ActorState) -> ActorState:
 
 
 def holdings_after(decision: ScalingDecision, state: ClusterState) -> dict[str, tuple[int, ...]]:
-    """Return the devices of the actor and of every instance once the decision is carried out."""
+    """Return the devices of the actor and of every instance once the decision is carried out; those
+    that an instance is to release and may still hold are its own."""
     resumed = {one.instance: one.devices for one in decision.resume}
-    found = {ACTOR: actor_after(decision, state.actor).held}
+    holds = actor_after(decision, state.actor).holds
+    found = {ACTOR: state.actor.needs(decision.actor) if holds else ()}
     for one in state.instances:
         kept = () if one.number in decision.stop else one.devices
         found[instance_name(one.number)] = resumed.get(one.number, kept)
@@ -150,7 +152,7 @@ def _instance_faults(decision: ScalingDecision, state: ClusterState) -> list[str
                 faults.append(f"{what} names instance {number} more than once")
             if instance is None:
                 faults.append(f"{what} names instance {number}: there is none of this number")
-            elif not instance.answers:
+            elif not instance.answers and (what == "stop" or instance.serves):
                 faults.append(f"{what} names instance {number}, which does not answer")
             elif what == "stop" and not instance.serves:
                 faults.append(f"stop names instance {number}, which is stopped already")
@@ -191,8 +193,8 @@ def _device_faults(decision: ScalingDecision, state: ClusterState) -> list[str]:
 
 def _migration_faults(decision: ScalingDecision, state: ClusterState) -> list[str]:
     faults: list[str] = []
-    holdings = holdings_after(decision, state)
-    serving = {one.number for one in state.instances if holdings[instance_name(one.number)]}
+    stays = {one.number for one in state.serving}.difference(decision.stop)
+    serving = stays.union(one.instance for one in decision.resume if one.devices)
     before = {one.number for one in state.serving}
     for each in decision.migrations:
         if each.source not in before:
@@ -205,6 +207,7 @@ def _migration_faults(decision: ScalingDecision, state: ClusterState) -> list[st
             faults.append(f"a migration of instance {each.source} names no requests")
     if len(set(decision.order)) < len(decision.order):
         faults.append("order names a request more than once")
-    if not serving and state.unfinished and decision.changes_devices:
+    waits = any(one.due for one in state.instances)
+    if not serving and not waits and state.unfinished:
         faults.append(f"no instance would serve, but {state.unfinished} samples are unfinished")
     return faults

@@ -43,6 +43,10 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
     """devices that it was launched on"""
     devices: tuple[int, ...]
     """devices that it holds now; none while it is stopped"""
+    stopping: bool = False
+    """it is to release them, and has not said that it has"""
+    due: tuple[int, ...] = ()
+    """devices on which it serves as soon as nobody else may hold one of them"""
     slots: int = 64
     """requests that it decodes together"""
     sizes: tuple[int, ...] = ()
@@ -59,12 +63,13 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
     requests: tuple[RequestState, ...] = ()
     """the requests that are here; may be left out where only counts are known"""
     answers: bool = True
-    """it has reported in time; one that does not is neither stopped nor resumed"""
+    """it has reported in time; one that does not cannot be stopped, nor get other devices while it
+    serves"""
 
     @property
     def serves(self) -> bool:
-        """Whether it holds devices."""
-        return bool(self.devices)
+        """Whether it answers requests."""
+        return bool(self.devices) and not self.stopping
 
     @property
     def load(self) -> int:
@@ -103,6 +108,12 @@ class ActorState(msgspec.Struct, frozen=True, kw_only=True):
     def held(self) -> tuple[int, ...]:
         """The devices that it holds now."""
         return self.devices[: self.strategy.world_size] if self.holds else ()
+
+    def needs(self, strategy: Strategy | None) -> tuple[int, ...]:
+        """Return the devices that it needs for a strategy (None: as it is). It takes devices that
+        it has lent again under the strategy that it had, and changes then."""
+        ranks = (strategy or self.strategy).world_size
+        return self.devices[: ranks if self.holds else max(ranks, self.strategy.world_size)]
 
     @property
     def left(self) -> int:
@@ -185,7 +196,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def serving(self) -> Iterator[InstanceState]:
-        """The instances that hold devices."""
+        """The instances that answer requests."""
         return (one for one in self.instances if one.serves)
 
     def instance(self, number: int) -> InstanceState | None:

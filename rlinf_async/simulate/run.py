@@ -61,6 +61,7 @@ from rlinf_async.workers.scheduler import (
     Orders,
     SchedulerReport,
     Verdict,
+    first_orders,
 )
 
 OnStep = Callable[[int, float], None]
@@ -414,7 +415,7 @@ class SimulatedRun:
     async def _follow(self) -> tuple[Any, ...]:
         """Have everyone follow the scheduler; the guests on the actor's devices are stopped."""
         orders, told = self.orders, self.told
-        await orders.sender.publish(Orders(stopped=self.site.topology.guests))
+        await orders.sender.publish(first_orders(self.site.topology))
         return (
             self.actor.call(
                 SimulatedActor.follow_scheduler,

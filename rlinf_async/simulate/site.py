@@ -200,10 +200,10 @@ class Site:
         self.settle_actors()
         self.usage.restart()
 
-    def fit(self, number: int, engine: CostEngine, wider: Sequence[int]) -> None:
-        """Tell a new engine which devices its instance has."""
+    def fit(self, number: int, engine: CostEngine, devices: Sequence[int]) -> None:
+        """Tell a new engine which devices its instance has; none: those of home, later."""
         engine.home = len(self.topology.instances[number])
-        engine.devices = len(wider) or engine.home
+        engine.devices = len(devices) or engine.home
         engine.width = engine.devices / engine.home
 
     def note(self) -> None:

@@ -54,8 +54,7 @@ class SimulatedRollout(LanguageRolloutWorker):
         """Make an engine for the devices that this instance has."""
         made = super().make_engine()
         assert isinstance(made, CostEngine)
-        wider = (one.devices for one in self._orders.wider if one.instance == self.rank)
-        self._site.fit(self.rank, made, next(wider, ()))
+        self._site.fit(self.rank, made, self._orders.devices_of(self.rank))
         return made
 
 

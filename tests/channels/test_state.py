@@ -39,11 +39,14 @@ async def test_the_number_of_items_alone_can_make_a_key_full(transport: Transpor
     assert state.full
 
 
-async def test_leased_items_are_not_queued(transport: Transport) -> None:
+async def test_leased_items_are_not_queued_but_not_settled_either(transport: Transport) -> None:
     sender, receiver = await transport.ends(Channel(int, name="numbers", capacity=2))
     await sender.put(1)
     async with receiver.lease():
-        assert (await sender.state()).empty
+        state = await sender.state()
+        assert (state.depth, state.unsettled) == (0, 1)
+    await transport.settle()
+    assert (await sender.state()).unsettled == 0
 
 
 async def test_what_a_waiting_batch_has_collected_is_counted_apart(transport: Transport) -> None:

@@ -48,6 +48,7 @@ from rlinf_async.workers.scheduler.messages import (
     SchedulerReport,
     Verdict,
 )
+from rlinf_async.workers.scheduler.seen import same_sizes
 
 
 class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
@@ -327,17 +328,20 @@ class LanguageTrainingWorker(TrainingWorker[LanguageTrainer]):
         )
 
     async def _follow(self, link: SchedulerLink, verdict: Verdict) -> None:
-        error = ""
+        error, held, before = "", self._holds, self._changes.strategy
         if not verdict.holds:
             await self.scheduler_offload_sync()
         elif not self._holds:
             self._holds = True
             if self.active:
                 await self.onload()
-        if verdict.holds and verdict.strategy is not None:
-            error = await self._changes.at_boundary(verdict.strategy)
-        if verdict.changes:
-            await link.changed(verdict, self._changes.strategy, holds=self._holds, error=error)
+        wanted = verdict.strategy
+        if verdict.holds and wanted is not None and not same_sizes(wanted, before):
+            error = await self._changes.at_boundary(wanted)
+        now = self._changes.strategy
+        # A rank that missed a verdict follows it with the next one.
+        if verdict.changes or self._holds != held or not same_sizes(now, before):
+            await link.changed(verdict, now, holds=self._holds, error=error)
 
     async def _share(self, boundary: Boundary) -> None:
         assert self._link is not None  # it is scheduled

@@ -119,17 +119,19 @@ class SchedulerLink:
             return await self._verdict_on(ready)
         orders = await self._ask(ready)
         self._followed_number += 1
-        verdict = Verdict(boundary=ready.boundary, number=self._followed_number)
+        verdict = Verdict(
+            boundary=ready.boundary, number=self._followed_number, strategy=ready.strategy
+        )
         if orders is not None:
             self._answered = orders.sequence
             changed = _new_strategy(orders, ready)
             verdict = msgspec.structs.replace(
                 verdict,
                 sequence=orders.sequence,
-                strategy=changed,
+                strategy=changed or ready.strategy,
                 holds=orders.holds,
                 goes_on=orders.goes_on,
-                changes=changed is not None or orders.holds != ready.holds,
+                changes=_changes(orders, ready) or orders.roll_call,
             )
         await self._verdicts.publish(verdict)
         return verdict
@@ -176,8 +178,7 @@ class SchedulerLink:
     def _is_to_follow(self, orders: Orders, ready: ActorReady) -> bool:
         if orders.boundary != ready.boundary or orders.sequence <= self._answered:
             return False
-        changes = orders.holds != ready.holds or _new_strategy(orders, ready) is not None
-        return changes or orders.goes_on
+        return _changes(orders, ready) or orders.goes_on or orders.roll_call
 
     def _say_that_nobody_answers(self, ready: ActorReady) -> None:
         self._worker.log.warning(
@@ -215,6 +216,10 @@ class SchedulerLink:
         """Say who trains the next global batch, from rank 0."""
         if not self._worker.rank:
             await self._shares.put(DataShare(boundary=boundary, ranks=ranks))
+
+
+def _changes(orders: Orders, ready: ActorReady) -> bool:
+    return orders.holds != ready.holds or _new_strategy(orders, ready) is not None
 
 
 def _new_strategy(orders: Orders, ready: ActorReady) -> Strategy | None:

@@ -3,37 +3,31 @@
 ::
 
                      waits for                               unblocked by
-    stop             those that have to stop                 rollout workers; `stop_seconds`
+    release          those that stop, or keep fewer devices  rollout workers; `stop_seconds`
     actor            the actor's new strategy, or that it    its ranks; `change_seconds`
                      has offloaded
-    resume           those that come back, or become wider   rollout workers; `stop_seconds`
+    resume           those that come back, or become wider;  rollout workers; `stop_seconds`
+                     not for one whose devices others may
+                     hold: it gets them later
     migrate          a target that has taken the requests    rollout workers; `answer_seconds`
 
-Invariant, **one holder**: a device is given to somebody only after its last holder has reported
-that it released it. Where somebody does not answer, everything else stays as it is.
+Nobody gets a device that somebody else may hold (see `Holdings`). Where somebody does not answer,
+everything else stays as it is.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from logging import Logger, LoggerAdapter
 from typing import Any
 
 import msgspec
 
-from rlinf_async.parallel import Strategy
-from rlinf_async.scheduling import (
-    ACTOR,
-    DeviceLedger,
-    Migration,
-    Resume,
-    ScalingDecision,
-    instance_name,
-)
+from rlinf_async.scheduling import ACTOR, Migration, Resume, ScalingDecision
 from rlinf_async.workers.scheduler.config import SchedulingConfig, Topology
 from rlinf_async.workers.scheduler.control import Control
-from rlinf_async.workers.scheduler.messages import ActorReady, HandBack
+from rlinf_async.workers.scheduler.messages import ActorReady, HandBack, Orders
 from rlinf_async.workers.scheduler.seen import same_sizes
 
 LANDING_SECONDS = 0.02
@@ -72,9 +66,7 @@ class Changes:
         control: of everyone.
         topology: who was launched on which devices.
         config: limits.
-        ledger: who holds which device.
         log: of the scheduler.
-        moved: is called whenever somebody else holds a device.
     """
 
     def __init__(
@@ -82,13 +74,10 @@ class Changes:
         control: Control,
         topology: Topology,
         config: SchedulingConfig,
-        ledger: DeviceLedger,
         log: Logger | LoggerAdapter[Any],
-        moved: Callable[[], None],
     ) -> None:
         self._control, self._topology, self._config = control, topology, config
-        self._ledger, self._log, self._moved = ledger, log, moved
-        self._until = ""
+        self._log = log
         self.summary = SchedulerSummary()
 
     async def carry_out(self, decision: ScalingDecision, *, holds_boundary: bool) -> None:
@@ -99,129 +88,185 @@ class Changes:
             holds_boundary: the actor stays at its boundary, though it has its devices.
         """
         control, ready = self._control, self._control.actor
-        self._until = "" if ready is None else f"end of iteration {ready.boundary.iteration}"
-        before = control.newest.stopped
-        becoming = {one.instance for one in decision.resume}
-        if late := await self._stop(decision.stop, decision.reason, becoming):
-            await control.publish(stopped=before)
+        before = control.newest
+        if ready is not None:
+            control.holdings.until = f"end of iteration {ready.boundary.iteration}"
+        if not await self._release(decision):
             await self._let_go(holds_boundary)
-            await self._came_back(set(decision.stop) - late)
             return
-        changed: bool | None = True
+        changed, due = True, self._due_with(decision.resume)
+        otherwise = self._due_with(_changed(before, control.newest))
         if control.is_open and ready is not None:
-            changed = await self._change(decision, ready, holds_boundary)
-        if changed:
-            await self.resume(decision.resume)
-        elif changed is False:  # it is known what the actor holds: as before
-            homes = self._topology.instances
-            await self.resume([Resume(instance=n, devices=homes[n]) for n in decision.stop])
-        if control.newest.takers is not None:  # nothing could come back, or nobody knows
+            changed = await self._change(decision, ready, due, holds_boundary)
+        await self._give(due if changed else otherwise)
+        if control.newest.takers is not None:  # nobody could come back
             await control.publish()  # all take requests again
         await self._migrate(decision)
 
     # -- instances ----------------------------------------------------------------------------
 
-    async def _stop(
-        self, instances: Collection[int], reason: str, becoming: Collection[int] = ()
-    ) -> set[int]:
-        """Stop instances; those that did not.
+    async def _release(self, decision: ScalingDecision) -> bool:
+        """Have instances give devices back that they do not keep; whether all have. If not, all
+        have again what they had.
 
-        ``becoming``: instances that get other devices then. They take none of the requests that are
-        handed back before they have them: on more devices a prompt is read faster.
+        One that gets others for them goes on with these, or stops until it can have them. Those
+        that become wider take none of the requests that are handed back before they are: on more
+        devices a prompt is read faster.
         """
-        wanted, control = set(instances), self._control
-        if not wanted:
-            return set()
-        began = asyncio.get_running_loop().time()
-        await control.publish(
-            stopped={*control.newest.stopped, *wanted},
-            wider=tuple(one for one in control.newest.wider if one.instance not in wanted),
-            takers=self._others(becoming) if becoming else None,
-            reason=reason,
-        )
-        late = await control.gather(wanted, self._config.stop_seconds, "stop")
+        control, loop, before = self._control, asyncio.get_running_loop(), self._control.newest
+        moved = {
+            one.instance: one.devices if self._can_have(one) else ()
+            for one in decision.resume
+            if set(before.devices_of(one.instance)).difference(one.devices)
+        }
+        change = dict.fromkeys(decision.stop, ()) | moved
+        if not change:
+            return True
+        began, becoming = loop.time(), {one.instance for one in decision.resume}
+        others = [n for n in range(len(before.devices)) if n not in becoming]
+        takers = tuple(others) if becoming else None
+        late = await self._stop(change, decision.reason, takers)
         if not late:
-            control.rates.moved(asyncio.get_running_loop().time() - began)
-        for one in wanted - late:
-            self._ledger.release(instance_name(one))
-            self.summary.stopped += 1
-            self.summary.migrated += control.seen.instances[one].handed_back
-        self._moved()
+            control.rates.moved(loop.time() - began)
+            return True
+        await control.publish(devices={number: before.devices[number] for number in change})
+        await self._come_back(set(change) - late)
+        return False
+
+    async def _stop(
+        self,
+        change: Mapping[int, tuple[int, ...]],
+        reason: str,
+        takers: tuple[int, ...] | None = None,
+    ) -> set[int]:
+        """Have instances go on with these devices, which they can have, or with none; those that do
+        not."""
+        control, summary = self._control, self.summary
+        due = [one for one in control.newest.due if one.instance not in change]
+        await control.publish(devices=change, due=due, takers=takers, reason=reason)
+        late = await control.gather(change, self._config.stop_seconds, "stop")
+        stopped = [one for one, kept in change.items() if not kept and one not in late]
+        summary.stopped += len(stopped)
+        summary.migrated += sum(control.seen.instances[one].handed_back for one in stopped)
         return late
 
-    def _others(self, instances: Collection[int]) -> tuple[int, ...]:
-        return tuple(n for n in range(len(self._topology.instances)) if n not in instances)
-
     async def resume(self, resumes: Sequence[Resume]) -> None:
-        """Let instances serve whose devices nobody else holds; those last that get devices of
-        others which become narrower."""
-        left = list(resumes)
-        while back := {one.instance: one for one in left if self._can_have(one)}:
-            left = [one for one in left if one.instance not in back]
-            if not await self._resume(back):
-                return
+        """Let instances serve on these devices, each as soon as nobody else may hold them.
 
-    async def _resume(self, back: dict[int, Resume]) -> bool:
-        """Give instances their devices; whether they all use them."""
+        What was due to others before stays so, unless these get it.
+        """
+        await self._give(self._due_with(resumes))
+
+    def _due_with(self, resumes: Sequence[Resume]) -> list[Resume]:
+        """Return what is due once these are."""
+        named = {one.instance for one in resumes}
+        given = {device for one in resumes for device in one.devices}
+        before = self._control.newest.due
+        kept = [one for one in before if one.instance not in named]
+        return [*(one for one in kept if given.isdisjoint(one.devices)), *resumes]
+
+    async def give_due(self) -> None:
+        """Let instances serve whose devices nobody else may hold any more."""
+        await self._give(self._control.newest.due)
+
+    @property
+    def can_give_due(self) -> bool:
+        """Whether there is such an instance."""
+        return any(map(self._can_have, self._control.newest.due))
+
+    async def _give(self, due: Sequence[Resume]) -> None:
         control = self._control
-        wider = [one for one in control.newest.wider if one.instance not in back]
-        for number, one in back.items():  # it may have them now, whether it answers or not
-            home = self._topology.instances[number]
-            self._take(number, one.devices)
-            if len(one.devices) != len(home):
-                wider.append(one)
-        self._moved()
-        await control.publish(stopped=set(control.newest.stopped) - set(back), wider=tuple(wider))
-        return not await control.gather(set(back), self._config.stop_seconds, "come back")
+        left = [one for one in due if control.newest.devices_of(one.instance) != one.devices]
+        while True:
+            back: dict[int, tuple[int, ...]] = {}
+            for one in left:
+                if self._can_have(one):
+                    back[one.instance] = one.devices
+            left = [one for one in left if one.instance not in back]
+            if back or tuple(left) != control.newest.due:
+                await control.publish(devices=back, due=left)
+            if not back:
+                return
+            await self._come_back(back)
 
     def _can_have(self, one: Resume) -> bool:
-        own = set(self._ledger.held_by(instance_name(one.instance)))
-        return own.union(self._ledger.free).issuperset(one.devices)
+        return self._control.holdings.can_have(one.instance, one.devices)
 
-    def _take(self, number: int, devices: Sequence[int]) -> None:
-        name, topology = instance_name(number), self._topology
-        own = set(topology.actor[: topology.home.world_size])
-        self._ledger.release(name)
-        self._ledger.take(name, [one for one in devices if one not in own])
-        if borrowed := [one for one in devices if one in own]:
-            self._ledger.lend(ACTOR, name, borrowed, until=self._until)
+    async def _come_back(self, instances: Collection[int]) -> None:
+        """Wait for instances that have devices again; for those that do not answer, nobody does."""
+        awaited = set(instances) - self._control.silent
+        await self._control.gather(awaited, self._config.stop_seconds, "come back")
 
-    async def _came_back(self, instances: set[int]) -> None:
-        for one in instances:
-            self._ledger.take(instance_name(one), self._topology.instances[one])
-        self._moved()
-        if instances:
-            await self._control.gather(instances, self._config.stop_seconds, "come back")
+    def _homes(self, instances: Collection[int]) -> list[Resume]:
+        homes = self._topology.instances
+        return [Resume(instance=one, devices=homes[one]) for one in instances]
 
-    async def lose(self, devices: Collection[int]) -> set[int]:
-        """Stop the instances on devices that are lost; their numbers. Devices of the actor cannot
-        be lost: its ranks would be, too."""
-        gone = set(devices) - set(self._ledger.held_by(ACTOR))
+    async def lose(self, devices: Collection[int]) -> None:
+        """Stop the instances on devices that are lost. Devices of the actor cannot be lost: its
+        ranks would be, too."""
+        holdings = self._control.holdings
+        gone = set(devices) - set(holdings.ledger.held_by(ACTOR))
+        if not gone:
+            return
         numbers = range(len(self._topology.instances))
-        lost = {n for n in numbers if gone.intersection(self._ledger.held_by(instance_name(n)))}
-        late = await self._stop(lost, "devices are lost")
-        for number in late:
-            self._ledger.release(instance_name(number))
+        lost = [n for n in numbers if gone.intersection(holdings.of_instance(n))]
+        await self._stop(dict.fromkeys(lost, ()), "devices are lost")
         for one in sorted(gone):
-            self._ledger.lose(one)
-        self._moved()
-        return lost
+            holdings.lose(one)
+
+    async def find(self, devices: Collection[int]) -> None:
+        """Let instances serve again, all of whose devices are there again."""
+        control, found = self._control, set(devices)
+        for one in sorted(found):
+            control.holdings.ledger.found(one)
+        lost, guests = set(control.holdings.ledger.lost), self._topology.guests
+        back = [
+            number
+            for number, home in enumerate(self._topology.instances)
+            if number not in guests
+            and not control.newest.devices_of(number)
+            and found.intersection(home)
+            and lost.isdisjoint(home)
+        ]
+        await self.resume(self._homes(back))
 
     # -- the actor ----------------------------------------------------------------------------
 
+    async def call_roll(self, ready: ActorReady) -> None:
+        """Ask all ranks of an actor that waits what they hold, where that is not known: one has not
+        answered in time, or told it to a scheduler before this one."""
+        control = self._control
+        if control.holdings.knows_actor(ready) or not self._says_so(ready):
+            return
+        await control.order_actor(ready.boundary, holds=ready.holds, goes_on=False, roll_call=True)
+        await control.changed(self._config.answer_seconds)
+
     async def _let_go(self, holds_boundary: bool) -> None:
         """Let the actor go on as it is, where it waits at a boundary and has its devices."""
-        control = self._control
-        if holds_boundary or not control.is_open or control.actor is None:
+        control, ready = self._control, self._control.actor
+        if holds_boundary or not control.is_open or ready is None or not ready.holds:
             return
-        if control.actor.holds:
-            await control.order_actor(control.actor.boundary)
+        if self._says_so(ready):
+            await control.order_actor(ready.boundary)
+
+    def _says_so(self, ready: ActorReady) -> bool:
+        """Whether the actor can hold what it says; else it said so before it gave devices away."""
+        control = self._control
+        ranks = ready.strategy.world_size if ready.holds else 0
+        if control.holdings.can_give_actor(ranks):
+            return True
+        control.is_open = False
+        return False
 
     async def _change(
-        self, decision: ScalingDecision, ready: ActorReady, holds_boundary: bool
-    ) -> bool | None:
-        """Tell the actor what to be, and wait until all its ranks are; False if they could not,
-        None if nobody knows."""
+        self,
+        decision: ScalingDecision,
+        ready: ActorReady,
+        due: Sequence[Resume],
+        holds_boundary: bool,
+    ) -> bool:
+        """Tell the actor what to be, and wait until all its ranks are; False if they are not, as
+        far as is known. ``due``: to instances then; a scheduler after this one reads it."""
         control, boundary = self._control, ready.boundary
         holds = ready.holds if decision.actor_holds is None else decision.actor_holds
         strategy = decision.actor if holds else None
@@ -230,40 +275,33 @@ class Changes:
         if strategy is None and holds == ready.holds:
             await self._let_go(holds_boundary)
             return True
+        if holds and not control.holdings.can_give_actor(control.ranks_needed(ready, strategy)):
+            self._log.warning("others may hold devices that the actor needs: it stays as it is")
+            await self._let_go(holds_boundary)
+            return False
         began = asyncio.get_running_loop().time()
         goes_on = holds and not holds_boundary
         await control.order_actor(
-            boundary, strategy=strategy, holds=holds, goes_on=goes_on, reason=decision.reason
+            boundary,
+            strategy=strategy,
+            holds=holds,
+            goes_on=goes_on,
+            due=due,
+            reason=decision.reason,
         )
-        said = await control.changed()
+        said = await control.changed(self._config.change_seconds)
         if said is None:
             await control.order_actor(boundary)
-            return None
+            return False
         control.rates.changed(asyncio.get_running_loop().time() - began)
-        after = said[0].strategy
-        self._hold(after if holds else None)
         self.summary.lent += not holds
         if strategy is None or all(same_sizes(one.strategy, strategy) for one in said):
             self.summary.changes += strategy is not None
             return True
         self.summary.failed += 1
         control.seen.refused(boundary.iteration, strategy)
-        self._log.warning("the actor goes on with dp=%d: %s", after.dp, said[0].error)
+        self._log.warning("the actor goes on with dp=%d: %s", said[0].strategy.dp, said[0].error)
         return False
-
-    def _hold(self, strategy: Strategy | None) -> None:
-        """The actor has the devices of this strategy, or none; those beyond its own are lent to
-        it."""
-        topology, ledger = self._topology, self._ledger
-        ledger.release(ACTOR)
-        if strategy is not None:
-            own = topology.actor[: topology.home.world_size]
-            holds = topology.actor[: strategy.world_size]
-            ledger.take(ACTOR, [one for one in holds if one in own])
-            for number, home in enumerate(topology.instances):
-                if lent := [one for one in holds if one in home and one not in own]:
-                    ledger.lend(instance_name(number), ACTOR, lent, until=self._until)
-        self._moved()
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -319,7 +357,7 @@ class Changes:
         return len(landed)
 
     def _serves(self, instance: int) -> bool:
-        return bool(self._ledger.held_by(instance_name(instance)))
+        return bool(self._control.newest.devices_of(instance))
 
     def _names(self, migration: Migration) -> tuple[str, ...]:
         """Return the requests that leave: those named, or those with the most tokens to come."""
@@ -334,6 +372,15 @@ class Changes:
     def _room(self, instance: int) -> int:
         report = self._control.seen.instances.get(instance)
         return 0 if report is None else max(report.slots - len(report.requests), 0)
+
+
+def _changed(before: Orders, now: Orders) -> list[Resume]:
+    """Return the instances that have other devices now, with those that they had."""
+    return [
+        Resume(instance=number, devices=devices)
+        for number, devices in enumerate(before.devices)
+        if devices != now.devices_of(number)
+    ]
 
 
 def _by_target(decision: ScalingDecision) -> dict[int | None, list[Migration]]:

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from rlinf_async.parallel import Strategy
-from rlinf_async.scheduling import Rates
+from rlinf_async.scheduling import ACTOR, Rates, instance_name
 
 
 class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,6 +76,21 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     """numbers of devices that an instance can serve on, beside that at home"""
     workers: int = 0
     """workers of the actor that report; 0: one for each rank"""
+
+    @property
+    def owners(self) -> dict[int, str]:
+        """Of each device, who has it between two iterations."""
+        found = {
+            device: instance_name(number)
+            for number, home in enumerate(self.instances)
+            for device in home
+        }
+        return found | dict.fromkeys(self.actor[: self.home.world_size], ACTOR)
+
+    def ranks_of(self, worker: int) -> range:
+        """Return the ranks that a worker of the actor stands for."""
+        each = self.home.world_size // self.home.dp if self.workers else 1
+        return range(worker * each, (worker + 1) * each)
 
     @property
     def guests(self) -> tuple[int, ...]:

@@ -1,13 +1,14 @@
 """`Control`: the scheduler's orders go out, reports come in, and waits for them have a limit.
 
-Invariant: every report is noted once, by the one task that reads, in the order in which they came;
-whoever waits looks again after each.
+Invariants: every report is noted once, by the one task that reads, in the order in which they came;
+whoever waits looks again after each. No orders give a device that somebody else may hold (see
+`Holdings`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from logging import Logger, LoggerAdapter
 from typing import Any
 
@@ -20,8 +21,10 @@ from rlinf_async.channels import (
     LatestSender,
     Receiver,
 )
+from rlinf_async.parallel import Strategy
 from rlinf_async.scheduling import Resume, instance_name
 from rlinf_async.workers.scheduler.config import SchedulingConfig, Topology
+from rlinf_async.workers.scheduler.holdings import Holdings
 from rlinf_async.workers.scheduler.messages import (
     ActorChanged,
     ActorReady,
@@ -43,6 +46,7 @@ class Control:
     Args:
         topology: who was launched on which devices.
         config: limits, and what is known before.
+        holdings: who may hold which device.
         incarnation: of the scheduler.
         log: of the scheduler.
     """
@@ -51,11 +55,13 @@ class Control:
         self,
         topology: Topology,
         config: SchedulingConfig,
+        holdings: Holdings,
         incarnation: int,
         log: Logger | LoggerAdapter[Any],
     ) -> None:
         self._config, self._topology = config, topology
         self._incarnation, self._log = incarnation, log
+        self.holdings = holdings
         self.seen = Seen(topology, config.lengths)
         self.rates = MeasuredRates(config.rates)
         self.newest = Orders()
@@ -71,6 +77,8 @@ class Control:
         """responses that were finished since the policy was asked"""
         self.unanswered = 0
         """waits that ended without an answer"""
+        self.silent: set[int] = set()
+        """instances that did not answer when they were asked last"""
         self._changed: dict[int, ActorChanged] = {}
         """by rank"""
         self._began: set[str] = set()
@@ -80,53 +88,93 @@ class Control:
     # -- orders -------------------------------------------------------------------------------
 
     async def open(self, orders: LatestSender[Orders], newest: LatestReceiver[Orders]) -> None:
-        """Go on from the newest orders: every instance reports, and says whether it serves."""
+        """Go on from the newest orders: every instance reports, and says what it holds."""
         self._orders = orders
         self.newest = await newest.get(newer_than=0)
+        self.holdings.restore(self.newest)
         await self.publish()
 
     async def publish(
         self,
         *,
+        devices: Mapping[int, tuple[int, ...]] | None = None,
+        due: Iterable[Resume] | None = None,
         takers: tuple[int, ...] | None = None,
         hand_back: tuple[HandBack, ...] = (),
-        stopped: Collection[int] | None = None,
-        wider: tuple[Resume, ...] | None = None,
         reason: str = "",
     ) -> None:
         """Publish the next orders. What is not said here stays as it was, but for what moves from
-        one instance to another: then all take requests."""
-        last = self.newest
+        one instance to another: then all take requests.
+
+        Args:
+            devices: of instances that have others from now on. Raises `DeviceTaken` where somebody
+                else may hold one.
+            due: instances that get devices later.
+            takers: see `Orders`.
+            hand_back: see `Orders`.
+            reason: see `Orders`.
+        """
+        last, sequence = self.newest, self.newest.sequence + 1
+        has = list(last.devices)
+        for number, given in (devices or {}).items():
+            if given:
+                self.holdings.give(number, given, sequence)
+            has[number] = given
         self._began.clear()
         self.newest = msgspec.structs.replace(
             last,
-            sequence=last.sequence + 1,
+            sequence=sequence,
             scheduler=self._incarnation,
-            stopped=last.stopped if stopped is None else tuple(sorted(stopped)),
+            devices=tuple(has),
+            due=last.due if due is None else tuple(due),
+            held=self.holdings.ledger.holdings(),
+            lost=self.holdings.ledger.lost,
             migrate=self._config.on_stop == "migrate",
-            wider=last.wider if wider is None else wider,
             takers=takers,
             hand_back=hand_back,
             reason=reason,
         )
+        self.holdings.tell()
         await self._orders.publish(self.newest)
 
     async def order_actor(
         self,
         boundary: Boundary,
         *,
-        strategy: Any = None,
+        strategy: Strategy | None = None,
         holds: bool = True,
         goes_on: bool = True,
+        roll_call: bool = False,
+        due: Iterable[Resume] | None = None,
         reason: str = "",
     ) -> None:
-        """Tell the actor at this boundary what to be, and whether to go on."""
+        """Tell the actor at this boundary what to be, and whether to go on.
+
+        Raises `DeviceTaken` where somebody else may hold a device that it needs for it: where it
+        takes its devices again, also those of the strategy that it had.
+        """
+        ready = self.actor
+        if ready is not None:
+            ranks = self.ranks_needed(ready, strategy) if holds else 0
+            self.holdings.give_actor(ranks, self.newest.sequence + 1)
         self.newest = msgspec.structs.replace(
-            self.newest, boundary=boundary, strategy=strategy, holds=holds, goes_on=goes_on
+            self.newest,
+            boundary=boundary,
+            strategy=strategy,
+            holds=holds,
+            goes_on=goes_on,
+            roll_call=roll_call,
         )
-        if goes_on and self.actor is not None and self.actor.boundary == boundary:
+        if goes_on and ready is not None and ready.boundary == boundary:
             self.is_open = False
-        await self.publish(reason=reason)
+        await self.publish(due=due, reason=reason)
+
+    def ranks_needed(self, ready: ActorReady, strategy: Strategy | None) -> int:
+        """Return the ranks whose devices the actor needs for this strategy (None: as it is); where
+        it takes them again, first for the one that it had."""
+        if strategy is None:
+            return ready.strategy.world_size
+        return max(strategy.world_size, 0 if ready.holds else ready.strategy.world_size)
 
     # -- reports ------------------------------------------------------------------------------
 
@@ -148,6 +196,7 @@ class Control:
         match report:
             case InstanceReport():
                 self.seen.note(report)
+                self.holdings.note(report)
                 self._note_ended(report)
             case InstanceNews():
                 self._began.update(report.began)
@@ -157,6 +206,7 @@ class Control:
                 self.rates.trained(report.tokens, report.seconds, report.strategy)
             case ActorChanged():
                 self._changed[report.rank] = report
+                self.holdings.note_rank(report)
             case DevicesReport():
                 self.devices.append(report)
 
@@ -180,6 +230,8 @@ class Control:
                     await self._news.wait()
         except TimeoutError:
             return condition()
+        finally:
+            self.holdings.tell()
         return True
 
     async def gather(self, instances: Collection[int], seconds: float, what: str) -> set[int]:
@@ -207,7 +259,7 @@ class Control:
         await self.until(lambda: len(self._began.intersection(names)) >= count, seconds)
         return self._began.intersection(names)
 
-    async def changed(self) -> list[ActorChanged] | None:
+    async def changed(self, limit: float) -> list[ActorChanged] | None:
         """Wait until every rank of the actor has said what came of the newest orders; None: one has
         not, and nobody knows. The boundary of the actor is then as it was."""
         sequence, boundary = self.newest.sequence, self.newest.boundary
@@ -224,7 +276,6 @@ class Control:
             elsewhere = self.is_open and self.actor is not None and self.actor.boundary != boundary
             return elsewhere and all(one.rank for one in said())
 
-        limit = self._config.change_seconds
         await self.until(lambda: answered() or left(), limit)
         found = said()
         if answered():
@@ -237,7 +288,7 @@ class Control:
         self.unanswered += 1
         self._log.warning(
             "ranks %s of the actor did not say whether they have changed (limit: %g s); rollout "
-            "workers that have stopped stay so until it is known what it holds",
+            "workers do not get devices before it is known that the actor does not hold them",
             sorted(set(range(workers)) - {one.rank for one in found}),
             limit,
         )

@@ -22,7 +22,7 @@ from __future__ import annotations
 import msgspec
 
 from rlinf_async.parallel import Strategy
-from rlinf_async.scheduling import Resume
+from rlinf_async.scheduling import Holding, Resume
 
 
 class Boundary(msgspec.Struct, frozen=True, order=True):
@@ -47,16 +47,21 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """counts up; every instance reports once for each"""
     scheduler: int = 0
     """incarnation of the scheduler; another one has not heard who is ready"""
-    stopped: tuple[int, ...] = ()
-    """instances that do not serve; all others do"""
+    devices: tuple[tuple[int, ...], ...] = ()
+    """of each instance, those that it serves on; none: it is stopped. It may take those that it did
+    not have: whoever held them has released them"""
+    due: tuple[Resume, ...] = ()
+    """instances that get devices once nobody else holds these any more"""
+    held: tuple[Holding, ...] = ()
+    """who may hold which devices, for a scheduler that is started again"""
+    lost: tuple[int, ...] = ()
+    """devices that nobody can hold, for the same"""
     migrate: bool = True
     """an instance that stops hands its requests back, else it finishes them"""
     takers: tuple[int, ...] | None = None
     """instances that take requests, of those that serve; None: all. While requests move from one to
     another, so that nobody else takes them"""
     hand_back: tuple[HandBack, ...] = ()
-    wider: tuple[Resume, ...] = ()
-    """instances that serve on other devices than at home"""
     boundary: Boundary | None = None
     """the place of the actor for which the next three hold"""
     strategy: Strategy | None = None
@@ -65,10 +70,16 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """False: the actor offloads, and its devices are others' until later orders"""
     goes_on: bool = True
     """False: the actor stays there, until later orders"""
+    roll_call: bool = False
+    """every rank of the actor says what it holds there, though nothing changes"""
     over: bool = False
     """there is no scheduler any more: nobody waits for it, and all stays as it is"""
     reason: str = ""
     """for logs and traces"""
+
+    def devices_of(self, instance: int) -> tuple[int, ...]:
+        """Return the devices that an instance serves on; none: it is stopped."""
+        return self.devices[instance] if instance < len(self.devices) else ()
 
 
 class RequestCount(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +116,8 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True, tag="instance"):
 
     instance: int
     sequence: int
-    serves: bool
+    devices: tuple[int, ...]
+    """that it holds now; none: it is stopped"""
     slots: int
     """requests that it decodes together"""
     samples: int
@@ -114,6 +126,9 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True, tag="instance"):
     """of these"""
     queued: int
     """requests that no instance has taken"""
+    taken: int = 0
+    """requests that are with any instance, as their channel knows it: those of one that died are,
+    until they are queued again"""
     requests: tuple[RequestCount, ...] = ()
     handed_back: int = 0
     """requests that it handed back to carry out these orders"""
@@ -187,6 +202,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int = 0
     """of the orders that it follows"""
     strategy: Strategy | None = None
+    """of all ranks from there on; None: each goes on with what it has"""
     holds: bool = True
     goes_on: bool = True
     changes: bool = False

@@ -22,6 +22,7 @@ from rlinf_async.workers.scheduler.messages import (
     ActorReady,
     EndedCount,
     InstanceReport,
+    Orders,
     RequestCount,
 )
 
@@ -52,6 +53,12 @@ class Seen:
     def __init__(self, topology: Topology, lengths: Sequence[float] = ()) -> None:
         self._topology = topology
         self.instances: dict[int, InstanceReport] = {}
+        self.queued = 0
+        """requests that no instance has taken, by the reports on the newest orders"""
+        self._taken = 0
+        """requests that are with any instance, by the same"""
+        self._sequence = 0
+        """of these orders"""
         self._lengths = deque[float](lengths, maxlen=KNOWN_LENGTHS)
         self._predictor = Predictor(lengths) if len(lengths) else None
         self._groups: dict[int, list[int]] = {}
@@ -66,6 +73,11 @@ class Seen:
     def note(self, report: InstanceReport) -> None:
         """Take a report."""
         self.instances[report.instance] = report
+        if report.sequence > self._sequence:
+            self._sequence, self.queued, self._taken = report.sequence, 0, 0
+        if report.sequence == self._sequence:
+            self.queued = max(self.queued, report.queued)
+            self._taken = max(self._taken, report.taken)
 
     def note_ended(self, ended: Sequence[EndedCount]) -> None:
         """Take responses that are finished; one that is finished twice counts once."""
@@ -115,8 +127,7 @@ class Seen:
 
     def _present(self) -> int:
         """Return the requests that are somewhere."""
-        waiting = max((one.queued for one in self.instances.values()), default=0)
-        return waiting + sum(len(one.requests) for one in self.instances.values())
+        return self.queued + self._taken
 
     def _unfinished(self, ready: ActorReady, phase: str) -> int:
         """Return the samples of the iteration that are still to be generated.
@@ -151,7 +162,7 @@ class Seen:
         is_ready: bool,
         time: float,
         silent: set[int],
-        sequence: int,
+        orders: Orders,
         ledger: DeviceLedger,
         rates: Rates,
         queued: Sequence[RequestCount] | None = None,
@@ -164,17 +175,17 @@ class Seen:
             is_ready: whether the actor waits there, and can change.
             time: seconds, by the loop's clock.
             silent: instances that have not answered.
-            sequence: of the last orders.
-            ledger: who holds which device.
+            orders: the last ones.
+            ledger: who may hold which device.
             rates: measured.
             queued: requests that no instance has taken; None: their number alone is known.
         """
         topology, boundary = self._topology, ready.boundary
         instances = tuple(
-            self._instance(number, home, silent, ledger)
+            self._instance(number, home, silent, orders, ledger)
             for number, home in enumerate(topology.instances)
         )
-        waiting = max((one.queued for one in self.instances.values()), default=0)
+        waiting = self.queued
         names = tuple(self._request(one) for one in queued or ())
         if queued is not None:
             waiting = len(names)
@@ -211,7 +222,7 @@ class Seen:
             rates=rates,
             holdings=ledger.holdings(),
             loans=ledger.loans(),
-            sequence=sequence,
+            sequence=orders.sequence,
         )
 
     def _known(self, strategy: Strategy) -> Strategy:
@@ -221,18 +232,34 @@ class Seen:
         return next(same, strategy)
 
     def _instance(
-        self, number: int, home: tuple[int, ...], silent: set[int], ledger: DeviceLedger
+        self,
+        number: int,
+        home: tuple[int, ...],
+        silent: set[int],
+        orders: Orders,
+        ledger: DeviceLedger,
     ) -> InstanceState:
-        report = self.instances.get(number)
-        held = ledger.held_by(instance_name(number))
+        report, has = self.instances.get(number), orders.devices_of(number)
+        devices = has or ledger.held_by(instance_name(number))
+        stopping = bool(devices) and not has
+        due = next((one.devices for one in orders.due if one.instance == number), ())
         if report is None:
-            return InstanceState(number=number, home=home, devices=held, answers=False)
+            return InstanceState(
+                number=number,
+                home=home,
+                devices=devices,
+                stopping=stopping,
+                due=due,
+                answers=False,
+            )
         requests = tuple(self._request(one) for one in report.requests)
         running = min(len(requests), report.slots)
         return InstanceState(
             number=number,
             home=home,
-            devices=held,
+            devices=devices,
+            stopping=stopping,
+            due=due,
             slots=report.slots,
             sizes=self._topology.sizes,
             running=running,

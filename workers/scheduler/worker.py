@@ -37,13 +37,10 @@ from rlinf_async.channels import (
 )
 from rlinf_async.messages.language import Request
 from rlinf_async.scheduling import (
-    ACTOR,
     ClusterState,
     DeviceLedger,
-    Resume,
     ScalingDecision,
     ScalingPolicy,
-    instance_name,
     load_policy,
     safe,
 )
@@ -51,6 +48,7 @@ from rlinf_async.workers.base import Worker
 from rlinf_async.workers.scheduler.changes import Changes, SchedulerSummary
 from rlinf_async.workers.scheduler.config import SchedulingConfig, Topology
 from rlinf_async.workers.scheduler.control import Control
+from rlinf_async.workers.scheduler.holdings import Holdings
 from rlinf_async.workers.scheduler.messages import (
     ActorReady,
     Boundary,
@@ -82,17 +80,19 @@ class SchedulerWorker(Worker):
         self._phase: Phase = "end"
         self._arrived_at: Boundary | None = None
         """boundary of the actor whose mini-batch the policy knows to be there"""
-        self._lost: set[int] = set()
-        """instances that stopped because their devices were lost"""
-        devices = {*topology.actor, *(one for home in topology.instances for one in home)}
-        self.ledger = DeviceLedger({one: topology.hosts.get(one, 0) for one in devices})
+        self._holdings = Holdings(topology, self.devices_moved)
 
     def make_policy(self) -> ScalingPolicy:
         """Make the policy. Override it to bring your own."""
         return load_policy(self.config.policy, ("scheduler", "policy"))
 
+    @property
+    def ledger(self) -> DeviceLedger:
+        """Who holds which device, as far as is known."""
+        return self._holdings.ledger
+
     def devices_moved(self) -> None:
-        """Somebody else holds a device: see `ledger`. Override it to watch."""
+        """Devices have another holder: see `ledger`. Override it to watch."""
 
     def decided(self, state: ClusterState, decision: ScalingDecision) -> None:
         """A decision is about to be carried out. Override it to watch."""
@@ -114,10 +114,10 @@ class SchedulerWorker(Worker):
         """
         topology, config = self.topology, self.config
         self._requests = requests
-        control = self._control = Control(topology, config, self.incarnation, self.log)
-        changes = self._changes = Changes(
-            control, topology, config, self.ledger, self.log, self.devices_moved
+        control = self._control = Control(
+            topology, config, self._holdings, self.incarnation, self.log
         )
+        changes = self._changes = Changes(control, topology, config, self.log)
         await control.open(orders, newest)
         reading = asyncio.create_task(control.read(reports), name=f"{self.name} reads reports")
         try:
@@ -127,7 +127,11 @@ class SchedulerWorker(Worker):
                 due = await control.until(self._is_due, limit)
                 moved = bool(control.devices)
                 while control.devices:
-                    await self._see_to_devices()
+                    report = control.devices.pop(0)
+                    await changes.lose(report.lost)
+                    await changes.find(report.found)
+                if changes.can_give_due:
+                    await changes.give_due()
                 waits = control.is_open and (moved or not due)
                 if control.asks or waits or self._has_progressed():
                     await self._decide()
@@ -141,7 +145,9 @@ class SchedulerWorker(Worker):
     # -- when to decide -----------------------------------------------------------------------
 
     def _is_due(self) -> bool:
-        return self._control.asks or bool(self._control.devices) or self._has_progressed()
+        control = self._control
+        due = control.devices or self._changes.can_give_due
+        return bool(control.asks or due or self._has_progressed())
 
     def _has_progressed(self) -> bool:
         """Whether enough samples were finished since the policy was asked."""
@@ -169,7 +175,9 @@ class SchedulerWorker(Worker):
         everyone = range(len(self.topology.instances))
         control.fresh = 0
         await control.publish()
-        silent = await control.gather(everyone, self.config.answer_seconds, "report")
+        control.silent = await control.gather(everyone, self.config.answer_seconds, "report")
+        if control.actor is not None and control.is_open:
+            await changes.call_roll(control.actor)
         ready = control.actor
         if ready is None:
             return
@@ -178,9 +186,8 @@ class SchedulerWorker(Worker):
             control.seen.begin(ready.boundary.iteration)
         changes.summary.decisions += control.asks
         self._phase, control.asks = phase, False
-        self._take_stock(ready)
         with self.span("decide", iteration=ready.boundary.iteration, phase=phase):
-            state, decision = await self._asked(ready, silent)
+            state, decision = await self._asked(ready)
             self.decided(state, decision)
             lacks = ready.collects and control.seen.lacks(ready)
             # One that comes to its boundary meanwhile is not let go by a decision made before.
@@ -189,18 +196,16 @@ class SchedulerWorker(Worker):
                 self._arrived_at = ready.boundary
             await changes.carry_out(decision, holds_boundary=stays)
 
-    async def _asked(
-        self, ready: ActorReady, silent: set[int]
-    ) -> tuple[ClusterState, ScalingDecision]:
+    async def _asked(self, ready: ActorReady) -> tuple[ClusterState, ScalingDecision]:
         """Ask the policy; where it orders requests, give those in the queue their new places.
 
         The queue is leased meanwhile. What goes back replaces what was taken, place by place, in
         one settlement: no request is lost or there twice, wherever this worker dies.
         """
         requests = self._requests
-        waiting = max((one.queued for one in self._control.seen.instances.values()), default=0)
+        waiting = self._control.seen.queued
         if requests is None or not waiting or not self.policy.orders:
-            return self._answer(ready, silent)
+            return self._answer(ready)
         async with AsyncExitStack() as held:
             try:
                 async with asyncio.timeout(ORDER_SECONDS):
@@ -208,9 +213,9 @@ class SchedulerWorker(Worker):
                         requests.lease(weight=waiting, at_least=1)
                     )
             except (TimeoutError, EndOfChannel):  # instances have taken them all meanwhile
-                return self._answer(ready, silent)
+                return self._answer(ready)
             there = list(lease)
-            state, decision = self._answer(ready, silent, [request_count(one) for one in there])
+            state, decision = self._answer(ready, [request_count(one) for one in there])
             ordered = in_order(there, decision.order)
             for place, one in enumerate(ordered):
                 lease.replace(place, one)
@@ -220,58 +225,20 @@ class SchedulerWorker(Worker):
             return state, decision
 
     def _answer(
-        self, ready: ActorReady, silent: set[int], queued: list[RequestCount] | None = None
+        self, ready: ActorReady, queued: list[RequestCount] | None = None
     ) -> tuple[ClusterState, ScalingDecision]:
         state = self._control.seen.state(
             ready,
             phase=self._phase,
             is_ready=self._control.is_open and self._control.actor is ready,
             time=asyncio.get_running_loop().time(),
-            silent=silent,
-            sequence=self._control.newest.sequence,
+            silent=self._control.silent,
+            orders=self._control.newest,
             ledger=self.ledger,
             rates=self._control.rates.rates(),
             queued=queued,
         )
         return state, self.policy.decide(state)
-
-    # -- who holds what -----------------------------------------------------------------------
-
-    def _take_stock(self, ready: ActorReady) -> None:
-        """Enter into the ledger what everyone says of itself.
-
-        The actor's word counts first: what it holds, no instance was told to have.
-        """
-        newest, lost = self._control.newest, set(self.ledger.lost)
-        own = self.topology.actor[: ready.strategy.world_size] if ready.holds else ()
-        held: dict[str, Collection[int]] = {ACTOR: own}
-        taken = {*own, *lost}
-        wider = {one.instance: one.devices for one in newest.wider}
-        for number, home in enumerate(self.topology.instances):
-            report = self._control.seen.instances.get(number)
-            serves = number not in newest.stopped or report is None or report.serves
-            devices = wider.get(number, home)
-            has = serves and taken.isdisjoint(devices)
-            held[instance_name(number)] = devices if has else ()
-            taken.update(devices if has else ())
-        self.ledger.assign(held)
-        self.devices_moved()
-
-    async def _see_to_devices(self) -> None:
-        """Stop instances whose devices are lost; let them serve once they are there again."""
-        report = self._control.devices.pop(0)
-        if report.lost:
-            self._lost |= await self._changes.lose(report.lost)
-        for device in report.found:
-            self.ledger.found(device)
-        free = set(self.ledger.free)
-        homes = self.topology.instances
-        back = [n for n in sorted(self._lost) if free.issuperset(homes[n])]
-        self._lost.difference_update(back)
-        guests = set(self.topology.guests)
-        await self._changes.resume(
-            [Resume(instance=n, devices=homes[n]) for n in back if n not in guests]
-        )
 
 
 def request_count(request: Request) -> RequestCount:

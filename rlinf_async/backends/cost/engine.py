@@ -183,7 +183,7 @@ class CostEngine:
 
     async def resize(self, devices: int) -> None:
         """Go on with other devices; where it serves, requests stop for as long as that takes."""
-        width = (devices or self.home) / self.home
+        width = devices / self.home
         if width == self.width:
             return
         self.change(width=width)

@@ -21,7 +21,7 @@ from rlinf_async.scheduling.policies.growing import (
     take_back,
     take_most,
 )
-from rlinf_async.scheduling.policies.home import go_home
+from rlinf_async.scheduling.policies.home import all_serve, go_home
 from rlinf_async.scheduling.state import ClusterState
 
 LEAST_GAIN = 0.02
@@ -29,17 +29,17 @@ LEAST_GAIN = 0.02
 
 
 class Greedy:
-    """See the module. Where rates are not known yet, it decides nothing."""
+    """See the module. Where rates are not known yet, it moves nothing."""
 
     def decide(self, state: ClusterState, /) -> ScalingDecision:
         """Return what changes now."""
         nothing = ScalingDecision(iteration=state.iteration)
         if state.phase == "end":
             return go_home(state)
+        if state.phase == "begin":
+            return spread(all_serve(_begin(state) or nothing, state), state)
         if not state.rates.known:
             return nothing
-        if state.phase == "begin":
-            return spread(_begin(state) or nothing, state)
         if not state.actor.holds:
             return _back(state) or nothing
         return (_grown(state) if state.actor.ready else _freed(state)) or nothing
@@ -47,7 +47,7 @@ class Greedy:
 
 def _begin(state: ClusterState) -> ScalingDecision | None:
     """Lend the actor's devices where that ends the iteration earlier."""
-    lent = lend(state)
+    lent = lend(state) if state.rates.known else None
     if lent is None:
         return None
     forecast = Forecast(state)

@@ -39,18 +39,15 @@ def lend(state: ClusterState) -> ScalingDecision | None:
 
 
 def take_back(state: ClusterState, strategy: Strategy | None = None) -> ScalingDecision | None:
-    """The actor takes its devices again, as many as the strategy (None: that of home) needs; None:
-    it has them, or cannot have them now."""
+    """The actor takes its devices again, as many as the strategy needs (None: that of home, or the
+    one that it had where it cannot apply that); None: it has them, or cannot have them now."""
     actor = state.actor
     if actor.holds or not actor.ready:
         return None
-    strategy = strategy or actor.home
-    own = set(actor.devices[: strategy.world_size])
-    there = [one for one in state.serving if not own.isdisjoint(one.devices)]
-    if not all(one.answers for one in there) or not own.isdisjoint(state.lost):
-        return None
-    stays = sum(1 for _ in state.serving) > len(there)
-    if state.unfinished and not stays:
+    if strategy is None:
+        strategy = actor.home if actor.home in actor.strategies else actor.strategy
+    there = on_devices(state, actor.needs(strategy))
+    if there is None:
         return None
     return ScalingDecision(
         iteration=state.iteration,
@@ -60,6 +57,17 @@ def take_back(state: ClusterState, strategy: Strategy | None = None) -> ScalingD
         migrations=migrations(there),
         reason="the actor takes its devices again",
     )
+
+
+def on_devices(state: ClusterState, devices: Collection[int]) -> list[InstanceState] | None:
+    """Return the instances that have to stop so that the actor can have these devices; None: it
+    cannot, for want of an answer, of a device, or of another instance for what is unfinished."""
+    wanted = set(devices)
+    there = [one for one in state.instances if not wanted.isdisjoint(one.devices)]
+    if not all(one.answers and one.serves for one in there) or not wanted.isdisjoint(state.lost):
+        return None
+    stays = any(one.answers for one in state.serving if one not in there)
+    return None if state.unfinished and not stays else there
 
 
 def at_least_home(state: ClusterState) -> list[Strategy]:
@@ -162,11 +170,8 @@ def grow_to(state: ClusterState, strategy: Strategy, reason: str) -> ScalingDeci
     cannot, for want of devices or of an instance for what is unfinished, or has it already."""
     actor = state.actor
     needed = set(actor.devices[actor.strategy.world_size : strategy.world_size])
-    leaving = [one for one in state.serving if not needed.isdisjoint(one.devices)]
-    stays = sum(1 for _ in state.serving) > len(leaving)
-    if not needed or not needed.isdisjoint(state.lost):
-        return None
-    if not all(one.answers for one in leaving) or (state.unfinished and not stays):
+    leaving = on_devices(state, needed) if needed else None
+    if leaving is None:
         return None
     return ScalingDecision(
         iteration=state.iteration,

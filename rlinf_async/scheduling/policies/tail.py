@@ -21,7 +21,7 @@ from rlinf_async.scheduling.policies.growing import (
     spread,
     take_back,
 )
-from rlinf_async.scheduling.policies.home import go_home
+from rlinf_async.scheduling.policies.home import all_serve, go_home
 from rlinf_async.scheduling.state import ClusterState
 
 LENT_UNTIL = 0.5
@@ -37,7 +37,7 @@ class Tail:
         if state.phase == "end":
             return go_home(state)
         if state.phase == "begin":
-            return spread(lend(state) or nothing, state)
+            return spread(all_serve(lend(state) or nothing, state), state)
         if not state.actor.holds:
             due = state.finished >= LENT_UNTIL * state.samples or not state.unfinished
             return (take_back(state) if due else None) or nothing

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from rlinf_async.scheduling.decision import ScalingDecision
 from rlinf_async.scheduling.policies.growing import grow, lend, spread, take_most
-from rlinf_async.scheduling.policies.home import go_home
+from rlinf_async.scheduling.policies.home import all_serve, go_home
 from rlinf_async.scheduling.state import ClusterState
 
 
@@ -27,7 +27,7 @@ class Turns:
         if state.phase == "end":
             return go_home(state)
         if state.phase == "begin":
-            return spread(lend(state) or nothing, state)
+            return spread(all_serve(lend(state) or nothing, state), state)
         if state.unfinished:
             return nothing
         if not state.actor.holds:

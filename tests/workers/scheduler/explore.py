@@ -4,15 +4,18 @@
 
     seed --> loop order, policy, faults: deaths of rollout workers and of the scheduler, instances
              that do not answer or do not stop for a while, a policy that raises, strategies that
-             fail; requests that are ordered and moved at random; an actor that lends its device
-         --> every sample is generated; every iteration trains on all of its own, on-policy; the
-             actor is at home between iterations unless it could not go there
+             fail; devices that move in any way that is valid, requests that are ordered and moved
+             at random; an actor that lends its device
+         --> every sample is generated; every iteration trains on all of its own, on-policy; no
+             device is held twice, by what the workers themselves do
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import msgspec
@@ -20,24 +23,25 @@ import msgspec
 import rlinf_async as ra
 from rlinf_async.backends.base import RescaleReport
 from rlinf_async.backends.toy.trainer import ToyTrainer
-from rlinf_async.messages.language import Generated, Request
 from rlinf_async.parallel import Strategy
 from rlinf_async.scheduling import (
     ClusterState,
     Migration,
+    Resume,
     ScalingDecision,
     ScalingPolicy,
     load_policy,
+    validate,
 )
 from rlinf_async.testing import run as run_seeded
-from rlinf_async.workers.rollout.language import LanguageRolloutReport
-from rlinf_async.workers.scheduler import SchedulerWorker, SchedulingConfig
+from rlinf_async.workers.scheduler import Orders, SchedulerWorker, SchedulingConfig
 from tests.runtime.mortal import MortalBackend
 from tests.workers.rollout.language_kit import Rollout
 from tests.workers.scheduler.kit import BATCHES, ENGINE, Ran, Run
 from tests.workers.scheduler.registered import registered
 
 ITERATIONS = 2
+POLICIES = ("tail", "greedy", "longest_first", "turns")
 LIMITS = SchedulingConfig(policy="tail", answer_seconds=2.0, stop_seconds=4.0, change_seconds=6.0)
 
 
@@ -51,30 +55,38 @@ def trained_once(ran: Ran, iterations: int = ITERATIONS) -> None:
         assert max(one.lag_max for one in reports) == 0
 
 
-HOME = {0: 1, 1: 2, 2: 0}
-"""device of each rollout worker; that of actor rank 0 is 0, that of rank 1 is 2"""
+ACTOR_DEVICES = (0, 2)
+"""of its ranks"""
 
 
 class Devices:
-    """Who holds the devices that move, as the workers themselves know it."""
+    """Who holds which device, as the workers themselves know it."""
 
     def __init__(self) -> None:
-        self.rollout: set[int] = set()
-        """ranks that serve"""
+        self.rollout: dict[int, tuple[int, ...]] = {}
+        """of each instance"""
         self.actor: dict[int, int] = {}
         """data parallel size, by rank"""
         self.lent: set[int] = set()
         """ranks of the actor that have offloaded"""
         self.wrong: list[str] = []
 
+    def has(self, instance: int, devices: tuple[int, ...]) -> None:
+        """An instance holds these from now on."""
+        self.rollout[instance] = devices
+        self.check()
+
     def check(self) -> None:
-        """Note it where both hold a device."""
-        by_actor = {0} - self.lent
-        if self.actor.get(1, 1) > 1:
-            by_actor |= {1} - self.lent
-        taken = {(0, 2)[rank] for rank in by_actor}
-        if both := taken & {HOME[rank] for rank in self.rollout}:
-            self.wrong.append(f"devices {both} are held twice: {self.rollout}, {self.actor}")
+        """Note it where two hold a device."""
+        ranks = [
+            rank
+            for rank in range(len(ACTOR_DEVICES))
+            if rank < self.actor.get(rank, 1) and rank not in self.lent
+        ]
+        held = Counter(ACTOR_DEVICES[rank] for rank in ranks)
+        held.update(device for devices in self.rollout.values() for device in devices)
+        if twice := [device for device, count in held.items() if count > 1]:
+            self.wrong.append(f"devices {twice} are held twice: {self.rollout}, actor {ranks}")
 
 
 class Slow(Rollout):
@@ -83,15 +95,18 @@ class Slow(Rollout):
     chance: ClassVar[random.Random]
     held: ClassVar[Devices]
 
+    async def setup(self) -> None:
+        await super().setup()
+        self.held.has(self.rank, ())  # it may be another one, after the death of the first
+
     async def offload(self, migrate: bool = False) -> None:
         await asyncio.sleep(self.chance.choice((0.0, 0.0, 1.0, 7.0)))
         await super().offload(migrate)
-        self.held.rollout.discard(self.rank)
+        self.held.has(self.rank, ())
 
-    async def _generate(self, request: Request, report: LanguageRolloutReport) -> Generated | None:
-        self.held.rollout.add(self.rank)
-        self.held.check()
-        return await super()._generate(request, report)
+    async def _use_devices(self, orders: Orders) -> None:
+        self.held.has(self.rank, orders.devices_of(self.rank))
+        await super()._use_devices(orders)
 
 
 class Unsteady:
@@ -107,29 +122,57 @@ class Unsteady:
         return self._tail.decide(state)
 
 
-class Shuffling:
-    """As `tail`, and besides orders requests and moves them to and fro, at random."""
+class Mixing:
+    """Another policy, and besides anything else that can be carried out, at random."""
 
     orders = True
 
     def __init__(self, chance: random.Random) -> None:
-        self._chance, self._tail = chance, load_policy("tail")
+        self._chance = chance
+        self._other = load_policy(chance.choice((*POLICIES, "static")))
 
     def decide(self, state: ClusterState, /) -> ScalingDecision:
-        decision, chance = self._tail.decide(state), self._chance
+        decision, chance = self._other.decide(state), self._chance
         names = [one.name for one in state.queued_requests]
         chance.shuffle(names)
-        serving = [one for one in state.serving if one.number not in decision.stop]
+        if chance.random() < 0.5:
+            other = self._any(state)
+            decision = decision if validate(other, state) else other
+        return msgspec.structs.replace(decision, order=tuple(names))
+
+    def _any(self, state: ClusterState) -> ScalingDecision:
+        chance, actor = self._chance, state.actor
+        known = sorted(state.hosts or {device for one in state.instances for device in one.home})
+        changing = [one for one in state.instances if chance.random() < 0.4]
+        stop = [one.number for one in changing if one.serves and chance.random() < 0.5]
+        others = [one for one in changing if one.number not in stop]
+        sizes = {one.number: chance.choice((len(one.home), *one.sizes)) for one in others}
+        resume = [
+            Resume(instance=number, devices=tuple(chance.sample(known, size)))
+            for number, size in sizes.items()
+        ]
+        moves = actor.ready and chance.random() < 0.5
+        return ScalingDecision(
+            iteration=state.iteration,
+            stop=tuple(stop),
+            resume=tuple(resume),
+            actor=chance.choice(actor.strategies) if moves else None,
+            actor_holds=chance.choice((None, True, False)) if moves else None,
+            actor_waits=bool(state.unfinished) and chance.random() < 0.2,
+            migrations=self._moves(state, stop),
+        )
+
+    def _moves(self, state: ClusterState, stop: Collection[int]) -> tuple[Migration, ...]:
+        chance = self._chance
+        serving = [one for one in state.serving if one.number not in stop]
         full = [one for one in serving if one.requests and one.answers]
-        moves: tuple[Migration, ...] = ()
-        if full and state.phase == "step" and not decision.changes_devices:
-            source = chance.choice(full)
-            others = [one.number for one in serving if one is not source]
-            target = chance.choice([None, *others])
-            here = [one.name for one in source.requests]
-            some = tuple(chance.sample(here, chance.randint(1, len(here))))
-            moves = (Migration(source=source.number, target=target, names=some),)
-        return msgspec.structs.replace(decision, order=tuple(names), migrations=moves)
+        if not full or state.phase != "step" or chance.random() < 0.5:
+            return ()
+        source = chance.choice(full)
+        target = chance.choice([None, *(one.number for one in serving if one is not source)])
+        here = [one.name for one in source.requests]
+        some = tuple(chance.sample(here, chance.randint(1, len(here))))
+        return (Migration(source=source.number, target=target, names=some),)
 
 
 class Unsure(SchedulerWorker):
@@ -140,9 +183,9 @@ class Unsure(SchedulerWorker):
     def make_policy(self) -> ScalingPolicy:
         if self.chance.random() < 0.3:
             return Unsteady(self.chance.randrange(8))
-        if self.chance.random() < 0.4:
-            return Shuffling(self.chance)
-        return load_policy(self.chance.choice(("tail", "greedy", "longest_first", "turns")))
+        if self.chance.random() < 0.5:
+            return Mixing(self.chance)
+        return load_policy(self.chance.choice(POLICIES))
 
 
 class Failing(ToyTrainer):
@@ -191,6 +234,7 @@ def try_seed(seed: int) -> None:
                 rollout=Slow,
                 scheduler=Unsure,
                 guest=guest,
+                sizes=(1, 2),
             )
             await run.start()
 

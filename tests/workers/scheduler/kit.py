@@ -31,6 +31,7 @@ from rlinf_async.workers.scheduler import (
     SchedulingConfig,
     Topology,
     Verdict,
+    first_orders,
 )
 from tests.backends.requests import request
 from tests.workers.rollout.language_kit import Channels, Rollout, right
@@ -69,6 +70,7 @@ class Run:
         config: of the scheduler.
         scheduler: its class.
         guest: another rollout worker, on the actor's own device, serves while the actor lends it.
+        sizes: numbers of devices that rollout workers can serve on, beside one.
     """
 
     def __init__(
@@ -82,9 +84,11 @@ class Run:
         scheduler: type[SchedulerWorker] = SchedulerWorker,
         rollout: type[Rollout] = Rollout,
         guest: bool = False,
+        sizes: tuple[int, ...] = (),
     ) -> None:
         self.cluster, self.engine, self.trainer, self.config = cluster, engine, trainer, config
         self._backend = backend
+        self._sizes = sizes
         self._instances = ((1,), (2,), (0,)) if guest else ((1,), (2,))
         self._scheduler_class, self._rollout_class = scheduler, rollout
         self.channels = Channels(cluster)
@@ -126,6 +130,7 @@ class Run:
             home=home,
             strategies=tuple(msgspec.structs.replace(home, dp=dp) for dp in valid),
             samples=BATCHES.samples,
+            sizes=self._sizes,
         )
         self.schedulers = await cluster.launch(
             self._scheduler_class,
@@ -134,7 +139,7 @@ class Run:
             name="Scheduler",
             restart=ra.Restart(max=5),
         )
-        await self.orders.sender.publish(Orders(stopped=topology.guests))
+        await self.orders.sender.publish(first_orders(topology))
         self._ends = [
             channels.requests.receiver.open(),
             channels.samples.sender.open(),

@@ -12,17 +12,25 @@ import rlinf_async as ra
 from rlinf_async.backends.toy.trainer import ToyTrainer
 from rlinf_async.channels import LatestReceiver, Sender
 from rlinf_async.parallel import Strategy
-from rlinf_async.scheduling import ClusterState, ScalingDecision, ScalingPolicy
+from rlinf_async.scheduling import (
+    ClusterState,
+    Resume,
+    ScalingDecision,
+    ScalingPolicy,
+    load_policy,
+)
 from rlinf_async.testing import explore
 from rlinf_async.workers.scheduler import (
+    InstanceReport,
     Orders,
     SchedulerReport,
     SchedulerWorker,
     SchedulingConfig,
 )
 from tests.workers.rollout.language_kit import Rollout
-from tests.workers.scheduler.explore import trained_once, try_seed
+from tests.workers.scheduler.explore import Devices, Failing, trained_once, try_seed
 from tests.workers.scheduler.kit import Run
+from tests.workers.scheduler.registered import registered
 
 ITERATIONS = 3
 
@@ -154,6 +162,86 @@ def test_a_strategy_that_the_actor_cannot_apply_gives_the_device_back(
         assert ran.summary.failed == ran.summary.stopped == ITERATIONS
 
     explore(body, seeds=range(2))
+
+
+class Silent(Rollout):
+    """Does not answer for long where it has stopped as everything is generated."""
+
+    async def _report(self, orders: Orders, handed_back: int) -> InstanceReport:
+        if orders.reason == RELEASED:
+            await asyncio.sleep(3.0 * SHORT.answer_seconds)
+        return await super()._report(orders, handed_back)
+
+
+RELEASED = "everything is generated"
+SHORT = SchedulingConfig(policy="tail", answer_seconds=2.0, stop_seconds=4.0)
+
+
+class Releasing:
+    """The actor waits until everything is generated; then all instances stop."""
+
+    def __init__(self) -> None:
+        self._tail = load_policy("tail")
+
+    def decide(self, state: ClusterState, /) -> ScalingDecision:
+        if state.phase == "step" and state.unfinished:
+            return ScalingDecision(actor_waits=True)
+        if state.phase == "step":
+            stop = tuple(one.number for one in state.serving if one.answers)
+            return ScalingDecision(stop=stop, reason=RELEASED)
+        return self._tail.decide(state)
+
+
+class WithReleasing(SchedulerWorker):
+    def make_policy(self) -> ScalingPolicy:
+        return Releasing()
+
+
+def test_instances_that_do_not_answer_at_the_end_of_an_iteration_serve_in_the_next() -> None:
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            run = Run(cluster, rollout=Silent, scheduler=WithReleasing, config=SHORT)
+            await run.start()
+            ran = await run.train(ITERATIONS)
+        trained_once(ran, ITERATIONS)
+        assert ran.summary is not None
+        assert not ran.summary.policy_fault
+        assert ran.summary.unanswered > 0
+
+    explore(body, seeds=range(5))
+
+
+class FailsWhileMerged:
+    """Rollout worker 0 serves on the actor's device, too; then the policy fails."""
+
+    def decide(self, state: ClusterState, /) -> ScalingDecision:
+        if state.phase == "begin":
+            return ScalingDecision(actor_holds=False)
+        if not state.actor.holds and len(state.instances[0].devices) == 1:
+            return ScalingDecision(resume=(Resume(instance=0, devices=(1, 0)),))
+        raise ZeroDivisionError("no idea")
+
+
+class WithFailsWhileMerged(SchedulerWorker):
+    def make_policy(self) -> ScalingPolicy:
+        return FailsWhileMerged()
+
+
+def test_instances_give_the_actors_devices_back_where_the_policy_fails() -> None:
+    async def body() -> None:
+        Failing.seed, Failing.held = None, Devices()
+        async with ra.Cluster.local() as cluster:
+            run = Run(cluster, scheduler=WithFailsWhileMerged, sizes=(1, 2))
+            await run.start()
+            ran = await run.train(ITERATIONS)
+        trained_once(ran, ITERATIONS)
+        assert ran.summary is not None
+        assert ran.summary.policy_fault
+        assert ran.summary.lent == 1
+        assert not Failing.held.lent
+
+    with registered("toy", Failing):
+        explore(body, seeds=range(3))
 
 
 @pytest.mark.parametrize("part", range(2))

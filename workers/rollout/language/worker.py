@@ -126,13 +126,15 @@ class LanguageRolloutWorker(Worker):
         self._interrupted: frozenset[str] = frozenset()
         """names of the requests that are to be handed back"""
         self._handed_back = self._samples = self._tokens = 0
+        self._sending: dict[str, EndedCount] = {}
+        """by request: responses that are generated, and not sent on"""
         self._ended: list[EndedCount] = []
         """since the last message to a scheduler, where there is one"""
         self._began: list[str] = []
         """requests that were taken since then, where few instances take any"""
         self._news = asyncio.Event()
         self._devices = 0
-        """that it serves on; 0: those of home"""
+        """number of devices that its engine serves on; 0: as many as it was made for"""
         self._orders = Orders()
         self._requests: Receiver[Request] | None = None
         """while it serves"""
@@ -337,7 +339,7 @@ class LanguageRolloutWorker(Worker):
                 return
             seen = orders.version
             before = self._handed_back
-            if self.rank in newest.stopped:
+            if not newest.devices_of(self.rank):
                 await self.offload(newest.migrate)
                 stopped = True
             else:
@@ -363,8 +365,7 @@ class LanguageRolloutWorker(Worker):
 
     async def _use_devices(self, orders: Orders) -> None:
         """Serve on other devices than before, where the engine can."""
-        wider = (len(one.devices) for one in orders.wider if one.instance == self.rank)
-        devices = next(wider, 0)
+        devices = len(orders.devices_of(self.rank))
         if devices != self._devices and isinstance(self._live.engine, Resizable):
             await self._live.engine.resize(devices)
         self._devices = devices
@@ -382,16 +383,17 @@ class LanguageRolloutWorker(Worker):
 
     async def _report(self, orders: Orders, handed_back: int) -> InstanceReport:
         progress = await self.progress()
-        requests = self._requests
+        of_channel = None if self._requests is None else await self._requests.state()
         ended, self._ended = self._ended, []
         return InstanceReport(
             instance=self.rank,
             sequence=orders.sequence,
-            serves=self.rank not in orders.stopped,
+            devices=orders.devices_of(self.rank),
             slots=progress.slots,
             samples=progress.samples,
             tokens=progress.tokens,
-            queued=0 if requests is None else (await requests.state()).depth,
+            queued=0 if of_channel is None else of_channel.depth,
+            taken=0 if of_channel is None else of_channel.unsettled,
             requests=progress.requests,
             handed_back=handed_back,
             ended=tuple(ended),
@@ -437,6 +439,7 @@ class LanguageRolloutWorker(Worker):
             if generated is not None:
                 _check(request, generated)
                 await samples.put(self._sample(request, generated))
+                self._tell_ended(request)
         if generated is None:
             report.handed_back += 1
             self._handed_back += 1
@@ -480,18 +483,21 @@ class LanguageRolloutWorker(Worker):
     ) -> None:
         brought = 0 if request.partial is None else len(request.partial.token_ids)
         tokens = len(generated.token_ids)
-        self._ended.append(
-            EndedCount(
-                group=request.group,
-                tokens=tokens,
-                name=request.name,
-                iteration=-1 if request.evaluation else request.iteration,
-                made=tokens - brought,
-                seconds=seconds,
-                running=(running + self._running()) / 2,
-            )
+        self._sending[request.name] = EndedCount(
+            group=request.group,
+            tokens=tokens,
+            name=request.name,
+            iteration=-1 if request.evaluation else request.iteration,
+            made=tokens - brought,
+            seconds=seconds,
+            running=(running + self._running()) / 2,
         )
-        self._news.set()
+
+    def _tell_ended(self, request: Request) -> None:
+        """Tell the scheduler, once the sample was sent: until then it may be lost."""
+        if (ended := self._sending.pop(request.name, None)) is not None:
+            self._ended.append(ended)
+            self._news.set()
 
     def _running(self) -> int:
         return min(len(self._answering), self._live.engine.max_concurrent)

@@ -40,6 +40,8 @@ from rlinf_async.workers.scheduler import (
     SchedulerWorker,
     Topology,
     Verdict,
+    first_orders,
+    last_orders,
 )
 
 log = logging.getLogger(__name__)
@@ -128,7 +130,7 @@ class Scheduling:
         """Have everyone follow the scheduler, from its first orders on."""
         self._requests = requests
         self._reports.receiver.open()  # while a scheduler is started again, nobody else reads them
-        await self._orders.sender.publish(Orders(stopped=self._topology.guests))
+        await self._orders.sender.publish(first_orders(self._topology))
         self._following = [
             actors.call(
                 LanguageActor.follow_scheduler,
@@ -162,36 +164,32 @@ class Scheduling:
                 death,
             )
             newest = await self._orders.receiver.get(newer_than=0)
-            newest = msgspec.structs.replace(newest, takers=None, hand_back=())
+            orders = last_orders(newest, self._topology)
+            await self._orders.sender.publish(orders)
             if not newest.holds:
-                newest = await self._stop_guests(newest)
+                await self._until_carried_out(orders)
             await self._orders.sender.publish(
-                msgspec.structs.replace(newest, over=True, holds=True, goes_on=True)
+                msgspec.structs.replace(orders, over=True, holds=True, goes_on=True)
             )
             return None
         return summary
 
-    async def _stop_guests(self, newest: Orders) -> Orders:
-        """Stop the rollout workers on the devices that the actors have lent; the orders for it."""
-        guests = set(self._topology.guests)
-        stopped = tuple(sorted({*newest.stopped, *guests}))
-        orders = msgspec.structs.replace(newest, sequence=newest.sequence + 1, stopped=stopped)
-        await self._orders.sender.publish(orders)
-        limit = self._config.scheduler.stop_seconds
+    async def _until_carried_out(self, orders: Orders) -> None:
+        """Wait until rollout workers hold none of the devices that the actors have lent."""
+        limit, left = self._config.scheduler.stop_seconds, set(range(len(orders.devices)))
         try:
             async with asyncio.timeout(limit):
-                while guests:
+                while left:
                     report = await self._reports.receiver.get()
                     if isinstance(report, InstanceReport) and report.sequence >= orders.sequence:
-                        guests.discard(report.instance)
+                        left.discard(report.instance)
         except TimeoutError:
             log.warning(
-                "rollout workers %s did not stop within %g s; the actors take their devices back "
+                "rollout workers %s did not answer within %g s; the actors take their devices back "
                 "all the same",
-                sorted(guests),
+                sorted(left),
                 limit,
             )
-        return orders
 
     async def finish(self) -> SchedulerSummary | None:
         """End the orders, and wait for all who follow them; what the scheduler did."""
