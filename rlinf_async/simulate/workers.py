@@ -54,7 +54,7 @@ class SimulatedRollout(LanguageRolloutWorker):
         """Make an engine for the devices that this instance has."""
         made = super().make_engine()
         assert isinstance(made, CostEngine)
-        self._site.fit(self.rank, made, self._orders.devices_of(self.rank))
+        self._site.fit(self.rank, made, self._link.orders.devices_of(self.rank))
         return made
 
 

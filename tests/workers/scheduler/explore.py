@@ -34,7 +34,7 @@ from rlinf_async.scheduling import (
     validate,
 )
 from rlinf_async.testing import run as run_seeded
-from rlinf_async.workers.scheduler import Orders, SchedulerWorker, SchedulingConfig
+from rlinf_async.workers.scheduler import SchedulerWorker, SchedulingConfig
 from tests.runtime.mortal import MortalBackend
 from tests.workers.rollout.language_kit import Rollout
 from tests.workers.scheduler.kit import BATCHES, ENGINE, Ran, Run
@@ -104,9 +104,9 @@ class Slow(Rollout):
         await super().offload(migrate)
         self.held.has(self.rank, ())
 
-    async def _use_devices(self, orders: Orders) -> None:
-        self.held.has(self.rank, orders.devices_of(self.rank))
-        await super()._use_devices(orders)
+    async def use_devices(self, devices: tuple[int, ...]) -> None:
+        self.held.has(self.rank, devices)
+        await super().use_devices(devices)
 
 
 class Unsteady:

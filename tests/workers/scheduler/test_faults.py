@@ -20,8 +20,8 @@ from rlinf_async.scheduling import (
     load_policy,
 )
 from rlinf_async.testing import explore
+from rlinf_async.workers.rollout.language.progress import RolloutProgress
 from rlinf_async.workers.scheduler import (
-    InstanceReport,
     Orders,
     SchedulerReport,
     SchedulerWorker,
@@ -45,7 +45,7 @@ class Deaf(Rollout):
             await super().follow_scheduler(orders, reports)
         else:
             async for _ in orders:
-                self._told.set()
+                self._link.heard.set()
 
 
 class Stubborn(Rollout):
@@ -167,10 +167,10 @@ def test_a_strategy_that_the_actor_cannot_apply_gives_the_device_back(
 class Silent(Rollout):
     """Does not answer for long where it has stopped as everything is generated."""
 
-    async def _report(self, orders: Orders, handed_back: int) -> InstanceReport:
-        if orders.reason == RELEASED:
+    async def progress(self) -> RolloutProgress:
+        if self._link.orders.reason == RELEASED:
             await asyncio.sleep(3.0 * SHORT.answer_seconds)
-        return await super()._report(orders, handed_back)
+        return await super().progress()
 
 
 RELEASED = "everything is generated"

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import cache, partial
 from typing import Any
@@ -39,21 +39,17 @@ from rlinf_async.backends.language import (
     Resizable,
 )
 from rlinf_async.channels import EndOfChannel, LatestReceiver, Lease, Receiver, Sender
+from rlinf_async.channels.statistics import KeyState
 from rlinf_async.messages.embodied import Floats
 from rlinf_async.messages.language import Generated, Request, Sample, Tokens, WeightsTaken
 from rlinf_async.messages.weights import WeightUpdate
 from rlinf_async.workers.base import Worker
 from rlinf_async.workers.rollout.language.config import LanguageRolloutConfig
 from rlinf_async.workers.rollout.language.live import LiveEngine
+from rlinf_async.workers.rollout.language.progress import RolloutProgress
+from rlinf_async.workers.rollout.language.scheduled import SchedulerLink
 from rlinf_async.workers.rollout.language.taking import Taking
-from rlinf_async.workers.scheduler.messages import (
-    EndedCount,
-    InstanceNews,
-    InstanceReport,
-    Orders,
-    RequestCount,
-    SchedulerReport,
-)
+from rlinf_async.workers.scheduler.messages import Orders, RequestCount, SchedulerReport
 from rlinf_async.workers.tasks import task_group
 
 AHEAD = 16
@@ -79,22 +75,6 @@ class LanguageRolloutReport(msgspec.Struct, kw_only=True):
     """version of the weights at the end"""
 
 
-class RolloutProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rollout worker is doing: counts, no tokens."""
-
-    rank: int
-    version: int
-    """of the weights that it serves"""
-    slots: int
-    """requests that its engine decodes together"""
-    samples: int
-    """samples that it has sent on, since it was started"""
-    tokens: int
-    """tokens of these samples, prompts left out"""
-    requests: tuple[RequestCount, ...]
-    """the requests that are here, in the order in which they were taken"""
-
-
 class LanguageRolloutWorker(Worker):
     """One rank of the rollout group.
 
@@ -113,10 +93,7 @@ class LanguageRolloutWorker(Worker):
         backend: str = "transformers",
         scheduled: bool = False,
     ) -> None:
-        self._told = asyncio.Event()
-        self._scheduled = scheduled
-        if not scheduled:
-            self._told.set()
+        self._link = SchedulerLink(self, scheduled=scheduled)
         self.config = config or LanguageRolloutConfig()
         self._engine_config = engine
         self._backend_name = backend
@@ -126,16 +103,8 @@ class LanguageRolloutWorker(Worker):
         self._interrupted: frozenset[str] = frozenset()
         """names of the requests that are to be handed back"""
         self._handed_back = self._samples = self._tokens = 0
-        self._sending: dict[str, EndedCount] = {}
-        """by request: responses that are generated, and not sent on"""
-        self._ended: list[EndedCount] = []
-        """since the last message to a scheduler, where there is one"""
-        self._began: list[str] = []
-        """requests that were taken since then, where few instances take any"""
-        self._news = asyncio.Event()
         self._devices = 0
         """number of devices that its engine serves on; 0: as many as it was made for"""
-        self._orders = Orders()
         self._requests: Receiver[Request] | None = None
         """while it serves"""
 
@@ -185,7 +154,7 @@ class LanguageRolloutWorker(Worker):
         loads, restarts = live.weights.loads, live.restarts
         live.listen(weights)
         self._requests = requests
-        await self._told.wait()
+        await self._link.heard.wait()
         held = self.config.max_concurrent or _held(live.engine.max_concurrent)
         room = asyncio.Semaphore(held)
         async with task_group() as group:
@@ -321,83 +290,33 @@ class LanguageRolloutWorker(Worker):
 
         Reports once for each of its orders that is carried out, with the `progress`.
         """
-        async with task_group() as group:
-            telling = group.create_task(self._tell(reports))
-            await self._follow_orders(orders, reports)
-            telling.cancel()
-        self._told.set()
+        await self._link.follow(orders, reports)
         self._taking.open()  # nothing is requested any more: `serve` sees the end
 
-    async def _follow_orders(
-        self, orders: LatestReceiver[Orders], reports: Sender[SchedulerReport]
-    ) -> None:
-        seen, stopped = 0, False
-        while True:
-            try:
-                newest = self._orders = await orders.get(newer_than=seen)
-            except EndOfChannel:
-                return
-            seen = orders.version
-            before = self._handed_back
-            if not newest.devices_of(self.rank):
-                await self.offload(newest.migrate)
-                stopped = True
-            else:
-                await self._use_devices(newest)
-                if stopped:
-                    await self.onload()
-                stopped = False
-                await self._share_out(newest)
-            self._told.set()
-            await reports.put(await self._report(newest, self._handed_back - before))
+    @property
+    def handed_back(self) -> int:
+        """Requests that it has handed back."""
+        return self._handed_back
 
-    async def _tell(self, reports: Sender[SchedulerReport]) -> None:
-        """Send news, without being asked."""
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            if self._ended or self._began:
-                ended, self._ended = self._ended, []
-                began, self._began = self._began, []
-                await reports.put(
-                    InstanceNews(instance=self.rank, ended=tuple(ended), began=tuple(began))
-                )
+    async def use_devices(self, devices: tuple[int, ...]) -> None:
+        """Serve on these devices, where the engine can serve on others than it was made for."""
+        count = len(devices)
+        if count != self._devices and isinstance(self._live.engine, Resizable):
+            await self._live.engine.resize(count)
+        self._devices = count
 
-    async def _use_devices(self, orders: Orders) -> None:
-        """Serve on other devices than before, where the engine can."""
-        devices = len(orders.devices_of(self.rank))
-        if devices != self._devices and isinstance(self._live.engine, Resizable):
-            await self._live.engine.resize(devices)
-        self._devices = devices
-
-    async def _share_out(self, orders: Orders) -> None:
-        """Hand requests back that move to another worker; take some, or leave them to others."""
-        names = [one.names for one in orders.hand_back if one.instance == self.rank]
-        takes = orders.takers is None or self.rank in orders.takers
+    async def share_out(self, names: Collection[str], *, takes: bool) -> None:
+        """Hand these requests back; take others, or leave them to other workers."""
         if not takes:
             await self._taking.close()
         if names:
-            await self.interrupt([name for some in names for name in some])
+            await self.interrupt(list(names))
         if takes:
             self._taking.open()
 
-    async def _report(self, orders: Orders, handed_back: int) -> InstanceReport:
-        progress = await self.progress()
-        of_channel = None if self._requests is None else await self._requests.state()
-        ended, self._ended = self._ended, []
-        return InstanceReport(
-            instance=self.rank,
-            sequence=orders.sequence,
-            devices=orders.devices_of(self.rank),
-            slots=progress.slots,
-            samples=progress.samples,
-            tokens=progress.tokens,
-            queued=0 if of_channel is None else of_channel.depth,
-            taken=0 if of_channel is None else of_channel.unsettled,
-            requests=progress.requests,
-            handed_back=handed_back,
-            ended=tuple(ended),
-        )
+    async def queue_state(self) -> KeyState | None:
+        """How many requests wait, and are with somebody; None: it does not serve."""
+        return None if self._requests is None else await self._requests.state()
 
     async def _start_next(
         self,
@@ -418,9 +337,7 @@ class LanguageRolloutWorker(Worker):
             work = self._answer(lease, held.pop_all(), samples, report)
             task = answering.create_task(work, name=f"{self.name} {request.name}")
             self._answering[task] = request
-            if self._orders.takers is not None:
-                self._began.append(request.name)
-                self._news.set()
+            self._link.began(request)
             task.add_done_callback(self._answering.pop)
         return True
 
@@ -439,7 +356,7 @@ class LanguageRolloutWorker(Worker):
             if generated is not None:
                 _check(request, generated)
                 await samples.put(self._sample(request, generated))
-                self._tell_ended(request)
+                self._link.sent(request)
         if generated is None:
             report.handed_back += 1
             self._handed_back += 1
@@ -474,30 +391,10 @@ class LanguageRolloutWorker(Worker):
         loop, running = asyncio.get_running_loop(), self._running()
         began = loop.time()
         generated = await live.generate(request)
-        if self._scheduled and generated is not None and generated.finish != "abort":
-            self._note_ended(request, generated, loop.time() - began, running)
+        if generated is not None and generated.finish != "abort":
+            beside = (running + self._running()) / 2
+            self._link.generated(request, generated, loop.time() - began, beside)
         return generated
-
-    def _note_ended(
-        self, request: Request, generated: Generated, seconds: float, running: int
-    ) -> None:
-        brought = 0 if request.partial is None else len(request.partial.token_ids)
-        tokens = len(generated.token_ids)
-        self._sending[request.name] = EndedCount(
-            group=request.group,
-            tokens=tokens,
-            name=request.name,
-            iteration=-1 if request.evaluation else request.iteration,
-            made=tokens - brought,
-            seconds=seconds,
-            running=(running + self._running()) / 2,
-        )
-
-    def _tell_ended(self, request: Request) -> None:
-        """Tell the scheduler, once the sample was sent: until then it may be lost."""
-        if (ended := self._sending.pop(request.name, None)) is not None:
-            self._ended.append(ended)
-            self._news.set()
 
     def _running(self) -> int:
         return min(len(self._answering), self._live.engine.max_concurrent)
