@@ -16,7 +16,13 @@ from collections import Counter
 import msgspec
 
 from rlinf_async.parallel import Strategy
-from rlinf_async.scheduling.state import ACTOR, ActorState, ClusterState, instance_name
+from rlinf_async.scheduling.state import (
+    ACTOR,
+    ActorState,
+    ClusterState,
+    InstanceState,
+    instance_name,
+)
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,6 +197,13 @@ def _device_faults(decision: ScalingDecision, state: ClusterState) -> list[str]:
     return faults
 
 
+def _idle(decision: ScalingDecision, state: ClusterState) -> list[InstanceState]:
+    """Return the instances that stay stopped though nobody has the devices of their home."""
+    held = (one for devices in holdings_after(decision, state).values() for one in devices)
+    taken = set(state.lost).union(held)
+    return [one for one in state.instances if taken.isdisjoint(one.home)]
+
+
 def _migration_faults(decision: ScalingDecision, state: ClusterState) -> list[str]:
     faults: list[str] = []
     stays = {one.number for one in state.serving}.difference(decision.stop)
@@ -208,6 +221,7 @@ def _migration_faults(decision: ScalingDecision, state: ClusterState) -> list[st
     if len(set(decision.order)) < len(decision.order):
         faults.append("order names a request more than once")
     waits = any(one.due for one in state.instances)
-    if not serving and not waits and state.unfinished:
+    leaves = decision.changes_devices or bool(_idle(decision, state))
+    if not serving and not waits and state.unfinished and leaves:
         faults.append(f"no instance would serve, but {state.unfinished} samples are unfinished")
     return faults

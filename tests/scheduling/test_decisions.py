@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -101,6 +103,46 @@ def test_an_instance_that_does_not_answer_is_left_alone() -> None:
     assert validate(ScalingDecision(stop=(1,)), state) == [
         "stop names instance 1, which does not answer"
     ]
+
+
+def test_one_that_is_stopped_and_does_not_answer_is_told_to_come_home_all_the_same() -> None:
+    state = with_instances(MIDDLE, 1, devices=(), answers=False)
+    assert validate(ScalingDecision(resume=(Resume(instance=1, devices=(3,)),)), state) == []
+
+
+def test_devices_that_an_instance_may_still_hold_are_given_to_nobody() -> None:
+    state = with_instances(MIDDLE, 1, stopping=True, answers=False)
+    decision = ScalingDecision(resume=(Resume(instance=0, devices=(2, 3)),))
+    assert validate(decision, state) == ["device 3 is given to both rollout[0] and rollout[1]"]
+
+
+def test_an_actor_that_has_lent_its_devices_needs_those_of_the_strategy_that_it_had() -> None:
+    lent = msgspec.structs.replace(MIDDLE.actor, strategy=Strategy(dp=4), holds=False)
+    state = msgspec.structs.replace(MIDDLE, actor=lent)
+    taken = ScalingDecision(actor=Strategy(dp=2), actor_holds=True)
+    assert "device 2 is given to both actor and rollout[0]" in validate(taken, state)
+    assert validate(msgspec.structs.replace(taken, stop=(0, 1)), state) == []
+
+
+def test_nobody_may_serve_where_nobody_can_or_somebody_will_but_not_where_somebody_could() -> None:
+    nothing, fault = ScalingDecision(), "no instance would serve, but 20 samples are unfinished"
+    stopped = MIDDLE
+    for number in range(8):
+        stopped = with_instances(stopped, number, devices=())
+    assert validate(nothing, stopped) == [fault]
+    assert validate(nothing, msgspec.structs.replace(stopped, lost=tuple(range(2, 8)))) == []
+    assert validate(nothing, with_instances(stopped, 0, due=(2,))) == []
+
+
+def with_instances(state: ClusterState, number: int, **changes: Any) -> ClusterState:
+    """The state with another value of an instance."""
+    return msgspec.structs.replace(
+        state,
+        instances=tuple(
+            msgspec.structs.replace(one, **changes) if one.number == number else one
+            for one in state.instances
+        ),
+    )
 
 
 def test_a_lost_device_is_given_to_nobody() -> None:

@@ -215,11 +215,13 @@ class Changes:
             holdings.lose(one)
 
     async def find(self, devices: Collection[int]) -> None:
-        """Let instances serve again, all of whose devices are there again."""
+        """Let instances serve again, all of whose devices are there again; guests where the actor
+        has lent its devices."""
         control, found = self._control, set(devices)
         for one in sorted(found):
             control.holdings.ledger.found(one)
-        lost, guests = set(control.holdings.ledger.lost), self._topology.guests
+        lost, lent = set(control.holdings.ledger.lost), control.actor and not control.actor.holds
+        guests = () if lent else self._topology.guests
         back = [
             number
             for number, home in enumerate(self._topology.instances)
