@@ -110,7 +110,9 @@ async def test_pipelined_training_begins_before_the_last_group_is_there(
         [report] = await training
         assert report.samples == 16
         spans = sorted(await cluster.spans(), key=lambda one: one.start)
-        assert [one.name for one in spans] == [*["train", "wait samples"] * 4, "train"]
+        names = [one.name for one in spans if one.name != "micro-batch"]
+        assert names == [*["train", "wait samples"] * 4, "train"]
+        assert len(spans) - len(names) == 4
         waited = sum(one.duration for one in spans if one.waiting) / 1e9
         assert 0 < waited < report.train_seconds
         assert report.wait_seconds == pytest.approx(waited, abs=0.05)
