@@ -150,12 +150,7 @@ class BatchedStage:
         if self._autoreset != "same_step":
             last: Seen = shown[cut]
             return last
-        name = next((name for name in FINAL if name in info), None)
-        if name is None:
-            raise ValueError(
-                f"episodes were cut, but info has none of {' and '.join(FINAL)}: with "
-                "env.autoreset = 'same_step' their last observations have to stand there"
-            )
+        name = last_name(info)
         rows = self._writer.spec.empty(int(cut.sum()))
         for place, index in enumerate(np.flatnonzero(cut)):
             self._writer.write(at(info[name], int(index)), rows[place])
@@ -198,6 +193,21 @@ class BatchedStage:
 
     def _where(self, doing: str) -> str:
         return f"simulator {self.label}, seed {self.seed}, in {doing}() at step {self.steps},"
+
+
+def last_name(info: Mapping[str, Any]) -> str:
+    """Return where info has the last observations of episodes that were cut.
+
+    Raises:
+        ValueError: nowhere.
+    """
+    name = next((name for name in FINAL if name in info), None)
+    if name is None:
+        raise ValueError(
+            f"episodes were cut, but info has none of {' and '.join(FINAL)}: with "
+            "env.autoreset = 'same_step' their last observations have to stand there"
+        )
+    return name
 
 
 def batch_of(actions: Sequence[Any] | NDArray[Any]) -> Any:

@@ -96,6 +96,12 @@ class EnvConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 f"envs = {self.envs} cannot be divided into stages = {self.stages} groups of equal "
                 f"size: take a multiple of {self.stages}, or stages = 1"
             )
+        if self.autoreset != "auto" and not self.many_in_a_call:
+            raise ValueError(
+                f"autoreset is {self.autoreset!r}, but environments of simulator = "
+                f"{self.simulator!r} are reset one by one when their episodes end: leave autoreset "
+                "out, or use simulator = 'vector', 'envpool' or 'async', which step many in a call"
+            )
         self._check_ready()
 
     def _check_ready(self) -> None:

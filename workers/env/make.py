@@ -103,11 +103,12 @@ def describe_env(config: EnvConfig) -> EnvSpec:
 def _describe_batched(config: EnvConfig) -> EnvSpec:
     env = make_batched(config, config.envs_per_stage, 0)
     try:
-        autoreset_of(config, env)
+        mode = autoreset_of(config, env)
         writer = ObservationWriter(env.single_observation_space, config.name)
         reader = ActionReader(env.single_action_space, config.name, config.actions)
         if config.probe:
-            probe_many(env, writer, config.name)
+            shows_last = mode == "same_step" and not _is_gymnasiums(env)
+            probe_many(env, writer, config.name, shows_last=shows_last)
         limit = getattr(getattr(env, "spec", None), "max_episode_steps", None)
         return EnvSpec(observation=writer.spec, action=reader.spec, max_episode_steps=limit)
     finally:
@@ -124,6 +125,11 @@ def _describe_async(config: EnvConfig) -> EnvSpec:
         return EnvSpec(observation=writer.spec, action=reader.spec, max_episode_steps=limit)
     finally:
         env.close()
+
+
+def _is_gymnasiums(env: object) -> bool:
+    """Whether the simulator is one of Gymnasium's own, which show last observations."""
+    return type(getattr(env, "unwrapped", env)).__module__.startswith("gymnasium.")
 
 
 def _missing(error: Exception) -> str:

@@ -6,14 +6,16 @@ What an environment raises itself is for its worker to report, with step and see
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
+import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from rlinf_async.messages.spaces import Seen, numbers_of
-from rlinf_async.workers.env.batched import BatchedEnv, batch_of
+from rlinf_async.workers.env.batched import BatchedEnv, batch_of, last_name
 from rlinf_async.workers.env.errors import EnvError
 from rlinf_async.workers.env.observations import ObservationWriter, array_of
 
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 
     Env = gymnasium.Env[Any, Any]
 
+PATIENCE: Final = 0.5
+"""seconds for which a simulator is stepped until an episode is cut"""
+LEAST_STEPS: Final = 4
+"""that it takes, however slow they are"""
 STEP = "observation, reward, terminated, truncated, info"
 
 
@@ -58,8 +64,17 @@ def probe(env: Env, writer: ObservationWriter, name: str) -> None:
         raise EnvError(f"env {name}: step() returned {error}") from error
 
 
-def probe_many(env: BatchedEnv, writer: ObservationWriter, name: str) -> None:
+def probe_many(
+    env: BatchedEnv, writer: ObservationWriter, name: str, *, shows_last: bool = False
+) -> None:
     """Reset a simulator of many environments, and take a step in all of them.
+
+    Args:
+        env: the simulator.
+        writer: of its observations.
+        name: for errors.
+        shows_last: whether the last observation of an episode that is cut has to stand in info:
+            then it steps on until one is, for about `PATIENCE` seconds.
 
     Raises: as `probe`.
     """
@@ -75,20 +90,39 @@ def probe_many(env: BatchedEnv, writer: ObservationWriter, name: str) -> None:
         raise EnvError(f"env {name}: reset() returned {error}") from error
     space = env.single_action_space
     space.seed(0)
+    began = time.monotonic()
+    for taken in itertools.count(1):
+        cut = _step_many(env, writer, rows, name, shows_last=shows_last)
+        enough = taken >= LEAST_STEPS and time.monotonic() - began > PATIENCE
+        if cut or enough or not shows_last:
+            return
+
+
+def _step_many(
+    env: BatchedEnv, writer: ObservationWriter, rows: Seen, name: str, *, shows_last: bool
+) -> bool:
+    """Take a step; return whether an episode was cut, or nothing more can be looked at."""
+    space = env.single_action_space
     actions = batch_of([space.sample() for _ in range(env.num_envs)])
     try:
-        returned = env.step(actions)
+        returned: Any = env.step(actions)
     except Exception:
-        return
+        return True
     try:
-        shown, *each, _ = _parts(returned, "observations, rewards, terminations, truncations, info")
+        shown, *each, info = _parts(
+            returned, "observations, rewards, terminations, truncations, info"
+        )
         _write(shown, rows, lambda: writer.write_all(shown, rows))
         for flag, values in zip(("rewards", "terminations", "truncations"), each, strict=True):
             shape = array_of(values).shape
             if shape != (env.num_envs,):
                 raise ValueError(f"{flag} of shape {shape}, there are {env.num_envs} environments")
+        cut = array_of(each[2]).astype(np.bool_) & ~array_of(each[1]).astype(np.bool_)
+        if shows_last and cut.any():
+            last_name(info)
     except ValueError as error:
         raise EnvError(f"env {name}: step() returned {error}") from error
+    return bool(cut.any())
 
 
 def _check_seed(env: Env, name: str) -> None:

@@ -74,6 +74,35 @@ MLPS: Final = ("mlp_gaussian", "mlp_categorical", "mlp_factored")
 
 VISION_LANGUAGE: Final = "vision_language_action"
 
+OWNERS: Final = {"vision_language": VISION_LANGUAGE, "channels": "cnn", "memory_size": "gru"}
+"""settings that one built-in policy has for itself"""
+BUILT_IN: Final = (*MLPS, *OWNERS.values())
+
+
+def of_another(config: PolicyConfig) -> tuple[tuple[str, ...], str]:
+    """Return the path of a setting that was changed, and which built-in policy it is of, where that
+    is not the one of the configuration; two empty ones if there is none.
+
+    A policy of somebody's own may use any of them.
+    """
+    if config.name in BUILT_IN:
+        for name, owner in OWNERS.items():
+            path = _changed(getattr(config, name), getattr(PolicyConfig(), name), (name,))
+            if path and owner != config.name:
+                return path, owner
+    return (), ""
+
+
+def _changed(value: object, default: object, path: tuple[str, ...]) -> tuple[str, ...]:
+    """The path of the first setting in which a section differs; empty if it is the default one."""
+    if not isinstance(value, msgspec.Struct):
+        return () if value == default else path
+    for field in value.__struct_fields__:
+        found = _changed(getattr(value, field), getattr(default, field), (*path, field))
+        if found:
+            return found
+    return ()
+
 
 def policy_for(config: PolicyConfig) -> str:
     """The built-in policy that fits the spaces: a CNN for images, else an MLP."""

@@ -111,11 +111,13 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """The devices on which this run would be placed, without starting anything.
 
         Raises:
-            UsageError: Ray is not installed; its cluster cannot be reached.
+            UsageError: Ray is not installed; its cluster cannot be reached; this host has no
+                interface of the name that was given.
         """
         address = self.ray.address or os.environ.get("RAY_ADDRESS")
         if self.backend != "ray":
             return host_devices()
+        self._check_interface()
         if not is_installed():
             raise UsageError(not_installed())
         if not address:  # Ray is started here
@@ -127,6 +129,17 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             return asyncio.run(devices_at(address))
         except BuildError as error:
             raise UsageError(str(error)) from error
+
+    def _check_interface(self) -> None:
+        """Raise `ConfigError` where this host, whose driver listens there, has no such interface;
+        other hosts are asked when workers start on them."""
+        from rlinf_async.runtime.ray.interfaces import address_of
+
+        if self.ray.interface:
+            try:
+                address_of(self.ray.interface)
+            except BuildError as error:
+                raise ConfigError(str(error), path=("cluster", "ray", "interface")) from None
 
     @property
     def environment(self) -> dict[str, str]:

@@ -72,6 +72,15 @@ def said(job: Job, *arguments: object) -> str:
         ("cluster.placement", "collocate", "did you mean 'collocated'?"),
         ("actor.fsdp.policy.name", "mpl", "no policy is called 'mpl'"),
         ("actor.fsdp.policy.action_size", "3", "3 was given, but CartPole-v1 has 2: leave it out"),
+        (
+            "actor.fsdp.policy.vision_language.bins",
+            "7",
+            "bins: it is a setting of policy 'vision_language_action', but the policy is 'mlp_cat",
+        ),
+        ("actor.fsdp.policy.vision_language.lora.rank", "4", "vision_language.lora.rank: it is"),
+        ("actor.fsdp.policy.memory_size", "8", "it is a setting of policy 'gru'"),
+        ("actor.fsdp.policy.channels", "[4]", "it is a setting of policy 'cnn'"),
+        ("env.autoreset", "same_step", "autoreset is 'same_step', but environments of simulator"),
         ("actor.fsdp.pretrained", "model", "trains a registered policy, not a language model"),
         ("actor.advantage.name", "gea", "no advantage is called 'gea'; did you mean 'gae'?"),
         ("actor.ppo.loss.name", "gae", "no loss is called 'gae' (known: 'ppo'"),
@@ -83,6 +92,12 @@ def test_a_wrong_setting_is_named_with_what_would_be_right(
     line = said(job, f"--{setting}", value)
     assert message in line
     assert setting.split(".")[0] in line
+
+
+def test_an_interface_that_this_host_does_not_have_is_named_with_those_there_are(job: Job) -> None:
+    line = said(job, "--cluster.backend", "ray", "--cluster.ray.interface", "eth99")
+    assert "cluster.ray.interface: " in line
+    assert "has no interface 'eth99' with an IPv4 address: there is lo (127.0.0.1)" in line
 
 
 def test_check_finds_the_same_and_a_right_file_is_ok(job: Job) -> None:

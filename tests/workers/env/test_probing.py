@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import gymnasium
+import msgspec
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
@@ -82,6 +83,20 @@ class Many(gymnasium.vector.VectorEnv[Any, Any, Any]):
         return np.zeros((self.num_envs, 4 if doing == self.wrong else 3), np.float32)
 
 
+class Cut(Many):
+    """Cuts an episode at its third step."""
+
+    def __init__(self, num_envs: int, shown: str) -> None:
+        super().__init__(num_envs, wrong="")
+        self.shown, self.steps = shown, 0
+
+    def step(self, actions: Any) -> Any:
+        self.steps += 1
+        shown, rewards, ends, cuts, _ = super().step(actions)
+        cuts[1] = self.steps == 3
+        return shown, rewards, ends, cuts, {self.shown: shown} if cuts.any() else {}
+
+
 class Bare(gymnasium.Env[Any, Any]):
     """Has no spaces."""
 
@@ -153,6 +168,20 @@ def test_arrays_of_many_environments_are_looked_at_too(wrong: str, said: str) ->
     )
     with pytest.raises(EnvError, match=said):
         describe_env(config)
+
+
+def test_episodes_that_are_cut_without_their_last_observation_are_named() -> None:
+    config = EnvConfig(
+        entry_point=f"{HERE}:Cut", kwargs={"shown": "last"}, simulator="vector", stages=1
+    )
+    with pytest.raises(EnvError, match=r"Cut: step\(\) returned episodes .* none of final_obs and"):
+        describe_env(config)
+    for fine in (
+        msgspec.structs.replace(config, kwargs={"shown": "final_obs"}),
+        msgspec.structs.replace(config, autoreset="next_step"),
+        msgspec.structs.replace(config, probe=False),
+    ):
+        describe_env(fine)
 
 
 def test_an_environment_without_spaces_is_named() -> None:

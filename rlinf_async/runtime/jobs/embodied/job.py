@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from rlinf_async.backends.fsdp.config import EmbodiedTrainerConfig
-from rlinf_async.backends.policies.config import MLPS
+from rlinf_async.backends.policies.config import MLPS, of_another
 from rlinf_async.config import ConfigError
 from rlinf_async.data.demonstrations import check_demonstrations
 from rlinf_async.data.errors import DataError
@@ -87,6 +87,13 @@ def _check_fit(config: EmbodiedConfig) -> None:
     Any callable can be registered as a policy; a subclass of `Policy` says what it takes.
     """
     policy = config.actor.fsdp.policy
+    setting, owner = of_another(policy)
+    if setting:
+        raise ConfigError(
+            f"it is a setting of policy {owner!r}, but the policy is {policy.name!r}, which would "
+            f"ignore it: leave it out, or set actor.fsdp.policy.name = {owner!r}",
+            path=(*FSDP, "policy", *setting),
+        )
     levels = ("chunk",)
     if policy.name not in MLPS:
         from rlinf_async.backends.policies.base import find_policy
