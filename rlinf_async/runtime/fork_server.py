@@ -327,9 +327,11 @@ def _run(told: int, handed: Sequence[int]) -> int:
     environment = msgspec.msgpack.decode(_read(told, size), type=dict[str, str])
     os.environ.clear()
     os.environ.update(environment)
-    numpy = sys.modules.get("numpy")
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
         numpy.random.seed()  # as Python's own, which does this itself
+    if torch is not None:
+        torch.default_generator.seed()
     tracker: Any = getattr(resource_tracker, "_resource_tracker")  # noqa: B009
     tracker._fd, *descriptors = handed
     server: Any = getattr(forkserver, "_forkserver")  # noqa: B009
