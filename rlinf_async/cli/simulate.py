@@ -149,11 +149,13 @@ def _run(configs: Sequence[SimulationConfig]) -> list[Record]:
 
 def _limits(config: SimulationConfig, record: Record, *, at_best: bool) -> dict[str, float]:
     """Return the samples per device-hour that could be had for the lengths of a record."""
+    from rlinf_async.simulate.alike import all_alike
     from rlinf_async.simulate.bound import at_best as bound
     from rlinf_async.simulate.oracle import oracle
 
     seconds = {ORACLE: oracle(config, record.lengths).seconds}
     if at_best:
+        seconds["(lengths unknown)"] = all_alike(config, record.lengths).seconds
         seconds["(at best)"] = bound(config, record.lengths)
     devices = config.hardware.devices
     return {name: record.result.samples * 3600.0 / devices / one for name, one in seconds.items()}

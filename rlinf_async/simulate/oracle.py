@@ -70,20 +70,25 @@ def oracle(config: SimulationConfig, lengths: Sequence[Sequence[int]]) -> Oracle
     """
     if config.work.max_staleness:
         raise ValueError("work.max_staleness is above 0: the oracle plans iterations one by one")
-    found = [_Iteration(config, one).best() for one in lengths]
+    found = [Plans(config, one).best() for one in lengths]
     return Oracle(seconds=sum(one for one, _ in found), ranks=[ranks for _, ranks in found])
 
 
-class _Iteration:
-    """One iteration."""
+class Plans:
+    """The ranks that the actor can have in one iteration, what they cost, and the best of them.
+
+    Args:
+        config: of the simulation.
+        lengths: response tokens of the samples of the iteration, group after group.
+    """
 
     def __init__(self, config: SimulationConfig, lengths: Sequence[int]) -> None:
         self._config = config
         group, batches = config.work.group_size, config.work.mini_batches
         groups = np.asarray(lengths, np.float64).reshape(-1, group)
         groups = groups[np.argsort(groups.max(axis=1), kind="stable")]
-        self._batches = np.split(groups, batches)
-        self._lengths = [_binned(one.ravel()) for one in self._batches]
+        self.batches = np.split(groups, batches)
+        self._lengths = [_binned(one.ravel()) for one in self.batches]
         seconds, costs = token_costs(
             config.generation, hardware=config.hardware, samples=len(lengths)
         )
@@ -96,8 +101,8 @@ class _Iteration:
     def best(self) -> tuple[float, tuple[int, ...]]:
         """Return the least seconds, and the ranks of each mini-batch."""
         least, chosen = np.inf, tuple[int, ...]()
-        for ranks in self._choices():
-            low = self._overhead(ranks) + sum(self._training(ranks))
+        for ranks in self.choices():
+            low = self.overhead(ranks) + sum(self.training(ranks))
             high = least if least < np.inf else self._ample(ranks)
             if least < np.inf and not self._possible(high * (1.0 - TOLERANCE), ranks):
                 continue
@@ -108,7 +113,7 @@ class _Iteration:
                 least, chosen = high, ranks
         return float(least), chosen
 
-    def _choices(self) -> Iterator[tuple[int, ...]]:
+    def choices(self) -> Iterator[tuple[int, ...]]:
         """Ranks that do not fall: as much as can be for the last, when nobody generates."""
         config = self._config
         tp, batches = config.hardware.actor_tp, config.work.mini_batches
@@ -118,14 +123,14 @@ class _Iteration:
             yield (*first, sizes[-1])
 
     def _ample(self, ranks: tuple[int, ...]) -> float:
-        high = 2.0 * (self._overhead(ranks) + sum(self._training(ranks)) + 1.0)
+        high = 2.0 * (self.overhead(ranks) + sum(self.training(ranks)) + 1.0)
         while not self._possible(high, ranks):
             high *= 2.0
         return high
 
     # -- seconds ------------------------------------------------------------------------------
 
-    def _training(self, ranks: tuple[int, ...]) -> list[float]:
+    def training(self, ranks: tuple[int, ...]) -> list[float]:
         """Return the seconds of each mini-batch, with the change of the ranks before it."""
         actor, home = self._config.actor, self._config.hardware.actor_devices
         found = []
@@ -139,7 +144,7 @@ class _Iteration:
         """Return the seconds of the rank with the most tokens, as groups are handed out."""
         if (number, ranks) not in self._tails:
             config = self._config
-            groups = self._batches[number].sum(axis=1)
+            groups = self.batches[number].sum(axis=1)
             groups = np.sort(groups + config.work.prompt_tokens * config.work.group_size)[::-1]
             tp = config.hardware.actor_tp
             shares = [0.0] * (ranks // tp)
@@ -153,7 +158,7 @@ class _Iteration:
             self._tails[number, ranks] = seconds + samples * config.actor.sample_seconds
         return self._tails[number, ranks]
 
-    def _overhead(self, ranks: tuple[int, ...]) -> float:
+    def overhead(self, ranks: tuple[int, ...]) -> float:
         """Return the seconds before the first token and after the last mini-batch."""
         config = self._config
         generation, actor = config.generation, config.actor
@@ -166,14 +171,14 @@ class _Iteration:
 
     def _possible(self, whole: float, ranks: tuple[int, ...]) -> bool:
         config = self._config
-        training = self._training(ranks)
-        first = whole - self._overhead(ranks) - sum(training)
+        training = self.training(ranks)
+        first = whole - self.overhead(ranks) - sum(training)
         spans = np.asarray([first, *training[:-1]])
         devices = config.shared_devices - np.asarray([0, *ranks[:-1]], np.float64)
         room = devices * spans
         moved = config.generation.move_seconds + config.actor.move_seconds
         room[0] -= config.hardware.actor_devices * moved
-        room[0] -= self._prefill()
+        room[0] -= self.prefill()
         spans[room <= 0.0] = 0.0
         if first <= 0.0 or room[0] <= 0.0:
             return False
@@ -192,7 +197,7 @@ class _Iteration:
             prices /= prices.max()
         return False
 
-    def _prefill(self) -> float:
+    def prefill(self) -> float:
         config = self._config
         tokens = config.samples * config.work.prompt_tokens
         return tokens * config.generation.prefill_seconds * config.hardware.instance_devices
@@ -213,7 +218,7 @@ class _Iteration:
             if float(lengths[-1]) > reach[-1]:
                 return None
             where = np.repeat(np.arange(open_until), len(tokens))[order]
-            each = self._batches[number].size / len(lengths)
+            each = self.batches[number].size / len(lengths)
             for interval in range(open_until):
                 cost = np.where(where == interval, paid[order], 0.0)
                 cost = np.concatenate([[0.0], np.cumsum(cost)])

@@ -30,6 +30,7 @@ def test_policies_are_compared(
     printed = capsys.readouterr().out
     assert "static" in printed
     assert "(at best)" in printed
+    assert "(lengths unknown)" in printed
     assert "of oracle" in printed
     assert "small batches" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
