@@ -108,7 +108,11 @@ def holdings_after(decision: ScalingDecision, state: ClusterState) -> dict[str, 
 def validate(decision: ScalingDecision, state: ClusterState) -> list[str]:
     """Return what is wrong with a decision, one line each; nothing: it can be carried out."""
     faults = [*_actor_faults(decision, state), *_instance_faults(decision, state)]
-    return faults or [*_device_faults(decision, state), *_migration_faults(decision, state)]
+    return faults or [
+        *_device_faults(decision, state),
+        *_migration_faults(decision, state),
+        *_service_faults(decision, state),
+    ]
 
 
 def check(decision: ScalingDecision, state: ClusterState) -> None:
@@ -197,11 +201,34 @@ def _device_faults(decision: ScalingDecision, state: ClusterState) -> list[str]:
     return faults
 
 
-def _idle(decision: ScalingDecision, state: ClusterState) -> list[InstanceState]:
-    """Return the instances that stay stopped though nobody has the devices of their home."""
-    held = (one for devices in holdings_after(decision, state).values() for one in devices)
-    taken = set(state.lost).union(held)
-    return [one for one in state.instances if taken.isdisjoint(one.home)]
+def _service_faults(decision: ScalingDecision, state: ClusterState) -> list[str]:
+    """Somebody has to serve while there is something to generate, if anybody can."""
+    holder = {
+        device: name
+        for name, devices in holdings_after(decision, state).items()
+        for device in devices
+    }
+    resumed = {one.instance for one in decision.resume if one.devices}
+
+    def can_have(one: InstanceState, devices: tuple[int, ...]) -> bool:
+        holders = {holder.get(device) for device in devices}
+        return holders <= {None, instance_name(one.number)} and not set(devices) & set(state.lost)
+
+    def comes(one: InstanceState) -> bool:
+        return bool(one.due) and can_have(one, one.due)
+
+    serves = any(
+        one.number in resumed
+        or (
+            one.number not in decision.stop and (one.serves or (one.due and can_have(one, one.due)))
+        )
+        for one in state.instances
+    )
+    if serves or not state.unfinished:
+        return []
+    if not decision.changes_devices and not any(can_have(one, one.home) for one in state.instances):
+        return []
+    return [f"no instance would serve, but {state.unfinished} samples are unfinished"]
 
 
 def _migration_faults(decision: ScalingDecision, state: ClusterState) -> list[str]:
@@ -220,8 +247,4 @@ def _migration_faults(decision: ScalingDecision, state: ClusterState) -> list[st
             faults.append(f"a migration of instance {each.source} names no requests")
     if len(set(decision.order)) < len(decision.order):
         faults.append("order names a request more than once")
-    waits = any(one.due for one in state.instances)
-    leaves = decision.changes_devices or bool(_idle(decision, state))
-    if not serving and not waits and state.unfinished and leaves:
-        faults.append(f"no instance would serve, but {state.unfinished} samples are unfinished")
     return faults

@@ -129,15 +129,13 @@ class DeviceLedger:
         return self.release(holder, [one for one in self.held_by(holder) if one not in kept])
 
     def lose(self, device: int) -> str | None:
-        """Note that a device is gone; return who held it."""
+        """Note that nobody can take a device any more; return who holds it: whoever does may not
+        know, and holds it until it is released."""
         self._lost.add(device)
-        holder = self._holder.pop(device, None)
-        if holder is not None:
-            self._held[holder].discard(device)
-        return holder
+        return self._holder.get(device)
 
     def found(self, device: int) -> None:
-        """Note that a lost device is back, free."""
+        """Note that a lost device is back."""
         self._lost.discard(device)
 
     def _check(self, holder: str, wanted: tuple[int, ...]) -> None:

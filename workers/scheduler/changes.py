@@ -18,7 +18,7 @@ everything else stays as it is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from logging import Logger, LoggerAdapter
 from typing import Any
 
@@ -91,23 +91,26 @@ class Changes:
         before = control.newest
         if ready is not None:
             control.holdings.until = f"end of iteration {ready.boundary.iteration}"
-        if not await self._release(decision):
+        due = _merged(before.due, decision.resume, decision.stop)
+        if not await self._release(decision, due):
             await self._let_go(holds_boundary)
             return
-        changed, due = True, self._due_with(decision.resume)
-        otherwise = self._due_with(_changed(before, control.newest))
+        changed, had = True, _changed(before, control.newest)
         if control.is_open and ready is not None:
             changed = await self._change(decision, ready, due, holds_boundary)
-        await self._give(due if changed else otherwise)
+        if not changed:
+            serves = had or any(control.newest.devices)
+            due = _merged(before.due, had if serves else self._homes(self._not_guests()))
+        await self._give(due)
         if control.newest.takers is not None:  # nobody could come back
             await control.publish()  # all take requests again
         await self._migrate(decision)
 
     # -- instances ----------------------------------------------------------------------------
 
-    async def _release(self, decision: ScalingDecision) -> bool:
+    async def _release(self, decision: ScalingDecision, due: Sequence[Resume]) -> bool:
         """Have instances give devices back that they do not keep; whether all have. If not, all
-        have again what they had.
+        have again what they had. ``due``: what they are to have afterwards.
 
         One that gets others for them goes on with these, or stops until it can have them. Those
         that become wider take none of the requests that are handed back before they are: on more
@@ -125,24 +128,25 @@ class Changes:
         began, becoming = loop.time(), {one.instance for one in decision.resume}
         others = [n for n in range(len(before.devices)) if n not in becoming]
         takers = tuple(others) if becoming else None
-        late = await self._stop(change, decision.reason, takers)
+        late = await self._stop(change, due, decision.reason, takers)
         if not late:
             control.rates.moved(loop.time() - began)
             return True
-        await control.publish(devices={number: before.devices[number] for number in change})
+        had = {number: before.devices[number] for number in change}
+        await control.publish(devices=had, due=before.due)
         await self._come_back(set(change) - late)
         return False
 
     async def _stop(
         self,
         change: Mapping[int, tuple[int, ...]],
+        due: Sequence[Resume],
         reason: str,
         takers: tuple[int, ...] | None = None,
     ) -> set[int]:
         """Have instances go on with these devices, which they can have, or with none; those that do
         not."""
         control, summary = self._control, self.summary
-        due = [one for one in control.newest.due if one.instance not in change]
         await control.publish(devices=change, due=due, takers=takers, reason=reason)
         late = await control.gather(change, self._config.stop_seconds, "stop")
         stopped = [one for one, kept in change.items() if not kept and one not in late]
@@ -155,15 +159,7 @@ class Changes:
 
         What was due to others before stays so, unless these get it.
         """
-        await self._give(self._due_with(resumes))
-
-    def _due_with(self, resumes: Sequence[Resume]) -> list[Resume]:
-        """Return what is due once these are."""
-        named = {one.instance for one in resumes}
-        given = {device for one in resumes for device in one.devices}
-        before = self._control.newest.due
-        kept = [one for one in before if one.instance not in named]
-        return [*(one for one in kept if given.isdisjoint(one.devices)), *resumes]
+        await self._give(_merged(self._control.newest.due, resumes))
 
     async def give_due(self) -> None:
         """Let instances serve whose devices nobody else may hold any more."""
@@ -197,6 +193,10 @@ class Changes:
         awaited = set(instances) - self._control.silent
         await self._control.gather(awaited, self._config.stop_seconds, "come back")
 
+    def _not_guests(self) -> list[int]:
+        guests = self._topology.guests
+        return [n for n in range(len(self._topology.instances)) if n not in guests]
+
     def _homes(self, instances: Collection[int]) -> list[Resume]:
         homes = self._topology.instances
         return [Resume(instance=one, devices=homes[one]) for one in instances]
@@ -205,12 +205,13 @@ class Changes:
         """Stop the instances on devices that are lost. Devices of the actor cannot be lost: its
         ranks would be, too."""
         holdings = self._control.holdings
-        gone = set(devices) - set(holdings.ledger.held_by(ACTOR))
+        gone = set(devices).difference(holdings.ledger.held_by(ACTOR), holdings.ledger.lost)
         if not gone:
             return
         numbers = range(len(self._topology.instances))
         lost = [n for n in numbers if gone.intersection(holdings.of_instance(n))]
-        await self._stop(dict.fromkeys(lost, ()), "devices are lost")
+        due = _merged(self._control.newest.due, (), lost)
+        await self._stop(dict.fromkeys(lost, ()), due, "devices are lost")
         for one in sorted(gone):
             holdings.lose(one)
 
@@ -221,14 +222,13 @@ class Changes:
         for one in sorted(found):
             control.holdings.ledger.found(one)
         lost, lent = set(control.holdings.ledger.lost), control.actor and not control.actor.holds
-        guests = () if lent else self._topology.guests
+        homes = self._topology.instances
         back = [
             number
-            for number, home in enumerate(self._topology.instances)
-            if number not in guests
-            and not control.newest.devices_of(number)
-            and found.intersection(home)
-            and lost.isdisjoint(home)
+            for number in (range(len(homes)) if lent else self._not_guests())
+            if not control.newest.devices_of(number)
+            and found.intersection(homes[number])
+            and lost.isdisjoint(homes[number])
         ]
         await self.resume(self._homes(back))
 
@@ -374,6 +374,17 @@ class Changes:
     def _room(self, instance: int) -> int:
         report = self._control.seen.instances.get(instance)
         return 0 if report is None else max(report.slots - len(report.requests), 0)
+
+
+def _merged(
+    due: Iterable[Resume], resumes: Sequence[Resume], stopped: Collection[int] = ()
+) -> list[Resume]:
+    """Return what is due once these resume and those have stopped: what was before stays so, unless
+    it is an instance's or a device's of theirs."""
+    named = {one.instance for one in resumes}.union(stopped)
+    given = {device for one in resumes for device in one.devices}
+    kept = (one for one in due if one.instance not in named)
+    return [*(one for one in kept if given.isdisjoint(one.devices)), *resumes]
 
 
 def _changed(before: Orders, now: Orders) -> list[Resume]:

@@ -132,7 +132,7 @@ class Holdings:
         self._has_moved = True
 
     def lose(self, device: int) -> None:
-        """Note that a device is lost: nobody holds it any more."""
+        """Note that a device is lost: nobody can take it."""
         self.ledger.lose(device)
         self._has_moved = True
 

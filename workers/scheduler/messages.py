@@ -146,7 +146,11 @@ class InstanceNews(msgspec.Struct, frozen=True, kw_only=True, tag="news"):
 
 
 class DevicesReport(msgspec.Struct, frozen=True, kw_only=True, tag="devices"):
-    """whoever watches hosts -> scheduler: nobody can use these devices, or can again."""
+    """whoever watches hosts -> scheduler: nobody can use these devices, or can again.
+
+    Who sends it says it again from time to time: a scheduler that dies may have read it, and not
+    carried it out.
+    """
 
     lost: tuple[int, ...] = ()
     found: tuple[int, ...] = ()

@@ -34,7 +34,7 @@ from rlinf_async.scheduling import (
     validate,
 )
 from rlinf_async.testing import run as run_seeded
-from rlinf_async.workers.scheduler import SchedulerWorker, SchedulingConfig
+from rlinf_async.workers.scheduler import DevicesReport, SchedulerWorker, SchedulingConfig
 from tests.runtime.mortal import MortalBackend
 from tests.workers.rollout.language_kit import Rollout
 from tests.workers.scheduler.kit import BATCHES, ENGINE, Ran, Run
@@ -230,7 +230,9 @@ def try_seed(seed: int) -> None:
             run = Run(
                 cluster,
                 engine=engine,
-                config=LIMITS,
+                config=msgspec.structs.replace(
+                    LIMITS, on_stop=chance.choice(("migrate", "migrate", "wait"))
+                ),
                 rollout=Slow,
                 scheduler=Unsure,
                 guest=guest,
@@ -244,11 +246,23 @@ def try_seed(seed: int) -> None:
                     mortal = ["Scheduler[0]", "Rollout[0]", "Rollout[1]", *["Rollout[2]"] * guest]
                     backend.kill(chance.choice(mortal))
 
-            killing = asyncio.create_task(kill())
+            async def lose() -> None:
+                """Devices of rollout workers are lost for a while, as the scheduler is told."""
+                for _ in range(chance.choice((0, 0, 1, 2))):
+                    await asyncio.sleep(chance.uniform(0.0, 20.0))
+                    devices = tuple(chance.sample((1, 2), chance.randint(1, 2)))
+                    with run.reports.sender.clone("who watches hosts") as watching:
+                        for report in (DevicesReport(lost=devices), DevicesReport(found=devices)):
+                            for _ in range(4):  # a scheduler that dies may have read it
+                                await watching.put(report)
+                                await asyncio.sleep(chance.uniform(0.0, 5.0))
+
+            faults = [asyncio.create_task(one()) for one in (kill, lose)]
             try:
                 trained_once(await run.train(ITERATIONS))
             finally:
-                killing.cancel()
+                for fault in faults:
+                    fault.cancel()
 
     with registered("toy", Failing):
         run_seeded(body(), seed=seed)
