@@ -202,8 +202,8 @@ class Changes:
         return [Resume(instance=one, devices=homes[one]) for one in instances]
 
     async def lose(self, devices: Collection[int]) -> None:
-        """Stop the instances on devices that are lost. Devices of the actor cannot be lost: its
-        ranks would be, too."""
+        """Stop the instances on devices that are lost; those serve at home whose home is not.
+        Devices of the actor cannot be lost: its ranks would be, too."""
         holdings = self._control.holdings
         gone = set(devices).difference(holdings.ledger.held_by(ACTOR), holdings.ledger.lost)
         if not gone:
@@ -214,23 +214,23 @@ class Changes:
         await self._stop(dict.fromkeys(lost, ()), due, "devices are lost")
         for one in sorted(gone):
             holdings.lose(one)
+        await self._serve_at_home(lost)
 
     async def find(self, devices: Collection[int]) -> None:
-        """Let instances serve again, all of whose devices are there again; guests where the actor
-        has lent its devices."""
-        control, found = self._control, set(devices)
-        for one in sorted(found):
-            control.holdings.ledger.found(one)
-        lost, lent = set(control.holdings.ledger.lost), control.actor and not control.actor.holds
-        homes = self._topology.instances
-        back = [
-            number
-            for number in (range(len(homes)) if lent else self._not_guests())
-            if not control.newest.devices_of(number)
-            and found.intersection(homes[number])
-            and lost.isdisjoint(homes[number])
-        ]
-        await self.resume(self._homes(back))
+        """Let instances serve again, all of whose devices are there again."""
+        for one in sorted(devices):
+            self._control.holdings.ledger.found(one)
+        homes = enumerate(self._topology.instances)
+        await self._serve_at_home([n for n, home in homes if set(devices).intersection(home)])
+
+    async def _serve_at_home(self, instances: Collection[int]) -> None:
+        """Let those of them serve that are stopped, and no device of whose home is lost; guests
+        where the actor has lent its devices."""
+        control, homes = self._control, self._topology.instances
+        lost, lent = control.holdings.ledger.lost, control.actor and not control.actor.holds
+        able = instances if lent else set(instances).intersection(self._not_guests())
+        stopped = [one for one in sorted(able) if not control.newest.devices_of(one)]
+        await self.resume(self._homes([n for n in stopped if set(homes[n]).isdisjoint(lost)]))
 
     # -- the actor ----------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from rlinf_async.scheduling import (
 from rlinf_async.testing import explore
 from rlinf_async.workers.rollout.language.progress import RolloutProgress
 from rlinf_async.workers.scheduler import (
+    DevicesReport,
     Orders,
     SchedulerReport,
     SchedulerWorker,
@@ -242,6 +243,42 @@ def test_instances_give_the_actors_devices_back_where_the_policy_fails() -> None
 
     with registered("toy", Failing):
         explore(body, seeds=range(3))
+
+
+class Merging:
+    """Rollout worker 0 serves alone, on the devices of both."""
+
+    def decide(self, state: ClusterState, /) -> ScalingDecision:
+        if state.phase == "step" and all(one.devices == one.home for one in state.instances):
+            return ScalingDecision(stop=(1,), resume=(Resume(instance=0, devices=(1, 2)),))
+        return ScalingDecision()
+
+
+class WithMerging(SchedulerWorker):
+    def make_policy(self) -> ScalingPolicy:
+        return Merging()
+
+
+def test_one_that_loses_a_device_that_is_not_of_its_home_serves_at_home() -> None:
+    async def body() -> None:
+        async with ra.Cluster.local() as cluster:
+            run = Run(cluster, scheduler=WithMerging, sizes=(1, 2))
+            await run.start()
+
+            async def lose() -> None:
+                await asyncio.sleep(6.0)
+                with run.reports.sender.clone("who watches hosts") as watching:
+                    await watching.put(DevicesReport(lost=(2,)))
+
+            losing = asyncio.create_task(lose())
+            ran = await run.train(1)
+            await losing
+        trained_once(ran, 1)
+        assert ran.summary is not None
+        assert not ran.summary.policy_fault
+        assert ran.summary.stopped == 2
+
+    explore(body, seeds=range(3))
 
 
 @pytest.mark.parametrize("part", range(2))
