@@ -114,15 +114,18 @@ def test_known_simulators_are_trained_in(
 
 
 @pytest.mark.parametrize(
-    ("policy", "least", "most"), [("gru", 0.95, 1), ("mlp_categorical", 0, 0.8)]
+    ("policy", "memory_size", "least", "most"),
+    [("gru", 32, 0.95, 1), ("mlp_categorical", 64, 0, 0.8)],
 )
 def test_a_cue_is_remembered_with_a_memory_and_not_without(
-    tmp_path: pathlib.Path, policy: str, least: float, most: float
+    tmp_path: pathlib.Path, policy: str, memory_size: int, least: float, most: float
 ) -> None:
-    """In the environment of "remember_cue.py", with shorter episodes."""
+    """In the environment of "remember_cue.py", with shorter episodes. A policy without a memory
+    is refused with another size of it than the default."""
     done = run(
         *("-m", "rlinf_async.cli", "train", EXAMPLES / "remember_cue.toml"),
         *("--out", tmp_path / "run", "--actor.fsdp.policy.name", policy),
+        *("--actor.fsdp.policy.memory_size", memory_size),
         *("--env.kwargs.length", 4, "--training.steps_per_iteration", 16),
         *("--training.total_steps", 6400, "--actor.ppo.minibatch_size", 64),
         *("--actor.fsdp.optimizer.lr", 0.005, "--cluster.backend", "local"),

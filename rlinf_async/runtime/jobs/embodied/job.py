@@ -91,7 +91,8 @@ def _check_fit(config: EmbodiedConfig) -> None:
     if setting:
         raise ConfigError(
             f"it is a setting of policy {owner!r}, but the policy is {policy.name!r}, which would "
-            f"ignore it: leave it out, or set actor.fsdp.policy.name = {owner!r}",
+            "ignore it: leave it out, set it to its default, or set "
+            f"actor.fsdp.policy.name = {owner!r}",
             path=(*FSDP, "policy", *setting),
         )
     levels = ("chunk",)
