@@ -30,6 +30,9 @@ from rlinf_async.simulate.config import SimulationConfig
 from rlinf_async.simulate.fit import Fit, Floats, fit
 from rlinf_async.simulate.training_costs import training_costs
 
+CRITIC = "critic"
+"""what the names of critics begin with; there are none in a simulation, so their spans are left
+out"""
 LENGTHS = 200
 """that stand for those of all samples at most"""
 LEAST_ITERATIONS = 4
@@ -65,6 +68,7 @@ def calibrate(run: Path) -> Calibration:
     """
     rows = _rows(run)
     spans = by_worker(read_perfetto(run / "trace.json.gz"))
+    spans = {name: row for name, row in spans.items() if not name.lower().startswith(CRITIC)}
     every = [span for row in spans.values() for span in row]
     trained = _train_seconds(spans, rows["iteration"], run)
     generated, workers = _generate_seconds(spans, trained, run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -107,6 +108,16 @@ def test_a_folder_without_a_run_is_refused(
 ) -> None:
     assert main(["calibrate", str(tmp_path)]) == 2
     assert "has no metrics.csv" in capsys.readouterr().err
+
+
+def test_critics_are_left_out(tmp_path: Path) -> None:
+    folder = made(tmp_path)
+    spans = read_perfetto(folder / "trace.json.gz")
+    alone = calibrate(folder)
+    actors = [one for one in spans if one.worker == "actor[0]"]
+    spans += [msgspec.structs.replace(one, worker="Critic[0]", duration=7) for one in actors]
+    write_perfetto(spans, folder / "trace.json.gz")
+    assert calibrate(folder) == alone
 
 
 def test_lengths_are_those_of_the_samples_that_were_trained(tmp_path: Path) -> None:
