@@ -123,7 +123,7 @@ class _Fork(popen_forkserver.Popen):
             self.pid = forkserver.read_signed(self.sentinel)
         except (BrokenPipeError, EOFError):
             self.finalizer()
-            server.killed = True
+            server.see_killed()
             return False
         return True
 
@@ -168,6 +168,15 @@ class _Server:
         # Where it was killed, nobody has the other ends of these: their reader sees it.
         with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._control, [msgspec.json.encode(imports)], descriptors)
+
+    def see_killed(self) -> None:
+        """Note that it was killed; raises `OSError` where it lives, and could not fork."""
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            limits = "too many open files or processes: see its message, `ulimit -n`, `ulimit -u`"
+            raise OSError(f"no process could be forked: {limits}") from None
+        self.killed = True
 
     @property
     def pid(self) -> int:
@@ -281,18 +290,32 @@ class _Forks:
         if not asked:
             return False
         _import(msgspec.json.decode(asked, type=tuple[str, ...]))
+        try:
+            self._start(given)
+        except (OSError, ValueError) as error:  # there is no room for its files, or for a process
+            print(f"no process could be forked: {error}", file=sys.stderr, flush=True)
+            for descriptor in given:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+        return True
+
+    def _start(self, given: Sequence[int]) -> None:
         told, status, *handed = given
         child = os.fork()
         if not child:
             os.close(status)  # open here alone: it closes with this process
             self._become(told, handed)
+        try:
+            watched = os.pidfd_open(child)
+        except OSError:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise
         for descriptor in (told, *handed):
             os.close(descriptor)
         _write(status, child)
-        watched = os.pidfd_open(child)
         self._running[watched] = child, status
         self._poll.register(watched, select.POLLIN)
-        return True
 
     def _ended(self, watched: int) -> None:
         """Kill what the process has left behind, and say how it has ended."""
@@ -348,7 +371,7 @@ def _import(modules: Sequence[str]) -> None:
         return
     with _silent():
         for name in missing:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception, SystemExit):
                 importlib.import_module(name)
     remove_unused_torch_cache(Path(tempfile.gettempdir()))
     gc.collect()

@@ -74,7 +74,11 @@ def _spawn(boot: Boot, output: OutputPipe) -> SpawnProcess:
         "target": child_main, "args": (output, boot), "name": boot.life, "daemon": False,
     }  # fmt: skip
     extra = device_environment(boot.spec.info.devices) | boot.spec.env_vars
-    imports = _slow_imports(boot.spec) if _may_be_forked(boot.spec) else ()
+    imports = (
+        _slow_imports(boot.spec)
+        if may_be_forked(*(one.kind for one in boot.spec.info.devices))
+        else ()
+    )
     if imports:
         with _spawn_lock:  # while another is spawned, `os.environ` is its own
             environment = dict(os.environ) | extra
@@ -95,9 +99,16 @@ def _started(process: SpawnProcess) -> SpawnProcess:
     return process
 
 
-def _may_be_forked(spec: WorkerSpec) -> bool:
-    """A process that uses an accelerator begins with a new interpreter, as its libraries ask."""
-    return sys.platform == "linux" and all(one.kind == "cpu" for one in spec.info.devices)
+def may_be_forked(*devices: str) -> bool:
+    """A process that uses an accelerator begins with a new interpreter, as its libraries ask; so
+    does any where the end of a process cannot be watched."""
+    if sys.platform != "linux" or any(kind != "cpu" for kind in devices):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # an old kernel, or one that forbids it
+        return False
+    return True
 
 
 def _slow_imports(spec: WorkerSpec) -> Sequence[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import signal
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 import rlinf_async as ra
-from rlinf_async.runtime import fork_server
+from rlinf_async.runtime import fork_server, spawning
 from rlinf_async.workers import WorkerDied
 from tests.runtime.kit import NewCluster, kill
 from tests.runtime.scripts import gone, running
@@ -138,6 +139,31 @@ async def test_ranks_do_not_draw_the_same_random_numbers(new_cluster: NewCluster
         looks = await cluster.launch(Look, count=2)
         mine, others = list(await looks.call(Look.numbers))
     assert all(one != other for one, other in zip(mine, others, strict=True))
+
+
+async def test_a_module_that_exits_when_it_is_imported_takes_no_other_worker_along(
+    tmp_path: Path, new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "which_exits.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with new_cluster() as cluster:
+        first = await cluster.launch_one(Look, name="first")
+        server = await first.call(Look.parent)
+        monkeypatch.setattr(f"{__name__}.SLOW", (*SLOW, "which_exits"))
+        other = await cluster.launch_one(Look, name="other")
+        assert await other.call(Look.parent) == server
+        assert await first.call(Look.parent) == server
+
+
+def test_where_the_end_of_a_process_cannot_be_watched_none_is_forked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "not here")
+
+    assert spawning.may_be_forked("cpu")
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    assert not spawning.may_be_forked("cpu")
 
 
 async def test_what_a_worker_leaves_behind_is_killed_before_its_end_is_told(
