@@ -184,6 +184,11 @@ def _device_faults(decision: ScalingDecision, state: ClusterState) -> list[str]:
                 f"instance {each.instance} cannot serve on {len(each.devices)} devices "
                 f"(it can on: {sizes})"
             )
+        elif instance and not instance.sizes and set(each.devices) != set(instance.home):
+            faults.append(
+                f"instance {each.instance} cannot serve on devices {list(each.devices)} "
+                f"(it can on those of its home alone: {list(instance.home)})"
+            )
     holder: dict[int, str] = {}
     known = state.hosts or dict.fromkeys(state.actor.devices, 0) | {
         device: 0 for one in state.instances for device in (*one.home, *one.devices)
@@ -218,10 +223,7 @@ def _service_faults(decision: ScalingDecision, state: ClusterState) -> list[str]
         return bool(one.due) and can_have(one, one.due)
 
     serves = any(
-        one.number in resumed
-        or (
-            one.number not in decision.stop and (one.serves or (one.due and can_have(one, one.due)))
-        )
+        one.number in resumed or (one.number not in decision.stop and (one.serves or comes(one)))
         for one in state.instances
     )
     if serves or not state.unfinished:

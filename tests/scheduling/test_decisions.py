@@ -110,6 +110,17 @@ def test_one_that_is_stopped_and_does_not_answer_is_told_to_come_home_all_the_sa
     assert validate(ScalingDecision(resume=(Resume(instance=1, devices=(3,)),)), state) == []
 
 
+def test_an_instance_that_cannot_become_wider_serves_at_home_alone() -> None:
+    state = with_instances(MIDDLE, 1, sizes=(), devices=())
+    assert validate(ScalingDecision(resume=(Resume(instance=1, devices=(3,)),)), state) == []
+    [fault] = validate(
+        ScalingDecision(stop=(0,), resume=(Resume(instance=1, devices=(2,)),)), state
+    )
+    assert fault == (
+        "instance 1 cannot serve on devices [2] (it can on those of its home alone: [3])"
+    )
+
+
 def test_devices_that_an_instance_may_still_hold_are_given_to_nobody() -> None:
     state = with_instances(MIDDLE, 1, stopping=True, answers=False)
     decision = ScalingDecision(resume=(Resume(instance=0, devices=(2, 3)),))

@@ -179,7 +179,8 @@ class Changes:
                 if self._can_have(one):
                     back[one.instance] = one.devices
             left = [one for one in left if one.instance not in back]
-            if back or tuple(left) != control.newest.due:
+            says = control.newest.due, control.newest.lost
+            if back or (tuple(left), control.holdings.ledger.lost) != says:
                 await control.publish(devices=back, due=left)
             if not back:
                 return
@@ -218,10 +219,14 @@ class Changes:
 
     async def find(self, devices: Collection[int]) -> None:
         """Let instances serve again, all of whose devices are there again."""
-        for one in sorted(devices):
-            self._control.holdings.ledger.found(one)
+        ledger = self._control.holdings.ledger
+        found = set(devices).intersection(ledger.lost)
+        if not found:
+            return
+        for one in sorted(found):
+            ledger.found(one)
         homes = enumerate(self._topology.instances)
-        await self._serve_at_home([n for n, home in homes if set(devices).intersection(home)])
+        await self._serve_at_home([n for n, home in homes if found.intersection(home)])
 
     async def _serve_at_home(self, instances: Collection[int]) -> None:
         """Let those of them serve that are stopped, and no device of whose home is lost; guests

@@ -101,6 +101,7 @@ class Control:
         due: Iterable[Resume] | None = None,
         takers: tuple[int, ...] | None = None,
         hand_back: tuple[HandBack, ...] = (),
+        roll_call: bool = False,
         reason: str = "",
     ) -> None:
         """Publish the next orders. What is not said here stays as it was, but for what moves from
@@ -112,6 +113,7 @@ class Control:
             due: instances that get devices later.
             takers: see `Orders`.
             hand_back: see `Orders`.
+            roll_call: see `Orders`.
             reason: see `Orders`.
         """
         last, sequence = self.newest, self.newest.sequence + 1
@@ -132,6 +134,7 @@ class Control:
             migrate=self._config.on_stop == "migrate",
             takers=takers,
             hand_back=hand_back,
+            roll_call=roll_call,
             reason=reason,
         )
         self.holdings.tell()
@@ -163,11 +166,10 @@ class Control:
             strategy=strategy,
             holds=holds,
             goes_on=goes_on,
-            roll_call=roll_call,
         )
         if goes_on and ready is not None and ready.boundary == boundary:
             self.is_open = False
-        await self.publish(due=due, reason=reason)
+        await self.publish(due=due, roll_call=roll_call, reason=reason)
 
     def ranks_needed(self, ready: ActorReady, strategy: Strategy | None) -> int:
         """Return the ranks whose devices the actor needs for this strategy (None: as it is); where

@@ -14,12 +14,13 @@ more, and the run goes on with the actors and the rollout workers that it has.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 
 import msgspec
 
-from rlinf_async.channels import Channel, Latest, Receiver
+from rlinf_async.channels import Channel, ChannelClosed, EndOfChannel, Latest, Receiver
 from rlinf_async.messages.language import Request, SampleGroup
 from rlinf_async.parallel import Strategy
 from rlinf_async.runtime.calls import GroupCall
@@ -171,6 +172,9 @@ class Scheduling:
             await self._orders.sender.publish(
                 msgspec.structs.replace(orders, over=True, holds=True, goes_on=True)
             )
+            with contextlib.suppress(EndOfChannel, ChannelClosed):
+                while True:  # nobody else reads them, and who reports would wait
+                    await self._reports.receiver.get()
             return None
         return summary
 
