@@ -118,9 +118,9 @@ class SchedulerWorker(Worker):
             topology, config, self._holdings, self.incarnation, self.log
         )
         changes = self._changes = Changes(control, topology, config, self.log)
-        await control.open(orders, newest)
         reading = asyncio.create_task(control.read(reports), name=f"{self.name} reads reports")
         try:
+            await control.open(orders, newest)
             while True:
                 # Where the actor waits, nobody may be left who reports: it is asked for anyway.
                 limit = config.answer_seconds if control.is_open else None

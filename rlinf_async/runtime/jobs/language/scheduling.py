@@ -7,8 +7,8 @@
     actor rank 0 --DataShare--> Dispatcher --SampleGroup--> actors
     actors --SampleGroup, trained, where there are several epochs--> Dispatcher
 
-A scheduler that dies is restarted. One that dies too often is given up: nobody waits for it any
-more, and the run goes on with the actors and the rollout workers that it has.
+A scheduler that dies is restarted. One that dies too often, or fails, is given up: nobody waits for
+it any more, and the run goes on with the actors and the rollout workers that it has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlinf_async.runtime.jobs.language.config import LanguageConfig
 from rlinf_async.runtime.jobs.language.layout import Layout
 from rlinf_async.runtime.supervise import Restart
 from rlinf_async.workers.actor import LanguageActor
-from rlinf_async.workers.errors import WorkerDied
+from rlinf_async.workers.errors import WorkerError
 from rlinf_async.workers.rollout.language import LanguageRolloutWorker
 from rlinf_async.workers.scheduler import (
     DataShare,
@@ -159,10 +159,10 @@ class Scheduling:
                 self._reports.receiver,
                 self._requests,
             )
-        except WorkerDied as death:
+        except WorkerError as failure:
             log.warning(
                 "the scheduler is given up, the run goes on with the strategy that it has: %s",
-                death,
+                failure,
             )
             newest = await self._orders.receiver.get(newer_than=0)
             orders = last_orders(newest, self._topology)
