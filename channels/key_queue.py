@@ -16,6 +16,7 @@ Nothing here waits. Items are handed directly to the gets that wait, so none can
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -361,10 +362,12 @@ class KeyQueue:
         if not returned:
             return
         self.weight += sum(entry.weight for entry in returned)
-        if self.entries and returned[-1].sequence > self.entries[0].sequence:
-            self.entries = deque(sorted((*returned, *self.entries), key=_sequence))
-        else:
-            self.entries.extendleft(reversed(returned))
+        waiting = self.entries
+        if not waiting or returned[-1].sequence < waiting[0].sequence:
+            waiting.extendleft(reversed(returned))
+            return
+        for entry in returned:
+            waiting.insert(bisect_left(waiting, entry.sequence, key=_sequence), entry)
 
     # ---- who is served next
 

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from typing import Final
 
@@ -51,9 +52,8 @@ def nearest_names(name: str, names: Iterable[str]) -> str:
 
 def nearest_divisors(value: int, *numbers: int) -> str:
     """Return the common divisors next to ``value``: ``"2 or 4"``."""
-    return nearest(
-        value, [part for part in range(1, max(numbers) + 1) if not any(n % part for n in numbers)]
-    )
+    common = math.gcd(*numbers)
+    return nearest(value, [part for part in range(1, common + 1) if common % part == 0])
 
 
 def nearest(value: int, fitting: Iterable[int]) -> str:

@@ -30,10 +30,10 @@ class Entry:
         self,
         handle: Handle,
         *,
-        label: str,
-        lane: Hashable,
-        is_step: bool,
-        future: Future[Any] | None,
+        label: str = "",
+        lane: Hashable = "main",
+        is_step: bool = False,
+        future: Future[Any] | None = None,
     ) -> None:
         self.handle = handle
         self.label = label

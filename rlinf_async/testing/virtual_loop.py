@@ -83,6 +83,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.describe: list[Callable[[], str]] = []
         self._step_limit = self._max_steps = math.inf if max_steps is None else max_steps
         self._labels = trace_lines > 0
+        self._bare = seed is None and not self._labels
+        """nothing but the order of arrival decides, and is seen: no lanes, no labels"""
         self._entries: ReadyQueue = FifoQueue() if seed is None else SeededQueue(seed)
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._cancelled_timers = 0
@@ -203,19 +205,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
         args: tuple[Any, ...],
         lane: Hashable,
     ) -> None:
+        if self._bare:
+            self._entries.push(Entry(handle))
+            return
         task = getattr(callback, "__self__", None)
         future = args[0] if args and isinstance(args[0], asyncio.Future) else None
-        if not self._labels:
-            is_task = isinstance(task, asyncio.Task)
-            entry = Entry(
-                handle, label="", lane=task if is_task else lane, is_step=is_task, future=future
-            )
-            self._entries.push(entry)
-            return
-        is_step = isinstance(task, asyncio.Task)
+        is_step, label = isinstance(task, asyncio.Task), ""
         if isinstance(task, asyncio.Task):
-            label, lane = f"step {task.get_name()}", task
-        else:
+            lane = task
+            if self._labels:
+                label = f"step {task.get_name()}"
+        elif self._labels:
             label = f"call {describe_callback(callback)}"
             if isinstance(future, asyncio.Task):
                 label += f" of {future.get_name()}"
@@ -275,10 +275,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._cancelled_timers = 0
 
     def _check_usable(self) -> None:
+        running_in: int | None = getattr(self, "_thread_id", None)
+        if running_in == threading.get_ident():  # as nearly always; one that runs is not closed
+            return
         if self.is_closed():
             raise RuntimeError("Event loop is closed")
-        running_in: int | None = getattr(self, "_thread_id", None)
-        if running_in is not None and running_in != threading.get_ident():
+        if running_in is not None:
             raise RuntimeError(
                 "a virtual loop was called from another thread, whose timing no seed can repeat: "
                 "give the function to run_in_executor or asyncio.to_thread, which run it inline"

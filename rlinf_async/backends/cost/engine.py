@@ -82,6 +82,11 @@ class CostEngine:
         self._stalled = ""
         """for what it last stood still"""
         self._version = -1
+        # What responses are slices of: to broadcast for each takes ten times as long.
+        longest = config.lengths.longest
+        self._tokens = np.broadcast_to(TOKEN, longest)
+        self._log_probs = np.broadcast_to(LOG_PROB, longest)
+        self._newest = np.broadcast_to(np.int32(-1), longest)
         self._loop: asyncio.AbstractEventLoop
         self._position = 0.0
         self._at = 0.0
@@ -173,6 +178,7 @@ class CostEngine:
         await asyncio.sleep(self.config.load_seconds * self.slowness)
         self._check_alive()
         self._version = update.version
+        self._newest = np.broadcast_to(np.int32(update.version), self.config.lengths.longest)
         self._versions.append((self._position, update.version))
         return update.checksum
 
@@ -348,8 +354,8 @@ class CostEngine:
     def _generated(self, row: Row, finish: Literal["stop", "length", "abort"]) -> Generated:
         made = row.length if finish != "abort" else row.made(self._position)
         return Generated(
-            token_ids=np.broadcast_to(TOKEN, made),
-            log_prob=np.broadcast_to(LOG_PROB, made),
+            token_ids=self._tokens[:made],
+            log_prob=self._log_probs[:made],
             version=self._token_versions(row, made),
             finish=finish,
         )
@@ -358,7 +364,7 @@ class CostEngine:
         """Return the version ``[made]`` that made each token."""
         partial = row.request.partial
         if partial is None and row.version == self._version:
-            return np.broadcast_to(np.int32(self._version), made)
+            return self._newest[:made]
         versions = np.empty(made, np.int32)
         brought = min(row.brought, made)
         if partial is not None:
