@@ -9,29 +9,35 @@ from xdist.scheduler import LoadScopeScheduling
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
-TOGETHER = ("backends/vllm", "gpu")
-"""Folders whose files stay together too: they share engines, or a device."""
+TOGETHER = ("backends/vllm", "gpu", "runtime/ray/training")
+"""Folders whose files stay together too: they share engines, a device, or a Ray."""
 
 
 LONGEST = (
+    "runtime/ray/training",
     "examples/test_examples",
     "backends/vllm",
+    "runtime/ray/test_cluster",
+    "jobs/on_hosts/test_on_hosts",
+    "backends/megatron/test_trainer",
+    "jobs/language/test_megatron",
+    "backends/megatron/test_stages",
     "bench/test_reshard_bench",
-    "jobs/embodied/test_killed_workers",
+    "jobs/test_on_ray",
+    "jobs/embodied_sac/test_runs",
+    "jobs/language/test_killed_driver",
+    "jobs/language/test_killed_engine",
+    "jobs/test_random_runs",
+    "jobs/language/test_checkpoint_folders",
+    "jobs/language/test_resumed",
+    "jobs/language/test_scheduled",
     "bench/test_overlap_bench",
     "jobs/embodied/test_killed_driver",
-    "jobs/embodied/test_gone_wrong",
-    "jobs/language/test_checkpoint_folders",
     "workers/rollout/test_language_engines",
-    "jobs/language/test_killed_engine",
     "docs/test_documentation",
     "bench/test_rollout_bench",
     "bench/test_channels_bench",
     "backends/rescale/test_faults",
-    "jobs/language/test_killed_workers",
-    "jobs/language/test_killed_driver",
-    "backends/language/test_publishing_in_place",
-    "backends/checkpoint/test_killed",
     "net/test_two_hosts",
 )
 """What begins first, because it takes from half a minute to some: what begins last is short, and no

@@ -73,8 +73,8 @@ SLOW_IMPORTS: Mapping[str, tuple[str, ...]] = {
     "rlinf_async.backends.fsdp.sac": ("torch._dynamo", "torch.distributed.fsdp"),
     "rlinf_async.backends.fsdp.language.trainer": _LANGUAGE,
     "rlinf_async.backends.fsdp.language.critic": _LANGUAGE,
-    "rlinf_async.backends.megatron.trainer": _LANGUAGE,
-    "rlinf_async.backends.megatron.critic": _LANGUAGE,
+    "rlinf_async.backends.megatron.trainer": (*_LANGUAGE, "megatron.core"),
+    "rlinf_async.backends.megatron.critic": (*_LANGUAGE, "megatron.core"),
     "rlinf_async.backends.policies.serving": (),
     "rlinf_async.backends.transformers.engine": _LANGUAGE,
 }

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from torch.multiprocessing.spawn import start_processes
 
 IMPORTED = (
+    "megatron.core",  # left out where it is not installed
     "torch._dynamo",
     "torch.distributed.fsdp",
     "transformers.models.qwen3.modeling_qwen3",

@@ -35,7 +35,10 @@ NOTICING: Final = (
 """By default Ray takes half a minute until it says that a host is lost."""
 _WORKER: Final = re.compile(r"[A-Z]\w*\[\d+\]")
 SETUP: Final = (
-    'mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && hostname "$0" && "$@" & '
+    # This checkout is seen on each host, also where it lies below /tmp.
+    'exec 3<. && mount -t tmpfs tmpfs /tmp && mkdir -p "$PWD" && '
+    'mount -c --bind /proc/self/fd/3 "$PWD" && cd "$PWD" && exec 3<&- && '
+    'mount -t tmpfs tmpfs /dev/shm && hostname "$0" && "$@" & '
     # Process 1 of a host collects the processes whose parents have ended.
     "wait; exec sleep infinity"
 )
@@ -92,6 +95,11 @@ class Host:
         lines = [line.split() for path in paths for line in path.read_text().splitlines()]
         return any(one[1].endswith(f":{port:04X}") and one[3] == "0A" for one in lines[1:])
 
+    @property
+    def ended(self) -> bool:
+        """Whether what was started there has, and all that this has started."""
+        return told_of(self.init, "comm") == b"sleep\n"  # see `SETUP`
+
     def kill(self) -> None:
         """SIGKILL to all its processes at once."""
         with contextlib.suppress(ProcessLookupError):
@@ -103,7 +111,7 @@ class Hosts:
     """Three hosts that reach each other, and a Ray node on each. The first has Ray's head.
 
     Args:
-        folder: that all of them share, as well as this checkout; not below /tmp.
+        folder: that all of them share, as they do this checkout; not below /tmp.
         cores: of each, as Ray counts them.
     """
 
@@ -178,7 +186,9 @@ class Hosts:
             )
         host = self._running[name] = Host(name, self._address(name), namespace, started)
         if name == HEAD:
-            until(lambda: host.listens(PORT), "Ray's head listens")
+            until(lambda: host.listens(PORT) or host.ended, "Ray's head listens")
+            if host.ended:
+                raise AssertionError((self.folder / f"{name}.log").read_text())
         return host
 
     def kill(self, name: str) -> None:

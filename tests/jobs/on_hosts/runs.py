@@ -355,6 +355,10 @@ def what_it_is(hosts: Hosts) -> dict[str, list[str]]:
 
 
 def _ours(host: Host, folder: str) -> list[str]:
-    """Files that are not Ray's, nor torch's folder for compiled code, which the next run uses."""
+    """Files that are not Ray's, nor torch's folder for compiled code, which the next run uses; nor
+    where this checkout is seen, see `hosts.SETUP`."""
     others = ("ray", "plasma", "torchinductor_")
-    return [name for name in host.files(folder) if not name.startswith(others)]
+    checkout = ROOT.parts[2:3] if ROOT.is_relative_to("/tmp") else ()
+    return [
+        name for name in host.files(folder) if not (name.startswith(others) or name in checkout)
+    ]

@@ -1,4 +1,4 @@
-"""One Ray of this host for all tests of a module."""
+"""One Ray of this host for all tests of this folder, which leave nothing in it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,20 @@ import pytest
 from rlinf_async.runtime.ray.session import LOCAL_STORE_BYTES
 
 
-@pytest.fixture(scope="module")
-def ray() -> Iterator[Any]:
+@pytest.fixture
+def ray(started: Any) -> Iterator[Any]:
+    """Ray with eight cores, all of them free."""
+    yield started
+    groups = importlib.import_module("ray.util.placement_group")
+    states: dict[str, Any] = groups.placement_group_table()
+    for name, one in states.items():
+        if one["state"] != "REMOVED":
+            group_id = importlib.import_module("ray").PlacementGroupID(bytes.fromhex(name))
+            groups.remove_placement_group(groups.PlacementGroup(group_id))
+
+
+@pytest.fixture(scope="package")
+def started() -> Iterator[Any]:
     """Ray with eight cores, whatever this machine has."""
     before = signal.getsignal(signal.SIGTERM)
     library: Any = importlib.import_module("ray")
